@@ -1,0 +1,1 @@
+"""The nouns: what requests, endpoints, events and instructions are. Imports nothing of Fairlead but itself."""

@@ -1,0 +1,50 @@
+"""Errors are few and name who is at fault. A refused request is a value (`instructions.Reject`), never an exception."""
+
+
+class FairleadError(Exception):
+    """Base of all errors that Fairlead raises on purpose."""
+
+
+class ConfigError(FairleadError):
+    """The operator's configuration is wrong. `path` is a JSON path such as `$.scorers[1].weight`."""
+
+    def __init__(self, message: str, path: str = "$", source: str = "") -> None:
+        self.path = path
+        self.source = source
+        where = f"{source}: {path}" if source else path
+        super().__init__(f"{where}: {message}")
+
+
+class ClientError(FairleadError):
+    """A client's request is wrong; it is answered with `status` in the shape of the API it spoke."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+
+class EngineError(FairleadError):
+    """A model server misbehaved: unreachable, an unreadable metrics page, a malformed reply."""
+
+    def __init__(self, endpoint: str, message: str) -> None:
+        self.endpoint = endpoint
+        super().__init__(f"{endpoint}: {message}")
+
+
+class PluginError(FairleadError):
+    """A plugin could not be loaded, or raised while it was asked."""
+
+    def __init__(self, plugin: str, message: str) -> None:
+        self.plugin = plugin
+        super().__init__(f"plugin {plugin}: {message}")
+
+
+class ProtocolError(FairleadError):
+    """The peer broke a wire protocol (HTTP/2, gRPC, ext_proc). `code` is the HTTP/2 or gRPC error code to answer."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        self.code = code
+        super().__init__(message)

@@ -1,0 +1,105 @@
+"""Facts, named in the past tense. `Pipeline.handle` takes one and is the only place where state changes."""
+
+from msgspec import Struct
+
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.request import Request, Usage
+
+
+class RequestArrived(Struct, frozen=True):
+    """A request was received whole and understood."""
+
+    request: Request
+
+
+class FirstTokenSeen(Struct, frozen=True, gc=False):
+    """The first byte of the response body passed: the prefill is over."""
+
+    request_id: int
+
+
+class ResponseEnded(Struct, frozen=True, kw_only=True):
+    """The response is complete, or broke off. The last event of a routed request; a second one is ignored."""
+
+    request_id: int
+    #: HTTP status from the model server; 0 = no response came.
+    status: int = 0
+    usage: Usage | None = None
+    #: Milliseconds from the request's first byte at the gateway to the first response body byte; < 0 = unknown.
+    ttft_ms: float = -1.0
+    duration_ms: float = -1.0
+    request_bytes: int = -1
+    response_bytes: int = -1
+    #: The client went away before the response was complete.
+    client_gone: bool = False
+    #: `host:port` that served, as the gateway says; empty = unknown.
+    served_by: str = ""
+
+
+class UsageReported(Struct, frozen=True, gc=False):
+    """A response told its token counts (before it has ended, or where nobody tells us its end)."""
+
+    request_id: int
+    usage: Usage
+
+
+class StreamLost(Struct, frozen=True, gc=False):
+    """The gateway gave the request up before a response byte: client gone, stream reset, gateway gone."""
+
+    request_id: int
+
+
+class FallbackServed(Struct, frozen=True, gc=False):
+    """The gateway served a request without asking us (fail-open), as its access log says."""
+
+    address: str
+    status: int = 0
+
+
+class EndpointUp(Struct, frozen=True):
+    """An endpoint joined, or its address or labels changed."""
+
+    endpoint: Endpoint
+
+
+class EndpointDown(Struct, frozen=True, gc=False):
+    endpoint_id: str
+
+
+class MetricsSampled(Struct, frozen=True):
+    """A scrape succeeded. `started` is when it was sent: charges made since are not in it yet."""
+
+    endpoint_id: str
+    started: float
+    sample: Sample
+
+
+class MetricsFailed(Struct, frozen=True, gc=False):
+    endpoint_id: str
+    reason: str
+
+
+class TimerFired(Struct, frozen=True, gc=False):
+    """A timer asked for by `SetTimer` is due."""
+
+    name: str
+
+
+class DrainStarted(Struct, frozen=True, gc=False):
+    """Shut-down began: nothing new may wait any more."""
+
+
+Event = (
+    RequestArrived
+    | FirstTokenSeen
+    | UsageReported
+    | ResponseEnded
+    | StreamLost
+    | FallbackServed
+    | EndpointUp
+    | EndpointDown
+    | MetricsSampled
+    | MetricsFailed
+    | TimerFired
+    | DrainStarted
+)
