@@ -85,10 +85,6 @@ class TimerFired(Struct, frozen=True, gc=False):
     name: str
 
 
-class DrainStarted(Struct, frozen=True, gc=False):
-    """Shut-down began: nothing new may wait any more."""
-
-
 Event = (
     RequestArrived
     | FirstTokenSeen
@@ -101,5 +97,4 @@ Event = (
     | MetricsSampled
     | MetricsFailed
     | TimerFired
-    | DrainStarted
 )

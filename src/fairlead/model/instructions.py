@@ -18,7 +18,7 @@ class Reject(Struct, frozen=True, kw_only=True):
 
     request_id: int
     status: int
-    #: Machine-readable: `rejected-no-endpoints`, `rejected-saturated`, `rejected-ttl-expired`, `rejected-shutting-down`.
+    #: Machine-readable: `rejected-no-endpoints`, `rejected-saturated`, `rejected-shutting-down`, …
     reason: str
     message: str
     #: Seconds for `Retry-After`; < 0 = send none.

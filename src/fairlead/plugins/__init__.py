@@ -1,0 +1,1 @@
+"""The built-in plugins, one file each. They know the contracts of `schedule`, the fleet and the nouns."""

@@ -1,0 +1,1 @@
+"""Where a request runs: the Policy contract, and the filter → score → pick profile that keeps it."""

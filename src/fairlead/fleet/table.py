@@ -1,0 +1,159 @@
+"""Columns of what the endpoints last said of themselves, and of what we sent them since.
+
+Rules
+* An endpoint keeps its slot for life. Slots of departed endpoints are reused; until then `alive` is False there.
+* Columns are live: a decision is one synchronous call, so nothing moves underneath it and no copy is made. Plugins
+  read, only `Fleet` writes.
+* `queue`, `active` and `kv` are *effective*: the last scrape, corrected by our own charges since. Scraped gauges alone
+  lag by the scrape interval and show 0 at the end of an engine step (28 % of scrapes at 32 concurrent requests of a
+  vLLM 0.32); our own ledger alone does not know other clients. When scrapes stop they are our own accounting only.
+"""
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+
+from fairlead.fleet.columns import BoolColumn, FloatColumn
+from fairlead.model.endpoint import ROLE_LABEL, Endpoint, Sample
+
+_FLOATS = (
+    "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "kv_tokens",
+    "sampled_at", "failures", "errors", "ejected_until", "max_adapters", "capacity_tokens",
+)  # fmt: skip
+
+
+class EndpointTable:
+    """The columns. See the module's rules; every `FloatColumn` and `BoolColumn` has length `len(table)`."""
+
+    #: Scraped: requests waiting / running in the engine, share of KV blocks in use (0..1).
+    waiting: FloatColumn
+    running: FloatColumn
+    kv: FloatColumn
+    #: Effective requests waiting for, and past, their first token.
+    queue: FloatColumn
+    active: FloatColumn
+    #: Own leases: all, those before the first token, their uncached prompt tokens, KV tokens of all.
+    inflight: FloatColumn
+    pending: FloatColumn
+    pending_tokens: FloatColumn
+    kv_tokens: FloatColumn
+    #: Clock seconds of the last good scrape; -inf = never.
+    sampled_at: FloatColumn
+    #: Consecutive failed scrapes / failed responses; clock seconds until which the endpoint is avoided.
+    failures: FloatColumn
+    errors: FloatColumn
+    ejected_until: FloatColumn
+    #: LoRA slots; 0 = unknown. KV capacity in tokens; 0 = unknown.
+    max_adapters: FloatColumn
+    capacity_tokens: FloatColumn
+
+    def __init__(self) -> None:
+        self.endpoints: list[Endpoint | None] = []
+        self.ids: tuple[str, ...] = ()
+        self.adapters: list[frozenset[str] | None] = []
+        self.samples: list[Sample | None] = []
+        self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
+        for name in _FLOATS:
+            setattr(self, name, np.zeros(0))
+        self.count = 0
+        #: Rises when endpoints come, go or change labels, and when adapters change: caches of masks hang on it.
+        self.version = 0
+        self._slots: dict[str, int] = {}
+        self._masks: dict[tuple[str, ...], BoolColumn] = {}
+        self._extra: dict[str, FloatColumn] = {}
+
+    def __len__(self) -> int:
+        return len(self.endpoints)
+
+    def slot(self, endpoint_id: str) -> int | None:
+        return self._slots.get(endpoint_id)
+
+    def slots(self) -> list[tuple[int, Endpoint]]:
+        """(slot, endpoint) of all that are there."""
+        return [(slot, e) for slot, e in enumerate(self.endpoints) if e is not None]
+
+    def add(self, endpoint: Endpoint) -> int:
+        """A new endpoint gets a free slot."""
+        slot = next((i for i, e in enumerate(self.endpoints) if e is None), len(self.endpoints))
+        if slot == len(self.endpoints):
+            self._grow()
+        self.endpoints[slot] = endpoint
+        self._slots[endpoint.id] = slot
+        self.alive[slot] = True
+        for name in _FLOATS:
+            getattr(self, name)[slot] = 0.0
+        self.sampled_at[slot] = -inf
+        self.ejected_until[slot] = -inf
+        self.adapters[slot] = None
+        self.samples[slot] = None
+        self.count += 1
+        self._changed()
+        return slot
+
+    def replace(self, slot: int, endpoint: Endpoint) -> None:
+        """Same id, other address or labels."""
+        self.endpoints[slot] = endpoint
+        self._changed()
+
+    def remove(self, slot: int) -> None:
+        endpoint = self.endpoints[slot]
+        assert endpoint is not None
+        del self._slots[endpoint.id]
+        self.endpoints[slot] = None
+        self.alive[slot] = False
+        self.count -= 1
+        self._changed()
+
+    def set_adapters(self, slot: int, adapters: frozenset[str] | None) -> None:
+        if adapters != self.adapters[slot]:
+            self.adapters[slot] = adapters
+            self._changed()
+
+    def extra(self, name: str) -> FloatColumn:
+        """A configured further gauge (`Sample.extra`); NaN where an endpoint does not report it."""
+        column = self._extra.get(name)
+        if column is None:
+            column = np.full(len(self), np.nan)
+            for slot, sample in enumerate(self.samples):
+                if sample is not None and name in sample.extra:
+                    column[slot] = sample.extra[name]
+            self._extra[name] = column
+        return column
+
+    def sampled(self, slot: int, sample: Sample) -> None:
+        self.samples[slot] = sample
+        for name, value in sample.extra.items():
+            if name in self._extra:
+                self._extra[name][slot] = value
+
+    def mask(self, key: tuple[str, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
+        """A mask that depends on labels, addresses and adapters only, computed once per `version` and `key`."""
+        found = self._masks.get(key)
+        if found is None:
+            if len(self._masks) > 4096:  # keys may hold client-chosen names
+                self._masks.clear()
+            found = np.fromiter(
+                (e is not None and keep(slot, e) for slot, e in enumerate(self.endpoints)), np.bool_, len(self)
+            )
+            self._masks[key] = found
+        return found
+
+    def role(self, slot: int) -> str:
+        endpoint = self.endpoints[slot]
+        return endpoint.labels.get(ROLE_LABEL, "") if endpoint else ""
+
+    def _grow(self) -> None:
+        self.endpoints.append(None)
+        self.adapters.append(None)
+        self.samples.append(None)
+        self.alive = np.append(self.alive, False)
+        for name in _FLOATS:
+            setattr(self, name, np.append(getattr(self, name), 0.0))
+        for name, column in self._extra.items():
+            self._extra[name] = np.append(column, np.nan)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._masks.clear()
+        self.ids = tuple(e.id if e else "" for e in self.endpoints)

@@ -1,0 +1,1 @@
+"""Pickers: one endpoint out of the rated ones."""
