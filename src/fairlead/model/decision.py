@@ -53,7 +53,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True):
     at: float
     endpoint: str
     status: int = 0
-    #: `natural`, `client-disconnect`, `stream-lost`, `expired`, `endpoint-gone`.
+    #: `natural`, `client-disconnect`, `stream-lost`, `expired`, `reconciled`, `endpoint-gone`.
     cause: str = "natural"
     ttft_ms: float = -1.0
     duration_ms: float = -1.0

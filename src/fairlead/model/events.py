@@ -49,13 +49,6 @@ class StreamLost(Struct, frozen=True, gc=False):
     request_id: int
 
 
-class FallbackServed(Struct, frozen=True, gc=False):
-    """The gateway served a request without asking us (fail-open), as its access log says."""
-
-    address: str
-    status: int = 0
-
-
 class EndpointUp(Struct, frozen=True):
     """An endpoint joined, or its address or labels changed."""
 
@@ -91,7 +84,6 @@ Event = (
     | UsageReported
     | ResponseEnded
     | StreamLost
-    | FallbackServed
     | EndpointUp
     | EndpointDown
     | MetricsSampled

@@ -1,0 +1,1 @@
+"""Decision → what the gateway is told: header mutations, metadata, rejections."""

@@ -1,0 +1,1 @@
+"""Codecs: bytes ↔ values. No sockets, no clock."""

@@ -1,0 +1,56 @@
+# Everything runs in the project's own virtual environment, made on first use. `make help` lists the targets.
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
+  command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+FUZZ_SECONDS ?= 600
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check unit fuzz soak bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/.base:
+	@test -n "$(PYTHON)" || { echo "Fairlead needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3."; exit 1; }
+	@echo "==> making a virtual environment in $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is missing. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.base pyproject.toml
+	@echo "==> installing Fairlead and what it needs (once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[report]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base pyproject.toml
+	@echo "==> installing Fairlead with its test tools (once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)
+	@$(BIN)/fairlead demo
+
+test: check unit ## everything that CI runs
+
+check: $(VENV)/.dev ## ruff, mypy, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/.dev ## every fuzzer for FUZZ_SECONDS (default 600) each
+	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -x
+
+soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte
+	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
+
+bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
+	@for b in decision parse idle transport extproc; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+
+clean: ## remove the virtual environment, caches and out/
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,71 @@
+"""Receives the gateway's access log: ends leases, and counts what the gateway served without us."""
+
+from collections.abc import Callable, Mapping
+
+from fairlead.io.receive.session import Host
+from fairlead.io.receive.stream import ServerStream
+from fairlead.model.errors import ProtocolError
+from fairlead.model.events import ResponseEnded
+from fairlead.wire.access_log import AccessLogEntry, read_entries
+
+PATH = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+
+_INVALID_ARGUMENT = 3
+
+
+class AccessLogStream:
+    """One gateway's access log. While it is open, sessions of that gateway may leave early."""
+
+    def __init__(self, stream: ServerStream, host: Host, on_fallback: Callable[[str, int], None]) -> None:
+        self._stream = stream
+        self._host = host
+        self._on_fallback = on_fallback
+        self._open = True
+        host.access_logs += 1
+
+    def on_message(self, message: bytes) -> None:
+        try:
+            entries = read_entries(message)
+        except ProtocolError as error:
+            self._close()
+            self._stream.finish(_INVALID_ARGUMENT, str(error))
+            return
+        for entry in entries:
+            self._entry(entry)
+
+    def _entry(self, entry: AccessLogEntry) -> None:
+        request_id = self._host.answers.request_id(entry.lease) if entry.lease else None
+        if request_id is not None:
+            self._host.driver.feed(
+                ResponseEnded(
+                    request_id=request_id,
+                    status=entry.status,
+                    ttft_ms=entry.ttft_ms,
+                    duration_ms=entry.duration_ms,
+                    request_bytes=entry.request_bytes,
+                    response_bytes=entry.response_bytes,
+                    client_gone=entry.client_gone,
+                    served_by=entry.upstream,
+                )
+            )
+        elif not entry.lease and entry.upstream:
+            self._on_fallback(entry.upstream, entry.status)
+
+    def on_half_close(self) -> None:
+        self._close()
+        self._stream.finish()
+
+    def on_lost(self, why: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            self._host.access_logs -= 1
+
+
+def factory(
+    host: Host, on_fallback: Callable[[str, int], None]
+) -> Callable[[ServerStream, Mapping[str, str]], AccessLogStream]:
+    """Handler factory for `PATH`. `on_fallback(address, status)` is told of requests that nobody scheduled."""
+    return lambda stream, metadata: AccessLogStream(stream, host, on_fallback)

@@ -1,0 +1,92 @@
+"""Turns the pipeline's crank under asyncio: feeds events in, carries instructions out."""
+
+from time import perf_counter
+from typing import Any, Protocol
+
+from fairlead.model.clock import Clock, TimerHandle
+from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.events import Event, TimerFired
+from fairlead.model.instructions import Instruction, Record, Reject, Route, SetTimer
+from fairlead.pipeline import Pipeline
+
+
+class Observer(Protocol):
+    """Who wants to know: metrics, journal, logs."""
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        """A decision was made; `duration_s` is what it cost."""
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        """A routed request ended."""
+
+
+class Waiting(Protocol):
+    """A request that waits for its answer."""
+
+    def route(self, endpoint: Endpoint) -> None: ...
+
+    def reject(self, reject: Reject) -> None: ...
+
+
+class Driver:
+    """One per process. All calls happen on the event loop's thread."""
+
+    def __init__(self, pipeline: Pipeline, clock: Clock, observer: Observer) -> None:
+        self.pipeline = pipeline
+        self._clock = clock
+        self._observer = observer
+        #: Requests that arrived and are not yet answered.
+        self.waiting: dict[int, Waiting] = {}
+        self._timers: dict[str, TimerHandle] = {}
+        self._handlers: dict[type, Any] = {
+            Route: self._route,
+            Reject: self._reject,
+            SetTimer: self._set_timer,
+        }
+
+    def start(self) -> None:
+        self._carry_out(self.pipeline.start(), 0.0)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def feed(self, event: Event) -> None:
+        """Let the pipeline know, and do what it says."""
+        started = perf_counter()
+        instructions = self.pipeline.handle(event)
+        if instructions:
+            self._carry_out(instructions, perf_counter() - started)
+
+    def _carry_out(self, instructions: list[Instruction], duration: float) -> None:
+        for instruction in instructions:
+            if type(instruction) is Record:
+                record = instruction.record
+                if type(record) is DecisionRecord:
+                    self._observer.on_decision(record, duration)
+                else:
+                    self._observer.on_outcome(record)  # type: ignore[arg-type]
+            else:
+                self._handlers[type(instruction)](instruction)
+
+    def _route(self, instruction: Route) -> None:
+        waiting = self.waiting.pop(instruction.request_id, None)
+        if waiting is not None:
+            waiting.route(instruction.endpoint)
+
+    def _reject(self, instruction: Reject) -> None:
+        waiting = self.waiting.pop(instruction.request_id, None)
+        if waiting is not None:
+            waiting.reject(instruction)
+
+    def _set_timer(self, instruction: SetTimer) -> None:
+        old = self._timers.get(instruction.name)
+        if old is not None:
+            old.cancel()
+        self._timers[instruction.name] = self._clock.call_at(instruction.at, self._fire, instruction.name)
+
+    def _fire(self, name: str) -> None:
+        del self._timers[name]
+        self.feed(TimerFired(name))

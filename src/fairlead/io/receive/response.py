@@ -1,0 +1,65 @@
+"""What a session sees of a response: status, first byte, token counts."""
+
+from collections.abc import Callable, Mapping
+
+from fairlead.io.receive.driver import Driver
+from fairlead.model.events import FirstTokenSeen, ResponseEnded
+from fairlead.model.request import Usage
+from fairlead.parse.usage import UsageScanner
+
+
+class ResponseWatch:
+    """Follows one response. `arrived` is when its request arrived, in the clock's seconds."""
+
+    __slots__ = ("_arrived", "_bytes", "_now", "_scanner", "_status", "_ttft_ms", "is_sse", "started")
+
+    def __init__(self, arrived: float, now: Callable[[], float]) -> None:
+        self._arrived = arrived
+        self._now = now
+        self._status = 0
+        self._bytes = 0
+        self._ttft_ms = -1.0
+        self._scanner: UsageScanner | None = None
+        #: A response message was seen: the model server has the request.
+        self.started = False
+        self.is_sse = False
+
+    def headers(self, headers: Mapping[str, str]) -> None:
+        self.started = True
+        status = headers.get(":status", "")
+        self._status = int(status) if status.isascii() and status.isdigit() else 0
+        kind = headers.get("content-type", "")
+        self.is_sse = kind.startswith("text/event-stream")
+        if (self.is_sse or "json" in kind) and "content-encoding" not in headers:
+            self._scanner = UsageScanner(stream=self.is_sse)
+
+    def chunk(self, chunk: bytes, driver: Driver, request_id: int) -> bool:
+        """Note a piece of the body. True for the first one that has content."""
+        self.started = True
+        self._bytes += len(chunk)
+        if self._scanner is not None and chunk:
+            self._scanner.feed(chunk)
+        if self._ttft_ms >= 0 or not chunk:
+            return False
+        self._ttft_ms = (self._now() - self._arrived) * 1e3
+        driver.feed(FirstTokenSeen(request_id))
+        return True
+
+    def usage(self) -> Usage | None:
+        return self._scanner.usage if self._scanner is not None else None
+
+    @property
+    def error_status(self) -> int:
+        """Status of an error reported inside a 200 stream; 0 = none."""
+        return (self._scanner.error_status or 0) if self._scanner is not None else 0
+
+    def ended(self, request_id: int, client_gone: bool = False) -> ResponseEnded:
+        return ResponseEnded(
+            request_id=request_id,
+            status=self.error_status or self._status,
+            usage=self.usage(),
+            ttft_ms=self._ttft_ms,
+            duration_ms=(self._now() - self._arrived) * 1e3,
+            response_bytes=self._bytes,
+            client_gone=client_gone,
+        )

@@ -1,0 +1,318 @@
+"""One ext_proc stream = one HTTP request: collects it, has it scheduled, answers the gateway, leaves when it is safe.
+
+Rules (Envoy 1.40; docs/gateway.md has the measurements)
+* The answer to headers precedes every answer to a body. Under full duplex the headers answer waits until the body is
+  whole, and the body must be handed back; otherwise the gateway keeps the body itself.
+* BUFFERED and BUFFERED_PARTIAL: headers are answered at once, the pick rides on the body answer. A truncated
+  BUFFERED_PARTIAL body (end_of_stream false) is waved through unscheduled: the gateway ignores a pick there.
+* NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes when the headers are
+  answered, so the choice is made on headers alone.
+* Leaving (ending the gRPC stream with OK) must not lose a byte. In a STREAMED or BUFFERED response the gateway keeps
+  each chunk until it is answered: leaving is safe at any moment. With NONE nothing follows. In a FULL_DUPLEX response
+  it hands chunks over and forgets them: the only safe moment is the pick itself, and only when everything fits into
+  one write; later the response is echoed to its end.
+* Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
+  the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
+* Whoever leaves last releases the lease: the access log if wired, else this session.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from fairlead.io.receive.answers import Answers, client_error, refusal
+from fairlead.io.receive.driver import Driver
+from fairlead.io.receive.response import ResponseWatch
+from fairlead.io.receive.stream import ServerStream
+from fairlead.io.receive.understand import Understanding
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.errors import ClientError, ProtocolError
+from fairlead.model.events import RequestArrived, StreamLost, UsageReported
+from fairlead.model.instructions import Reject
+from fairlead.model.request import Request
+from fairlead.route.headers import CONTROL_HEADERS
+from fairlead.wire import ext_proc
+from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
+
+#: Initial metadata with which a gateway announces that it sends us its access log.
+ACCESS_LOG_METADATA = "fairlead-access-log"
+
+_INVALID_ARGUMENT = 3
+
+
+class ClientErrors(Protocol):
+    def on_client_error(self, api: str, status: int) -> None:
+        """A request was answered with an error before it could be scheduled."""
+
+
+class Host:
+    """What all sessions of a process share."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        understanding: Understanding,
+        answers: Answers,
+        errors: ClientErrors,
+        now: Callable[[], float],
+        max_body: int = 64 << 20,
+        inspect: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.driver = driver
+        self.understanding = understanding
+        self.answers = answers
+        self.errors = errors
+        self.now = now
+        #: Bytes of a request body that are kept; more is answered 413.
+        self.max_body = max_body
+        #: Asked once per streamed response that could be left early: stay, to learn its token counts?
+        self.inspect = inspect
+        #: Access-log streams that are connected.
+        self.access_logs = 0
+
+    def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "Session":
+        return Session(stream, self, ACCESS_LOG_METADATA in metadata)
+
+
+class Session:
+    """See the module's rules. States: collecting → waiting → routed → closed."""
+
+    __slots__ = (
+        "_announced", "_awaited", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host", "_parts",
+        "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch",
+    )  # fmt: skip
+
+    def __init__(self, stream: ServerStream, host: Host, announced: bool) -> None:
+        self._stream = stream
+        self._host = host
+        self._announced = announced
+        self._request_mode = self._response_mode = BodyMode.FULL_DUPLEX  # what the protocol demands of gateways
+        self._eager = False
+        self._headers: Mapping[str, str] = {}
+        self._subset: frozenset[str] | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        #: Once collected: the whole body (under full duplex, where it is handed back) and in how many messages it came.
+        self._body = b""
+        self._chunks = 0
+        self._collected = False
+        #: The message that the pick answers.
+        self._awaited = Kind.REQUEST_HEADERS
+        self._trailers = False
+        self._request: Request | None = None
+        self._closed = False
+        self._watch: ResponseWatch | None = None
+
+    # ---- the transport calls ----
+
+    def on_message(self, data: bytes) -> None:
+        if self._closed:
+            return
+        try:
+            message = Incoming(data)
+            modes = message.modes()
+            if modes is not None:
+                self._request_mode, self._response_mode, self._eager = modes
+            _HANDLERS[message.kind](self, message)
+        except ProtocolError as error:
+            self._give_up()
+            self._stream.finish(_INVALID_ARGUMENT, str(error))
+
+    def on_half_close(self) -> None:
+        self._give_up()
+        self._stream.finish()
+
+    def on_lost(self, why: str) -> None:
+        self._give_up()
+
+    # ---- the request ----
+
+    def _request_headers(self, message: Incoming) -> None:
+        self._headers, eos = message.headers()
+        self._subset = message.subset()
+        mode = self._request_mode
+        if eos or mode is BodyMode.NONE or (mode is BodyMode.STREAMED and not self._eager):
+            self._complete(Kind.REQUEST_HEADERS)
+        elif mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
+            self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
+
+    def _request_body(self, message: Incoming) -> None:
+        chunk, eos = message.body()
+        mode = self._request_mode
+        if self._collected:
+            if mode is BodyMode.STREAMED:
+                self._stream.send(CONTINUE[Kind.REQUEST_BODY])
+            return
+        self._size += len(chunk)
+        if self._size > self._host.max_body:
+            self._fail(ClientError(f"the request body is larger than {self._host.max_body} bytes", 413))
+            return
+        self._parts.append(chunk)
+        if mode is BodyMode.BUFFERED_PARTIAL and not eos:
+            self._wave_through()
+        elif mode is BodyMode.BUFFERED or mode is BodyMode.BUFFERED_PARTIAL:
+            self._complete(Kind.REQUEST_BODY)
+        elif eos:
+            self._complete(Kind.REQUEST_HEADERS)
+
+    def _request_trailers(self, message: Incoming) -> None:
+        self._trailers = True
+        if self._collected:
+            self._stream.send(CONTINUE[Kind.REQUEST_TRAILERS])
+        else:
+            self._complete(Kind.REQUEST_HEADERS)
+
+    def _complete(self, awaited: Kind) -> None:
+        """The request is whole (or as whole as it will get before the choice): have it scheduled."""
+        self._collected = True
+        self._awaited = awaited
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        host = self._host
+        try:
+            self._request = host.understanding.request(self._headers, body, self._subset)
+        except ClientError as error:
+            self._fail(error)
+            return
+        self._chunks = len(self._parts)
+        self._parts.clear()
+        if self._request_mode is BodyMode.FULL_DUPLEX:
+            self._body = body
+        host.driver.waiting[self._request.id] = self
+        host.driver.feed(RequestArrived(self._request))
+
+    def _wave_through(self) -> None:
+        """Let the gateway go on without a choice of ours."""
+        self._closed = True
+        self._stream.send(CONTINUE[Kind.REQUEST_BODY])
+        self._stream.finish()
+
+    def _fail(self, error: ClientError) -> None:
+        api = "chat" if "chat" in self._headers.get(":path", "") else "other"
+        self._closed = True
+        self._host.errors.on_client_error(api, error.status)
+        self._stream.send(client_error(api, error.status, error.message, error.param, error.code))
+        self._stream.finish()
+
+    # ---- the answer ----
+
+    def reject(self, reject: Reject) -> None:
+        self._closed = True
+        self._stream.send(refusal(reject))
+        self._stream.finish()
+
+    def route(self, endpoint: Endpoint) -> None:
+        request = self._request
+        assert request is not None
+        answers = self._host.answers
+        mutation = answers.mutation(endpoint, CONTROL_HEADERS & self._headers.keys())
+        metadata = answers.metadata(endpoint, request.id)
+        messages = [ext_proc.answer(self._awaited, mutation, metadata, reroute=True)]
+        if self._awaited is Kind.REQUEST_HEADERS:
+            messages += self._rest_of_request()
+        self._body = b""
+        leaving = self._may_leave_at_pick(messages)
+        self._stream.send(*messages)
+        if leaving:
+            self._leave()
+        else:
+            self._watch = ResponseWatch(request.arrived, self._host.now)
+
+    def _rest_of_request(self) -> list[bytes]:
+        """Answers to the body messages (and trailers) that came before the pick."""
+        messages: list[bytes] = []
+        if self._request_mode is BodyMode.FULL_DUPLEX and self._chunks:
+            messages = ext_proc.streamed_body(Kind.REQUEST_BODY, self._body, end_of_stream=not self._trailers)
+        elif self._request_mode is BodyMode.STREAMED:
+            messages = [CONTINUE[Kind.REQUEST_BODY]] * self._chunks
+        if self._trailers:
+            messages.append(CONTINUE[Kind.REQUEST_TRAILERS])
+        return messages
+
+    def _wired(self) -> bool:
+        """The gateway will tell us the end of this request."""
+        return self._announced and self._host.access_logs > 0
+
+    def _may_leave_at_pick(self, messages: list[bytes]) -> bool:
+        if not self._wired():
+            return False
+        if self._response_mode is BodyMode.NONE:
+            return self._request_mode is not BodyMode.STREAMED or self._eager
+        if self._response_mode is BodyMode.FULL_DUPLEX:
+            # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
+            return sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
+        return False
+
+    # ---- the response ----
+
+    def _response_headers(self, message: Incoming) -> None:
+        watch = self._watch
+        if watch is None:
+            raise ProtocolError("response headers before the request was routed")
+        headers, eos = message.headers()
+        watch.headers(headers)
+        self._stream.send(CONTINUE[Kind.RESPONSE_HEADERS])
+        if eos or self._response_mode is BodyMode.NONE:
+            self._end()
+
+    def _response_body(self, message: Incoming) -> None:
+        watch, request = self._watch, self._request
+        if watch is None or request is None:
+            raise ProtocolError("a response body before the request was routed")
+        chunk, eos = message.body()
+        first = watch.chunk(chunk, self._host.driver, request.id)
+        if self._response_mode is BodyMode.FULL_DUPLEX:
+            self._stream.send(*ext_proc.echo(message))
+        else:
+            self._stream.send(CONTINUE[Kind.RESPONSE_BODY])
+        if eos:
+            self._end()
+        elif first and self._response_mode is BodyMode.STREAMED and self._wired():
+            inspected = watch.is_sse and self._host.inspect()
+            if not inspected:
+                self._end()
+
+    def _response_trailers(self, message: Incoming) -> None:
+        self._stream.send(CONTINUE[Kind.RESPONSE_TRAILERS])
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing more to see, or to wait for: report what was seen, and leave."""
+        request, watch = self._request, self._watch
+        if request is not None and watch is not None:
+            usage = watch.usage()
+            if not self._wired() or watch.error_status:
+                self._host.driver.feed(watch.ended(request.id))
+            elif usage is not None:
+                self._host.driver.feed(UsageReported(request.id, usage))
+        self._leave()
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._stream.finish()
+
+    def _give_up(self) -> None:
+        """The stream is gone. Before a response message that means the request is too; later the access log knows."""
+        if self._closed:
+            return
+        self._closed = True
+        self._parts.clear()
+        self._body = b""
+        request, watch = self._request, self._watch
+        if request is None:
+            return
+        self._host.driver.waiting.pop(request.id, None)
+        if watch is None or not watch.started:
+            self._host.driver.feed(StreamLost(request.id))
+        elif not self._wired():
+            self._host.driver.feed(watch.ended(request.id, client_gone=True))
+
+
+_HANDLERS: Mapping[Kind, Callable[[Session, Incoming], None]] = {
+    Kind.REQUEST_HEADERS: Session._request_headers,
+    Kind.REQUEST_BODY: Session._request_body,
+    Kind.REQUEST_TRAILERS: Session._request_trailers,
+    Kind.RESPONSE_HEADERS: Session._response_headers,
+    Kind.RESPONSE_BODY: Session._response_body,
+    Kind.RESPONSE_TRAILERS: Session._response_trailers,
+}
+
+__all__ = ["ACCESS_LOG_METADATA", "Host", "Session"]

@@ -1,0 +1,244 @@
+"""Envoy's ext_proc messages (envoy.service.ext_proc.v3), read and written by hand.
+
+Theory
+* A `ProcessingRequest` starts with its oneof, so the first tag byte tells the kind; metadata, attributes and the
+  protocol configuration follow. Numbers are those of the descriptors inside Envoy 1.40.
+* `HttpBody` and `StreamedBodyResponse` share fields 1 (body) and 2 (end_of_stream): under full duplex a chunk is handed
+  back by putting other tags in front of the very bytes that came.
+* Answers that say "go on" are two constant bytes.
+* `raw_value` is written, never `value`: values need not be UTF-8. No append action is set: Envoy 1.40 overwrites in
+  every case.
+"""
+
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+
+from fairlead.model.errors import ProtocolError
+from fairlead.wire.protobuf import Json, field, fields, nested_struct, number, read_struct, string_struct
+
+
+class Kind(IntEnum):
+    """Field numbers of the oneof in `ProcessingRequest`."""
+
+    REQUEST_HEADERS = 2
+    RESPONSE_HEADERS = 3
+    REQUEST_BODY = 4
+    RESPONSE_BODY = 5
+    REQUEST_TRAILERS = 6
+    RESPONSE_TRAILERS = 7
+
+
+class BodyMode(IntEnum):
+    """ProcessingMode.BodySendMode."""
+
+    NONE = 0
+    STREAMED = 1
+    BUFFERED = 2
+    BUFFERED_PARTIAL = 3
+    FULL_DUPLEX = 4
+
+
+#: "Go on, nothing to change", for each kind of request message.
+CONTINUE = {
+    Kind.REQUEST_HEADERS: b"\x0a\x00",
+    Kind.RESPONSE_HEADERS: b"\x12\x00",
+    Kind.REQUEST_BODY: b"\x1a\x00",
+    Kind.RESPONSE_BODY: b"\x22\x00",
+    Kind.REQUEST_TRAILERS: b"\x2a\x00",
+    Kind.RESPONSE_TRAILERS: b"\x32\x00",
+}
+
+#: Field of `ProcessingResponse` that answers each kind.
+_ANSWER = {kind: CONTINUE[kind][0] >> 3 for kind in Kind}
+
+#: Envoy refuses a streamed body answer of 64 KiB or more; the reference picker cuts at this.
+MAX_CHUNK = 62_000
+
+DESTINATION = "x-gateway-destination-endpoint"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+LB_NAMESPACE = "envoy.lb"
+
+_CLEAR_ROUTE_CACHE = number(5, 1)
+
+
+class Incoming:
+    """One `ProcessingRequest`, its parts found but not decoded."""
+
+    __slots__ = ("_attributes", "_metadata", "data", "end", "kind", "protocol_config", "start")
+
+    def __init__(self, data: bytes) -> None:
+        kind = 0
+        self.start = self.end = 0
+        self.data = data
+        self.protocol_config: tuple[int, int] | None = None
+        self._metadata: tuple[int, int] | None = None
+        self._attributes: list[tuple[int, int]] = []
+        for key, start, end in fields(data):
+            if end < 0:
+                continue
+            if 2 <= key <= 7:
+                kind, self.start, self.end = key, start, end
+            elif key == 8:
+                self._metadata = start, end
+            elif key == 9:
+                self._attributes.append((start, end))
+            elif key == 11:
+                self.protocol_config = start, end
+        if not kind:
+            raise ProtocolError("an ext_proc message without headers, body or trailers")
+        self.kind = Kind(kind)
+
+    def modes(self) -> tuple[BodyMode, BodyMode, bool] | None:
+        """(request body mode, response body mode, body is sent without waiting); on the first message only."""
+        if self.protocol_config is None:
+            return None
+        request = response = eager = 0
+        for key, value, end in fields(self.data, *self.protocol_config):
+            if end >= 0:
+                continue
+            if key == 1:
+                request = value
+            elif key == 2:
+                response = value
+            elif key == 3:
+                eager = value
+        try:
+            return BodyMode(request), BodyMode(response), bool(eager)
+        except ValueError:
+            raise ProtocolError(f"body modes {request}/{response} are not supported") from None
+
+    def headers(self) -> tuple[dict[str, str], bool]:
+        """(headers, end of stream). Names in lower case; of a repeated header the last value."""
+        out: dict[str, str] = {}
+        eos = False
+        for key, start, end in fields(self.data, self.start, self.end):
+            if key == 1 and end >= 0:
+                _read_headers(self.data, start, end, out)
+            elif key == 3 and end < 0:
+                eos = bool(start)
+        return out, eos
+
+    def body(self) -> tuple[bytes, bool]:
+        """(chunk, end of stream)."""
+        chunk, eos = b"", False
+        for key, start, end in fields(self.data, self.start, self.end):
+            if key == 1 and end >= 0:
+                chunk = self.data[start:end]
+            elif key == 2 and end < 0:
+                eos = bool(start)
+        return chunk, eos
+
+    def attributes(self) -> dict[str, Json]:
+        """Attributes of the request (CEL), of all filters merged. Empty when none were sent."""
+        out: dict[str, Json] = {}
+        for start, stop in self._attributes:
+            for key, a, b in fields(self.data, start, stop):
+                if key == 2 and b >= 0:
+                    out.update(read_struct(self.data, a, b))
+        return out
+
+    def subset(self) -> frozenset[str] | None:
+        """The gateway's subset hint: addresses to choose from; `None` = no hint (or not a list)."""
+        if self._metadata is None or SUBSET_KEY.encode() not in self.data:
+            return None
+        for namespace, values in self._namespaces():
+            if namespace == SUBSET_NAMESPACE:
+                hint = values.get(SUBSET_KEY)
+                if isinstance(hint, list):
+                    return frozenset(entry.strip() for entry in hint if isinstance(entry, str))
+        return None
+
+    def _namespaces(self) -> Iterable[tuple[str, dict[str, Json]]]:
+        assert self._metadata is not None
+        for key, start, stop in fields(self.data, *self._metadata):
+            if key != 1 or stop < 0:
+                continue
+            name, values = "", {}
+            for n, a, b in fields(self.data, start, stop):
+                if n == 1 and b >= 0:
+                    name = self.data[a:b].decode("utf-8", "replace")
+                elif n == 2 and b >= 0:
+                    values = read_struct(self.data, a, b)
+            yield name, values
+
+
+def _read_headers(data: bytes, start: int, end: int, out: dict[str, str]) -> None:
+    """HeaderMap → dict. Latin-1, so every byte survives and nothing can fail."""
+    for _, a, b in fields(data, start, end):
+        if b < 0:
+            continue
+        name = value = ""
+        for key, x, y in fields(data, a, b):
+            if y < 0:
+                continue
+            if key == 1:
+                name = data[x:y].decode("latin-1")
+            elif y > x:  # 2 = value, 3 = raw_value; Envoy fills one of them
+                value = data[x:y].decode("latin-1")
+        out[name.lower()] = value
+
+
+def set_header(name: str, value: bytes) -> bytes:
+    """One `set_headers` entry of a HeaderMutation."""
+    return field(1, field(1, field(1, name.encode()) + field(3, value)))
+
+
+def remove_headers(names: Iterable[str]) -> bytes:
+    """`remove_headers` entries of a HeaderMutation."""
+    return b"".join(field(2, name.encode()) for name in names)
+
+
+def lb_metadata(entries: Mapping[str, bytes]) -> bytes:
+    """The `dynamic_metadata` field with strings in namespace `envoy.lb`."""
+    return field(8, nested_struct(LB_NAMESPACE, string_struct(dict(entries))))
+
+
+def answer(
+    kind: Kind, mutation: bytes = b"", metadata: bytes = b"", body: bytes | None = None, reroute: bool = False
+) -> bytes:
+    """Answer a headers or body message: HeaderMutation content, `lb_metadata`, a whole new body."""
+    common = field(2, mutation) if mutation else b""
+    if body is not None:
+        common += field(3, field(1, body))
+    if reroute:
+        common += _CLEAR_ROUTE_CACHE
+    return field(_ANSWER[kind], field(1, common)) + metadata
+
+
+def streamed_body(kind: Kind, chunk: bytes, end_of_stream: bool) -> list[bytes]:
+    """Hand a body chunk back under full duplex, cut to what Envoy accepts. An empty chunk gives one message."""
+    pieces = [chunk[i : i + MAX_CHUNK] for i in range(0, len(chunk), MAX_CHUNK)] or [b""]
+    last = len(pieces) - 1
+    tag = _ANSWER[kind]
+    messages = []
+    for i, piece in enumerate(pieces):
+        content = field(1, piece) if piece else b""
+        if end_of_stream and i == last:
+            content += number(2, 1)
+        messages.append(field(tag, field(1, field(3, field(3, content)))))
+    return messages
+
+
+def echo(message: Incoming) -> list[bytes]:
+    """Hand a body message back as it came."""
+    size = message.end - message.start
+    if size > MAX_CHUNK:
+        return streamed_body(message.kind, *message.body())
+    content = message.data[message.start : message.end]
+    return [field(_ANSWER[message.kind], field(1, field(3, field(3, content))))]
+
+
+def immediate(status: int, headers: Mapping[str, str], body: bytes, details: str = "") -> bytes:
+    """Answer the client directly. `details` shows up in Envoy's response code details."""
+    mutation = b"".join(set_header(name, value.encode("latin-1", "replace")) for name, value in headers.items())
+    content = field(1, number(1, status)) + field(2, mutation) + field(3, body)
+    if details:
+        content += field(5, details.encode())
+    return field(7, content)
+
+
+def message_timeout(seconds: float) -> bytes:
+    """A message that only asks for more time (`override_message_timeout`); Envoy honours one per message it awaits."""
+    whole = int(seconds)
+    return field(10, number(1, whole) + number(2, int((seconds - whole) * 1e9)))

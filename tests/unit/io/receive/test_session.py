@@ -1,0 +1,421 @@
+"""One ext_proc stream at a time, without a transport: every mode, every exit, and a ledger that returns to zero."""
+
+import random
+
+import pytest
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.prefix import ChainHasher
+from fairlead.io.receive.access_log import AccessLogStream
+from fairlead.io.receive.answers import Answers
+from fairlead.io.receive.driver import Driver
+from fairlead.io.receive.session import ACCESS_LOG_METADATA, Host
+from fairlead.io.receive.understand import Understanding
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.events import EndpointUp
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.plugins.filters.subset import Subset
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers.round_robin import RoundRobin
+from fairlead.schedule.profile import Profile
+
+NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX = range(5)
+BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
+
+
+class Clock:
+    now = 100.0
+
+    def time(self):
+        return self.now
+
+    def call_at(self, when, callback, *args):
+        return self
+
+    def cancel(self):
+        pass
+
+
+class Wire:
+    """A transport that remembers. `window` is what `room` reports."""
+
+    def __init__(self, window=65_536):
+        self.sent, self.status, self.window = [], None, window
+
+    def send(self, *messages):
+        self.sent += messages
+
+    def finish(self, code=0, message=""):
+        if self.status is None:
+            self.status = code
+
+    def room(self):
+        return self.window
+
+
+class Seen:
+    def __init__(self):
+        self.decisions, self.outcomes, self.errors = [], [], []
+
+    def on_decision(self, record, duration_s):
+        self.decisions.append(record)
+
+    def on_outcome(self, record):
+        self.outcomes.append(record)
+
+    def on_client_error(self, api, status):
+        self.errors.append((api, status))
+
+
+class Rig:
+    """A host with two endpoints; `open` starts a session in the given modes."""
+
+    def __init__(self, pb, inspect=False, max_body=1 << 20, endpoints=2):
+        self.pb, self.clock, self.seen = pb, Clock(), Seen()
+        tokens = TokenEstimator()
+        self.fleet = Fleet()
+        profile = Profile("rr", [Subset(NoParams())], [], RoundRobin(NoParams()))
+        self.pipeline = Pipeline(self.clock, random.Random(1), self.fleet, profile, tokens)
+        self.driver = Driver(self.pipeline, self.clock, self.seen)
+        for i in range(endpoints):
+            self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.0.{i}:80")))
+        understanding = Understanding(tokens, ChainHasher(), self.clock.time)
+        self.host = Host(
+            self.driver, understanding, Answers("ab"), self.seen, self.clock.time, max_body, lambda: inspect
+        )
+
+    def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536):
+        if wired and not self.host.access_logs:
+            self.host.access_logs = 1
+        wire = Wire(window)
+        session = self.host.session(wire, {ACCESS_LOG_METADATA: "1"} if wired else {})
+        self.modes = request_mode, response_mode, eager
+        return wire, session
+
+    def _message(self):
+        message = self.pb.ProcessingRequest()
+        if self.modes:
+            config = message.protocol_config
+            config.request_body_mode, config.response_body_mode = self.modes[:2]
+            config.send_body_without_waiting_for_header_response = self.modes[2]
+            config.SetInParent()
+            self.modes = None
+        return message
+
+    def request_headers(self, session, eos=False, path="/v1/chat/completions", **headers):
+        message = self._message()
+        message.request_headers.end_of_stream = eos
+        for key, value in {":path": path, **headers}.items():
+            message.request_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
+        session.on_message(message.SerializeToString())
+
+    def body(self, session, body=BODY, eos=True):
+        message = self._message()
+        message.request_body.body, message.request_body.end_of_stream = body, eos
+        message.request_body.SetInParent()
+        session.on_message(message.SerializeToString())
+
+    def response_headers(self, session, status=200, eos=False, kind="text/event-stream"):
+        message = self.pb.ProcessingRequest()
+        message.response_headers.end_of_stream = eos
+        for key, value in ((":status", str(status)), ("content-type", kind)):
+            message.response_headers.headers.headers.add(key=key, raw_value=value.encode())
+        session.on_message(message.SerializeToString())
+
+    def chunk(self, session, body, eos=False):
+        message = self.pb.ProcessingRequest()
+        message.response_body.body, message.response_body.end_of_stream = body, eos
+        message.response_body.SetInParent()
+        session.on_message(message.SerializeToString())
+
+    def trailers(self, session, request=True):
+        message = self.pb.ProcessingRequest()
+        (message.request_trailers if request else message.response_trailers).SetInParent()
+        session.on_message(message.SerializeToString())
+
+    def answers(self, wire):
+        return [self.pb.ProcessingResponse.FromString(m) for m in wire.sent]
+
+    def kinds(self, wire):
+        return [a.WhichOneof("response") for a in self.answers(wire)]
+
+    def leases(self):
+        self.pipeline.validate()
+        return len(self.fleet.ledger)
+
+
+@pytest.fixture
+def rig(pb):
+    return Rig(pb)
+
+
+def test_buffered_and_streamed_leaves_after_the_first_chunk(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    assert rig.kinds(wire) == ["request_headers"]
+    rig.body(session)
+    answer = rig.answers(wire)[1]
+    metadata = answer.dynamic_metadata["envoy.lb"]
+    assert metadata["x-gateway-destination-endpoint"] == "10.0.0.0:80"
+    assert metadata["fairlead-lease"] == "ab.1"
+    assert answer.request_body.response.clear_route_cache
+    assert not answer.request_body.response.HasField("body_mutation")
+    rig.response_headers(session)
+    assert rig.fleet.table.pending[0] == 1
+    rig.chunk(session, b"data: {}\n\n")
+    assert rig.fleet.table.pending[0] == 0
+    assert wire.status == 0
+    assert rig.kinds(wire) == ["request_headers", "request_body", "response_headers", "response_body"]
+    assert rig.leases() == 1, "the access log ends it"
+
+
+def test_without_an_access_log_it_stays_to_the_end_and_ends_the_lease_itself(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b"data: {}\n\n")
+    assert wire.status is None
+    rig.chunk(session, b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n', eos=True)
+    assert wire.status == 0
+    assert rig.leases() == 0
+    (outcome,) = rig.seen.outcomes
+    assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (200, 9, 5)
+    assert outcome.cause == "natural"
+
+
+def test_full_duplex_hands_the_body_back_and_leaves_at_the_pick_when_it_fits_one_write(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.body(session, BODY[:10], eos=False)
+    rig.body(session, BODY[10:], eos=False)
+    assert wire.sent == []
+    rig.body(session, b"", eos=True)
+    headers, body = rig.answers(wire)
+    assert headers.request_headers.response.header_mutation.set_headers[0].header.raw_value == b"10.0.0.0:80"
+    streamed = body.request_body.response.body_mutation.streamed_response
+    assert (streamed.body, streamed.end_of_stream) == (BODY, True)
+    assert wire.status == 0
+
+
+def test_full_duplex_stays_when_the_window_is_too_small_and_echoes_to_the_end(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, window=100)
+    rig.request_headers(session)
+    rig.body(session)
+    assert wire.status is None
+    rig.response_headers(session)
+    rig.chunk(session, b"data: 1\n\n")
+    assert wire.status is None, "leaving later than at the pick loses bytes"
+    rig.chunk(session, b"data: 2\n\n", eos=True)
+    echoed = [a.response_body.response.body_mutation.streamed_response for a in rig.answers(wire)[-2:]]
+    assert [(e.body, e.end_of_stream) for e in echoed] == [(b"data: 1\n\n", False), (b"data: 2\n\n", True)]
+    assert wire.status == 0
+
+
+def test_full_duplex_without_access_log_never_leaves_early(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    assert wire.status is None
+    rig.response_headers(session)
+    rig.chunk(session, b"x")
+    rig.trailers(session, request=False)
+    assert rig.kinds(wire)[-1] == "response_trailers"
+    assert wire.status == 0
+    assert rig.leases() == 0
+
+
+def test_a_request_that_ends_by_trailers(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session, eos=False)
+    rig.trailers(session)
+    assert rig.kinds(wire) == ["request_headers", "request_body", "request_trailers"]
+    assert not rig.answers(wire)[1].request_body.response.body_mutation.streamed_response.end_of_stream
+
+
+def test_a_bodyless_request_is_scheduled_on_its_headers(rig):
+    wire, session = rig.open(BUFFERED, NONE)
+    rig.request_headers(session, eos=True, path="/v1/models")
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    assert wire.status == 0, "nothing follows, and the access log tells the end"
+
+
+def test_response_mode_none_without_access_log_sees_the_status_and_releases(rig):
+    wire, session = rig.open(BUFFERED, NONE, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    assert wire.status is None
+    rig.response_headers(session, status=503)
+    assert wire.status == 0
+    assert rig.leases() == 0
+    assert rig.seen.outcomes[0].status == 503
+
+
+def test_streamed_requests_are_chosen_on_headers_unless_the_body_comes_along(rig):
+    wire, session = rig.open(STREAMED, STREAMED)
+    rig.request_headers(session)
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]
+    rig.body(session, eos=False)
+    rig.body(session)
+    assert rig.kinds(wire) == ["request_headers", "request_body", "request_body"]
+
+    wire, session = rig.open(STREAMED, STREAMED, eager=True)
+    rig.request_headers(session)
+    rig.body(session, BODY[:20], eos=False)
+    assert wire.sent == []
+    rig.body(session, BODY[20:])
+    assert rig.kinds(wire) == ["request_headers", "request_body", "request_body"]
+    assert rig.seen.decisions[-1].request.model == "m"
+
+
+def test_a_truncated_partial_body_is_waved_through(rig):
+    wire, session = rig.open(PARTIAL, STREAMED)
+    rig.request_headers(session)
+    rig.body(session, BODY[:20], eos=False)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert wire.status == 0
+    assert rig.seen.decisions == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"messages": 1}', b"\xff"])
+def test_a_body_nobody_can_read_is_answered_400_in_the_api_s_shape(rig, body):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session, body)
+    immediate = rig.answers(wire)[1].immediate_response
+    assert immediate.status.code == 400
+    assert b'"error"' in immediate.body
+    headers = {h.header.key: h.header.raw_value for h in immediate.headers.set_headers}
+    assert headers["content-type"] == b"application/json"
+    assert wire.status == 0
+    assert rig.seen.errors == [("chat", 400)]
+
+
+def test_a_body_over_the_limit_is_answered_413_and_not_kept(pb):
+    rig = Rig(pb, max_body=50)
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.body(session, b"x" * 40, eos=False)
+    rig.body(session, b"x" * 40, eos=False)
+    assert rig.answers(wire)[0].immediate_response.status.code == 413
+    assert wire.status == 0
+
+
+def test_no_endpoint_is_a_503_with_reason_and_retry_after(pb):
+    rig = Rig(pb, endpoints=0)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    immediate = rig.answers(wire)[1].immediate_response
+    headers = {h.header.key: h.header.raw_value for h in immediate.headers.set_headers}
+    assert immediate.status.code == 503
+    assert headers["x-llm-d-request-dropped-reason"] == b"rejected-no-endpoints"
+    assert headers["retry-after"] == b"1"
+
+
+def test_control_headers_of_the_client_are_removed(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session, x_prefiller_host_port="evil:1", x_gateway_destination_endpoint="evil:2")
+    rig.body(session)
+    mutation = rig.answers(wire)[1].request_body.response.header_mutation
+    assert list(mutation.remove_headers) == ["x-prefiller-host-port"]
+    assert mutation.set_headers[0].header.raw_value == b"10.0.0.0:80"
+
+
+def test_the_subset_hint_restricts_the_choice(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    message = rig.pb.ProcessingRequest()
+    message.request_headers.end_of_stream = True
+    message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(
+        {"x-gateway-destination-endpoint-subset": ["10.0.0.1:80"]}
+    )
+    session.on_message(message.SerializeToString())
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"] == "10.0.0.1:80"
+
+
+@pytest.mark.parametrize("moment", ["headers", "routed", "responding"])
+@pytest.mark.parametrize("wired", [True, False])
+def test_a_lost_stream_leaves_no_lease_behind(rig, moment, wired):
+    _, session = rig.open(BUFFERED, STREAMED, wired)
+    rig.request_headers(session)
+    if moment != "headers":
+        rig.body(session)
+    if moment == "responding":
+        rig.response_headers(session)
+    session.on_lost("reset")
+    assert rig.driver.waiting == {}
+    assert rig.leases() == (1 if moment == "responding" and wired else 0), "a running response ends by the access log"
+
+
+def test_a_stream_may_stay_to_learn_token_counts(pb):
+    rig = Rig(pb, inspect=True)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b"data: {}\n\n")
+    assert wire.status is None
+    usage = (
+        b'data: {"usage":{"prompt_tokens":50,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":32}}}\n\n'
+    )
+    rig.chunk(session, usage, eos=True)
+    assert wire.status == 0
+    assert rig.leases() == 1
+
+
+def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
+    _, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b'data: {"error": {"message": "busy", "type": "x", "code": 503}}\n\n')
+    assert rig.leases() == 0
+    assert rig.seen.outcomes[0].status == 503
+
+
+def test_nonsense_ends_the_stream_with_invalid_argument(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    session.on_message(b"\xff\xff")
+    assert wire.status == 3
+    assert rig.leases() == 0
+
+
+def test_responses_before_a_request_are_refused(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.response_headers(session)
+    assert wire.status == 3
+
+
+def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
+    from fairlead.wire.protobuf import field, number, string_struct
+
+    _, session = rig.open(BUFFERED, NONE)
+    rig.request_headers(session)
+    rig.body(session)
+    assert rig.leases() == 1
+    fallback = []
+    log = AccessLogStream(Wire(), rig.host, lambda address, status: fallback.append((address, status)))
+    assert rig.host.access_logs == 2
+
+    def entry(metadata, address, status):
+        socket = field(1, field(2, address.encode()) + number(3, 80))
+        common = field(13, socket)
+        if metadata:
+            common += field(17, field(1, field(1, b"envoy.lb") + field(2, string_struct(metadata))))
+        common += field(22, field(1, b"ttft_us") + field(2, b"51900")) + field(23, number(1, 2) + number(2, 5_000_000))
+        response = field(1, number(1, status)) + number(3, 123)
+        return field(1, field(1, common) + field(4, response))
+
+    entries = entry({"fairlead-lease": b"ab.1"}, "10.0.0.0", 200)
+    entries += entry({"fairlead-lease": b"zz.1"}, "10.0.0.0", 200) + entry(None, "fd00::1", 502)
+    log.on_message(field(2, entries))
+    assert rig.leases() == 0
+    assert fallback == [("[fd00::1]:80", 502)]
+    (outcome,) = rig.seen.outcomes
+    assert (outcome.status, outcome.ttft_ms, outcome.duration_ms, outcome.response_bytes) == (200, 51.9, 2005.0, 123)
+    log.on_lost("gone")
+    assert rig.host.access_logs == 1
