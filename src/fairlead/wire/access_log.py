@@ -9,12 +9,14 @@ from msgspec import Struct
 
 from fairlead.model.errors import ProtocolError
 from fairlead.wire.ext_proc import LB_NAMESPACE
-from fairlead.wire.protobuf import fields, read_struct
+from fairlead.wire.protobuf import fields, read_struct, walk
 
 LEASE_KEY = "fairlead-lease"
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)
+_NAMESPACE = LB_NAMESPACE.encode()
+_LEASE_KEY = LEASE_KEY.encode()
 
 
 class AccessLogEntry(Struct, frozen=True, kw_only=True):
@@ -23,17 +25,15 @@ class AccessLogEntry(Struct, frozen=True, kw_only=True):
     lease: str = ""
     status: int = 0
     upstream: str = ""
-    cluster: str = ""
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
-    request_bytes: int = -1
     response_bytes: int = -1
     client_gone: bool = False
 
 
 def read_entries(message: bytes) -> list[AccessLogEntry]:
     """Decode a StreamAccessLogsMessage. TCP entries are skipped. Raises `ProtocolError` on malformed bytes."""
-    out = []
+    out: list[AccessLogEntry] = []
     for key, start, end in fields(message):
         if key == 2 and end >= 0:  # http_logs
             out.extend(_read_entry(message, a, b) for n, a, b in fields(message, start, end) if n == 1 and b >= 0)
@@ -41,67 +41,61 @@ def read_entries(message: bytes) -> list[AccessLogEntry]:
 
 
 def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
-    values: dict[str, object] = {}
-    for key, a, b in fields(data, start, end):
-        if b < 0:
-            continue
-        if key == 1:
-            _read_common(data, a, b, values)
-        elif key == 3:
-            _read_request(data, a, b, values)
-        elif key == 4:
-            _read_response(data, a, b, values)
-    return AccessLogEntry(**values)  # type: ignore[arg-type]
+    lease = upstream = ""
+    ttft = duration = -1.0
+    status, size = 0, -1
+    gone = False
+    for part, begin, stop in walk(data, start, end):
+        if part == 1:  # common_properties
+            for key, a, b in walk(data, begin, stop):
+                if key == 13:
+                    upstream = _read_address(data, a, b)
+                elif key == 16:
+                    gone = any(n in _CLIENT_GONE and x for n, x, y in fields(data, a, b) if y < 0)
+                elif key == 17:
+                    lease = _read_lease(data, a, b) or lease
+                elif key == 22 and data.find(TTFT_TAG, a, b) >= 0:
+                    ttft = _read_tag(data, a, b)
+                elif key == 23:
+                    duration = _duration_ms(data, a, b)
+        elif part == 4:  # response
+            status, size = _read_response(data, begin, stop)
+    return AccessLogEntry(
+        lease=lease,
+        status=status,
+        upstream=upstream,
+        ttft_ms=ttft,
+        duration_ms=duration,
+        response_bytes=size,
+        client_gone=gone,
+    )
 
 
-def _read_common(data: bytes, start: int, end: int, values: dict[str, object]) -> None:
-    for key, a, b in fields(data, start, end):
-        if b < 0:
-            continue
-        if key == 13:
-            values["upstream"] = _read_address(data, a, b)
-        elif key == 15:
-            values["cluster"] = data[a:b].decode("utf-8", "replace")
-        elif key == 16:
-            values["client_gone"] = any(n in _CLIENT_GONE and x for n, x, y in fields(data, a, b) if y < 0)
-        elif key == 17:
-            _read_metadata(data, a, b, values)
-        elif key == 22:
-            _read_tag(data, a, b, values)
-        elif key == 23:
-            values["duration_ms"] = _duration_ms(data, a, b)
+def _read_lease(data: bytes, start: int, end: int) -> str:
+    """The lease in dynamic metadata; empty when there is none."""
+    if data.find(_LEASE_KEY, start, end) < 0:
+        return ""
+    for _, a, b in walk(data, start, end):
+        parts = walk(data, a, b)
+        if len(parts) == 2 and data[parts[0][1] : parts[0][2]] == _NAMESPACE:
+            lease = read_struct(data, parts[1][1], parts[1][2]).get(LEASE_KEY)
+            return lease if isinstance(lease, str) else ""
+    return ""
 
 
-def _read_metadata(data: bytes, start: int, end: int, values: dict[str, object]) -> None:
-    wanted = LB_NAMESPACE.encode()
-    for key, a, b in fields(data, start, end):
-        if key != 1 or b < 0 or data.find(wanted, a, b) < 0:
-            continue
-        name = b""
-        for n, x, y in fields(data, a, b):
-            if n == 1 and y >= 0:
-                name = data[x:y]
-            elif n == 2 and y >= 0 and name == wanted:
-                lease = read_struct(data, x, y).get(LEASE_KEY)
-                if isinstance(lease, str):
-                    values["lease"] = lease
-
-
-def _read_tag(data: bytes, start: int, end: int, values: dict[str, object]) -> None:
-    name = value = b""
-    for n, x, y in fields(data, start, end):
-        if n == 1 and y >= 0:
-            name = data[x:y]
-        elif n == 2 and y >= 0:
-            value = data[x:y]
-    if name == TTFT_TAG and value.isdigit():
-        values["ttft_ms"] = int(value) / 1000.0
+def _read_tag(data: bytes, start: int, end: int) -> float:
+    """Milliseconds of the tag `ttft_us`; -1 when it is another tag or has no value (`-`)."""
+    parts = walk(data, start, end)
+    if len(parts) != 2 or data[parts[0][1] : parts[0][2]] != TTFT_TAG:
+        return -1.0
+    value = data[parts[1][1] : parts[1][2]]
+    return int(value) / 1000.0 if value.isdigit() else -1.0
 
 
 def _read_address(data: bytes, start: int, end: int) -> str:
     """Address.socket_address → `host:port`; anything else → empty."""
-    for key, a, b in fields(data, start, end):
-        if key == 1 and b >= 0:
+    for key, a, b in walk(data, start, end):
+        if key == 1:
             host, port = "", 0
             for n, x, y in fields(data, a, b):
                 if n == 2 and y >= 0:
@@ -112,18 +106,15 @@ def _read_address(data: bytes, start: int, end: int) -> str:
     return ""
 
 
-def _read_request(data: bytes, start: int, end: int, values: dict[str, object]) -> None:
-    for key, a, b in fields(data, start, end):
-        if key == 12 and b < 0:
-            values["request_bytes"] = a
-
-
-def _read_response(data: bytes, start: int, end: int, values: dict[str, object]) -> None:
+def _read_response(data: bytes, start: int, end: int) -> tuple[int, int]:
+    """(status, body bytes)."""
+    status, size = 0, -1
     for key, a, b in fields(data, start, end):
         if key == 1 and b >= 0:
-            values["status"] = next((x for n, x, y in fields(data, a, b) if n == 1 and y < 0), 0)
+            status = next((x for n, x, y in fields(data, a, b) if n == 1 and y < 0), 0)
         elif key == 3 and b < 0:
-            values["response_bytes"] = a
+            size = a
+    return status, size
 
 
 def _duration_ms(data: bytes, start: int, end: int) -> float:

@@ -5,7 +5,6 @@ only the fields we need. Anything malformed raises `ProtocolError`; unknown fiel
 """
 
 import struct
-from collections.abc import Iterator
 
 from fairlead.model.errors import ProtocolError
 
@@ -50,10 +49,19 @@ def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
     raise ProtocolError("malformed protobuf: bad varint")
 
 
-def fields(data: bytes, pos: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Walk a message: (field number, start, end) for length-delimited fields, (number, value, -1) for the others."""
+def walk(data: bytes, pos: int, end: int) -> list[tuple[int, int, int]]:
+    """(field number, start, end) of the length-delimited fields of a message; the others are skipped."""
+    return [part for part in fields(data, pos, end) if part[2] >= 0]
+
+
+def fields(data: bytes, pos: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
+    """Walk a message: (field number, start, end) for length-delimited fields, (number, value, -1) for the others.
+
+    A list, not a generator: messages here have a handful of fields, and resuming costs more than appending.
+    """
     if end is None:
         end = len(data)
+    out: list[tuple[int, int, int]] = []
     while pos < end:
         tag = data[pos]
         pos += 1
@@ -70,19 +78,20 @@ def fields(data: bytes, pos: int = 0, end: int | None = None) -> Iterator[tuple[
             stop = pos + size
             if stop > end:
                 raise ProtocolError("malformed protobuf: a field runs past its message")
-            yield tag >> 3, pos, stop
+            out.append((tag >> 3, pos, stop))
             pos = stop
         elif kind == VARINT:
             value, pos = read_varint(data, pos, end)
-            yield tag >> 3, value, -1
+            out.append((tag >> 3, value, -1))
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
             if pos + size > end:
                 raise ProtocolError("malformed protobuf: truncated")
-            yield tag >> 3, int.from_bytes(data[pos : pos + size], "little"), -1
+            out.append((tag >> 3, int.from_bytes(data[pos : pos + size], "little"), -1))
             pos += size
         else:
             raise ProtocolError(f"malformed protobuf: wire type {kind}")
+    return out
 
 
 #: Values of google.protobuf.Struct that we read and write.

@@ -42,7 +42,6 @@ class AccessLogStream:
                     status=entry.status,
                     ttft_ms=entry.ttft_ms,
                     duration_ms=entry.duration_ms,
-                    request_bytes=entry.request_bytes,
                     response_bytes=entry.response_bytes,
                     client_gone=entry.client_gone,
                     served_by=entry.upstream,

@@ -1,48 +1,58 @@
 """Encoded answers, with what repeats encoded once."""
 
-from collections.abc import Iterable
-
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.instructions import Reject
 from fairlead.parse.errors import error_body
 from fairlead.route.headers import DESTINATION, DROPPED_REASON
 from fairlead.wire import ext_proc
 from fairlead.wire.access_log import LEASE_KEY
+from fairlead.wire.ext_proc import Kind
 
-#: Endpoints whose encoded destination is kept; more than any pool has.
+#: Templates kept; more than any pool needs.
 _CACHE = 16_384
 
 
 class Answers:
-    """`instance` makes lease ids of this process differ from those of another one behind the same gateway."""
+    """Pick answers. `instance` makes lease ids of this process differ from those of another behind the same gateway.
+
+    Lease ids have a fixed width, so an answer is constant per endpoint but for the id in its middle.
+    """
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
-        self._destinations: dict[str, bytes] = {}
+        self._templates: dict[tuple[Kind, str, frozenset[str]], tuple[bytes, bytes]] = {}
 
     def lease(self, request_id: int) -> str:
-        return f"{self._instance}.{request_id}"
+        return f"{self._instance}.{request_id:016x}"
 
     def request_id(self, lease: str) -> int | None:
         """The request of a lease that this process gave out; `None` for any other string."""
         instance, _, number = lease.partition(".")
-        return int(number) if instance == self._instance and number.isascii() and number.isdigit() else None
+        if instance != self._instance or len(number) != 16:
+            return None
+        try:
+            return int(number, 16)
+        except ValueError:
+            return None
 
-    def mutation(self, endpoint: Endpoint, spoofed: Iterable[str] = ()) -> bytes:
-        """HeaderMutation: the destination in, the client's control headers out."""
-        destination = self._destinations.get(endpoint.address)
-        if destination is None:
-            if len(self._destinations) > _CACHE:
-                self._destinations.clear()
-            destination = ext_proc.set_header(DESTINATION, endpoint.address.encode())
-            self._destinations[endpoint.address] = destination
-        return destination + ext_proc.remove_headers(name for name in spoofed if name != DESTINATION)
+    def pick(self, kind: Kind, endpoint: Endpoint, request_id: int, spoofed: frozenset[str]) -> bytes:
+        """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
+        metadata, and the client's control headers (`spoofed`) out."""
+        key = kind, endpoint.address, spoofed
+        template = self._templates.get(key)
+        if template is None:
+            if len(self._templates) > _CACHE:
+                self._templates.clear()
+            template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed)
+        return self.lease(request_id).encode().join(template)
 
-    def metadata(self, endpoint: Endpoint, request_id: int) -> bytes:
-        """Dynamic metadata: the destination (never different from the header) and the lease."""
-        return ext_proc.lb_metadata(
-            {DESTINATION: endpoint.address.encode(), LEASE_KEY: self.lease(request_id).encode()}
-        )
+    def _template(self, kind: Kind, address: bytes, spoofed: frozenset[str]) -> tuple[bytes, bytes]:
+        mutation = ext_proc.set_header(DESTINATION, address)
+        mutation += ext_proc.remove_headers(sorted(spoofed - {DESTINATION}))
+        lease = self.lease(0).encode()
+        metadata = ext_proc.lb_metadata({DESTINATION: address, LEASE_KEY: lease})
+        before, _, after = ext_proc.answer(kind, mutation, metadata, reroute=True).rpartition(lease)
+        return before, after
 
 
 def refusal(reject: Reject) -> bytes:

@@ -202,10 +202,8 @@ class Session:
     def route(self, endpoint: Endpoint) -> None:
         request = self._request
         assert request is not None
-        answers = self._host.answers
-        mutation = answers.mutation(endpoint, CONTROL_HEADERS & self._headers.keys())
-        metadata = answers.metadata(endpoint, request.id)
-        messages = [ext_proc.answer(self._awaited, mutation, metadata, reroute=True)]
+        spoofed = CONTROL_HEADERS.intersection(self._headers)
+        messages = [self._host.answers.pick(self._awaited, endpoint, request.id, spoofed)]
         if self._awaited is Kind.REQUEST_HEADERS:
             messages += self._rest_of_request()
         self._body = b""

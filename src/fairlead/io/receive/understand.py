@@ -5,7 +5,7 @@ from itertools import count
 
 from fairlead.fleet.prefix import ChainHasher
 from fairlead.model.request import NO_PREFIX, Request
-from fairlead.parse.request import parse_request
+from fairlead.parse.request import UNREAD_PATH, parse_request
 from fairlead.parse.tokens import TokenEstimator
 from fairlead.route import headers as names
 
@@ -25,40 +25,32 @@ class Understanding:
     def request(self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None) -> Request:
         """Raises `ClientError` when the body cannot be understood by any model server either."""
         path = _first(headers, names.PATH_HEADERS)
-        if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
-            return self._make(headers, path, subset)
-        parsed = parse_request(
-            path,
-            body,
-            headers.get("content-type", ""),
-            content_encoding=headers.get("content-encoding", ""),
-        )
-        prefix = self._hasher.chain(parsed.root, parsed.prompt) if parsed.prompt else NO_PREFIX
-        return self._make(
-            headers,
-            path,
-            subset,
+        if body:
+            parsed = parse_request(
+                path,
+                body,
+                headers.get("content-type", ""),
+                content_encoding=headers.get("content-encoding", ""),
+            )
+        else:  # none was sent, or the gateway does not show it: whether that is right the model server knows
+            parsed = UNREAD_PATH
+        return Request(
+            id=next(self._ids),
+            arrived=self._now(),
             api=parsed.api,
+            path=path,
             model=parsed.model,
             stream=parsed.stream,
             prompt_bytes=parsed.prompt_bytes,
             prompt_tokens=parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, parsed.api),
             max_tokens=parsed.max_tokens,
-            prefix=prefix,
-        )
-
-    def _make(self, headers: Mapping[str, str], path: str, subset: frozenset[str] | None, **known: object) -> Request:
-        return Request(
-            id=next(self._ids),
-            arrived=self._now(),
-            path=path,
+            prefix=self._hasher.chain(parsed.root, parsed.prompt) if parsed.prompt else NO_PREFIX,
             session=_first(headers, names.SESSION_HEADERS),
             fairness_id=_first(headers, names.FAIRNESS_HEADERS),
+            subset=subset,
             slo_ttft_ms=_milliseconds(_first(headers, names.TTFT_SLO_HEADERS)),
             slo_tpot_ms=_milliseconds(_first(headers, names.TPOT_SLO_HEADERS)),
             external_id=headers.get(names.REQUEST_ID, "")[:MAX_NAME],
-            subset=subset,
-            **known,  # type: ignore[arg-type]
         )
 
 

@@ -158,7 +158,7 @@ def test_buffered_and_streamed_leaves_after_the_first_chunk(rig):
     answer = rig.answers(wire)[1]
     metadata = answer.dynamic_metadata["envoy.lb"]
     assert metadata["x-gateway-destination-endpoint"] == "10.0.0.0:80"
-    assert metadata["fairlead-lease"] == "ab.1"
+    assert metadata["fairlead-lease"] == "ab.0000000000000001"
     assert answer.request_body.response.clear_route_cache
     assert not answer.request_body.response.HasField("body_mutation")
     rig.response_headers(session)
@@ -410,8 +410,8 @@ def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
         response = field(1, number(1, status)) + number(3, 123)
         return field(1, field(1, common) + field(4, response))
 
-    entries = entry({"fairlead-lease": b"ab.1"}, "10.0.0.0", 200)
-    entries += entry({"fairlead-lease": b"zz.1"}, "10.0.0.0", 200) + entry(None, "fd00::1", 502)
+    entries = entry({"fairlead-lease": b"ab.0000000000000001"}, "10.0.0.0", 200)
+    entries += entry({"fairlead-lease": b"zz.0000000000000001"}, "10.0.0.0", 200) + entry(None, "fd00::1", 502)
     log.on_message(field(2, entries))
     assert rig.leases() == 0
     assert fallback == [("[fd00::1]:80", 502)]
