@@ -1,0 +1,76 @@
+"""What the demo runs, and with which settings; every choice is printed or written next to the results."""
+
+import json
+from pathlib import Path
+
+from msgspec import Struct
+
+from fairlead.bench.arrivals import Poisson
+from fairlead.bench.spec import Options, RunSpec
+from fairlead.bench.workload import SharedPrefix
+
+#: The documents' headline workload: 150 groups × 5 prompts share a 6,000-token system prompt.
+WORKLOAD = SharedPrefix(groups=150, prompts=5, system_tokens=6000, question_tokens=1200, output_tokens=1000)
+
+POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """One demo. Rates and times are in model time unless a name says `wall`."""
+
+    #: Requests per policy. Two passes over the workload: the first fills the caches.
+    requests: int = 1500
+    #: Poisson arrivals per second of model time, over the whole pool.
+    rate: float = 14.0
+    #: Model seconds per wall-clock second.
+    time_ratio: float = 5.0
+    replicas: int = 8
+    preset: str = "qwen3-32b-h100"
+    #: Tokens per streamed event, as vLLM's --stream-interval; spares client and gateway work that decides nothing.
+    stream_interval: int = 25
+    seed: int = 1
+    #: Gateway, ext_proc, admin, first replica; replicas take the following ones.
+    port: int = 8080
+    out: Path = Path("out/demo")
+
+    def load(self, policy: str) -> RunSpec:
+        """The load run against the gateway. Model-time rates become wall-clock rates here."""
+        return RunSpec(
+            target=f"http://127.0.0.1:{self.port}",
+            name=POLICIES[policy],
+            workload=SharedPrefix(
+                groups=WORKLOAD.groups,
+                prompts=WORKLOAD.prompts,
+                system_tokens=WORKLOAD.system_tokens,
+                question_tokens=WORKLOAD.question_tokens,
+                output_tokens=WORKLOAD.output_tokens,
+                seed=self.seed,
+                model="Qwen/Qwen3-32B",
+                extra={"ignore_eos": True},
+            ),
+            arrivals=Poisson(self.rate * self.time_ratio, self.seed),
+            options=Options(requests=self.requests, time_ratio=self.time_ratio, timeout_s=600.0, time_limit_s=600.0),
+        )
+
+    def config(self, policy: str, endpoints: Path) -> str:
+        """The configuration of `fairlead serve` for this policy, as JSON (which is YAML)."""
+        return json.dumps(
+            {
+                "policy": policy,
+                "gateway": {"mode": "embedded", "host": "127.0.0.1", "port": self.port, "concurrency": 1},
+                "extProc": {"host": "127.0.0.1", "port": self.port + 1},
+                "admin": {"host": "127.0.0.1", "port": self.port + 2},
+                "endpoints": {"file": str(endpoints), "watch": False},
+                "log": {"level": "warning"},
+                "seed": self.seed,
+            },
+            indent=2,
+        )
+
+    def describe(self) -> str:
+        return (
+            f"{self.requests} requests at {self.rate:g}/s (Poisson) to {self.replicas} simulated replicas of "
+            f"Qwen3-32B on 2×H100; {WORKLOAD.groups} groups × {WORKLOAD.prompts} prompts, "
+            f"{WORKLOAD.system_tokens:,} + {WORKLOAD.question_tokens:,} tokens in, {WORKLOAD.output_tokens:,} out. "
+            f"The replicas run {self.time_ratio:g}× faster than real ones; all figures are converted to real time."
+        )
