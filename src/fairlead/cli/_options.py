@@ -1,0 +1,22 @@
+"""Arguments and small helpers that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+#: Exit codes, as promised by `fairlead --help`.
+FAILED = 1
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="Configuration, YAML or JSON. See docs/configuration.md.", show_default=False),
+]
+
+
+def complain(message: str) -> None:
+    """One line on stderr for each line of the message."""
+    for line in message.splitlines():
+        typer.echo(f"error: {line}", err=True)

@@ -1,0 +1,112 @@
+"""`fairlead COMMAND`: finds the command's module, runs it, and turns errors into one line and an exit code.
+
+A command is a plain function with typer annotations. Its module is imported when the command is run (or asked for its
+own `--help`), never to list the commands: that keeps `fairlead --help` fast, and a command whose optional dependency is
+missing hurts nobody else.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from msgspec import Struct
+from typer.core import TyperGroup
+
+from fairlead import __version__
+from fairlead.cli._options import FAILED, INTERRUPTED, WRONG_INPUT, complain
+from fairlead.model.errors import ConfigError, FairleadError
+
+
+class Command(Struct, frozen=True):
+    """Where a command lives."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command(
+        "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
+    ),
+    "validate": Command("fairlead.cli.validate", "validate", "Check a configuration and print every problem."),
+    "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
+    "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
+    "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
+}
+
+#: Optional dependencies, and the extra that brings each.
+EXTRAS = {"grpc": "grpc", "google": "grpc", "matplotlib": "report"}
+
+EPILOG = "Exit codes: 0 success, 1 failed while running, 2 wrong usage or configuration, 130 interrupted."
+
+
+class CommandError(FairleadError):
+    """A command that is listed cannot be run in this installation."""
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from the table, and swaps the real one in when it is about to run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            command = load_command(name, COMMANDS[name])
+        return name, command, rest
+
+
+def load_command(name: str, command: Command) -> Any:
+    """The click command of a typer function. Raises `CommandError` when it cannot be imported."""
+    try:
+        module = import_module(command.module)
+    except ImportError as error:
+        missing = error.name or ""
+        if missing == command.module:
+            raise CommandError(f"the command '{name}' is not part of this installation (no {missing})") from None
+        extra = EXTRAS.get(missing.partition(".")[0], "")
+        cure = f"; install fairlead[{extra}]" if extra else ""
+        raise CommandError(f"the command '{name}' cannot be loaded: {error}{cure}") from error
+    function = getattr(module, command.function, None)
+    if function is None:
+        raise CommandError(f"the command '{name}' is broken: {command.module} has no {command.function}")
+    single = typer.Typer(add_completion=False)
+    single.command(name=name, help=command.help if not function.__doc__ else None)(function)
+    return typer.main.get_command(single)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fairlead {__version__}")
+        raise typer.Exit()
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Decides for every LLM request when it runs and which model-server replica runs it."""
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, epilog=EPILOG)
+    app.callback()(_root)
+    for name, command in COMMANDS.items():
+        app.command(name, help=command.help)(_root)  # a placeholder with the right help
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback."""
+    try:
+        typer.main.get_command(build_app())(args=arguments, prog_name="fairlead")
+    except ConfigError as error:
+        complain(str(error))
+        sys.exit(WRONG_INPUT)
+    except FairleadError as error:
+        complain(str(error))
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

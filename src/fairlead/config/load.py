@@ -1,0 +1,202 @@
+"""A file (or text) → a `Config`, or every problem it has."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fairlead.config import yamltree
+from fairlead.config.check import INVALID, check, struct
+from fairlead.config.endpoints import read_source
+from fairlead.config.engines import check_engines
+from fairlead.config.policies import KEYS, Source, read_policy
+from fairlead.config.problems import InvalidConfig, Place, Problem, Report, describe
+from fairlead.config.registry import Registry
+from fairlead.config.schema import SECTIONS, Als, Config, EndpointSource, ExtProc, Gateway, Metrics, Seed
+from fairlead.model.errors import ConfigError
+
+#: Where the scheduling part may stand instead: the values of the extension's Helm chart.
+CHART = "inferenceExtension"
+CUSTOM = "pluginsCustomConfig"
+FIELDS = (*KEYS, *SECTIONS, "endpoints", "seed", CHART)
+
+#: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
+REPEAT = 1.0
+_FOREIGN = "configurations of other pickers are not read; list filters and scorers instead"
+_HINTS = {"apiVersion": _FOREIGN, "kind": _FOREIGN, "schedulingProfiles": _FOREIGN, "plugins": _FOREIGN}
+
+
+def load(source: Path | str, *, need_endpoints: bool = True, registry: Registry | None = None) -> Config:
+    """Read a file (`Path`) or a text (`str`), YAML or JSON.
+
+    Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` when the only thing wrong is that an
+    installed plugin cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints.
+    """
+    config, report = _read(source, need_endpoints, registry)
+    if config is None:
+        if len(report.plugin_errors) == len(report.problems):
+            raise report.plugin_errors[0]
+        raise InvalidConfig(report.problems, str(source) if isinstance(source, Path) else "")
+    return config
+
+
+def problems(source: Path | str, *, need_endpoints: bool = True, registry: Registry | None = None) -> list[Problem]:
+    """All that is wrong; empty for a configuration that loads. Raises `ConfigError` when the file cannot be read."""
+    return _read(source, need_endpoints, registry)[1].problems
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a configuration file, or at least enough to see that it is too large."""
+    try:
+        with path.open("rb") as file:
+            return file.read(yamltree.MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", "$", str(path)) from None
+
+
+def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -> tuple[Config | None, Report]:
+    document = yamltree.parse(read_bytes(source) if isinstance(source, Path) else source)
+    report = Report(document.lines)
+    report.extend(document.problems)
+    if document.value is None and document.problems:
+        return None, report
+    root = {} if document.value is None else document.value
+    if not isinstance(root, dict):
+        report.add((), f"expected a mapping, got {describe(root)}")
+        return None, report
+    base = source.absolute().parent if isinstance(source, Path) else None
+    name = str(source) if isinstance(source, Path) else ""
+    config = _Assembly(root, report, base, registry or Registry()).config(name, need_endpoints)
+    report.close()
+    return (None if report.problems else config), report
+
+
+class _Assembly:
+    """One pass over the root mapping."""
+
+    def __init__(self, root: dict[str, Any], report: Report, base: Path | None, registry: Registry) -> None:
+        self._root = root
+        self._report = report
+        self._base = base
+        self._registry = registry
+
+    def config(self, source: str, need_endpoints: bool) -> Config | None:
+        for key in self._root:
+            if key not in FIELDS:
+                self._report.unknown((key,), "field", key, FIELDS, _HINTS.get(key, ""))
+        policy = read_policy(self._scheduling(), self._report, self._registry)
+        sections = {key: self._section(key) for key in SECTIONS}
+        self._resolve(sections)
+        check_engines(sections["metrics"], ("metrics",), self._report)
+        endpoints = self._endpoints(need_endpoints)
+        seed = check(Seed | None, self._root.get("seed"), ("seed",), self._report)
+        if policy is None or self._report.problems:
+            return None
+        return Config(
+            policy=policy,
+            gateway=sections["gateway"],
+            ext_proc=sections["extProc"],
+            als=sections["als"],
+            endpoints=endpoints,
+            metrics=sections["metrics"],
+            admin=sections["admin"],
+            ledger=sections["ledger"],
+            parsing=sections["parsing"],
+            inspect=sections["inspect"],
+            log=sections["log"],
+            seed=seed,
+            source=source,
+            notes=tuple(self._report.notes),
+        )
+
+    def _scheduling(self) -> Source:
+        """The keys of the scheduling part, from the top or from under the chart's values."""
+        source = Source({k: v for k, v in self._root.items() if k in KEYS}, {k: (k,) for k in self._root if k in KEYS})
+        chart = self._root.get(CHART)
+        if chart is None:
+            return source
+        if not isinstance(chart, dict):
+            self._report.add((CHART,), f"expected a mapping, got {describe(chart)}")
+            return source
+        for key in chart:
+            if key != CUSTOM and CUSTOM in chart:
+                self._report.note((CHART, key), "belongs to the Helm chart; it has no effect here")
+            elif key != CUSTOM:
+                self._report.unknown((CHART, key), "field", key, [CUSTOM])
+        self._merge(chart.get(CUSTOM), (CHART, CUSTOM), source)
+        return source
+
+    def _merge(self, custom: object, place: Place, into: Source) -> None:
+        if custom is None:
+            return
+        if not isinstance(custom, dict):
+            self._report.add(place, f"expected a mapping, got {describe(custom)}")
+            return
+        for key, value in custom.items():
+            if key not in KEYS:
+                hint = "it belongs at the top of the file" if key in FIELDS else ""
+                self._report.unknown((*place, key), "field", key, KEYS, hint)
+            elif key in into.values:
+                self._report.add((*place, key), f"'{key}' is given at the top of the file too", "give it once")
+            else:
+                into.values[key] = value
+                into.places[key] = (*place, key)
+
+    def _section(self, key: str) -> Any:
+        """The section, or its defaults where it is absent or wrong."""
+        kind = SECTIONS[key]
+        node = self._root.get(key)
+        if key == "gateway" and key in self._root and not isinstance(node, dict):
+            node = self._gateway_mode(node)
+        found = struct(kind, node, (key,), self._report)
+        return kind() if found is INVALID else found
+
+    def _gateway_mode(self, node: object) -> object:
+        """`gateway: none` for `gateway: {mode: none}`."""
+        if isinstance(node, str):
+            found = check(msgspec.structs.fields(Gateway)[0].type, node, ("gateway",), self._report)
+            return {} if found is INVALID else {"mode": found}
+        self._report.add(("gateway",), f"expected embedded, none or a mapping; got {describe(node)}")
+        return {}
+
+    def _resolve(self, sections: dict[str, Any]) -> None:
+        """Fills in what depends on other sections, and checks what must fit together."""
+        gateway: Gateway = sections["gateway"]
+        ext_proc: ExtProc = sections["extProc"]
+        als: Als = sections["als"]
+        if not ext_proc.host:
+            host = "127.0.0.1" if gateway.mode == "embedded" else "0.0.0.0"
+            ext_proc = sections["extProc"] = msgspec.structs.replace(ext_proc, host=host)
+        if not als.port:
+            als = sections["als"] = msgspec.structs.replace(als, port=ext_proc.port)
+        self._ports(sections)
+        metrics: Metrics = sections["metrics"]
+        if metrics.staleness < metrics.idle_interval + REPEAT:
+            hint = f"at least {metrics.idle_interval + REPEAT:g}s with this idleInterval"
+            self._report.add(("metrics", "staleness"), "idle endpoints would look stale between two reports", hint)
+
+    def _ports(self, sections: Mapping[str, Any]) -> None:
+        """No two listeners on one port."""
+        gateway, ext_proc, als = sections["gateway"], sections["extProc"], sections["als"]
+        wanted: list[tuple[Place, int]] = []
+        if gateway.mode == "embedded":
+            wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
+        wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
+        wanted.append((("admin", "port"), sections["admin"].port))
+        if als.enabled and als.port != ext_proc.port:
+            wanted.append((("als", "port"), als.port))
+        taken: dict[int, str] = {}
+        for place, port in wanted:
+            if port and port in taken:
+                self._report.add(place, f"port {port} is taken by {taken[port]} already")
+            taken.setdefault(port, ".".join(map(str, place)))
+
+    def _endpoints(self, needed: bool) -> EndpointSource:
+        node = self._root.get("endpoints")
+        if node is None or node == []:
+            if needed:
+                place: Place = ("endpoints",) if "endpoints" in self._root else ()
+                self._report.add(place, "no endpoints", "list them under endpoints:, or name a file: there")
+            return EndpointSource()
+        return read_source(node, ("endpoints",), self._report, self._base)

@@ -1,0 +1,139 @@
+"""Problems of a configuration: all of them, each with its path, its line and, where we can guess, the cure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from re import fullmatch
+
+from msgspec import Struct
+
+from fairlead.model.errors import ConfigError, PluginError
+
+#: Further problems are only counted: a hostile file must not cost minutes of guessing names.
+MAX_PROBLEMS = 200
+
+#: Where a value stands in a document: keys and indices from the root.
+Place = tuple[str | int, ...]
+
+
+class Problem(Struct, frozen=True):
+    """One thing that is wrong, or (as a note) worth knowing."""
+
+    #: JSON path, e.g. `$.scorers[1].weight`.
+    path: str
+    #: Line in the file, from 1; 0 = unknown.
+    line: int
+    message: str
+    hint: str = ""
+
+    def render(self, source: str = "") -> str:
+        """`file:line: path: message (hint)`, on one line."""
+        where = f"{source}:{self.line}: " if source and self.line else f"{source}: " if source else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{where}{self.path}: {self.message}{hint}"
+
+
+class InvalidConfig(ConfigError):
+    """A configuration with `problems`, of which there is at least one. `str()` has one line for each."""
+
+    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
+        first = problems[0]
+        super().__init__(first.message, first.path, source)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join(problem.render(self.source) for problem in self.problems)
+
+
+class Report:
+    """Collects problems and notes while a document is checked. Knows the lines, so that checkers need not."""
+
+    def __init__(self, lines: Mapping[Place, int] | None = None) -> None:
+        self.problems: list[Problem] = []
+        self._omitted = 0
+        #: Not wrong, but worth knowing: what is accepted and has no effect.
+        self.notes: list[Problem] = []
+        #: Plugins that were found and could not be loaded; each is in `problems` too.
+        self.plugin_errors: list[PluginError] = []
+        self._lines = lines or {}
+
+    def add(self, place: Place, message: str, hint: str = "") -> None:
+        self.extend([self._problem(place, message, hint)])
+
+    def extend(self, problems: Sequence[Problem]) -> None:
+        room = MAX_PROBLEMS - len(self.problems)
+        self.problems.extend(problems[:room])
+        self._omitted += max(len(problems) - room, 0)
+
+    def close(self) -> None:
+        """Sort by line, and say how many problems were left out."""
+        self.problems.sort(key=lambda problem: problem.line)
+        if self._omitted:
+            self.problems.append(Problem("$", 0, f"there are {self._omitted} problems more"))
+            self._omitted = 0
+
+    def note(self, place: Place, message: str) -> None:
+        self.notes.append(self._problem(place, message, ""))
+
+    def plugin(self, place: Place, error: PluginError) -> None:
+        self.plugin_errors.append(error)
+        self.add(place, str(error))
+
+    def unknown(self, place: Place, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        """`name` is none of the `known` ones; unless there is a better hint, the nearest or all of them are named."""
+        known = sorted(known)
+        if not hint and len(self.problems) < MAX_PROBLEMS:
+            lowered = {candidate.lower(): candidate for candidate in known}
+            nearest = get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+            if nearest:
+                hint = f"did you mean '{lowered[nearest[0]]}'?"
+            elif known:
+                hint = f"known: {', '.join(known)}"
+        self.add(place, f"unknown {what} '{shorten(name)}'", hint)
+
+    def _problem(self, place: Place, message: str, hint: str) -> Problem:
+        return Problem(show(place), self._line(place), message, hint)
+
+    def _line(self, place: Place) -> int:
+        """The line of `place`, or of the nearest thing around it that stands in the file."""
+        for length in range(len(place), -1, -1):
+            line = self._lines.get(place[:length])
+            if line:
+                return line
+        return 0
+
+
+def show(place: Place) -> str:
+    """`("a", 1, "b.c")` → `$.a[1]["b.c"]`."""
+    parts = ["$"]
+    for key in place:
+        if isinstance(key, int):
+            parts.append(f"[{key}]")
+        elif fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", key):
+            parts.append(f".{key}")
+        else:
+            parts.append(f'["{shorten(key)}"]')
+    return "".join(parts)
+
+
+def describe(node: object) -> str:
+    """A value from a file in a few words, safe to print."""
+    match node:
+        case None:
+            return "nothing"
+        case bool():
+            return "true" if node else "false"
+        case int():
+            return str(node) if node.bit_length() <= 64 else "a huge number"
+        case str():
+            return f"'{shorten(node)}'"
+        case list():
+            return "a list"
+        case dict():
+            return "a mapping"
+    return shorten(str(node))
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """Printable, on one line, and not too long."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(c if c.isprintable() else "�" for c in text)

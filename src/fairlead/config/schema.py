@@ -1,0 +1,207 @@
+"""What a configuration consists of. Every field of a section is a field of the file, in camelCase.
+
+The scheduling part of the file (`policy`, `filters`, `scorers`, `selection`) becomes a `PolicySpec`, see `policies`;
+`endpoints` becomes `EndpointSource`, see `endpoints`. All other sections are read as they stand here.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from fairlead.config.problems import Problem
+from fairlead.config.units import Bytes, PositiveSeconds
+from fairlead.model.endpoint import Endpoint
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class Section(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A mapping of the file."""
+
+
+class Gateway(Section, frozen=True, kw_only=True):
+    """The embedded Envoy. `none`: a gateway of your own speaks to `extProc`."""
+
+    mode: Literal["embedded", "none"] = "embedded"
+    #: Where clients connect.
+    host: Name = "127.0.0.1"
+    port: Port = 8080
+    #: Envoy's admin page, on 127.0.0.1; 0 = off.
+    admin_port: Port = 0
+    #: What Envoy shows of responses: the body until the first chunk was seen, or nothing (TTFT comes with the log).
+    response_mode: Literal["streamed", "none"] = "streamed"
+    #: Larger request bodies are answered 413.
+    body_limit: Bytes = 64 << 20
+    #: Envoy's worker threads; 0 = one per CPU.
+    concurrency: Annotated[int, Meta(ge=0, le=1024)] = 0
+
+
+class Tls(Section, frozen=True, kw_only=True):
+    #: Directory with `tls.crt` and `tls.key`.
+    cert_dir: Name
+
+
+class ExtProc(Section, frozen=True, kw_only=True):
+    """The endpoint picker's gRPC port."""
+
+    #: Empty = 127.0.0.1 with the embedded gateway, else 0.0.0.0.
+    host: str = ""
+    port: Port = 9002
+    transport: Literal["http2", "grpc-aio"] = "http2"
+    #: gRPC health service on a port of its own; 0 = none.
+    health_port: Port = 0
+    tls: Tls | None = None
+
+
+class Als(Section, frozen=True, kw_only=True):
+    """Envoy's gRPC access log service: how ends of requests come back."""
+
+    enabled: bool = True
+    #: 0 = the port of `extProc`.
+    port: Port = 0
+
+
+class EndpointSource(Section, frozen=True, kw_only=True):
+    """Either a list in the configuration itself, or a file."""
+
+    static: tuple[Endpoint, ...] = ()
+    #: Absolute, or as given when the configuration did not come from a file.
+    file: str = ""
+    #: Read the file again when it changes.
+    watch: bool = True
+
+
+class ScrapeTls(Section, frozen=True, kw_only=True):
+    #: PEM bundle; empty = the system's.
+    ca_file: str = ""
+    #: False accepts any certificate.
+    verify: bool = True
+
+
+class EngineNames(Section, frozen=True, kw_only=True):
+    """Metric names of one engine; what is absent keeps the built-in names. See `fairlead.wire.engine_metrics`."""
+
+    waiting: str | list[str] | None = None
+    running: str | list[str] | None = None
+    kv_usage: str | list[str] | None = None
+    lora: str | list[str] | None = None
+    cache_info: str | list[str] | None = None
+    block_size_label: str | None = None
+    num_blocks_label: str | None = None
+    block_size: str | list[str] | None = None
+    num_blocks: str | list[str] | None = None
+    prefix_queries: str | list[str] | None = None
+    prefix_hits: str | list[str] | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+class Metrics(Section, frozen=True, kw_only=True):
+    """How model servers are scraped."""
+
+    #: For endpoints with work, and for all others.
+    interval: PositiveSeconds = 0.1
+    idle_interval: PositiveSeconds = 0.2
+    timeout: PositiveSeconds = 1.0
+    #: Older readings no longer count; the own ledger does then.
+    staleness: PositiveSeconds = 2.0
+    #: Failures double an endpoint's interval up to this.
+    backoff_cap: PositiveSeconds = 2.0
+    #: Scrapes per second over all endpoints; above it all intervals are stretched.
+    max_rate: Annotated[float, Meta(gt=0)] = 1000.0
+    max_page_bytes: Bytes = 4 << 20
+    #: Bearer token, read again when the file changes.
+    token_file: str = ""
+    tls: ScrapeTls = ScrapeTls()
+    #: For endpoints without the label `llm-d.ai/engine-type`.
+    default_engine: Name = "vllm"
+    engines: dict[str, EngineNames] = field(default_factory=dict)
+
+
+class Admin(Section, frozen=True, kw_only=True):
+    """Metrics, health and debug pages over HTTP."""
+
+    host: Name = "127.0.0.1"
+    port: Port = 9090
+    #: The pages that show endpoints and decisions.
+    debug: bool = True
+
+
+class LedgerSettings(Section, frozen=True, kw_only=True):
+    #: A request whose end nobody reports stops counting after this.
+    lease_ttl: PositiveSeconds = 900.0
+
+
+class Parsing(Section, frozen=True, kw_only=True):
+    #: Larger request bodies are refused.
+    max_body_bytes: Bytes = 64 << 20
+
+
+class Inspect(Section, frozen=True, kw_only=True):
+    #: Share of responses that are followed to their end to read the token counts.
+    usage_sampling: Share = 0.01
+
+
+class Log(Section, frozen=True, kw_only=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class PluginSpec(Struct, frozen=True, kw_only=True):
+    """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
+
+    kind: Literal["filter", "scorer", "picker"]
+    type: str
+    name: str
+    parameters: Any
+    #: Scorers only.
+    weight: float = 0.0
+    #: Where it stands in the file, e.g. `$.scorers[0]`.
+    path: str = "$"
+
+
+class PolicySpec(Struct, frozen=True, kw_only=True):
+    """A profile: filters (built-in ability filters first), scorers, picker."""
+
+    name: str
+    filters: tuple[PluginSpec, ...]
+    scorers: tuple[PluginSpec, ...]
+    picker: PluginSpec
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """A whole, valid configuration: defaults filled in, quantities in seconds and bytes."""
+
+    policy: PolicySpec
+    gateway: Gateway
+    ext_proc: ExtProc
+    als: Als
+    endpoints: EndpointSource
+    metrics: Metrics
+    admin: Admin
+    ledger: LedgerSettings
+    parsing: Parsing
+    inspect: Inspect
+    log: Log
+    #: Of the random generator; `None` = another one at each start.
+    seed: int | None = None
+    #: File it came from; empty = text.
+    source: str = ""
+    #: What was accepted and has no effect.
+    notes: tuple[Problem, ...] = ()
+
+
+#: Sections that are read as they stand, by their name in the file.
+SECTIONS: dict[str, type[Section]] = {
+    "gateway": Gateway,
+    "extProc": ExtProc,
+    "als": Als,
+    "metrics": Metrics,
+    "admin": Admin,
+    "ledger": LedgerSettings,
+    "parsing": Parsing,
+    "inspect": Inspect,
+    "log": Log,
+}
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -1,0 +1,79 @@
+"""`fairlead validate`: what it prints, and its exit code."""
+
+from pathlib import Path
+
+import pytest
+
+from fairlead.cli.main import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def validate(file: Path) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["validate", str(file)])
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("minimal", "valid. Policy default: 6 filters, 6 scorers, picker max-score. Endpoints: 3."),
+        ("documents", "valid. Policy custom: 6 filters, 2 scorers, picker top-k. Endpoints: 2."),
+        ("file-discovery", "valid. Policy default: 6 filters, 6 scorers, picker max-score. Endpoints: 3."),
+    ],
+)
+def test_examples_are_valid(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = EXAMPLES / f"{name}.yaml"
+    assert validate(file) == 0
+    assert capsys.readouterr().out == f"{file}: {said}\n"
+
+
+def test_every_problem_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: [localhost:8000]\nscorers:\n- type: load-aware\n  wieght: 3\nlog: {level: 1}\n")
+    assert validate(file) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}:1: $.endpoints[0]: expected an IP address and port, got 'localhost:8000' (write 127.0.0.1:8000)",
+        f"{file}:4: $.scorers[0].wieght: unknown field 'wieght' (did you mean 'weight'?)",
+        f"{file}:5: $.log.level: expected one of debug, info, warning, error; got 1",
+        "3 problems",
+    ]
+
+
+def test_notes_do_not_make_it_invalid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(
+        "endpoints: ['10.0.0.1:1']\ninferenceExtension: {replicas: 2, pluginsCustomConfig: {filters: []}}\n"
+    )
+    assert validate(file) == 0
+    out = capsys.readouterr().out
+    assert f"note: {file}:2: $.inferenceExtension.replicas: belongs to the Helm chart" in out
+
+
+def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
+    file.write_text("endpoints: {file: e.yaml}")
+    assert validate(file) == 2
+    assert f"error: {endpoints}: $: cannot be read: No such file" in capsys.readouterr().err
+    endpoints.write_text("endpoints:\n- 10.0.0.1:1\n- nonsense\n")
+    assert validate(file) == 2
+    assert f"{endpoints}:3: $.endpoints[1]: expected an IP address" in capsys.readouterr().out
+
+
+def test_a_plugin_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fairlead.plugins.scorers.load_aware import LoadAware
+
+    def refuse(self: LoadAware, params: object, name: str = "") -> None:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(LoadAware, "__init__", refuse)
+    assert validate(EXAMPLES / "minimal.yaml") == 2
+    assert "ValueError: not today" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate(tmp_path / "nope.yaml") == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'nope.yaml'}: $: cannot be read: No such file or directory\n"

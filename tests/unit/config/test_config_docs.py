@@ -1,0 +1,59 @@
+"""docs/configuration.md is complete, and what it shows loads."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fairlead.config.defaults import POLICIES
+from fairlead.config.endpoints import Entry, FileSource
+from fairlead.config.load import FIELDS, load
+from fairlead.config.registry import ALIASES, BUILTINS, Found, build_policy
+from fairlead.config.schema import SECTIONS, EngineNames, ScrapeTls, Tls
+
+TEXT = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+BLOCKS = re.findall(r"^```yaml( fragment)?\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("fragment", "block"), BLOCKS, ids=range(len(BLOCKS)))
+def test_every_block_loads(fragment: str, block: str) -> None:
+    build_policy(load(block, need_endpoints=not fragment))
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) >= 5
+    assert TEXT.count("```yaml") == len(BLOCKS)
+
+
+def names(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_of_a_section_is_explained(section: str) -> None:
+    for name in names(SECTIONS[section]):
+        assert re.search(rf"`{section}\.{name}[`.]", TEXT), f"{section}.{name}"
+
+
+def test_every_other_field_is_explained() -> None:
+    assert [name for name in names(Tls) if f"`extProc.tls.{name}`" not in TEXT] == []
+    assert [name for name in names(ScrapeTls) if f"`metrics.tls.{name}`" not in TEXT] == []
+    others = [*names(EngineNames), *names(Entry), *names(FileSource)]
+    assert [name for name in others if f"`{name}`" not in TEXT] == []
+    own = [name for name in FIELDS if name not in SECTIONS]
+    assert [name for name in own if f"`{name}`" not in TEXT and f"`{name}." not in TEXT] == []
+
+
+def test_every_plugin_and_parameter_is_explained() -> None:
+    for kind, table in BUILTINS.items():
+        for name, cls in table.items():
+            assert f"`{name}`" in TEXT, f"{kind} {name}"
+            missing = [field for field in names(Found(name, cls).params) if f"`{field}`" not in TEXT]
+            assert missing == [], f"{kind} {name}"
+
+
+def test_every_alias_and_policy_is_explained() -> None:
+    irregular = [alias for table in ALIASES.values() for alias, (target, _) in table.items() if target not in alias]
+    assert [alias for alias in irregular if f"`{alias.removesuffix('-scorer')}" not in TEXT] == []
+    assert [name for name in POLICIES if f"`{name}`" not in TEXT] == []

@@ -1,0 +1,35 @@
+from fairlead.config.engines import engine_table
+from fairlead.config.load import load
+from fairlead.wire.engine_metrics import ENGINES, compile_engine
+
+
+def table(engines: str):  # type: ignore[no-untyped-def]
+    return engine_table(load(f"metrics: {{engines: {engines}}}", need_endpoints=False).metrics)
+
+
+def test_nothing_configured_is_the_built_in_table() -> None:
+    assert table("{}") == dict(ENGINES)
+
+
+def test_given_fields_replace_and_others_stay() -> None:
+    vllm = table("{vllm: {waiting: mine, kvUsage: [a, 'b{x=y}'], extra: {temp: t}}}")["vllm"]
+    assert vllm.waiting == ("mine",)
+    assert vllm.kv_usage == ("a", "b{x=y}")
+    assert vllm.extra == {"temp": "t"}
+    assert vllm.running == ENGINES["vllm"].running
+    compile_engine(vllm)
+
+
+def test_an_empty_list_means_not_reported() -> None:
+    assert table("{vllm: {lora: []}}")["vllm"].lora == ()
+
+
+def test_an_engine_of_ones_own() -> None:
+    engines = table("{mine: {waiting: w, cacheInfo: c, blockSizeLabel: page}}")
+    assert set(engines) == {*ENGINES, "mine"}
+    assert (engines["mine"].waiting, engines["mine"].running, engines["mine"].block_size_label) == (("w",), (), "page")
+
+
+def test_own_engine_as_default() -> None:
+    text = "metrics: {defaultEngine: mine, engines: {mine: {waiting: w}}}"
+    assert load(text, need_endpoints=False).metrics.default_engine == "mine"

@@ -1,0 +1,366 @@
+"""Whole configurations: what loads, and what is said about what does not."""
+
+from pathlib import Path
+
+import pytest
+
+from fairlead.config.load import load, problems
+from fairlead.config.problems import InvalidConfig
+from fairlead.config.registry import build_policy
+from fairlead.config.schema import Config, PluginSpec
+from fairlead.model.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ONE = "endpoints: ['127.0.0.1:8000']\n"
+
+SHORT_FORM = """\
+inferenceExtension:
+  replicas: 2
+  resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {cpu: 1000m, memory: 1Gi}}
+  pluginsCustomConfig:
+    filters:
+    - {type: queue-depth, parameters: {maxQueueLength: 50}}
+    - {type: memory-pressure, parameters: {maxKVUtilization: 0.95, checkInterval: 5s}}
+    scorers:
+    - {type: prefix-aware, weight: 100, parameters: {hashBlockSize: 5, cacheIndexerURL: "http://kv-cache-indexer:9090"}}
+    - {type: load-aware, weight: 50, parameters: {queueWeightFactor: 0.7, activeRequestsWeight: 0.3}}
+  kvcacheIndexer: {enabled: true, zmqSubscriberURL: "tcp://*:5555"}
+"""
+
+
+def types(specs: tuple[PluginSpec, ...]) -> list[str]:
+    return [spec.type for spec in specs]
+
+
+def weights(config: Config) -> dict[str, float]:
+    return {spec.name: spec.weight for spec in config.policy.scorers}
+
+
+def test_nothing_but_endpoints_gives_the_default_profile() -> None:
+    config = load(ONE)
+    policy = config.policy
+    assert policy.name == "default"
+    assert types(policy.filters) == [
+        "role", "subset", "model-compatibility", "health", "queue-depth", "memory-pressure",
+    ]  # fmt: skip
+    assert policy.filters[4].parameters.max_queue_length == 200
+    assert policy.filters[5].parameters.max_kv_utilization == 0.95
+    assert weights(config) == {
+        "prefix-aware": 100, "load-aware": 50, "kv-utilization": 50, "inflight-tokens": 100, "lora-aware": 100,
+        "session-affinity": 20,
+    }  # fmt: skip
+    assert policy.scorers[0].parameters.hash_block_size == 64
+    assert policy.picker.type == "max-score"
+
+
+def test_short_form_loads_as_it_stands_in_chart_values() -> None:
+    config = load(SHORT_FORM, need_endpoints=False)
+    policy = config.policy
+    assert policy.name == "custom"
+    assert types(policy.filters)[4:] == ["queue-depth", "memory-pressure"]
+    assert policy.filters[4].parameters.max_queue_length == 50
+    assert weights(config) == {"prefix-aware": 100, "load-aware": 50}
+    assert policy.scorers[0].parameters.hash_block_size == 5
+    assert (policy.picker.type, policy.picker.parameters.k) == ("top-k", 3)
+    assert policy.scorers[1].path == "$.inferenceExtension.pluginsCustomConfig.scorers[1]"
+    assert [(note.path, note.line) for note in config.notes] == [
+        ("$.inferenceExtension.replicas", 2),
+        ("$.inferenceExtension.resources", 3),
+        ("$.inferenceExtension.kvcacheIndexer", 11),
+        ("$.inferenceExtension.pluginsCustomConfig.scorers[0]", 9),
+    ]
+
+
+def test_short_form_means_the_same_at_the_top_of_the_file() -> None:
+    below = load(SHORT_FORM, need_endpoints=False).policy
+    custom = SHORT_FORM.split("pluginsCustomConfig:\n")[1].split("  kvcacheIndexer")[0]
+    above = load("\n".join(line[4:] for line in custom.splitlines()), need_endpoints=False).policy
+    assert [s.parameters for s in above.scorers] == [s.parameters for s in below.scorers]
+    assert [s.parameters for s in above.filters] == [s.parameters for s in below.filters]
+    assert above.picker.parameters == below.picker.parameters
+
+
+@pytest.mark.parametrize("key", ["parameters", "params", "config"])
+def test_parameters_have_three_names_and_may_stand_beside_the_type(key: str) -> None:
+    under = load(f"filters: [{{type: queue-depth, {key}: {{maxQueueLength: 7}}}}]\n{ONE}")
+    beside = load(f"filters: [{{type: queue-depth, maxQueueLength: 7}}]\n{ONE}")
+    assert under.policy.filters[4].parameters.max_queue_length == 7
+    assert under.policy.filters == beside.policy.filters
+
+
+@pytest.mark.parametrize(
+    ("selection", "picker"),
+    [
+        ("selection: {topK: 1}", "max-score"),
+        ("selection: {topK: 2}", "top-k"),
+        ("selection: {picker: round-robin}", "round-robin"),
+        ("selection: {picker: weighted-random-picker, parameters: {}}", "weighted-random"),
+        ("scorers: [{type: load-aware}]", "top-k"),
+        ("filters: []", "max-score"),
+        ("selection: {picker: top-k, k: 4, name: mine}", "top-k"),
+    ],
+)
+def test_selection(selection: str, picker: str) -> None:
+    assert load(f"{selection}\n{ONE}").policy.picker.type == picker
+
+
+def test_an_absent_list_has_its_default_and_an_empty_one_is_empty() -> None:
+    assert len(load(f"filters: []\n{ONE}").policy.scorers) == 6
+    assert load(f"scorers: []\n{ONE}").policy.scorers == ()
+    assert len(load(f"scorers: []\n{ONE}").policy.filters) == 6
+
+
+def test_ability_filters_come_first_unless_replaced_or_switched_off() -> None:
+    own = "filters: [{type: queue-depth}, {type: prefill-filter}]\n"
+    policy = load(own + ONE).policy
+    assert types(policy.filters) == ["subset", "model-compatibility", "health", "queue-depth", "role"]
+    assert policy.filters[4].parameters.stage == "prefill"
+    assert types(load(f"{own}builtinFilters: false\n{ONE}").policy.filters) == ["queue-depth", "role"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scorers", "picker"),
+    [
+        ("round-robin", [], "round-robin"),
+        ("random", [], "random"),
+        ("least-requests", ["load-aware"], "max-score"),
+    ],
+)
+def test_shorthand_policies(name: str, scorers: list[str], picker: str) -> None:
+    config = load(f"policy: {name}\n{ONE}")
+    assert config.policy.name == name
+    assert types(config.policy.filters) == ["role", "subset", "model-compatibility", "health"]
+    assert types(config.policy.scorers) == scorers
+    assert config.policy.picker.type == picker
+    assert build_policy(config).name == name
+
+
+def test_sections_with_units_and_what_depends_on_other_sections() -> None:
+    config = load(
+        ONE
+        + """
+gateway: {mode: none}
+extProc: {port: 9100, healthPort: 9103, tls: {certDir: /certs}}
+als:
+metrics: {interval: 50ms, idleInterval: 1, staleness: 1m30s, tokenFile: /token, tls: {verify: false}}
+ledger: {leaseTtl: 2h}
+parsing: {maxBodyBytes: 1.5Mi}
+seed: 7
+"""
+    )
+    assert (config.ext_proc.host, config.ext_proc.port, config.als.port) == ("0.0.0.0", 9100, 9100)
+    assert config.ext_proc.tls is not None and config.ext_proc.tls.cert_dir == "/certs"
+    assert (config.metrics.interval, config.metrics.idle_interval, config.metrics.staleness) == (0.05, 1.0, 90.0)
+    assert config.metrics.tls.verify is False
+    assert (config.ledger.lease_ttl, config.parsing.max_body_bytes, config.seed) == (7200.0, 3 << 19, 7)
+    assert load(ONE).ext_proc.host == "127.0.0.1"
+    assert load(f"gateway: none\n{ONE}").gateway.mode == "none"
+
+
+def test_json_is_accepted() -> None:
+    config = load('{"endpoints": ["127.0.0.1:8000"],\n\t"filters": [{"type": "queue-depth", "maxQueueLength": 9}]}')
+    assert config.policy.filters[4].parameters.max_queue_length == 9
+
+
+def test_anchors_and_merges() -> None:
+    config = load(
+        ONE
+        + """
+filters:
+- &depth {type: queue-depth, maxQueueLength: 9}
+- {<<: *depth, name: other}
+"""
+    )
+    assert [spec.parameters.max_queue_length for spec in config.policy.filters[4:]] == [9, 9]
+
+
+#: text → (path, line, part of the message, part of the hint), in the order of the lines.
+BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
+    ("", [("$", 0, "no endpoints", "endpoints:")]),
+    ("endpoints: []", [("$.endpoints", 1, "no endpoints", "")]),
+    ("- a", [("$", 1, "expected a mapping, got a list", "")]),
+    ("a: [", [("$", 1, "not valid YAML", "")]),
+    (ONE + "gatway: none", [("$.gatway", 2, "unknown field 'gatway'", "'gateway'")]),
+    (ONE + "log: {}\nlog: {}", [("$.log", 3, "'log' is given twice", "line 2")]),
+    (ONE + "kind: EndpointPickerConfig", [("$.kind", 2, "unknown field 'kind'", "other pickers")]),
+    (ONE + "gateway: embeded", [("$.gateway", 2, "unknown value 'embeded'", "'embedded'")]),
+    (ONE + "gateway: ~", [("$.gateway", 2, "got nothing", "")]),
+    (ONE + "gateway: {hots: x}", [("$.gateway.hots", 2, "unknown field", "'host'")]),
+    (ONE + "gateway: {host: ''}", [("$.gateway.host", 2, "length >= 1", "")]),
+    (ONE + "gateway: {port: 70000}", [("$.gateway.port", 2, "<= 65535, got 70000", "")]),
+    (ONE + "gateway: {port: '80'}", [("$.gateway.port", 2, "expected an integer, got '80'", "")]),
+    (ONE + "gateway: {port: 9002}", [("$.extProc.port", 0, "taken by gateway.port", "")]),
+    (ONE + "extProc: {port: 9090}", [("$.admin.port", 0, "taken by extProc.port", "")]),
+    (ONE + "extProc: {tls: {}}", [("$.extProc.tls", 2, "'certDir' is missing", "")]),
+    (ONE + "extProc: {transport: http3}", [("$.extProc.transport", 2, "unknown value 'http3'", "'http2'")]),
+    (ONE + "admin: 5", [("$.admin", 2, "expected a mapping, got 5", "")]),
+    (ONE + "admin: {debug: 1}", [("$.admin.debug", 2, "expected true or false, got 1", "")]),
+    (ONE + "ledger: {leaseTtl: 5x}", [("$.ledger.leaseTtl", 2, "expected a duration such as", "")]),
+    (ONE + "ledger: {leaseTtl: 0}", [("$.ledger.leaseTtl", 2, "> 0", "")]),
+    (ONE + "ledger: {leaseTtl: .inf}", [("$.ledger.leaseTtl", 2, "finite", "")]),
+    (ONE + "parsing: {maxBodyBytes: 64 potatoes}", [("$.parsing.maxBodyBytes", 2, "such as 64MiB", "")]),
+    (ONE + "inspect: {usageSampling: 2}", [("$.inspect.usageSampling", 2, "<= 1", "")]),
+    (ONE + "log: {level: loud}", [("$.log.level", 2, "unknown value 'loud'", "debug, error, info")]),
+    (ONE + "seed: -1", [("$.seed", 2, ">= 0, got -1", "")]),
+    (ONE + "metrics: {staleness: 1s}", [("$.metrics.staleness", 2, "look stale", "1.2s")]),
+    (ONE + "metrics: {defaultEngine: vlm}", [("$.metrics.defaultEngine", 2, "unknown engine 'vlm'", "'vllm'")]),
+    (
+        ONE + "metrics:\n  engines:\n    mine: {waiting: [ok, '{bad'], kvUsge: x}",
+        [("$.metrics.engines.mine.kvUsge", 4, "unknown field", "'kvUsage'")],
+    ),
+    (
+        ONE + "metrics:\n  engines:\n    mine: {waiting: [ok, '{bad'], extra: {t: 'x{y'}}",
+        [
+            ("$.metrics.engines.mine.waiting[1]", 4, "expected a metric name", ""),
+            ("$.metrics.engines.mine.extra.t", 4, "label=value", ""),
+        ],
+    ),
+    (ONE + "policy: round-robbin", [("$.policy", 2, "unknown policy", "'round-robin'")]),
+    (ONE + "policy: 3", [("$.policy", 2, "expected the name of a policy", "")]),
+    (ONE + "policy: random\nscorers: []", [("$.policy", 2, "brings its own scorers", "leave out")]),
+    (ONE + "builtinFilters: 1", [("$.builtinFilters", 2, "expected true or false", "")]),
+    (ONE + "filters: {type: role}", [("$.filters", 2, "expected a list, got a mapping", "")]),
+    (ONE + "filters: [role]", [("$.filters[0]", 2, "expected a mapping with a type, got 'role'", "")]),
+    (ONE + "filters: [{}]", [("$.filters[0]", 2, "'type' is missing", "")]),
+    (ONE + "filters: [{type: 3}]", [("$.filters[0].type", 2, "expected a plugin type, got 3", "")]),
+    (ONE + "filters:\n- type: queue-dept", [("$.filters[0].type", 3, "unknown filter type", "'queue-depth'")]),
+    (ONE + "filters:\n- type: load-aware", [("$.filters[0].type", 3, "unknown filter type", "is a scorer")]),
+    (ONE + "scorers:\n- type: load-aware-scorer", [("$.scorers[0].type", 3, "unknown scorer type", "'load-aware'")]),
+    (
+        ONE + "filters:\n- type: queue-depth\n  maxQueueLenght: 3",
+        [("$.filters[0].maxQueueLenght", 4, "unknown field", "'maxQueueLength'")],
+    ),
+    (
+        ONE + "filters:\n- type: queue-depth\n  params:\n    maxQueueLenght: 3",
+        [("$.filters[0].params.maxQueueLenght", 5, "unknown field", "'maxQueueLength'")],
+    ),
+    (
+        ONE + "filters:\n- type: queue-depth\n  config: {maxQueueLength: 3}\n  maxQueueLength: 4",
+        [("$.filters[0].config.maxQueueLength", 4, "given twice", "")],
+    ),
+    (
+        ONE + "filters:\n- type: queue-depth\n  config: {}\n  params: {}",
+        [("$.filters[0].config", 4, "mean the same", "one of them")],
+    ),
+    (
+        ONE + "filters:\n- {type: queue-depth, weight: 2}",
+        [("$.filters[0].weight", 3, "unknown field 'weight'", "only scorers")],
+    ),
+    (ONE + "filters:\n- {type: queue-depth, config: 3}", [("$.filters[0].config", 3, "expected a mapping", "")]),
+    (ONE + "filters: [{type: queue-depth, name: 3}]", [("$.filters[0].name", 2, "expected a name, got 3", "")]),
+    (
+        ONE + "filters:\n- {type: memory-pressure, checkInterval: soon}",
+        [("$.filters[0].checkInterval", 3, "expected a duration such as", "")],
+    ),
+    (
+        ONE + "filters:\n- type: label-selector\n  matchExpressions:\n  - {key: a, operator: in}",
+        [("$.filters[0].matchExpressions[0].operator", 5, "unknown value 'in'", "'In'")],
+    ),
+    (
+        ONE + "scorers:\n- {type: load-aware}\n- {type: load-aware}",
+        [("$.scorers[1]", 4, "named 'load-aware' is there already", "name of its own")],
+    ),
+    (ONE + "scorers:\n- {type: load-aware, wieght: 2}", [("$.scorers[0].wieght", 3, "unknown field", "'weight'")]),
+    (ONE + "filters: [{type: label-selector, matchLabels: 3}]", [("$.filters[0].matchLabels", 2, "a mapping", "")]),
+    (
+        ONE + "filters: [{type: label-selector, matchExpressions: {}}]",
+        [("$.filters[0].matchExpressions", 2, "expected a list, got a mapping", "")],
+    ),
+    (ONE + "als: {port: 9090}", [("$.als.port", 2, "taken by admin.port", "")]),
+    (ONE + "inferenceExtension: 3", [("$.inferenceExtension", 2, "expected a mapping", "")]),
+    (
+        ONE + "inferenceExtension: {pluginsCustomConfig: []}",
+        [("$.inferenceExtension.pluginsCustomConfig", 2, "expected a mapping", "")],
+    ),
+    (ONE + "scorers:\n- {type: load-aware, weight: -2}", [("$.scorers[0].weight", 3, ">= 0", "")]),
+    (ONE + "scorers:\n- {type: load-aware, weight: .nan}", [("$.scorers[0].weight", 3, "finite", "")]),
+    (ONE + "scorers:\n- {type: load-aware, weight: much}", [("$.scorers[0].weight", 3, "a number, got 'much'", "")]),
+    (
+        ONE + "scorers:\n- {type: prefix-aware, hashBlockSize: 0}",
+        [("$.scorers[0].hashBlockSize", 3, ">= 1, got 0", "")],
+    ),
+    (ONE + "selection: 3", [("$.selection", 2, "expected topK or picker, got 3", "")]),
+    (ONE + "selection: {topK: 0}", [("$.selection.topK", 2, ">= 1, got 0", "")]),
+    (ONE + "selection: {topK: true}", [("$.selection.topK", 2, "expected an integer, got true", "")]),
+    (ONE + "selection: {topK: 2, picker: random}", [("$.selection.picker", 2, "topK is a picker itself", "")]),
+    (ONE + "selection: {topK: 2, k: 3}", [("$.selection.k", 2, "unknown field", "")]),
+    (ONE + "selection: {picker: best}", [("$.selection.picker", 2, "unknown picker type", "max-score")]),
+    (ONE + "selection: {name: x}", [("$.selection", 2, "expected topK or picker", "topK: 3")]),
+    (
+        ONE + "inferenceExtension:\n  pluginCustomConfig: {}",
+        [("$.inferenceExtension.pluginCustomConfig", 3, "unknown field", "'pluginsCustomConfig'")],
+    ),
+    (
+        ONE + "filters: []\ninferenceExtension:\n  pluginsCustomConfig: {filters: []}",
+        [("$.inferenceExtension.pluginsCustomConfig.filters", 4, "at the top of the file too", "once")],
+    ),
+    (
+        ONE + "inferenceExtension:\n  pluginsCustomConfig: {admin: {}}",
+        [("$.inferenceExtension.pluginsCustomConfig.admin", 3, "unknown field", "top of the file")],
+    ),
+    (
+        ONE + "inferenceExtension:\n  pluginsCustomConfig:\n    scorers:\n    - {type: nope}",
+        [("$.inferenceExtension.pluginsCustomConfig.scorers[0].type", 5, "unknown scorer type", "known: ")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD, ids=[text.removeprefix(ONE)[:40] or "empty" for text, _ in BAD])
+def test_problems_name_path_line_and_cure(text: str, expected: list[tuple[str, int, str, str]]) -> None:
+    found = problems(text)
+    assert [(p.path, p.line or 0) for p in found] == [(path, line) for path, line, _, _ in _with_lines(text, expected)]
+    for problem, (_, _, message, hint) in zip(found, expected, strict=True):
+        assert message in problem.message
+        assert hint in problem.hint
+
+
+def _with_lines(text: str, expected: list[tuple[str, int, str, str]]) -> list[tuple[str, int, str, str]]:
+    """A place that is not in the file gets the line of the root, if there is one."""
+    return [(path, line or (1 if text else 0), message, hint) for path, line, message, hint in expected]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    text = "gateway: {port: x}\nfilters: [{type: nope}]\nseed: soon\nlog: {level: 3}\n"
+    with pytest.raises(InvalidConfig) as caught:
+        load(text)
+    assert [p.path for p in caught.value.problems] == [
+        "$.gateway.port", "$", "$.filters[0].type", "$.seed", "$.log.level",
+    ]  # fmt: skip
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "fairlead.yaml"
+    file.write_text("endpoints: ['127.0.0.1:1']\nseed: x\n")
+    with pytest.raises(InvalidConfig) as caught:
+        load(file)
+    assert str(caught.value) == f"{file}:2: $.seed: expected an integer, got 'x'"
+    assert (caught.value.path, caught.value.source) == ("$.seed", str(file))
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "nope.yaml", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(ConfigError, match=reason):
+            load(path)
+        with pytest.raises(ConfigError, match=reason):
+            problems(path)
+
+
+def test_a_large_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.write_text("# x\n" * 300_000)
+    with pytest.raises(InvalidConfig, match="larger than 1 MiB"):
+        load(file)
+
+
+@pytest.mark.parametrize("name", ["minimal", "documents", "file-discovery"])
+def test_examples_load(name: str) -> None:
+    config = load(EXAMPLES / f"{name}.yaml")
+    assert build_policy(config).name == config.policy.name
+    assert config.endpoints.static or config.endpoints.file == str(EXAMPLES / "endpoints.yaml")
+
+
+def test_a_flood_of_problems_is_counted_not_listed() -> None:
+    found = problems(ONE + "".join(f"fild{i}: 1\n" for i in range(5000)))
+    assert len(found) == 201
+    assert found[-1].message == "there are 4800 problems more"
