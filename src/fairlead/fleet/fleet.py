@@ -2,6 +2,8 @@
 
 from math import inf
 
+import numpy as np
+
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.ledger import Lease, Ledger
 from fairlead.fleet.prefix import DEFAULT_CAPACITY, PrefixIndex
@@ -14,6 +16,8 @@ BYTES_PER_TOKEN = 4.2
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
+#: Above any true number of requests or tokens of one endpoint. Higher readings are cut, so that sums stay exact.
+MOST = 1e9
 
 
 class Fleet:
@@ -63,35 +67,41 @@ class Fleet:
         table.sampled(slot, sample)
         table.failures[slot] = 0
         table.sampled_at[slot] = now
-        if sample.kv_usage is not None:
-            table.kv[slot] = sample.kv_usage
         if sample.adapters is not None:
             table.set_adapters(slot, sample.adapters)
-            table.max_adapters[slot] = sample.max_adapters
-        capacity = sample.block_size * sample.num_blocks
+            table.max_adapters[slot] = _gauge(sample.max_adapters, 0.0)
+        capacity = _gauge(sample.block_size * sample.num_blocks, 0.0)
         if capacity and capacity != table.capacity_tokens[slot]:
             table.capacity_tokens[slot] = capacity
             self.prefix.set_capacity(slot, int(capacity * BYTES_PER_TOKEN))
-        if sample.waiting is None or sample.running is None:
+        ran = table.running[slot]
+        table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
+        table.running[slot] = running = _gauge(sample.running, ran)
+        if running or not ran or not (waiting or table.inflight[slot]):
+            # Otherwise the batch may just have ended: for one step the engine shows no memory in use.
+            table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
+        if sample.waiting is None and sample.running is None:
             return []
-        table.waiting[slot] = sample.waiting
-        table.running[slot] = sample.running
-        return self.ledger.reconcile(slot, started, sample.waiting, sample.running)
+        return self.ledger.reconcile(slot, started, waiting, running)
 
     def scrape_failed(self, endpoint_id: str, now: float) -> None:
-        slot = self.table.slot(endpoint_id)
+        """No reading. When the last good one is too old, the columns become what we know of our own requests."""
+        table = self.table
+        slot = table.slot(endpoint_id)
         if slot is None:
             return
-        self.table.failures[slot] += 1
-        if now - self.table.sampled_at[slot] > self.staleness:
+        table.failures[slot] += 1
+        if self.stale(slot, now):
             self.ledger.own_accounting(slot)
-            self.table.kv[slot] = 0.0
+            capacity = table.capacity_tokens[slot]
+            table.kv[slot] = min(table.kv_tokens[slot] / capacity, 1.0) if capacity else 0.0
 
     def answered(self, slot: int, ok: bool, now: float) -> None:
-        """A response ended. Some failures in a row make policies avoid the endpoint for a moment."""
+        """A response ended. Some failures in a row make policies avoid the endpoint a moment, or until one works."""
         table = self.table
         if ok:
             table.errors[slot] = 0
+            table.ejected_until[slot] = -inf
             return
         table.errors[slot] += 1
         if table.errors[slot] >= ERRORS_TO_EJECT:
@@ -106,8 +116,8 @@ class Fleet:
             slot=slot,
             endpoint_id=endpoint.id,
             charged_at=now,
-            uncached_tokens=float(max(request.prompt_tokens - hit_tokens, 1)),
-            kv_tokens=request.prompt_tokens + expected_output / 2,
+            uncached_tokens=_tokens(request.prompt_tokens - hit_tokens, 1.0),
+            kv_tokens=_tokens(request.prompt_tokens + expected_output / 2, 1.0),
             hit_tokens=hit_tokens,
         )
         self.ledger.charge(lease)
@@ -117,9 +127,11 @@ class Fleet:
 
     def match(self, request: Request) -> FloatColumn | None:
         """Share of the prompt (0..1, of its bytes) that each endpoint is believed to hold; `None` = nobody anything."""
-        column = self.prefix.match(request.prefix, len(self.table)) if request.prefix.hashes else None
+        chain = request.prefix
+        column = self.prefix.match(chain, len(self.table)) if chain.hashes else None
         if column is not None:
-            column /= max(request.prompt_bytes, 1)
+            # Inline media count for less in `prompt_bytes` than they take up in the chain.
+            column /= max(request.prompt_bytes, chain.ends[-1])
         return column
 
     def stale(self, slot: int, now: float) -> bool:
@@ -131,8 +143,22 @@ class Fleet:
         return now - sampled if sampled > -inf else inf
 
     def validate(self) -> None:
+        """Raise `AssertionError` when an invariant of any part is broken."""
         self.ledger.validate()
         self.prefix.validate()
+        table = self.table
+        assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
+        assert ((table.kv >= 0) & (table.kv <= 1)).all()
+
+
+def _gauge(value: float | None, older: float) -> float:
+    """A reading in 0..`MOST`; the older one where there is none, or NaN or infinity."""
+    return float(min(max(value, 0.0), MOST)) if value is not None and value < inf else float(older)
+
+
+def _tokens(value: float, least: float) -> float:
+    """Whole tokens in `least`..`MOST`: sums of them are exact whatever comes and goes. NaN counts as `least`."""
+    return float(round(min(max(least, value), MOST)))
 
 
 __all__ = ["DEFAULT_CAPACITY", "Fleet"]

@@ -2,27 +2,30 @@
 
 Rules
 * A prompt is cut into blocks whose borders depend on the offset alone, so equal beginnings give equal borders. Blocks
-  grow with depth: `max(finest, offset // growth)` bytes. A 24 kB prompt has 67 blocks, a 490 kB one 163, and the match
+  grow with depth: `max(finest, offset // growth)` bytes. A 24 kB prompt has 66 blocks, a 490 kB one 165, and the match
   is never off by more than one block, that is `1/growth` of its length. Equal blocks would cost thousands of entries.
 * Block i is hashed together with the hash of block i-1 (xxh3, 64 bits), the first with a hash of what scopes the
   prompt (model, salt, tools). Equal hash therefore means equal beginning. The partial tail is not hashed.
 * A match is contiguous from the start; what an engine holds behind a gap is of no use to it.
 * Each endpoint has a byte budget, taken from its KV capacity. Every use of a chain renews it from the tail to the
   head, so the oldest entries are tails: they are evicted first, as engines do, and no chain ever has a hole.
-* Memory is bounded by `max_entries` over all endpoints; the endpoint with the most entries gives way.
+* Memory is bounded by `max_entries` over all endpoints, at about 240 bytes each; who holds most gives way.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.columns import BoolColumn, FloatColumn
 from fairlead.model.request import NO_PREFIX, PrefixChain
 
 #: Until an endpoint has told its KV capacity: 31,250 blocks of 16 tokens at about 4 bytes (the reference's default).
 DEFAULT_CAPACITY = 2_000_000
+#: From that many holders on a vectorised assignment beats a loop over them (2 µs against 0.2 µs each).
+_FEW = 10
 
 
 class ChainHasher:
@@ -37,13 +40,13 @@ class ChainHasher:
         self._max_bytes = max_bytes
 
     def borders(self, length: int) -> list[int]:
-        """Block borders 0, finest, … that fit into `length` bytes."""
+        """Block borders 0, finest, … up to `length` bytes."""
         borders = self._borders
         length = min(length, self._max_bytes)
         while borders[-1] <= length:
             last = borders[-1]
             borders.append(last + max(self.finest, last // self.growth))
-        return borders
+        return borders[: bisect_right(borders, length)]
 
     def chain(self, root: bytes, segments: Sequence[bytes | memoryview]) -> PrefixChain:
         """Hash the concatenation of `segments` under `root`. O(bytes) at memory speed, no copy for one segment."""
@@ -51,14 +54,11 @@ class ChainHasher:
         length = min(len(text), self._max_bytes)
         if length < self.finest:
             return NO_PREFIX
-        borders = self.borders(length)
         parent = xxh3_64_intdigest(root)
         start = 0
         hashes: list[int] = []
         ends: list[int] = []
-        for end in borders[1:]:
-            if end > length:
-                break
+        for end in self.borders(length)[1:]:
             parent = xxh3_64_intdigest(text[start:end], parent)
             hashes.append(parent)
             ends.append(end)
@@ -106,32 +106,46 @@ class PrefixIndex:
 
     def matches(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
         """(slot, matched bytes) of every endpoint that holds at least the first block, contiguous from the start."""
-        holders = self._holders
-        hashes, ends = chain.hashes, chain.ends
-        if not hashes:
-            return
-        alive = holders.get(hashes[0], 0)
-        depth = 0
-        for i in range(1, len(hashes)):
-            if not alive:
-                return
-            still = alive & holders.get(hashes[i], 0)
-            if still != alive:
-                for slot in _bits(alive & ~still):
-                    yield slot, ends[depth]
-                alive = still
-            depth = i
-        for slot in _bits(alive):
-            yield slot, ends[depth]
+        for holders, matched in self._depths(chain):
+            for slot in _bits(holders):
+                yield slot, matched
 
     def match(self, chain: PrefixChain, slots: int) -> FloatColumn | None:
         """Matched bytes per slot as a column of length `slots`; `None` when nobody holds anything of it."""
         column: FloatColumn | None = None
-        for slot, matched in self.matches(chain):
+        for holders, matched in self._depths(chain):
             if column is None:
                 column = np.zeros(slots)
-            column[slot] = matched
+            if holders.bit_count() < _FEW:
+                while holders:
+                    column[holders.bit_length() - 1] = matched
+                    holders &= ~(1 << holders.bit_length() - 1)
+            else:
+                column[_mask(holders, slots)] = matched
         return column
+
+    def _depths(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
+        """(holders of exactly that much, matched bytes), shallow first.
+
+        Chains have no holes, so the holders of block i+1 are among those of block i, and the next block that somebody
+        lacks is found by bisection: 74 blocks in 7 look-ups per distinct depth.
+        """
+        holders, hashes = self._holders, chain.hashes
+        here = holders.get(hashes[0], 0) if hashes else 0
+        depth = 0
+        while here:
+            low, high = depth, len(hashes)
+            if holders.get(hashes[-1], 0) == here:
+                low = high - 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                if holders.get(hashes[middle], 0) == here:
+                    low = middle
+                else:
+                    high = middle
+            deeper = here & holders.get(hashes[high], 0) if high < len(hashes) else 0
+            yield here & ~deeper, chain.ends[low]
+            here, depth = deeper, high
 
     def insert(self, slot: int, chain: PrefixChain) -> None:
         """`slot` was sent a prompt with this chain: it has it now, and used it last."""
@@ -150,12 +164,24 @@ class PrefixIndex:
                 self._used[slot] += size
                 self._entries += 1
         self._trim(slot)
-        while self._entries > self._max_entries:
-            self._evict_one(max(self._lru, key=lambda s: len(self._lru[s])))
+        if self._entries > self._max_entries:
+            self._make_room(slot)
 
     def _trim(self, slot: int) -> None:
         while self._used[slot] > self._capacity[slot] and self._lru[slot]:
             self._evict_one(slot)
+
+    def _make_room(self, newest: int) -> None:
+        """Back below `max_entries`, at the cost of who has just grown and has more than its share, else of the largest.
+
+        Looking for the largest is O(endpoints), so it is not done for every block.
+        """
+        share = self._max_entries // len(self._lru)
+        loser = newest
+        while self._entries > self._max_entries:
+            if len(self._lru[loser]) <= share:
+                loser = max(self._lru, key=lambda slot: len(self._lru[slot]))
+            self._evict_one(loser)
 
     def _evict_one(self, slot: int) -> None:
         block, size = self._lru[slot].popitem(last=False)
@@ -180,6 +206,12 @@ class PrefixIndex:
             for block in lru:
                 marks[block] = marks.get(block, 0) | 1 << slot
         assert marks == self._holders
+
+
+def _mask(holders: int, slots: int) -> BoolColumn:
+    """The same set as a bool column."""
+    raw = np.frombuffer(holders.to_bytes(slots // 8 + 1, "little"), np.uint8)
+    return np.unpackbits(raw, count=slots, bitorder="little").view(np.bool_)
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -3,14 +3,15 @@
 Rules
 * An endpoint keeps its slot for life. Slots of departed endpoints are reused; until then `alive` is False there.
 * Columns are live: a decision is one synchronous call, so nothing moves underneath it and no copy is made. Plugins
-  read, only `Fleet` writes.
+  read, only `Fleet` writes. Bool columns are different: they end up in the traces of decisions, so they are never
+  changed, only replaced.
 * `queue`, `active` and `kv` are *effective*: the last scrape, corrected by our own charges since. Scraped gauges alone
   lag by the scrape interval and show 0 at the end of an engine step (28 % of scrapes at 32 concurrent requests of a
   vLLM 0.32); our own ledger alone does not know other clients. When scrapes stop they are our own accounting only.
 """
 
-from collections.abc import Callable
-from math import inf
+from collections.abc import Callable, Hashable
+from math import inf, nan
 
 import numpy as np
 
@@ -19,8 +20,12 @@ from fairlead.model.endpoint import ROLE_LABEL, Endpoint, Sample
 
 _FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "kv_tokens",
-    "sampled_at", "failures", "errors", "ejected_until", "max_adapters", "capacity_tokens",
+    "sampled_at", "failures", "errors", "ejected_until", "max_adapters", "loaded_adapters", "capacity_tokens",
 )  # fmt: skip
+#: Masks kept, and the longest part of a key (characters of a name, addresses of a subset) that is: clients choose some
+#: of them, and without a bound a few million long model names would fill the memory.
+_MAX_MASKS = 1024
+_MAX_KEY = 1024
 
 
 class EndpointTable:
@@ -44,12 +49,14 @@ class EndpointTable:
     failures: FloatColumn
     errors: FloatColumn
     ejected_until: FloatColumn
-    #: LoRA slots; 0 = unknown. KV capacity in tokens; 0 = unknown.
+    #: LoRA slots; 0 = unknown. Adapters reported as loaded. KV capacity in tokens; 0 = unknown.
     max_adapters: FloatColumn
+    loaded_adapters: FloatColumn
     capacity_tokens: FloatColumn
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
+        #: A new tuple whenever endpoints come, go or change.
         self.ids: tuple[str, ...] = ()
         self.adapters: list[frozenset[str] | None] = []
         self.samples: list[Sample | None] = []
@@ -57,10 +64,12 @@ class EndpointTable:
         for name in _FLOATS:
             setattr(self, name, np.zeros(0))
         self.count = 0
-        #: Rises when endpoints come, go or change labels, and when adapters change: caches of masks hang on it.
+        #: Rises when endpoints come, go or change labels, and when adapters change.
         self.version = 0
         self._slots: dict[str, int] = {}
-        self._masks: dict[tuple[str, ...], BoolColumn] = {}
+        self._masks: dict[tuple[Hashable, ...], BoolColumn] = {}
+        self._keeping: dict[tuple[Hashable, ...], BoolColumn | None] = {}
+        self._holders: dict[str, BoolColumn] = {}
         self._extra: dict[str, FloatColumn] = {}
 
     def __len__(self) -> int:
@@ -75,20 +84,12 @@ class EndpointTable:
 
     def add(self, endpoint: Endpoint) -> int:
         """A new endpoint gets a free slot."""
-        slot = next((i for i, e in enumerate(self.endpoints) if e is None), len(self.endpoints))
-        if slot == len(self.endpoints):
+        if self.count == len(self.endpoints):
             self._grow()
-        self.endpoints[slot] = endpoint
+        slot = self.endpoints.index(None)
         self._slots[endpoint.id] = slot
-        self.alive[slot] = True
-        for name in _FLOATS:
-            getattr(self, name)[slot] = 0.0
-        self.sampled_at[slot] = -inf
-        self.ejected_until[slot] = -inf
-        self.adapters[slot] = None
-        self.samples[slot] = None
         self.count += 1
-        self._changed()
+        self._put(slot, endpoint)
         return slot
 
     def replace(self, slot: int, endpoint: Endpoint) -> None:
@@ -100,15 +101,28 @@ class EndpointTable:
         endpoint = self.endpoints[slot]
         assert endpoint is not None
         del self._slots[endpoint.id]
-        self.endpoints[slot] = None
-        self.alive[slot] = False
         self.count -= 1
-        self._changed()
+        self.set_adapters(slot, None)
+        self._put(slot, None)
 
     def set_adapters(self, slot: int, adapters: frozenset[str] | None) -> None:
-        if adapters != self.adapters[slot]:
-            self.adapters[slot] = adapters
-            self._changed()
+        before = self.adapters[slot]
+        if adapters == before:
+            return
+        self.adapters[slot] = adapters
+        old, new = before or frozenset(), adapters or frozenset()
+        self.loaded_adapters[slot] = len(new)
+        for name in old ^ new:
+            held = self._holders.pop(name, None)
+            held = np.zeros(len(self), dtype=np.bool_) if held is None else held.copy()
+            held[slot] = name in new
+            if np.count_nonzero(held):
+                self._holders[name] = held
+        self.version += 1
+
+    def holders(self, adapter: str) -> BoolColumn | None:
+        """Where the adapter is reported as loaded; `None` = nowhere."""
+        return self._holders.get(adapter)
 
     def extra(self, name: str) -> FloatColumn:
         """A configured further gauge (`Sample.extra`); NaN where an endpoint does not report it."""
@@ -127,33 +141,62 @@ class EndpointTable:
             if name in self._extra:
                 self._extra[name][slot] = value
 
-    def mask(self, key: tuple[str, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
-        """A mask that depends on labels, addresses and adapters only, computed once per `version` and `key`."""
+    def mask(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
+        """Where `keep(slot, endpoint)` holds. It may look at labels and addresses only: the answer is remembered
+        under `key` until an endpoint comes, goes or changes."""
         found = self._masks.get(key)
         if found is None:
-            if len(self._masks) > 4096:  # keys may hold client-chosen names
-                self._masks.clear()
             found = np.fromiter(
                 (e is not None and keep(slot, e) for slot, e in enumerate(self.endpoints)), np.bool_, len(self)
             )
-            self._masks[key] = found
+            if all(len(part) <= _MAX_KEY for part in key if isinstance(part, str | frozenset)):
+                if len(self._masks) >= _MAX_MASKS:
+                    self._masks.clear()
+                    self._keeping.clear()
+                self._masks[key] = found
         return found
+
+    def keeping(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn | None:
+        """`mask` as a filter's answer: `None` when it keeps every slot."""
+        if key in self._keeping:
+            return self._keeping[key]
+        mask = self.mask(key, keep)
+        answer = None if np.count_nonzero(mask) == len(mask) else mask
+        if key in self._masks:
+            self._keeping[key] = answer
+        return answer
 
     def role(self, slot: int) -> str:
         endpoint = self.endpoints[slot]
         return endpoint.labels.get(ROLE_LABEL, "") if endpoint else ""
+
+    def _put(self, slot: int, endpoint: Endpoint | None) -> None:
+        """Let `endpoint`, or nobody, begin at `slot` with a clean row."""
+        self.endpoints[slot] = endpoint
+        self.adapters[slot] = None
+        self.samples[slot] = None
+        self.alive = self.alive.copy()
+        self.alive[slot] = endpoint is not None
+        for name in _FLOATS:
+            getattr(self, name)[slot] = 0.0
+        for column in self._extra.values():
+            column[slot] = nan
+        self.sampled_at[slot] = self.ejected_until[slot] = -inf
+        self._changed()
 
     def _grow(self) -> None:
         self.endpoints.append(None)
         self.adapters.append(None)
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
+        self._holders = {name: np.append(held, False) for name, held in self._holders.items()}
         for name in _FLOATS:
             setattr(self, name, np.append(getattr(self, name), 0.0))
         for name, column in self._extra.items():
-            self._extra[name] = np.append(column, np.nan)
+            self._extra[name] = np.append(column, nan)
 
     def _changed(self) -> None:
         self.version += 1
         self._masks.clear()
+        self._keeping.clear()
         self.ids = tuple(e.id if e else "" for e in self.endpoints)

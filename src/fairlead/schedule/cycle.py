@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from random import Random
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class Key(Generic[T]):
@@ -42,10 +43,11 @@ class Cycle:
         self.rng = context.rng
         self._values: dict[Key[Any], Any] = {}
 
-    def once(self, key: Key[T], compute: Callable[[], T]) -> T:
-        if key in self._values:
-            return cast(T, self._values[key])
-        value = self._values[key] = compute()
+    def once(self, key: Key[T], compute: Callable[[*Args], T], *args: *Args) -> T:
+        try:
+            value: T = self._values[key]
+        except KeyError:
+            value = self._values[key] = compute(*args)
         return value
 
     def get(self, key: Key[T]) -> T | None:

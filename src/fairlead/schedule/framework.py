@@ -20,13 +20,15 @@ from fairlead.model.decision import Trace
 from fairlead.model.request import Request
 from fairlead.schedule.cycle import Context, Cycle, Key
 
+#: Slots that can serve the request and are up, before load filters; `None` = all. Written by the profile.
+CANDIDATES: Key[BoolColumn | None] = Key("candidates")
 #: Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody holds any of it.
 PREFIX_SHARE: Key[FloatColumn | None] = Key("prefix share")
 
 
 def prefix_share(request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
     """The column of `PREFIX_SHARE`, looked up once per decision."""
-    return cycle.once(PREFIX_SHARE, lambda: fleet.match(request))
+    return cycle.once(PREFIX_SHARE, fleet.match, request)
 
 
 class Pick(Struct):
@@ -54,10 +56,12 @@ class Policy(Protocol):
 
 
 class Filter(Protocol):
-    """Removes endpoints. Called for every request before any scorer, in configured order.
+    """Removes endpoints. Called for every request before any scorer, in configured order within each of three kinds.
 
     `hard` filters are about ability (role, model, subset): what they remove can never serve the request. The others are
-    about load: when they leave nothing, the profile falls back to the endpoints that they removed.
+    about load: when they leave nothing, the profile falls back to the endpoints that they removed. A filter that is not
+    hard may have the attribute `availability = True`: it runs before the load filters, the fallback respects it too,
+    and where it would leave nothing it is passed over.
     """
 
     name: str
@@ -97,7 +101,10 @@ class Clamped:
         scores = self._scorer.score(request, fleet, cycle)
         if scores is None:
             return None
-        return np.nan_to_num(np.clip(np.asarray(scores, dtype=np.float64), 0.0, 1.0), nan=0.0)
+        column = np.asarray(scores, dtype=np.float64)
+        if column.shape != (len(fleet.table),):
+            raise ValueError(f"scores of shape {column.shape} for {len(fleet.table)} slots")
+        return np.nan_to_num(np.clip(column, 0.0, 1.0), nan=0.0)
 
 
 class Picker(Protocol):

@@ -1,11 +1,15 @@
 """Filter → score → pick, as a Policy.
 
     candidates = alive ∧ every hard filter                        none left → refused, 503
-    preferred  = candidates ∧ every load filter                   none left → round robin over candidates
+    available  = candidates ∧ availability filters                each only as long as it leaves any
+    preferred  = available ∧ every load filter                    none left → round robin over the available
     total      = Σ weight · score · Π demotion, -inf where not preferred
     pick       = picker(total)
 
 A plugin that raises is left out of that decision, counted, and reported through `on_plugin_error`; the request goes on.
+
+In a trace Σ weight · score is always the total: a demotion stands among the scorers, with minus the sum of their
+weights and the share of it that it took away.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +17,16 @@ from typing import cast
 
 import numpy as np
 
-from fairlead.fleet.columns import BoolColumn, FloatColumn
+from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import Trace
 from fairlead.model.errors import PluginError
 from fairlead.model.request import Request
 from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import PREFIX_SHARE, Demoter, Filter, Pick, Picker, Scorer
+from fairlead.schedule.framework import CANDIDATES, Demoter, Filter, Pick, Picker, Scorer, prefix_share
 
 NO_ENDPOINTS = "rejected-no-endpoints"
+_ABILITY, _AVAILABILITY, _LOAD = range(3)
 
 
 class Profile:
@@ -39,8 +44,9 @@ class Profile:
         self.filters = tuple(filters)
         self.scorers = tuple(scorers)
         self.picker = picker
-        self._hard = tuple(f for f in filters if f.hard)
-        self._soft = tuple(f for f in filters if not f.hard)
+        self._stages = sorted(((f, _stage(f)) for f in filters), key=lambda entry: entry[1])
+        self._weighted = tuple((scorer, weight, scalar(weight)) for scorer, weight in scorers)
+        self._points = sum(abs(weight) for _, weight in scorers)
         self._demoters: tuple[tuple[str, Demoter], ...] = tuple((f.name, d) for f in filters if (d := _demoter(f)))
         self._report = on_plugin_error
         self._turn = -1
@@ -54,96 +60,114 @@ class Profile:
         trace = Trace(endpoints=table.ids) if context.trace else None
         if not table.count:
             return self._none(trace, "the pool has no endpoints")
-        alive = None if table.count == len(table) else table.alive
-        candidates, culprit = self._filter(self._hard, alive, request, fleet, cycle, trace)
-        if culprit:
-            return self._none(trace, f"no endpoint can serve the request: filter {culprit} left none")
-        preferred, culprit = self._filter(self._soft, candidates, request, fleet, cycle, trace)
-        if culprit:
-            slot = self._round_robin(candidates, len(table))
-            return self._picked(slot, trace, cycle, overloaded=True)
+        kept, available, culprit = self._filter(request, fleet, cycle, trace)
+        if culprit is not None:
+            if culprit.hard:
+                return self._none(trace, f"no endpoint can serve the request: filter {culprit.name} left none")
+            if trace is not None:
+                trace.candidates = available
+            slot = self._round_robin(available, len(table))
+            return self._picked(slot, request, fleet, cycle, trace, overloaded=True)
+        cycle.once(CANDIDATES, lambda: available)
         totals = self._totals(request, fleet, cycle, trace)
-        if preferred is not None:
-            totals = np.where(preferred, totals, -np.inf)
+        if kept is not None:
+            totals = np.where(kept, totals, -np.inf)
         if trace is not None:
-            trace.total, trace.candidates = totals, preferred
-        return self._picked(self._pick(request, fleet, totals, cycle), trace, cycle)
+            trace.total, trace.candidates = totals, kept
+        return self._picked(self._pick(request, fleet, totals, cycle), request, fleet, cycle, trace)
 
     def _filter(
-        self,
-        filters: Sequence[Filter],
-        kept: BoolColumn | None,
-        request: Request,
-        fleet: Fleet,
-        cycle: Cycle,
-        trace: Trace | None,
-    ) -> tuple[BoolColumn | None, str]:
-        """(what is left, name of the filter that emptied it). `None` = all slots."""
-        for plugin in filters:
+        self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None
+    ) -> tuple[BoolColumn | None, BoolColumn | None, Filter | None]:
+        """(preferred, available, the filter that left nothing). `None` = all slots."""
+        table = fleet.table
+        kept = available = None if table.count == len(table) else table.alive
+        for plugin, stage in self._stages:
             try:
                 mask = plugin.keep(request, fleet, cycle)
+                if mask is None:
+                    continue
+                _check(mask, len(table))
             except Exception as error:
                 self._failed(plugin.name, error)
                 continue
-            if mask is None:
-                continue
             if trace is not None:
                 trace.filters.append((plugin.name, mask))
-            kept = mask if kept is None else kept & mask
-            if not np.count_nonzero(kept):
-                return kept, plugin.name
-        return kept, ""
+            left = mask if kept is None else kept & mask
+            if not np.count_nonzero(left):
+                if stage == _AVAILABILITY:
+                    continue
+                return kept, available, plugin
+            kept = left
+            if stage != _LOAD:
+                available = left
+        return kept, available, None
 
     def _totals(self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None) -> FloatColumn:
-        totals = np.zeros(len(fleet.table))
-        for plugin, weight in self.scorers:
+        totals: FloatColumn | None = None
+        shape = (len(fleet.table),)
+        for plugin, weight, factor in self._weighted:
             try:
                 scores = plugin.score(request, fleet, cycle)
                 if scores is None:
                     continue
-                totals += weight * scores
+                points = factor * scores
+                if points.shape != shape:
+                    raise ValueError(f"scores of shape {points.shape} for {shape[0]} slots")
+                totals = points if totals is None else totals + points
             except Exception as error:
                 self._failed(plugin.name, error)
                 continue
             if trace is not None:
                 trace.scorers.append((plugin.name, weight, scores))
+        if totals is None:
+            totals = np.zeros(shape)
         for name, demoter in self._demoters:
             try:
-                factor = demoter.demote(request, fleet, cycle)
-                if factor is not None:
-                    totals *= factor
+                demotion = demoter.demote(request, fleet, cycle)
+                if demotion is not None:
+                    totals = self._demoted(name, totals, demotion, trace)
             except Exception as error:
                 self._failed(name, error)
         return totals
 
+    def _demoted(self, name: str, totals: FloatColumn, demotion: FloatColumn, trace: Trace | None) -> FloatColumn:
+        lower = totals * demotion
+        if lower.shape != totals.shape:
+            raise ValueError(f"a demotion of shape {demotion.shape} for {len(totals)} slots")
+        if trace is not None and self._points:
+            trace.scorers.append((name, -self._points, (totals - lower) / self._points))
+        return lower
+
     def _pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
         try:
             slot = self.picker.pick(request, fleet, totals, cycle)
-            if totals[slot] > -np.inf:
-                return slot
+            if slot >= 0 and totals[slot] > -np.inf:
+                return int(slot)
             self._failed(self.picker.name, ValueError(f"picked slot {slot}, which was filtered out"))
         except Exception as error:
             self._failed(self.picker.name, error)
-        return int(totals.argmax())
+        return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
 
-    def _round_robin(self, candidates: BoolColumn | None, slots: int) -> int:
-        """The next candidate after the last one chosen this way."""
+    def _round_robin(self, available: BoolColumn | None, slots: int) -> int:
+        """The next one after the last one chosen this way."""
         for step in range(1, slots + 1):
             slot = (self._turn + step) % slots
-            if candidates is None or candidates[slot]:
+            if available is None or available[slot]:
                 self._turn = slot
                 return slot
         raise AssertionError("called without candidates")
 
-    def _picked(self, slot: int, trace: Trace | None, cycle: Cycle, overloaded: bool = False) -> Pick:
+    def _picked(
+        self, slot: int, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None, overloaded: bool = False
+    ) -> Pick:
         if trace is not None:
             trace.outcome = "fallback" if overloaded else "picked"
-        share = cycle.get(PREFIX_SHARE)
+        share = prefix_share(request, fleet, cycle)
         if share is None:
             return Pick(slot, overloaded=overloaded, trace=trace)
-        return Pick(
-            slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=float(share.max()), trace=trace
-        )
+        best = float(share[share.argmax()])
+        return Pick(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
 
     def _none(self, trace: Trace | None, message: str) -> Pick:
         if trace is not None:
@@ -153,6 +177,17 @@ class Profile:
     def _failed(self, plugin: str, error: Exception) -> None:
         if self._report is not None:
             self._report(PluginError(plugin, f"{type(error).__name__}: {error}"))
+
+
+def _stage(plugin: Filter) -> int:
+    if plugin.hard:
+        return _ABILITY
+    return _AVAILABILITY if getattr(plugin, "availability", False) else _LOAD
+
+
+def _check(mask: BoolColumn, slots: int) -> None:
+    if mask.dtype != np.bool_ or mask.shape != (slots,):
+        raise ValueError(f"{mask.dtype} of shape {mask.shape} is no mask of {slots} slots")
 
 
 def _demoter(plugin: Filter) -> Demoter | None:

@@ -138,6 +138,8 @@ class Session:
     def _request_body(self, message: Incoming) -> None:
         chunk, eos = message.body()
         mode = self._request_mode
+        if not self._headers:
+            self._headers = message.attribute_headers()
         if self._collected:
             if mode is BodyMode.STREAMED:
                 self._stream.send(CONTINUE[Kind.REQUEST_BODY])
@@ -237,7 +239,9 @@ class Session:
         if self._response_mode is BodyMode.FULL_DUPLEX:
             # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
             return sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
-        return False
+        # The first byte of an answer that is not streamed is its end: the access log tells it as well as we could.
+        request = self._request
+        return request is not None and not request.stream and request.api != "other" and not self._host.inspect()
 
     # ---- the response ----
 

@@ -21,11 +21,13 @@ class Health:
     """Removes endpoints that failed several scrapes, or several responses moments ago.
 
     It never removes the last ones: when all look ill, the fault is more likely ours, and a pool must not halt over it.
+    It is about availability, not load: where load filters leave nothing, the fallback still avoids ill endpoints.
     """
 
     type = "health"
     Params = HealthParams
     hard = False
+    availability = True
 
     def __init__(self, params: HealthParams, name: str = type) -> None:
         self.name = name
@@ -33,6 +35,8 @@ class Health:
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
         table = fleet.table
+        if not np.count_nonzero(table.failures) and not np.count_nonzero(table.errors):
+            return None  # by far the most frequent case; an endpoint with no error is not ejected
         well = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
         healthy = np.count_nonzero(well & table.alive)
         if healthy == table.count or not healthy:

@@ -8,7 +8,6 @@ from msgspec import field
 from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
-from fairlead.plugins.masks import unless_all
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
@@ -37,7 +36,7 @@ class LabelSelector:
         self._key = ("labels", name, repr(params))
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
-        return unless_all(fleet.table.mask(self._key, lambda _, e: self._matches(e.labels)))
+        return fleet.table.keeping(self._key, lambda _, e: self._matches(e.labels))
 
     def _matches(self, labels: Mapping[str, str]) -> bool:
         wanted = self._params.match_labels.items()

@@ -5,11 +5,11 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, field
 
-from fairlead.fleet.columns import BoolColumn, FloatColumn
+from fairlead.fleet.columns import BoolColumn, FloatColumn, top
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 from fairlead.plugins.durations import Duration, seconds
-from fairlead.plugins.masks import unless_all
+from fairlead.plugins.masks import below, unless_all
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
@@ -38,14 +38,11 @@ class MemoryPressure:
         self._max_age = seconds(params.check_interval)
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
-        kv = fleet.table.kv
-        mask = kv < self._limit
-        if np.count_nonzero(mask) == len(mask):
-            return None
-        return unless_all(mask | (fleet.table.sampled_at < cycle.now - self._max_age))
+        mask = below(fleet.table.kv, self._limit)
+        return None if mask is None else unless_all(mask | (fleet.table.sampled_at < cycle.now - self._max_age))
 
     def demote(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
-        over = fleet.table.kv - self._soft
-        if over.max() <= 0:
+        kv = fleet.table.kv
+        if top(kv) <= self._soft:
             return None
-        return 1.0 - 0.5 * np.clip(over / max(self._limit - self._soft, 1e-9), 0.0, 1.0)
+        return 1.0 - 0.5 * np.clip((kv - self._soft) / max(self._limit - self._soft, 1e-9), 0.0, 1.0)

@@ -1,12 +1,15 @@
 """`model-compatibility`: only endpoints that serve the requested model or adapter.
 
-vLLM lists an adapter only while requests use it (`vllm:lora_requests_info`), so "not listed" does not mean "not there".
-An endpoint is kept when one of these holds:
+vLLM lists an adapter only while requests use it (`vllm:lora_requests_info`), so "nobody lists it" does not mean
+"nobody has it". An endpoint is kept when
 
-* its label `model-id` is the requested model, or it has no such label (nothing is known of it);
-* the requested name is an adapter that it reports, or that its label `lora-adapters` (comma list) promises;
-* nobody reports the name, and it has adapter slots: it may load it on demand.
+* its label `model-id` is the requested model, or
+* it reports the requested name as an adapter, or its label `lora-adapters` (comma list) promises it, or
+* nobody reports or promises the name, and it has no label `model-id` (nothing is known of it), or
+* nobody reports or promises the name or has it as `model-id`, and it has adapter slots (it may load it on demand).
 """
+
+import numpy as np
 
 from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
@@ -35,21 +38,21 @@ class ModelCompatibility:
         if not model:
             return None
         table = fleet.table
-        return unless_all(table.mask(("model", model), lambda slot, e: _serves(table, slot, e, model)))
+        promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
+        loaded = table.holders(model)
+        if loaded is not None or np.count_nonzero(promised):
+            able = promised | _has_base(table, model)
+            return unless_all(able if loaded is None else able | loaded)
+        plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
+        if plain is None or np.count_nonzero(_has_base(table, model)):
+            return plain
+        return unless_all(plain | (table.max_adapters > 0))
 
 
-def _serves(table: EndpointTable, slot: int, endpoint: Endpoint, model: str) -> bool:
-    label = endpoint.labels.get(MODEL_LABEL)
-    if label == model or _has_adapter(table, slot, endpoint, model):
-        return True
-    if any(_has_adapter(table, other, e, model) for other, e in table.slots()):
-        return False
-    return label is None or table.max_adapters[slot] > 0
+def _has_base(table: EndpointTable, model: str) -> BoolColumn:
+    return table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)
 
 
-def _has_adapter(table: EndpointTable, slot: int, endpoint: Endpoint, model: str) -> bool:
-    adapters = table.adapters[slot]
-    if adapters and model in adapters:
-        return True
+def _promises(endpoint: Endpoint, model: str) -> bool:
     promised = endpoint.labels.get(ADAPTERS_LABEL, "")
     return bool(promised) and model in [name.strip() for name in promised.split(",")]

@@ -7,7 +7,7 @@ from msgspec import Meta
 from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
-from fairlead.plugins.masks import unless_all
+from fairlead.plugins.masks import below
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
@@ -29,4 +29,4 @@ class QueueDepth:
         self._limit = params.max_queue_length
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
-        return unless_all(fleet.table.queue < self._limit)
+        return below(fleet.table.queue, self._limit)

@@ -6,7 +6,6 @@ from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.endpoint import ROLE_LABEL
 from fairlead.model.request import Request
-from fairlead.plugins.masks import unless_all
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
@@ -35,4 +34,4 @@ class Role:
         self._roles = STAGES[params.stage]
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
-        return unless_all(fleet.table.mask(self._key, lambda _, e: e.labels.get(ROLE_LABEL, "") in self._roles))
+        return fleet.table.keeping(self._key, lambda _, e: e.labels.get(ROLE_LABEL, "") in self._roles)

@@ -1,13 +1,13 @@
 """`subset`: only endpoints that the gateway's subset hint names.
 
-An entry is `ip:port` or `ip` (all ports), IPv6 in brackets. No hint means no restriction; an empty hint allows nothing.
+An entry is `ip:port` or `ip` (all ports), IPv6 in brackets or, without a port, bare. No hint means no restriction; an
+empty hint allows nothing.
 Source: Gateway API Inference Extension, endpoint picker protocol 1.0.
 """
 
 from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
-from fairlead.plugins.masks import unless_all
 from fairlead.plugins.params import NoParams
 from fairlead.schedule.cycle import Cycle
 
@@ -26,7 +26,11 @@ class Subset:
         subset = request.subset
         if subset is None:
             return None
-        key = ("subset", *sorted(subset))
-        return unless_all(
-            fleet.table.mask(key, lambda _, e: e.address in subset or e.address.rpartition(":")[0] in subset)
-        )
+        return fleet.table.keeping(("subset", subset), lambda _, e: _named(e.address, subset))
+
+
+def _named(address: str, subset: frozenset[str]) -> bool:
+    if address in subset:
+        return True
+    host = address.rpartition(":")[0]
+    return host in subset or host.strip("[]") in subset

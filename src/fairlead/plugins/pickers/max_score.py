@@ -8,6 +8,7 @@ from msgspec import Meta
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
+from fairlead.plugins.masks import entries
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
@@ -28,8 +29,10 @@ class MaxScore:
         self._near = params.near_tie
 
     def pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
-        best = float(totals.max())
-        ties = np.flatnonzero(totals >= best - abs(best) * self._near)
-        if len(ties) == 1:
-            return int(ties[0])
+        leader = totals.argmax()
+        best = float(totals[leader])
+        near = totals >= best - abs(best) * self._near
+        if np.count_nonzero(near) == 1:
+            return int(leader)
+        ties = entries(near)
         return int(ties[int(cycle.rng.random() * len(ties))])

@@ -5,6 +5,7 @@ import numpy as np
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
+from fairlead.plugins.masks import entries
 from fairlead.plugins.params import NoParams
 from fairlead.schedule.cycle import Cycle
 
@@ -20,7 +21,7 @@ class RoundRobin:
         self._last = -1
 
     def pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
-        candidates = np.flatnonzero(totals > -np.inf)
+        candidates = entries(totals > -np.inf)
         later = candidates[candidates > self._last]
         self._last = int(later[0] if len(later) else candidates[0])
         return self._last
@@ -36,5 +37,5 @@ class Uniform:
         self.name = name
 
     def pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
-        candidates = np.flatnonzero(totals > -np.inf)
+        candidates = entries(totals > -np.inf)
         return int(candidates[int(cycle.rng.random() * len(candidates))])

@@ -12,6 +12,7 @@ from msgspec import Meta
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
+from fairlead.plugins.masks import entries
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
@@ -34,9 +35,9 @@ class TopK:
         finite = totals > -np.inf
         k = min(self._k, int(np.count_nonzero(finite)))
         border = np.partition(totals, -k)[-k]
-        above = np.flatnonzero(totals > border)
+        above = entries(totals > border)
         rank = int(cycle.rng.random() * k)
         if rank < len(above):
             return int(above[rank])
-        ties = np.flatnonzero(totals == border)
+        ties = entries(totals == border)
         return int(ties[int(cycle.rng.random() * len(ties))])

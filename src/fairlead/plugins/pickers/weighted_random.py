@@ -1,5 +1,7 @@
 """`weighted-random`: an endpoint with a probability proportional to its total."""
 
+from math import nextafter
+
 import numpy as np
 
 from fairlead.fleet.columns import FloatColumn
@@ -22,4 +24,5 @@ class WeightedRandom:
         finite = totals > -np.inf
         weights = np.where(finite, np.maximum(totals, 0.0), 0.0)
         sums = np.cumsum(weights if weights.any() else finite.astype(np.float64))
-        return int(np.searchsorted(sums, cycle.rng.random() * sums[-1], side="right"))
+        drawn = min(cycle.rng.random() * sums[-1], nextafter(sums[-1], 0.0))  # the product may round up to the sum
+        return int(np.searchsorted(sums, drawn, side="right"))

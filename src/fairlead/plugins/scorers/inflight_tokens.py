@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-import numpy as np
 from msgspec import Meta
 
-from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.columns import FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
+from fairlead.plugins.masks import not_negative
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 from fairlead.schedule.framework import prefix_share
@@ -27,12 +27,13 @@ class InflightTokens:
 
     def __init__(self, params: InflightTokensParams, name: str = type) -> None:
         self.name = name
-        self._per_token = 1.0 / params.threshold_tokens
+        self._threshold = params.threshold_tokens
+        self._per_token = scalar(1.0 / params.threshold_tokens)
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
-        tokens = fleet.table.pending_tokens
+        own = request.prompt_tokens / self._threshold
+        score = scalar(1.0 - own) - self._per_token * fleet.table.pending_tokens
         share = prefix_share(request, fleet, cycle)
-        own = request.prompt_tokens * self._per_token
-        if share is None:
-            return np.maximum(1.0 - own - tokens * self._per_token, 0.0)
-        return np.maximum(1.0 - own * (1.0 - share) - tokens * self._per_token, 0.0)
+        if share is not None:
+            score += scalar(own) * share
+        return not_negative(score)

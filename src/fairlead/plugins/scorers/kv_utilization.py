@@ -1,10 +1,12 @@
 """`kv-utilization`: prefer endpoints with free KV memory."""
 
-from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.columns import FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 from fairlead.plugins.params import NoParams
 from fairlead.schedule.cycle import Cycle
+
+_ONE = scalar(1.0)
 
 
 class KvUtilization:
@@ -18,4 +20,4 @@ class KvUtilization:
         self.name = name
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
-        return 1.0 - fleet.table.kv
+        return _ONE - fleet.table.kv

@@ -2,17 +2,18 @@
 
 from typing import Annotated
 
-import numpy as np
 from msgspec import Meta
 
-from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.columns import FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
+from fairlead.plugins.masks import not_negative
 from fairlead.plugins.params import Params
 from fairlead.schedule.cycle import Cycle
 
-#: Load at which the score reaches 0: a queue of 0, 10, 25, 40, 50 scores 1, .8, .5, .2, 0.
+#: Load at which the score reaches 0: a load of 0, 10, 25, 40, 50 scores 1, .8, .5, .2, 0.
 FULL_LOAD = 50.0
+_ONE = scalar(1.0)
 
 
 class LoadAwareParams(Params, frozen=True, kw_only=True):
@@ -29,9 +30,9 @@ class LoadAware:
 
     def __init__(self, params: LoadAwareParams, name: str = type) -> None:
         self.name = name
-        self._queue = params.queue_weight_factor / FULL_LOAD
-        self._active = params.active_requests_weight / FULL_LOAD
+        self._queue = scalar(params.queue_weight_factor / FULL_LOAD)
+        self._active = scalar(params.active_requests_weight / FULL_LOAD)
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
         table = fleet.table
-        return np.maximum(1.0 - self._queue * table.queue - self._active * table.active, 0.0)
+        return not_negative(_ONE - self._queue * table.queue - self._active * table.active)

@@ -30,6 +30,8 @@ class LoraAware:
         is_base = table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)
         if np.count_nonzero(is_base):
             return None
-        loaded = table.mask(("adapter", model), lambda slot, _: model in (table.adapters[slot] or ()))
-        free = table.mask(("slot",), lambda slot, _: len(table.adapters[slot] or ()) < table.max_adapters[slot])
-        return np.where(loaded, 1.0, np.where(free, 0.5, 0.0))
+        score = np.where(table.loaded_adapters < table.max_adapters, 0.5, 0.0)
+        loaded = table.holders(model)
+        if loaded is not None:
+            score[loaded] = 1.0
+        return score

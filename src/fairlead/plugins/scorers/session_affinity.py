@@ -2,20 +2,26 @@
 
 Rendezvous hashing: the session's endpoint is the one with the highest hash of (session, endpoint id). Nothing is
 stored, so several schedulers agree, a restart forgets nothing, and when an endpoint leaves only its sessions move.
+
+Only endpoints that can serve the request and are up compete (`CANDIDATES`). Else every session whose home has another
+role or model would have none, and the sessions of an ill endpoint would scatter.
 """
 
-from collections import OrderedDict
-
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.columns import BoolColumn, FloatColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 from fairlead.plugins.params import NoParams
 from fairlead.schedule.cycle import Cycle
+from fairlead.schedule.framework import CANDIDATES
 
 _CACHE = 4096
+#: The finaliser of splitmix64 (Steele, Lea, Flood 2014): mixes two 64-bit hashes over a whole column at once.
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_MIX = tuple((np.array(shift, dtype=np.uint64), np.array(factor, dtype=np.uint64)) for shift, factor in _STEPS)
 
 
 class SessionAffinity:
@@ -27,19 +33,42 @@ class SessionAffinity:
 
     def __init__(self, params: NoParams, name: str = type) -> None:
         self.name = name
-        self._homes: OrderedDict[tuple[int, str], int] = OrderedDict()
+        self._ids: tuple[str, ...] | None = None
+        self._hashes: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+        self._candidates: BoolColumn | None = None
+        #: Hash of a session to its slot, for the endpoints and candidates above.
+        self._homes: dict[int, int] = {}
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
         if not request.session:
             return None
-        key = (fleet.table.version, request.session)
-        home = self._homes.get(key)
-        if home is None:
-            seed = xxh3_64_intdigest(request.session.encode())
-            home = max(fleet.table.slots(), key=lambda entry: xxh3_64_intdigest(entry[1].id.encode(), seed))[0]
-            self._homes[key] = home
-            if len(self._homes) > _CACHE:
-                self._homes.popitem(last=False)
-        column = np.zeros(len(fleet.table))
-        column[home] = 1.0
+        ids, candidates = fleet.table.ids, cycle.get(CANDIDATES)
+        if ids is not self._ids:
+            self._ids = ids
+            self._hashes = np.array([xxh3_64_intdigest(name.encode()) if name else 0 for name in ids], dtype=np.uint64)
+            self._homes.clear()
+        if candidates is not self._candidates:
+            self._candidates = candidates
+            self._homes.clear()
+        column = np.zeros(len(ids))
+        column[self._home(request.session)] = 1.0
         return column
+
+    def _home(self, session: str) -> int:
+        seed = xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
+        home = self._homes.get(seed)
+        if home is None:
+            if len(self._homes) >= _CACHE:
+                self._homes.clear()
+            home = self._homes[seed] = self._compete(seed)
+        return home
+
+    def _compete(self, seed: int) -> int:
+        rank = self._hashes ^ np.array(seed, dtype=np.uint64)
+        for shift, factor in _MIX:
+            rank ^= rank >> shift
+            rank *= factor
+        rank[self._hashes == 0] = 0
+        if self._candidates is not None:
+            rank[~self._candidates] = 0
+        return int(rank.argmax())

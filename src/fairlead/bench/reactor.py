@@ -1,0 +1,125 @@
+"""Many sockets behind a single entry of an asyncio loop, and a precise timer.
+
+Why not asyncio's own transports: they spend about 5 µs of bookkeeping on every read, and `Protocol.data_received`
+allocates 256 KiB per read on top (17 µs against 3.4 µs for `recv_into`, CPython 3.11 on Linux). A load generator shares
+its cores with what it measures. An epoll instance can itself be watched by epoll, so all connections cost the loop one
+wake-up per batch.
+
+Why not `call_at`: asyncio rounds waits up to whole milliseconds, which would be charged to every request as latency.
+
+Rules
+* Handlers run on the loop's thread, get the epoll event mask and the time (CLOCK_MONOTONIC seconds) at which the batch
+  was ready, and must tolerate a spurious call: a descriptor closed and reused within one batch inherits the old one's
+  event.
+* A handler that raises is reported to the loop's exception handler; the others of its batch still run.
+"""
+
+import asyncio
+import ctypes
+import os
+import select
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+READABLE = select.EPOLLIN
+WRITABLE = select.EPOLLOUT
+_BATCH = 256
+
+Handler = Callable[[int, float], object]
+
+
+class Reactor:
+    """Watches descriptors for one loop until `close`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        loop.add_reader(self._epoll.fileno(), self._on_ready)
+
+    def watch(self, descriptor: int, events: int, handler: Handler) -> None:
+        self._epoll.register(descriptor, events)
+        self._handlers[descriptor] = handler
+
+    def change(self, descriptor: int, events: int) -> None:
+        self._epoll.modify(descriptor, events)
+
+    def forget(self, descriptor: int) -> None:
+        """Call before closing the descriptor."""
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def close(self) -> None:
+        """Harmless when repeated. Descriptors still watched are left open: they are their owners'."""
+        if not self._epoll.closed:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._handlers.clear()
+            self._epoll.close()
+
+    def _on_ready(self) -> None:
+        ready = self._epoll.poll(0, _BATCH)
+        now = monotonic()
+        for descriptor, events in ready:
+            handler = self._handlers.get(descriptor)
+            if handler is None:
+                continue
+            try:
+                handler(events, now)
+            except Exception as error:
+                self._loop.call_exception_handler({"message": "a socket handler failed", "exception": error})
+
+
+class Alarm:
+    """One timer with microsecond precision (Linux timerfd). Calls `callback()` once per `set`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._descriptor = _timerfd_create()
+        loop.add_reader(self._descriptor, self._on_ready)
+
+    def set(self, when: float) -> None:
+        """Ring at `when` (CLOCK_MONOTONIC seconds), at once if that is past. Replaces an earlier setting."""
+        _timerfd_settime(self._descriptor, max(when, 1e-9))
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _on_ready(self) -> None:
+        try:
+            os.read(self._descriptor, 8)
+        except BlockingIOError:
+            return
+        self._callback()
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = [("interval", _TimeSpec), ("value", _TimeSpec)]
+
+
+# Python has os.timerfd_create only from 3.13 on.
+_CLOCK_MONOTONIC = 1
+_TFD_TIMER_ABSTIME = 1
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+def _timerfd_create() -> int:
+    descriptor: int = _libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
+
+
+def _timerfd_settime(descriptor: int, when: float) -> None:
+    seconds = int(when)
+    spec = _TimerSpec(_TimeSpec(0, 0), _TimeSpec(seconds, int((when - seconds) * 1e9)))
+    if _libc.timerfd_settime(descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,179 @@
+"""From a run's records to the figures people compare.
+
+Rules
+* `failed` counts everything that was not a success, shed requests (429, 503) too, which `shed` shows apart: a router
+  that sheds one in seven looks fast. Latencies are of successful requests only, so read them next to `failed`.
+* Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was; when it is not
+  small against the TTFT, the generator (or `max_in_flight`) was the bottleneck.
+* Token counts are what the servers reported; `usage_missing` counts successes without a report. No report at all:
+  `None`.
+* A server that runs `time_ratio` times faster than what it models can be shown in model time: durations times the
+  ratio, rates divided by it. `time` says which of the two a summary is in; `send_lag_ms` and `client` always are
+  wall-clock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from rich.table import Table
+
+from fairlead.bench.spec import Record, RunResult
+
+Summary = dict[str, Any]
+Time = Literal["wall", "model"]
+
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+_SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "body_error_503": "503"}
+
+
+def summarise(result: RunResult, time: Time = "wall") -> Summary:
+    """One run as JSON-ready figures with stable keys. Durations in ms, except where a key says `_s`."""
+    ratio = result.time_ratio if time == "model" else 1.0
+    records = result.records
+    good = [record for record in records if not record.error]
+    duration = result.duration_s * ratio
+    return {
+        "name": result.name,
+        "target": result.target,
+        "time": time,
+        "time_ratio": result.time_ratio,
+        "requests": len(records),
+        "succeeded": len(good),
+        **_failures(records),
+        "success_rate": len(good) / len(records) if records else None,
+        "cut_by_time_limit": result.cut,
+        "duration_s": duration,
+        "requests_per_s": _rate(len(good), duration),
+        "ttft_ms": _spread([record.ttft() * ratio for record in good]),
+        "e2e_ms": _spread([record.e2e() * ratio for record in good]),
+        "tpot_ms": _spread([tpot * ratio for record in good if (tpot := _tpot(record)) is not None]),
+        "itl_ms": _gaps(result, ratio),
+        **_tokens(good, duration),
+        "send_lag_ms": _spread([record.sent - record.scheduled for record in records if record.sent]),
+        "client": {
+            "cpu_s": result.cpu_s,
+            "cpu_us_per_request": result.cpu_s / len(records) * 1e6 if records else None,
+        },
+        "config": result.config,
+    }
+
+
+def _failures(records: Sequence[Record]) -> Summary:
+    reasons = Counter(record.error for record in records if record.error)
+    shed = {"429": 0, "503": 0}
+    for reason, count in reasons.items():
+        if reason in _SHED:
+            shed[_SHED[reason]] += count
+    return {"failed": reasons.total(), "failed_by_reason": dict(reasons.most_common()), "shed": shed}
+
+
+def _tokens(good: Sequence[Record], duration: float) -> Summary:
+    output = _total(record.completion_tokens for record in good)
+    prompt = _total(record.prompt_tokens for record in good)
+    cached = _total(record.cached_tokens for record in good)
+    # Only prompts whose server also reports cached tokens can hit.
+    base = _total(record.prompt_tokens for record in good if record.cached_tokens >= 0)
+    return {
+        "output_tokens": output,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "output_tokens_per_s": _rate(output, duration),
+        "input_tokens_per_s": _rate(prompt, duration),
+        "prefix_hit_rate": cached / base if cached is not None and base else None,
+        "usage_missing": sum(record.completion_tokens < 0 for record in good),
+    }
+
+
+def _total(counts: Iterable[int]) -> int | None:
+    reported = [count for count in counts if count >= 0]
+    return sum(reported) if reported else None
+
+
+def _rate(amount: int | None, duration: float) -> float | None:
+    return amount / duration if amount is not None and duration > 0 else None
+
+
+def _tpot(record: Record) -> float | None:
+    """Seconds per output token after the first; None for a response without a second one or not streamed."""
+    if record.completion_tokens < 2 or not 0 < record.first_data < record.last_data:
+        return None
+    return (record.last_data - record.first_data) / (record.completion_tokens - 1)
+
+
+def _spread(seconds: Sequence[float]) -> Summary:
+    if not seconds:
+        return {"mean": None, **dict.fromkeys(_QUANTILES), "max": None}
+    values = np.asarray(seconds) * 1000
+    at = np.quantile(values, list(_QUANTILES.values()))
+    quantiles = {name: float(value) for name, value in zip(_QUANTILES, at, strict=True)}
+    return {"mean": float(values.mean()), **quantiles, "max": float(values.max())}
+
+
+def _gaps(result: RunResult, ratio: float) -> Summary:
+    """Time between arrivals of body bytes; tokens that arrive together count once. Quantiles are within 1 %."""
+    gaps = result.gaps
+    spread = {"mean": gaps.mean(), **{name: gaps.quantile(share) for name, share in _QUANTILES.items()}}
+    return {name: None if value is None else value * ratio * 1000 for name, value in spread.items()}
+
+
+def figure(value: float) -> str:
+    """A number as people read it: three digits that matter, thousands apart, no exponents."""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 0.1:
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:.2g}" if abs(value) >= 0.001 else f"{value:.6f}"
+
+
+def percent(share: float) -> str:
+    """A share as people read it; nearly all is not written as all, nor nearly none as none."""
+    hundredths = share * 100
+    if hundredths in (0, 100) or 1 <= hundredths < 99:
+        return f"{hundredths:.0f} %"
+    return f"{int(hundredths * 100) / 100:.2f} %"
+
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """Several runs side by side, a column each."""
+    kinds = {summary["time"] for summary in summaries}
+    ratios = {summary["time_ratio"] for summary in summaries}
+    clock = "model time" if kinds == {"model"} else "wall-clock time" if kinds == {"wall"} else "mixed times"
+    if kinds == {"model"} and len(ratios) == 1:
+        clock += f" (wall-clock x {ratios.pop():g})"
+    out = Table(title=f"Load runs, {clock}", title_justify="left")
+    out.add_column("")
+    for summary in summaries:
+        out.add_column(summary["name"] or "run", justify="right")
+    for label, values in _rows(summaries):
+        out.add_row(label, *values)
+    return out
+
+
+def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
+    def row(label: str, *path: str, write: Callable[[float], str] = figure) -> tuple[str, list[str]]:
+        values = []
+        for summary in summaries:
+            value: Any = summary
+            for key in path:
+                value = value[key]
+            values.append("-" if value is None else write(value))
+        return label, values
+
+    yield row("requests", "requests")
+    yield row("failed", "failed")
+    yield row("  of these shed with 429", "shed", "429")
+    yield row("  of these shed with 503", "shed", "503")
+    for reason in sorted({reason for summary in summaries for reason in summary["failed_by_reason"]} - set(_SHED)):
+        yield f"  {reason}", [figure(summary["failed_by_reason"].get(reason, 0)) for summary in summaries]
+    yield row("success rate", "success_rate", write=percent)
+    for key, label in (("ttft_ms", "TTFT"), ("e2e_ms", "E2E"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
+        for name in ("mean", *_QUANTILES):
+            yield row(f"{label} {name}, ms", key, name)
+    yield row("output tokens/s", "output_tokens_per_s")
+    yield row("input tokens/s", "input_tokens_per_s")
+    yield row("prefix hit rate", "prefix_hit_rate", write=percent)
+    yield row("requests/s", "requests_per_s")
+    yield row("duration, s", "duration_s")
+    yield row("send lag p99, ms (wall)", "send_lag_ms", "p99")

@@ -1,0 +1,190 @@
+"""Hard filters: role, label-selector, model-compatibility, subset."""
+
+from random import Random
+
+import pytest
+
+from fairlead.fleet.columns import BoolColumn
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.request import Request
+from fairlead.plugins.filters.label_selector import LabelSelector, LabelSelectorParams, Requirement
+from fairlead.plugins.filters.model_compatibility import ModelCompatibility
+from fairlead.plugins.filters.role import Role, RoleParams
+from fairlead.plugins.filters.subset import Subset
+from fairlead.plugins.params import NoParams
+from fairlead.schedule.cycle import Context, Cycle
+from fairlead.schedule.framework import Filter
+
+ADDRESSES = ["10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000"]
+
+
+def fleet_of(*labels: dict[str, str]) -> Fleet:
+    fleet = Fleet()
+    for number, entry in enumerate(labels):
+        fleet.up(Endpoint(f"e{number}", f"10.0.0.{number}:8000", entry))
+    return fleet
+
+
+def kept(plugin: Filter, fleet: Fleet, request: Request | None = None) -> list[int]:
+    """Slots kept among the living."""
+    request = request or Request(id=1, arrived=0.0)
+    mask: BoolColumn | None = plugin.keep(request, fleet, Cycle(Context(0.0, Random(0))))
+    assert mask is None or not mask.all(), "`None` says it cheaper"
+    return [slot for slot, _ in fleet.table.slots() if mask is None or mask[slot]]
+
+
+ROLES = ["", "decode", "prefill", "encode", "prefill-decode", "both", "encode-prefill", "encode-prefill-decode", "odd"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("decode", {"", "decode", "prefill-decode", "both", "encode-prefill-decode"}),
+        ("prefill", {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"}),
+        ("encode", {"encode", "encode-prefill", "encode-prefill-decode"}),
+    ],
+)
+def test_role(stage: str, expected: set[str]) -> None:
+    fleet = fleet_of(*({"llm-d.ai/role": role} if role else {} for role in ROLES))
+    plugin = Role(RoleParams(stage=stage))  # type: ignore[arg-type]
+    assert {ROLES[slot] for slot in kept(plugin, fleet)} == expected
+    assert plugin.hard
+
+
+def test_role_follows_relabelling() -> None:
+    fleet = fleet_of({}, {})
+    plugin = Role(RoleParams())
+    assert kept(plugin, fleet) == [0, 1]
+    fleet.up(Endpoint("e0", "10.0.0.0:8000", {"llm-d.ai/role": "prefill"}))
+    assert kept(plugin, fleet) == [1]
+
+
+def expressions(*requirements: tuple[str, ...]) -> LabelSelectorParams:
+    """From (key, operator, values…)."""
+    return LabelSelectorParams(
+        match_expressions=tuple(
+            Requirement(key=key, operator=operator, values=tuple(values))  # type: ignore[arg-type]
+            for key, operator, *values in requirements
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (LabelSelectorParams(), [0, 1, 2, 3]),
+        (LabelSelectorParams(match_labels={"tier": "gold"}), [0, 1]),
+        (LabelSelectorParams(match_labels={"tier": "gold", "zone": "a"}), [0]),
+        (LabelSelectorParams(match_labels={"tier": "none"}), []),
+        (expressions(("tier", "In", "gold", "tin")), [0, 1, 2]),
+        (expressions(("tier", "In")), []),
+        (expressions(("tier", "NotIn", "gold")), [2, 3]),
+        (expressions(("zone", "Exists")), [0, 3]),
+        (expressions(("tier", "DoesNotExist")), [3]),
+        (expressions(("tier", "Exists"), ("tier", "NotIn", "tin")), [0, 1]),
+        (
+            LabelSelectorParams(
+                match_labels={"zone": "a"}, match_expressions=(Requirement(key="tier", operator="Exists"),)
+            ),
+            [0],
+        ),
+    ],
+)
+def test_label_selector(params: LabelSelectorParams, expected: list[int]) -> None:
+    fleet = fleet_of({"tier": "gold", "zone": "a"}, {"tier": "gold"}, {"tier": "tin"}, {"zone": "a"})
+    assert kept(LabelSelector(params), fleet) == expected
+
+
+def test_two_selectors_do_not_share_their_masks() -> None:
+    fleet = fleet_of({"tier": "gold"}, {"tier": "tin"})
+    gold = LabelSelector(LabelSelectorParams(match_labels={"tier": "gold"}))
+    tin = LabelSelector(LabelSelectorParams(match_labels={"tier": "tin"}))
+    assert (kept(gold, fleet), kept(tin, fleet), kept(gold, fleet)) == ([0], [1], [0])
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (None, [0, 1, 2, 3, 4]),
+        ([], []),
+        (["10.0.0.1:8001"], [1]),
+        (["10.0.0.1"], [0, 1]),
+        (["10.0.0.1", "10.0.0.2:8000"], [0, 1, 2]),
+        (["10.0.0.2:9999"], []),
+        (["10.0.0"], []),
+        (["[fd00::1]:8000"], [3]),
+        (["[fd00::1]"], [3]),
+        (["fd00::1"], [3]),
+        (["[fd00::1]:9"], []),
+        (["elsewhere", "[fd00::2]:8000"], [4]),
+    ],
+)
+def test_subset(subset: list[str] | None, expected: list[int]) -> None:
+    fleet = Fleet()
+    for number, address in enumerate(ADDRESSES):
+        fleet.up(Endpoint(f"e{number}", address))
+    request = Request(id=1, arrived=0.0, subset=None if subset is None else frozenset(subset))
+    plugin = Subset(NoParams())
+    assert kept(plugin, fleet, request) == expected
+    assert plugin.hard
+
+
+def model_fleet() -> Fleet:
+    """0 and 1 serve llama, 1 with adapters; 2 serves qwen with adapters; 3 says nothing of itself."""
+    fleet = fleet_of({"model-id": "llama"}, {"model-id": "llama"}, {"model-id": "qwen"}, {})
+    for slot in (1, 2):
+        fleet.sampled(f"e{slot}", 0.0, 0.0, Sample(adapters=frozenset(), max_adapters=4))
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("model", "expected", "why"),
+    [
+        ("", [0, 1, 2, 3], "no model asked for"),
+        ("llama", [0, 1, 3], "a base model: its label, or unlabelled; the adapter slots of qwen do not help"),
+        ("poet", [1, 2, 3], "nobody reports it: whoever may load it on demand, and who says nothing"),
+    ],
+)
+def test_model_compatibility_without_reports(model: str, expected: list[int], why: str) -> None:
+    request = Request(id=1, arrived=0.0, model=model)
+    assert kept(ModelCompatibility(NoParams()), model_fleet(), request) == expected, why
+
+
+def test_a_model_that_is_only_a_label() -> None:
+    fleet = fleet_of({"model-id": "llama"}, {"model-id": "qwen"})
+    plugin = ModelCompatibility(NoParams())
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="qwen")) == [1]
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="other")) == []
+
+
+def test_an_adapter_that_is_reported_must_be_loaded() -> None:
+    fleet = model_fleet()
+    plugin = ModelCompatibility(NoParams())
+    request = Request(id=1, arrived=0.0, model="poet")
+    fleet.sampled("e2", 1.0, 1.0, Sample(adapters=frozenset({"poet", "critic"}), max_adapters=4))
+    assert kept(plugin, fleet, request) == [2]
+    fleet.sampled("e1", 1.0, 1.0, Sample(adapters=frozenset({"poet"}), max_adapters=4))
+    assert kept(plugin, fleet, request) == [1, 2]
+    fleet.down("e2")
+    assert kept(plugin, fleet, request) == [1]
+    fleet.sampled("e1", 2.0, 2.0, Sample(adapters=frozenset(), max_adapters=4))
+    assert kept(plugin, fleet, request) == [1, 3], "no report left"
+
+
+def test_a_promised_adapter_counts_like_a_reported_one() -> None:
+    fleet = fleet_of({"lora-adapters": "poet, critic"}, {"lora-adapters": "critic"}, {"model-id": "critic"}, {})
+    plugin = ModelCompatibility(NoParams())
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="poet")) == [0]
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="critic")) == [0, 1, 2]
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="poe")) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("plugin", [Role(RoleParams()), ModelCompatibility(NoParams()), Subset(NoParams())])
+def test_slots_of_departed_endpoints_are_never_named(plugin: Filter) -> None:
+    fleet = fleet_of({}, {}, {"model-id": "other", "llm-d.ai/role": "prefill"})
+    fleet.down("e1")
+    request = Request(id=1, arrived=0.0, model="m", subset=frozenset({"10.0.0.0", "10.0.0.1"}))
+    mask = plugin.keep(request, fleet, Cycle(Context(0.0, Random(0))))
+    assert mask is not None
+    assert mask.tolist() == [True, False, False]
