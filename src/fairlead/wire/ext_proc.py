@@ -63,7 +63,6 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 LB_NAMESPACE = "envoy.lb"
 
-_HEADER_ATTRIBUTE = "request.headers['"
 _CLEAR_ROUTE_CACHE = number(5, 1)
 
 
@@ -139,20 +138,6 @@ class Incoming:
             for key, a, b in fields(self.data, start, stop):
                 if key == 2 and b >= 0:
                     out.update(read_struct(self.data, a, b))
-        return out
-
-    def attribute_headers(self) -> dict[str, str]:
-        """The headers among the attributes, for gateways that send no headers message but name what we read.
-
-        `request.path` and `request.method` become `:path` and `:method`, `request.headers['x']` becomes `x`.
-        """
-        out: dict[str, str] = {}
-        for name, value in self.attributes().items():
-            if isinstance(value, str):
-                if name.startswith(_HEADER_ATTRIBUTE):
-                    out[name[len(_HEADER_ATTRIBUTE) : -2]] = value
-                elif name.startswith("request."):
-                    out[f":{name[8:]}"] = value
         return out
 
     def subset(self) -> frozenset[str] | None:

@@ -21,6 +21,7 @@ class AccessLogStream:
         self._host = host
         self._on_fallback = on_fallback
         self._open = True
+        stream.watch_cancel(False)
         host.access_logs += 1
 
     def on_message(self, message: bytes) -> None:

@@ -9,12 +9,13 @@ from fairlead.parse.usage import UsageScanner
 
 
 class ResponseWatch:
-    """Follows one response. `arrived` is when its request arrived, in the clock's seconds."""
+    """Follows one response. `arrived`: clock seconds at which its request came; `streaming`: it asked for a stream."""
 
-    __slots__ = ("_arrived", "_bytes", "_now", "_scanner", "_status", "_ttft_ms", "is_sse", "started")
+    __slots__ = ("_arrived", "_bytes", "_now", "_scanner", "_status", "_streaming", "_ttft_ms", "is_sse", "started")
 
-    def __init__(self, arrived: float, now: Callable[[], float]) -> None:
+    def __init__(self, arrived: float, streaming: bool, now: Callable[[], float]) -> None:
         self._arrived = arrived
+        self._streaming = streaming
         self._now = now
         self._status = 0
         self._bytes = 0
@@ -32,6 +33,13 @@ class ResponseWatch:
         self.is_sse = kind.startswith("text/event-stream")
         if (self.is_sse or "json" in kind) and "content-encoding" not in headers:
             self._scanner = UsageScanner(stream=self.is_sse)
+
+    def status(self, status: object) -> None:
+        """Of a response whose headers are not shown; what it is shows in its request and in its first bytes."""
+        self.started = True
+        self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
+        self.is_sse = self._streaming
+        self._scanner = UsageScanner(stream=self._streaming)
 
     def chunk(self, chunk: bytes, driver: Driver, request_id: int) -> bool:
         """Note a piece of the body. True for the first one that has content."""

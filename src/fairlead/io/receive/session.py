@@ -7,12 +7,16 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
   BUFFERED_PARTIAL body (end_of_stream false) is waved through unscheduled: the gateway ignores a pick there.
 * NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes when the headers are
   answered, so the choice is made on headers alone.
+* STREAMED with that flag: headers and body come together, and the headers answer waits for the body, as under full
+  duplex. A gateway that buffers in front of ext_proc announces it with the initial metadata `x-fairlead-body: whole`:
+  the first body message is then all of it, even when trailers follow (end_of_stream false).
 * Leaving (ending the gRPC stream with OK) must not lose a byte. In a STREAMED or BUFFERED response the gateway keeps
   each chunk until it is answered: leaving is safe at any moment. With NONE nothing follows. In a FULL_DUPLEX response
   it hands chunks over and forgets them: the only safe moment is the pick itself, and only when everything fits into
   one write; later the response is echoed to its end.
 * Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
-  the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
+  the initial metadata `x-fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
+  An answer that is not streamed is left at the pick: its first byte comes when all is done.
 * Whoever leaves last releases the lease: the access log if wired, else this session.
 """
 
@@ -34,7 +38,9 @@ from fairlead.wire import ext_proc
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
 
 #: Initial metadata with which a gateway announces that it sends us its access log.
-ACCESS_LOG_METADATA = "fairlead-access-log"
+ACCESS_LOG_METADATA = "x-fairlead-access-log"
+#: Initial metadata with the value `whole`: the request body comes in one message.
+BODY_METADATA = "x-fairlead-body"
 
 _INVALID_ARGUMENT = 3
 
@@ -70,7 +76,7 @@ class Host:
         self.access_logs = 0
 
     def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "Session":
-        return Session(stream, self, ACCESS_LOG_METADATA in metadata)
+        return Session(stream, self, ACCESS_LOG_METADATA in metadata, metadata.get(BODY_METADATA) == "whole")
 
 
 class Session:
@@ -78,13 +84,14 @@ class Session:
 
     __slots__ = (
         "_announced", "_awaited", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host", "_parts",
-        "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch",
+        "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch", "_whole",
     )  # fmt: skip
 
-    def __init__(self, stream: ServerStream, host: Host, announced: bool) -> None:
+    def __init__(self, stream: ServerStream, host: Host, announced: bool, whole: bool) -> None:
         self._stream = stream
         self._host = host
         self._announced = announced
+        self._whole = whole
         self._request_mode = self._response_mode = BodyMode.FULL_DUPLEX  # what the protocol demands of gateways
         self._eager = False
         self._headers: Mapping[str, str] = {}
@@ -138,8 +145,6 @@ class Session:
     def _request_body(self, message: Incoming) -> None:
         chunk, eos = message.body()
         mode = self._request_mode
-        if not self._headers:
-            self._headers = message.attribute_headers()
         if self._collected:
             if mode is BodyMode.STREAMED:
                 self._stream.send(CONTINUE[Kind.REQUEST_BODY])
@@ -153,7 +158,7 @@ class Session:
             self._wave_through()
         elif mode is BodyMode.BUFFERED or mode is BodyMode.BUFFERED_PARTIAL:
             self._complete(Kind.REQUEST_BODY)
-        elif eos:
+        elif eos or self._whole:
             self._complete(Kind.REQUEST_HEADERS)
 
     def _request_trailers(self, message: Incoming) -> None:
@@ -214,7 +219,9 @@ class Session:
         if leaving:
             self._leave()
         else:
-            self._watch = ResponseWatch(request.arrived, self._host.now)
+            if self._wired():
+                self._stream.watch_cancel(False)  # the access log tells the end in any case
+            self._watch = ResponseWatch(request.arrived, request.stream, self._host.now)
 
     def _rest_of_request(self) -> list[bytes]:
         """Answers to the body messages (and trailers) that came before the pick."""
@@ -260,6 +267,8 @@ class Session:
         if watch is None or request is None:
             raise ProtocolError("a response body before the request was routed")
         chunk, eos = message.body()
+        if not watch.started:  # no headers message came; the status is an attribute then
+            watch.status(message.attributes().get("response.code"))
         first = watch.chunk(chunk, self._host.driver, request.id)
         if self._response_mode is BodyMode.FULL_DUPLEX:
             self._stream.send(*ext_proc.echo(message))
@@ -317,4 +326,4 @@ _HANDLERS: Mapping[Kind, Callable[[Session, Incoming], None]] = {
     Kind.RESPONSE_TRAILERS: Session._response_trailers,
 }
 
-__all__ = ["ACCESS_LOG_METADATA", "Host", "Session"]
+__all__ = ["ACCESS_LOG_METADATA", "BODY_METADATA", "Host", "Session"]

@@ -23,6 +23,10 @@ class ServerStream(Protocol):
     def finish(self, code: int = 0, message: str = "") -> None:
         """End the stream with a gRPC status once everything queued has left. Later messages of the peer are dropped."""
 
+    def watch_cancel(self, on: bool) -> None:
+        """Whether a reset by the peer must reach the handler at once (the default), or may arrive together with the
+        peer's next data: a transport may then save the wake-up."""
+
     def room(self) -> int:
         """Message bytes (without framing) that would leave in one write right now; 0 when anything is still queued."""
         ...

@@ -9,7 +9,7 @@ from fairlead.fleet.prefix import ChainHasher
 from fairlead.io.receive.access_log import AccessLogStream
 from fairlead.io.receive.answers import Answers
 from fairlead.io.receive.driver import Driver
-from fairlead.io.receive.session import ACCESS_LOG_METADATA, Host
+from fairlead.io.receive.session import ACCESS_LOG_METADATA, BODY_METADATA, Host
 from fairlead.io.receive.understand import Understanding
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import EndpointUp
@@ -53,6 +53,9 @@ class Wire:
     def room(self):
         return self.window
 
+    def watch_cancel(self, on):
+        self.watching = on
+
 
 class Seen:
     def __init__(self):
@@ -85,11 +88,12 @@ class Rig:
             self.driver, understanding, Answers("ab"), self.seen, self.clock.time, max_body, lambda: inspect
         )
 
-    def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536):
+    def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536, whole=False):
         if wired and not self.host.access_logs:
             self.host.access_logs = 1
         wire = Wire(window)
-        session = self.host.session(wire, {ACCESS_LOG_METADATA: "1"} if wired else {})
+        metadata = {ACCESS_LOG_METADATA: "1"} if wired else {}
+        session = self.host.session(wire, metadata | ({BODY_METADATA: "whole"} if whole else {}))
         self.modes = request_mode, response_mode, eager
         return wire, session
 
@@ -268,6 +272,40 @@ def test_streamed_requests_are_chosen_on_headers_unless_the_body_comes_along(rig
     rig.body(session, BODY[20:])
     assert rig.kinds(wire) == ["request_headers", "request_body", "request_body"]
     assert rig.seen.decisions[-1].request.model == "m"
+
+
+def test_a_whole_body_needs_no_end_of_stream_and_both_answers_go_together(rig):
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session)
+    assert wire.sent == []
+    rig.body(session, eos=False)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]
+    message = rig.pb.ProcessingRequest()
+    message.response_body.body = b"data: {}\n\n"
+    message.attributes["envoy.filters.http.ext_proc"].update({"response.code": 429})
+    session.on_message(message.SerializeToString())
+    assert wire.status == 0
+
+
+def test_an_answer_that_is_not_streamed_is_left_at_the_pick(rig):
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session)
+    rig.body(session, BODY.replace(b"true", b"false"))
+    assert wire.status == 0
+    assert rig.leases() == 1
+
+
+def test_without_response_headers_the_status_is_an_attribute(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    message = rig.pb.ProcessingRequest()
+    message.response_body.body, message.response_body.end_of_stream = b"data: {}\n\n", True
+    message.attributes["envoy.filters.http.ext_proc"].update({"response.code": 429})
+    session.on_message(message.SerializeToString())
+    assert wire.status == 0
+    assert rig.seen.outcomes[0].status == 429
 
 
 def test_a_truncated_partial_body_is_waved_through(rig):
