@@ -33,6 +33,9 @@ TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 REQUEST_ID = "x-request-id"
 
+#: Headers that few requests carry.
+RARE_HEADERS = frozenset((*SESSION_HEADERS, *FAIRNESS_HEADERS, *TTFT_SLO_HEADERS, *TPOT_SLO_HEADERS))
+
 #: Every header of a client's request that the scheduler reads.
 READ_HEADERS = (
     ":path",

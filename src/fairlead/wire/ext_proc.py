@@ -12,9 +12,21 @@ Theory
 
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from functools import lru_cache
 
 from fairlead.model.errors import ProtocolError
-from fairlead.wire.protobuf import Json, field, fields, nested_struct, number, read_struct, string_struct, walk
+from fairlead.wire.protobuf import (
+    BYTES,
+    Json,
+    field,
+    fields,
+    nested_struct,
+    number,
+    read_struct,
+    read_varint,
+    string_struct,
+    walk,
+)
 
 
 class Kind(IntEnum):
@@ -66,49 +78,71 @@ LB_NAMESPACE = "envoy.lb"
 _CLEAR_ROUTE_CACHE = number(5, 1)
 
 
+#: Request body mode, response body mode, whether the body is sent without waiting for the headers answer.
+Modes = tuple[BodyMode, BodyMode, bool]
+
+
+@lru_cache(maxsize=64)
+def _read_modes(config: bytes) -> Modes:
+    """Decode a ProtocolConfiguration. A gateway sends the same few bytes with every stream."""
+    request = response = eager = 0
+    for key, value, end in fields(config):
+        if end >= 0:
+            continue
+        if key == 1:
+            request = value
+        elif key == 2:
+            response = value
+        elif key == 3:
+            eager = value
+    try:
+        return BodyMode(request), BodyMode(response), bool(eager)
+    except ValueError:
+        raise ProtocolError(f"body modes {request}/{response} are not supported") from None
+
+
 class Incoming:
     """One `ProcessingRequest`, its parts found but not decoded."""
 
     __slots__ = ("_attributes", "_metadata", "data", "end", "kind", "protocol_config", "start")
 
     def __init__(self, data: bytes) -> None:
-        kind = 0
-        self.start = self.end = 0
         self.data = data
         self.protocol_config: tuple[int, int] | None = None
         self._metadata: tuple[int, int] | None = None
         self._attributes: tuple[tuple[int, int], ...] = ()
-        for key, start, end in walk(data, 0, len(data)):
-            if 2 <= key <= 7:
-                kind, self.start, self.end = key, start, end
-            elif key == 8:
+        kind = KINDS.get(data[0] >> 3) if data else None
+        if kind is not None and len(data) > 1 and data[0] & 7 == BYTES:
+            size, start = (data[1], 2) if data[1] < 0x80 else read_varint(data, 1, len(data))
+            self.kind, self.start, self.end = kind, start, start + size
+            if self.end == len(data):
+                return
+            if self.end < len(data):
+                self._rest(walk(data, self.end, len(data)))
+                return
+        self.kind, self.start, self.end = Kind.REQUEST_HEADERS, 0, -1
+        self._rest(walk(data, 0, len(data)))
+        if self.end < 0:
+            raise ProtocolError("an ext_proc message without headers, body or trailers")
+
+    def _rest(self, parts: list[tuple[int, int, int]]) -> None:
+        """Note what stands beside (or, in an order that Envoy does not use, before) the headers, body or trailers."""
+        for key, start, end in parts:
+            if key == 8:
                 self._metadata = start, end
             elif key == 9:
                 self._attributes += ((start, end),)
             elif key == 11:
                 self.protocol_config = start, end
-        if not kind:
-            raise ProtocolError("an ext_proc message without headers, body or trailers")
-        self.kind = KINDS[kind]
+            elif key in KINDS:
+                self.kind, self.start, self.end = KINDS[key], start, end
 
-    def modes(self) -> tuple[BodyMode, BodyMode, bool] | None:
-        """(request body mode, response body mode, body is sent without waiting); on the first message only."""
+    def modes(self) -> Modes | None:
+        """How the gateway works; on the first message only."""
         if self.protocol_config is None:
             return None
-        request = response = eager = 0
-        for key, value, end in fields(self.data, *self.protocol_config):
-            if end >= 0:
-                continue
-            if key == 1:
-                request = value
-            elif key == 2:
-                response = value
-            elif key == 3:
-                eager = value
-        try:
-            return BodyMode(request), BodyMode(response), bool(eager)
-        except ValueError:
-            raise ProtocolError(f"body modes {request}/{response} are not supported") from None
+        start, end = self.protocol_config
+        return _read_modes(self.data[start:end])
 
     def headers(self) -> tuple[dict[str, str], bool]:
         """(headers, end of stream). Names in lower case; of a repeated header the last value."""
@@ -123,12 +157,20 @@ class Incoming:
 
     def body(self) -> tuple[bytes, bool]:
         """(chunk, end of stream)."""
-        chunk, eos = b"", False
-        for key, start, end in fields(self.data, self.start, self.end):
-            if key == 1 and end >= 0:
-                chunk = self.data[start:end]
-            elif key == 2 and end < 0:
-                eos = bool(start)
+        data, pos, end = self.data, self.start, self.end
+        chunk = b""
+        if pos < end and data[pos] == 0x0A:  # Envoy writes the body first, then end_of_stream
+            size, pos = read_varint(data, pos + 1, end)
+            if pos + size > end:
+                raise ProtocolError("malformed protobuf: a field runs past its message")
+            chunk = data[pos : pos + size]
+            pos += size
+        eos = False
+        for key, a, b in fields(data, pos, end) if pos < end else ():
+            if key == 1 and b >= 0:
+                chunk = data[a:b]
+            elif key == 2 and b < 0:
+                eos = bool(a)
         return chunk, eos
 
     def attributes(self) -> dict[str, Json]:

@@ -24,7 +24,7 @@ class Understanding:
 
     def request(self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None) -> Request:
         """Raises `ClientError` when the body cannot be understood by any model server either."""
-        path = _first(headers, names.PATH_HEADERS)
+        path = headers.get(":path") or _first(headers, names.PATH_HEADERS)
         if body:
             parsed = parse_request(
                 path,
@@ -34,6 +34,13 @@ class Understanding:
             )
         else:  # none was sent, or the gateway does not show it: whether that is right the model server knows
             parsed = UNREAD_PATH
+        session = fairness = ""
+        ttft = tpot = 0.0
+        if not names.RARE_HEADERS.isdisjoint(headers):
+            session = _first(headers, names.SESSION_HEADERS)
+            fairness = _first(headers, names.FAIRNESS_HEADERS)
+            ttft = _milliseconds(_first(headers, names.TTFT_SLO_HEADERS))
+            tpot = _milliseconds(_first(headers, names.TPOT_SLO_HEADERS))
         return Request(
             id=next(self._ids),
             arrived=self._now(),
@@ -45,11 +52,11 @@ class Understanding:
             prompt_tokens=parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, parsed.api),
             max_tokens=parsed.max_tokens,
             prefix=self._hasher.chain(parsed.root, parsed.prompt) if parsed.prompt else NO_PREFIX,
-            session=_first(headers, names.SESSION_HEADERS),
-            fairness_id=_first(headers, names.FAIRNESS_HEADERS),
+            session=session,
+            fairness_id=fairness,
             subset=subset,
-            slo_ttft_ms=_milliseconds(_first(headers, names.TTFT_SLO_HEADERS)),
-            slo_tpot_ms=_milliseconds(_first(headers, names.TPOT_SLO_HEADERS)),
+            slo_ttft_ms=ttft,
+            slo_tpot_ms=tpot,
             external_id=headers.get(names.REQUEST_ID, "")[:MAX_NAME],
         )
 
