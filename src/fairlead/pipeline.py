@@ -175,7 +175,7 @@ class Pipeline:
                 cause=cause,
                 ttft_ms=event.ttft_ms,
                 duration_ms=event.duration_ms,
-                request_bytes=event.request_bytes,
+                request_bytes=lease.request.body_bytes,
                 response_bytes=event.response_bytes,
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,

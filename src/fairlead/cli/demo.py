@@ -10,15 +10,15 @@ _EXAMPLES = """
 \b
 Examples:
   fairlead demo
-  fairlead demo --rate 20 --requests 2250
+  fairlead demo --rate 20 --requests 1500
   fairlead demo --time-ratio 1 --requests 300     (real time: takes longer)
 """
 
 
 def demo(
-    requests: Annotated[int, typer.Option(min=1, help="Requests per policy.")] = 1500,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second of model time.")] = 14.0,
-    time_ratio: Annotated[float, typer.Option(min=0.1, help="How many times faster than real replicas.")] = 5.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per policy.")] = 3000,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second of model time.")] = 12.0,
+    time_ratio: Annotated[float, typer.Option(min=0.1, help="How many times faster than real replicas.")] = 6.0,
     replicas: Annotated[int, typer.Option(min=1, max=64, help="Stub replicas.")] = 8,
     port: Annotated[int, typer.Option(min=1, max=65000, help="The gateway's; 1, 2 and 10.. above it are used too.")] = (
         8080

@@ -145,7 +145,7 @@ class Inspect(Section, frozen=True, kw_only=True):
 
 class Log(Section, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["text", "json"] = "text"
+    format: Literal["logfmt", "json"] = "logfmt"
 
 
 class PluginSpec(Struct, frozen=True, kw_only=True):

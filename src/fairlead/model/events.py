@@ -28,7 +28,6 @@ class ResponseEnded(Struct, frozen=True, kw_only=True):
     #: Milliseconds from the request's first byte at the gateway to the first response body byte; < 0 = unknown.
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
-    request_bytes: int = -1
     response_bytes: int = -1
     #: The client went away before the response was complete.
     client_gone: bool = False

@@ -29,6 +29,8 @@ class Request(Struct, frozen=True, kw_only=True):
     #: The model the client named; empty when it named none.
     model: str = ""
     stream: bool = False
+    #: Size of the whole body, in bytes.
+    body_bytes: int = 0
     #: Size of the part of the body that becomes the prompt, in bytes.
     prompt_bytes: int = 0
     #: Estimated (or, with a tokeniser, counted) prompt tokens.

@@ -49,3 +49,8 @@ READ_HEADERS = (
     *TTFT_SLO_HEADERS,
     *TPOT_SLO_HEADERS,
 )
+
+#: Initial metadata with which a gateway announces, on every ext_proc stream, that it sends us its access log, and that
+#: the request body comes in one message.
+ACCESS_LOG_METADATA = "fairlead-access-log"
+WHOLE_BODY_METADATA = "fairlead-whole-body"

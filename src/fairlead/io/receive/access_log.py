@@ -1,9 +1,7 @@
 """Receives the gateway's access log: ends leases, and counts what the gateway served without us."""
 
-from collections.abc import Callable, Mapping
-
 from fairlead.io.receive.session import Host
-from fairlead.io.receive.stream import ServerStream
+from fairlead.io.receive.stream import HandlerFactory, ServerStream
 from fairlead.model.errors import ProtocolError
 from fairlead.model.events import ResponseEnded
 from fairlead.wire.access_log import AccessLogEntry, read_entries
@@ -16,10 +14,9 @@ _INVALID_ARGUMENT = 3
 class AccessLogStream:
     """One gateway's access log. While it is open, sessions of that gateway may leave early."""
 
-    def __init__(self, stream: ServerStream, host: Host, on_fallback: Callable[[str, int], None]) -> None:
+    def __init__(self, stream: ServerStream, host: Host) -> None:
         self._stream = stream
         self._host = host
-        self._on_fallback = on_fallback
         self._open = True
         stream.watch_cancel(False)
         host.access_logs += 1
@@ -49,7 +46,7 @@ class AccessLogStream:
                 )
             )
         elif not entry.lease and entry.upstream:
-            self._on_fallback(entry.upstream, entry.status)
+            self._host.incidents.on_fallback(entry.upstream, entry.status)
 
     def on_half_close(self) -> None:
         self._close()
@@ -64,8 +61,6 @@ class AccessLogStream:
             self._host.access_logs -= 1
 
 
-def factory(
-    host: Host, on_fallback: Callable[[str, int], None]
-) -> Callable[[ServerStream, Mapping[str, str]], AccessLogStream]:
-    """Handler factory for `PATH`. `on_fallback(address, status)` is told of requests that nobody scheduled."""
-    return lambda stream, metadata: AccessLogStream(stream, host, on_fallback)
+def factory(host: Host) -> HandlerFactory:
+    """The handler factory for `PATH`."""
+    return lambda stream, metadata: AccessLogStream(stream, host)

@@ -8,14 +8,14 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
 * NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes when the headers are
   answered, so the choice is made on headers alone.
 * STREAMED with that flag: headers and body come together, and the headers answer waits for the body, as under full
-  duplex. A gateway that buffers in front of ext_proc announces it with the initial metadata `x-fairlead-body: whole`:
+  duplex. A gateway that buffers in front of ext_proc announces it with the initial metadata `fairlead-whole-body`:
   the first body message is then all of it, even when trailers follow (end_of_stream false).
 * Leaving (ending the gRPC stream with OK) must not lose a byte. In a STREAMED or BUFFERED response the gateway keeps
   each chunk until it is answered: leaving is safe at any moment. With NONE nothing follows. In a FULL_DUPLEX response
   it hands chunks over and forgets them: the only safe moment is the pick itself, and only when everything fits into
   one write; later the response is echoed to its end.
 * Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
-  the initial metadata `x-fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
+  the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
   An answer that is not streamed is left at the pick: its first byte comes when all is done.
 * Whoever leaves last releases the lease: the access log if wired, else this session.
 """
@@ -33,21 +33,21 @@ from fairlead.model.errors import ClientError, ProtocolError
 from fairlead.model.events import RequestArrived, StreamLost, UsageReported
 from fairlead.model.instructions import Reject
 from fairlead.model.request import Request
-from fairlead.route.headers import CONTROL_HEADERS
+from fairlead.route.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, WHOLE_BODY_METADATA
 from fairlead.wire import ext_proc
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
-
-#: Initial metadata with which a gateway announces that it sends us its access log.
-ACCESS_LOG_METADATA = "x-fairlead-access-log"
-#: Initial metadata with the value `whole`: the request body comes in one message.
-BODY_METADATA = "x-fairlead-body"
 
 _INVALID_ARGUMENT = 3
 
 
-class ClientErrors(Protocol):
+class Incidents(Protocol):
+    """Who wants to know of requests that the pipeline never saw."""
+
     def on_client_error(self, api: str, status: int) -> None:
         """A request was answered with an error before it could be scheduled."""
+
+    def on_fallback(self, address: str, status: int) -> None:
+        """The gateway served a request at `address` without asking us."""
 
 
 class Host:
@@ -58,7 +58,7 @@ class Host:
         driver: Driver,
         understanding: Understanding,
         answers: Answers,
-        errors: ClientErrors,
+        incidents: Incidents,
         now: Callable[[], float],
         max_body: int = 64 << 20,
         inspect: Callable[[], bool] = lambda: False,
@@ -66,7 +66,7 @@ class Host:
         self.driver = driver
         self.understanding = understanding
         self.answers = answers
-        self.errors = errors
+        self.incidents = incidents
         self.now = now
         #: Bytes of a request body that are kept; more is answered 413.
         self.max_body = max_body
@@ -76,7 +76,7 @@ class Host:
         self.access_logs = 0
 
     def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "Session":
-        return Session(stream, self, ACCESS_LOG_METADATA in metadata, metadata.get(BODY_METADATA) == "whole")
+        return Session(stream, self, ACCESS_LOG_METADATA in metadata, WHOLE_BODY_METADATA in metadata)
 
 
 class Session:
@@ -195,7 +195,7 @@ class Session:
     def _fail(self, error: ClientError) -> None:
         api = "chat" if "chat" in self._headers.get(":path", "") else "other"
         self._closed = True
-        self._host.errors.on_client_error(api, error.status)
+        self._host.incidents.on_client_error(api, error.status)
         self._stream.send(client_error(api, error.status, error.message, error.param, error.code))
         self._stream.finish()
 
@@ -325,5 +325,3 @@ _HANDLERS: Mapping[Kind, Callable[[Session, Incoming], None]] = {
     Kind.RESPONSE_BODY: Session._response_body,
     Kind.RESPONSE_TRAILERS: Session._response_trailers,
 }
-
-__all__ = ["ACCESS_LOG_METADATA", "BODY_METADATA", "Host", "Session"]

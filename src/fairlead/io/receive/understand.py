@@ -48,6 +48,7 @@ class Understanding:
             path=path,
             model=parsed.model,
             stream=parsed.stream,
+            body_bytes=len(body),
             prompt_bytes=parsed.prompt_bytes,
             prompt_tokens=parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, parsed.api),
             max_tokens=parsed.max_tokens,

@@ -9,7 +9,7 @@ from fairlead.fleet.prefix import ChainHasher
 from fairlead.io.receive.access_log import AccessLogStream
 from fairlead.io.receive.answers import Answers
 from fairlead.io.receive.driver import Driver
-from fairlead.io.receive.session import ACCESS_LOG_METADATA, BODY_METADATA, Host
+from fairlead.io.receive.session import Host
 from fairlead.io.receive.understand import Understanding
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import EndpointUp
@@ -18,6 +18,7 @@ from fairlead.pipeline import Pipeline
 from fairlead.plugins.filters.subset import Subset
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers.round_robin import RoundRobin
+from fairlead.route.headers import ACCESS_LOG_METADATA, WHOLE_BODY_METADATA
 from fairlead.schedule.profile import Profile
 
 NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX = range(5)
@@ -93,7 +94,7 @@ class Rig:
             self.host.access_logs = 1
         wire = Wire(window)
         metadata = {ACCESS_LOG_METADATA: "1"} if wired else {}
-        session = self.host.session(wire, metadata | ({BODY_METADATA: "whole"} if whole else {}))
+        session = self.host.session(wire, metadata | ({WHOLE_BODY_METADATA: "1"} if whole else {}))
         self.modes = request_mode, response_mode, eager
         return wire, session
 
@@ -436,7 +437,8 @@ def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
     rig.body(session)
     assert rig.leases() == 1
     fallback = []
-    log = AccessLogStream(Wire(), rig.host, lambda address, status: fallback.append((address, status)))
+    rig.seen.on_fallback = lambda address, status: fallback.append((address, status))
+    log = AccessLogStream(Wire(), rig.host)
     assert rig.host.access_logs == 2
 
     def entry(metadata, address, status):

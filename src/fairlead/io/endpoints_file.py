@@ -1,0 +1,116 @@
+"""Endpoints from a file, followed while it changes: discovery without Kubernetes.
+
+Rules
+* The file is looked at each `poll_s` by stat, so renames over it and swapped symlinks (ConfigMap volumes) show like
+  plain writes, and no inotify is needed. All file work happens in a thread: a hung network mount blocks nothing.
+* A change counts once the file held still for `SETTLE_S`: half of a file that is being written can be valid YAML, and
+  taking it at its word would drop endpoints.
+* What cannot be read or parsed changes nothing and is reported, once per cause.
+"""
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+from fairlead.io.endpoint_set import EndpointSet, Feed, Report, Resolver, resolve_host
+from fairlead.model.endpoint import Endpoint
+from fairlead.wire.endpoint_list import MAX_BYTES, Listing, Problem, parse_endpoints_text
+
+SETTLE_S = 0.1
+
+_Stamp = tuple[int, int, int, int]
+
+
+class EndpointsFile:
+    """Feeds `EndpointUp` and `EndpointDown` for what a YAML or JSON file lists."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        feed: Feed,
+        report: Report,
+        *,
+        watch: bool = True,
+        poll_s: float = 0.5,
+        resolve_s: float = 30.0,
+        resolver: Resolver = resolve_host,
+    ) -> None:
+        self._path = Path(path)
+        self._report = report
+        self._watch = watch
+        self._poll_s = poll_s
+        self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
+        self._stamp: _Stamp | None = None
+        self._text: bytes | None = None
+        self._complaint = ""
+        self._task: asyncio.Task[None] | None = None
+        #: The file was read and understood at least once.
+        self.loaded = False
+
+    async def start(self) -> tuple[Problem, ...]:
+        """Load, resolve names once (bounded in time), and begin to watch. Returns the first load's problems."""
+        listing = await self._load()
+        await self._set.start()
+        if self._watch:
+            self._task = asyncio.create_task(self._follow())
+        return listing.problems if listing else (Problem(self._complaint, path=""),)
+
+    async def close(self) -> None:
+        """Stop watching. What is up stays up."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        await self._set.close()
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What is up."""
+        return self._set.endpoints
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            stamp = await asyncio.to_thread(self._look)
+            if stamp != self._stamp:
+                await asyncio.sleep(SETTLE_S)
+                if await asyncio.to_thread(self._look) == stamp:
+                    await self._load()
+
+    async def _load(self) -> Listing | None:
+        """Read and apply, unless the content is what it was. `None` = the file could not be read."""
+        stamp = await asyncio.to_thread(self._look)
+        try:
+            text = await asyncio.to_thread(self._read)
+        except OSError as error:
+            self._complain(f"cannot read {self._path}: {error.strerror or error}")
+            self._stamp = stamp
+            return None
+        self._complaint = ""
+        self._stamp = stamp
+        if text == self._text:
+            return None
+        self._text = text
+        listing = parse_endpoints_text(text)
+        self.loaded = self.loaded or listing.ok
+        self._set.apply(listing)
+        return listing
+
+    def _look(self) -> _Stamp | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_dev
+
+    def _read(self) -> bytes:
+        if not stat.S_ISREG(os.stat(self._path).st_mode):
+            raise OSError("not a regular file")  # opening a pipe would wait for its writer
+        with open(self._path, "rb") as file:
+            return file.read(MAX_BYTES + 1)
+
+    def _complain(self, message: str) -> None:
+        if message != self._complaint:
+            self._complaint = message
+            self._report(Problem(message, path=""))

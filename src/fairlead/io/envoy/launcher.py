@@ -1,0 +1,34 @@
+"""Becomes Envoy, tied to the life of its parent: `python launcher.py PARENT_PID ENVOY ARGUMENT...`
+
+Runs in a bare interpreter between fork and exec, and imports nothing of Fairlead. The alternative, `preexec_fn`, runs
+Python in a forked copy of a threaded process, which may deadlock (Python 3.12 warns of it).
+
+PR_SET_PDEATHSIG (prctl(2)) survives execve, so the kernel ends Envoy when our parent dies, even by SIGKILL. The parent
+may be gone before the call: hence the look at its id afterwards.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+#: Two descriptors a request is what a gateway needs; most systems start processes with 1,024.
+_FILES = 1 << 20
+
+
+def main(parent: int, command: list[str]) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the parent is gone")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

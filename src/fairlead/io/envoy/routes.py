@@ -1,0 +1,89 @@
+"""Routes: to the chosen endpoint, else to the whole pool; and how Envoy words its own errors."""
+
+from typing import Any
+
+from fairlead.io.envoy.clusters import DESTINATION_CLUSTER, POOL, seconds
+from fairlead.io.envoy.headers import TOWARD_UPSTREAM
+from fairlead.io.envoy.options import Options
+from fairlead.parse.errors import TYPES
+from fairlead.wire.ext_proc import DESTINATION, LB_NAMESPACE
+
+Json = dict[str, Any]
+
+_CEL_FILTER = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+#: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
+_OURS = "fairlead"
+
+
+def route_config(options: Options) -> Json:
+    host: Json = {"name": "all", "domains": ["*"], "routes": _routes(options)}
+    if options.request_mode == "buffered":
+        # Raises the limit for bodies alone: the listener's buffers stay small.
+        host["request_body_buffer_limit"] = options.body_limit
+    return {
+        "name": "gateway",
+        "virtual_hosts": [host],
+        "request_headers_to_remove": list(TOWARD_UPSTREAM),
+    }
+
+
+def _routes(options: Options) -> list[Json]:
+    """The scheduler's answer carries the destination as metadata and has the route chosen anew."""
+    chosen = [{"filter": LB_NAMESPACE, "path": [{"key": DESTINATION}], "value": {"present_match": True}}]
+    limits = {"timeout": "0s", "idle_timeout": seconds(options.stream_idle_timeout)}
+    rest: Json = {"match": {"prefix": "/"}}
+    if options.fail_open:
+        rest["route"] = {
+            "cluster": POOL,
+            **limits,
+            # Only where the request certainly has not begun: generating twice costs as much as twice the requests.
+            "retry_policy": {
+                "retry_on": "connect-failure,refused-stream",
+                "num_retries": 2,
+                "retry_host_predicate": [
+                    {
+                        "name": "envoy.retry_host_predicates.previous_hosts",
+                        "typed_config": {
+                            "@type": "type.googleapis.com/"
+                            "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+                        },
+                    }
+                ],
+            },
+        }
+    else:
+        rest["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
+    return [
+        {"match": {"prefix": "/", "dynamic_metadata": chosen}, "route": {"cluster": DESTINATION_CLUSTER, **limits}},
+        rest,
+    ]
+
+
+def local_replies() -> Json:
+    """Envoy's own errors as the clients of the OpenAI APIs know errors."""
+    mappers = [
+        {"filter": _all_of(_status(status), _not_ours()), "body_format_override": _body(TYPES[status])}
+        for status in (413, 503, 504)
+    ]
+    mappers.append({"filter": _not_ours(), "body_format_override": _body("GatewayError")})
+    return {"mappers": mappers}
+
+
+def _body(type_: str) -> Json:
+    error = {"message": "%LOCAL_REPLY_BODY%", "type": type_, "param": None, "code": "%RESPONSE_CODE%"}
+    return {"json_format": {"error": error}, "content_type": "application/json"}
+
+
+def _status(status: int) -> Json:
+    value = {"default_value": status, "runtime_key": f"fairlead.local_reply.{status}"}
+    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
+
+
+def _not_ours() -> Json:
+    expression = f"!response.code_details.startsWith('{_OURS}')"
+    typed = {"@type": _CEL_FILTER, "expression": expression}
+    return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
+
+
+def _all_of(*filters: Json) -> Json:
+    return {"and_filter": {"filters": list(filters)}}

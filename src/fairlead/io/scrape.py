@@ -1,0 +1,265 @@
+"""Reads every endpoint's metrics page, often enough to notice traffic from elsewhere and for almost no CPU.
+
+Rules
+* Every endpoint is scraped each `idle_s`, and each `fast_s` while it has work: ours (`wake`) or reported by itself.
+* One timer serves all endpoints: due times lie on a 10 ms grid in one heap, so one wake-up starts several scrapes.
+  A scrape never overlaps the endpoint's last one. First scrapes are spread at random over one interval.
+* A failure, time-outs included, doubles the interval (with jitter) up to `backoff_cap_s`, and is fed each time.
+  A kept connection that turns out to be closed is replaced and asked again at once, without counting as a failure.
+* What is fed: every sample that differs from the last, every sample while the endpoint is busy or awake, and at least
+  one each `repeat_s`. In between, an idle endpoint's identical sample is dropped: it is worth one event per second, and
+  whoever judges freshness by events must allow for `repeat_s` + `idle_s`.
+* Each `repeat_s` the whole page is read; in between only the known families are compared where they stood.
+* Above `max_rate` scrapes per second all intervals are stretched alike: CPU stays bounded, news gets older.
+  With the defaults that begins at 200 idle endpoints. Measured with bench/idle.py: 100 idle endpoints with 58 kB pages
+  cost 0.045 core, and one that gets busy is seen after 200 ms at most, 110 ms on average.
+"""
+
+import asyncio
+import heapq
+import os
+import random
+from collections.abc import Callable, Mapping
+from itertools import count
+
+from fairlead.io.scrape_http import BufferPool, PageConnection
+from fairlead.io.scrape_secure import ScrapeError, SecureFetcher
+from fairlead.io.scrape_state import ScrapeStats, Target
+from fairlead.io.scrape_target import ScrapeOptions, page_address
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.events import MetricsFailed, MetricsSampled
+from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, compile_engine, engine_of
+
+#: Due times are rounded down to this grid (seconds) so that timers fall together.
+GRID = 0.01
+
+Feed = Callable[[MetricsSampled | MetricsFailed], object]
+#: Called with an endpoint id and what its page lacks, whenever that changes; empty = all is well again.
+Report = Callable[[str, tuple[str, ...]], object]
+
+
+class Scraper:
+    """Feeds `MetricsSampled` and `MetricsFailed` of all endpoints that are up. All calls on the loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        feed: Feed,
+        engines: Mapping[str, EngineMetrics] = ENGINES,
+        options: ScrapeOptions | None = None,
+        *,
+        rng: random.Random | None = None,
+        report: Report | None = None,
+    ) -> None:
+        """Raises `ConfigError` for a bad spec in `engines`, which must have the default engine."""
+        self.stats = ScrapeStats()
+        self.specs = {name: compile_engine(metrics, f"$.engines.{name}") for name, metrics in engines.items()}
+        self._engines = engines
+        self._loop = loop
+        self._feed = feed
+        self._report = report
+        self._options = options or ScrapeOptions()
+        self._rng = rng or random.Random()
+        self._pool = BufferPool()
+        self._secure = SecureFetcher(self._options)
+        self._targets: dict[str, Target] = {}
+        self._heap: list[tuple[float, int, Target]] = []
+        self._order = count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._fast = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def up(self, endpoint: Endpoint) -> None:
+        """Begin to scrape an endpoint, or take note that it changed."""
+        engine = engine_of(endpoint.labels, self._engines)
+        old = self._targets.get(endpoint.id)
+        if old is not None and old.endpoint.scrape_url == endpoint.scrape_url and old.engine == engine:
+            old.endpoint = endpoint
+            return
+        self.down(endpoint.id)
+        try:
+            address = page_address(endpoint.scrape_url)
+        except ValueError as error:
+            self._emit(MetricsFailed(endpoint.id, str(error)))
+            return
+        target = Target(self, endpoint, address, engine, self.specs[engine])
+        self._targets[endpoint.id] = target
+        self._schedule(target, self._loop.time() + self._rng.random() * self._interval(target))
+
+    def down(self, endpoint_id: str) -> None:
+        """Stop scraping it. Nothing is fed about it any more."""
+        target = self._targets.pop(endpoint_id, None)
+        if target is not None:
+            self._set_fast(target, False)
+            target.due = -1.0
+            target.drop()
+
+    def wake(self, endpoint_id: str) -> None:
+        """It was just sent a request: scrape it fast for a while. Cheap enough for every request (0.2 us)."""
+        target = self._targets.get(endpoint_id)
+        if target is None:
+            return
+        now = self._loop.time()
+        target.awake_until = now + self._options.hold_s
+        if target.fast:
+            return
+        self._set_fast(target, True)
+        due = now + self._interval(target)
+        if not target.in_flight and not target.fails and due < target.due:
+            self._schedule(target, due)
+
+    async def close(self) -> None:
+        for endpoint_id in list(self._targets):
+            self.down(endpoint_id)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._secure.close()
+
+    # ---------------- timing ----------------
+
+    def _interval(self, target: Target) -> float:
+        options = self._options
+        demand = self._fast / options.fast_s + (len(self._targets) - self._fast) / options.idle_s
+        stretch = max(demand / options.max_rate, 1.0)
+        return (options.fast_s if target.fast else options.idle_s) * stretch
+
+    def _set_fast(self, target: Target, fast: bool) -> None:
+        if fast != target.fast:
+            target.fast = fast
+            self._fast += 1 if fast else -1
+
+    def _schedule(self, target: Target, when: float) -> None:
+        when = when // GRID * GRID
+        target.due = when
+        heapq.heappush(self._heap, (when, next(self._order), target))
+        if self._heap[0][2] is target:
+            self._arm(when)
+
+    def _arm(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        heap = self._heap
+        now = self._loop.time()
+        while heap and heap[0][0] <= now + GRID / 4:
+            when, _, target = heapq.heappop(heap)
+            if when != target.due:
+                continue  # scheduled anew since, or down
+            if target.in_flight:
+                target.drop()
+                self._failed(target, f"no answer within {self._options.timeout_s:g} s")
+            else:
+                target.retried = False
+                self._start(target, now)
+        while heap and heap[0][0] != heap[0][2].due:
+            heapq.heappop(heap)
+        if heap:
+            self._arm(heap[0][0])
+
+    # ---------------- one scrape ----------------
+
+    def _start(self, target: Target, now: float) -> None:
+        target.started = now
+        target.in_flight = True
+        self._schedule(target, now + self._options.timeout_s)
+        if target.address.scheme == "https" or self._options.token_file:
+            self._spawn(target, self._fetch(target))
+        elif target.connection is not None and target.connection.open:
+            target.connection.get(target.address.request, target)
+        else:
+            self._spawn(target, self._connect(target))
+
+    def _spawn(self, target: Target, work: "asyncio._CoroutineLike[None]") -> None:
+        task = self._loop.create_task(work)
+        target.task = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, target: Target) -> None:
+        address = target.address
+        connection = PageConnection(self._pool, self._options.max_page)
+        try:
+            await self._loop.create_connection(lambda: connection, address.host, address.port)
+        except (OSError, ValueError) as error:  # ValueError: a host name that IDNA cannot encode
+            target.task = None
+            code = getattr(error, "errno", None)
+            self.lost(target, f"cannot connect: {os.strerror(code) if code and code > 0 else error}", retry=False)
+        else:
+            target.task = None
+            target.connection = connection
+            if connection.open:
+                connection.get(address.request, target)
+            else:
+                self.lost(target, "connection closed at once", retry=False)
+
+    async def _fetch(self, target: Target) -> None:
+        try:
+            page = await self._secure.fetch(target.address.url)
+        except ScrapeError as error:
+            target.task = None
+            self.lost(target, str(error), retry=False)
+        else:
+            target.task = None
+            self.page(target, page)
+
+    def lost(self, target: Target, reason: str, retry: bool) -> None:
+        """No page came."""
+        target.in_flight = False
+        if target.due < 0:
+            return
+        if retry and not target.retried:
+            target.retried = True
+            self._start(target, self._loop.time())
+        else:
+            self._failed(target, reason)
+
+    def _failed(self, target: Target, reason: str) -> None:
+        options = self._options
+        self.stats.failed += 1
+        target.fails += 1
+        delay = min(self._interval(target) * 2.0 ** min(target.fails, 16), options.backoff_cap_s)
+        self._schedule(target, self._loop.time() + delay * self._rng.uniform(0.75, 1.25))
+        self._emit(MetricsFailed(target.endpoint.id, reason))
+
+    def page(self, target: Target, page: bytes) -> None:
+        """A page came."""
+        options, stats = self._options, self.stats
+        now = self._loop.time()
+        target.in_flight = False
+        full = now - target.full_at >= options.repeat_s
+        if full:
+            target.full_at = now
+        reading = target.reader.read(page, full)
+        if reading.problems != target.problems:
+            target.problems = reading.problems
+            if self._report is not None:
+                self._report(target.endpoint.id, reading.problems)
+        if reading.empty:
+            self._failed(target, f"the page has no load metric of engine {target.engine!r}")
+            return
+        stats.ok += 1
+        stats.bytes += len(page)
+        stats.seconds += now - target.started
+        news = reading is not target.reading or target.fails > 0
+        target.fails = 0
+        sample = reading.sample
+        self._set_fast(target, now < target.awake_until or bool(sample.waiting or sample.running))
+        self._schedule(target, max(target.started + self._interval(target), now + GRID))
+        if news or target.fast or now - target.fed_at >= options.repeat_s - GRID:
+            target.reading = reading
+            target.fed_at = now
+            self._emit(MetricsSampled(target.endpoint.id, target.started, sample))
+        else:
+            stats.suppressed += 1
+
+    def _emit(self, event: MetricsSampled | MetricsFailed) -> None:
+        try:
+            self._feed(event)
+        except Exception as error:  # the scraper outlives a broken consumer
+            self._loop.call_exception_handler({"message": f"the consumer of {event!r} raised", "exception": error})

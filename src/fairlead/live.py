@@ -1,0 +1,252 @@
+"""The composition root: configuration → objects → one running scheduler → graceful stop.
+
+Started in this order, stopped in the reverse one, whatever happens in between: knowledge (endpoints, scraper), the port
+that answers, the gateway that asks, the admin page. On SIGTERM or SIGINT readiness goes off first, then the gateway
+drains while the scheduler still answers it, then running streams finish; then the rest goes.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fairlead.config.engines import engine_table
+from fairlead.config.registry import build_hasher, build_policy
+from fairlead.config.schema import Config
+from fairlead.fleet.fleet import Fleet
+from fairlead.io.admin import Admin, AdminSources
+from fairlead.io.endpoints_file import EndpointsFile
+from fairlead.io.envoy.gateway import Gateway
+from fairlead.io.envoy.options import Options, Tls
+from fairlead.io.loop_lag import LoopLag
+from fairlead.io.receive.answers import Answers
+from fairlead.io.receive.driver import Driver
+from fairlead.io.receive.health import HealthService
+from fairlead.io.receive.server import Server
+from fairlead.io.receive.session import Host
+from fairlead.io.receive.understand import Understanding
+from fairlead.io.scrape import Scraper
+from fairlead.io.scrape_target import ScrapeOptions
+from fairlead.io.tls import ServerTls
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.errors import ConfigError
+from fairlead.model.events import EndpointDown, EndpointUp
+from fairlead.observe.log import get
+from fairlead.observe.watch import Watch
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+
+log = get("serve")
+
+#: Seconds that requests in flight get to finish at shutdown.
+DRAIN_SECONDS = 30.0
+#: Streamed answers that are followed to their end at first, to learn token counts before sampling sets in.
+FIRST_INSPECTED = 20
+
+
+class Live:
+    """A scheduler in this process: `await run()` returns after `stop()` or a signal."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._stopping = asyncio.Event()
+        #: What keeps us from being ready, by part.
+        self._unready = {"start": "starting"}
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises `ConfigError` when something that the configuration names cannot be used, e.g. a taken port."""
+        loop = asyncio.get_running_loop()
+        self._build(loop)
+        async with contextlib.AsyncExitStack() as stack:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+                stack.callback(loop.remove_signal_handler, number)
+            await self._start(stack, loop)
+            _settle_memory()
+            self._set_ready("start", "")
+            log.info("ready", **self._whereabouts())
+            await self._stopping.wait()
+            log.info("stopping", grace_s=DRAIN_SECONDS)
+            self._set_ready("stop", "shutting down")
+
+    def _build(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The pure core and what listens to it."""
+        config = self.config
+        rng = Random(config.seed)
+        self.fleet = Fleet(lease_ttl=config.ledger.lease_ttl, staleness=config.metrics.staleness)
+        self.watch = Watch(self.fleet, loop.time)
+        tokens = TokenEstimator()
+        policy = build_policy(config, self.watch.on_plugin_error)
+        self.pipeline = Pipeline(loop, rng, self.fleet, policy, tokens, self.watch.on_plugin_error)
+        self.driver = Driver(self.pipeline, loop, self.watch)
+        self.health = HealthService()
+        self.host = Host(
+            self.driver,
+            Understanding(tokens, build_hasher(config), loop.time),
+            Answers(secrets.token_hex(4)),
+            self.watch,
+            loop.time,
+            config.parsing.max_body_bytes,
+            _sampler(config.inspect.usage_sampling, Random(rng.random())),
+        )
+
+    async def _start(self, stack: contextlib.AsyncExitStack, loop: asyncio.AbstractEventLoop) -> None:
+        config = self.config
+        self.driver.start()
+        stack.callback(self.driver.close)
+        self.scraper = Scraper(loop, self.driver.feed, engine_table(config.metrics), _scrape_options(config))
+        stack.push_async_callback(self.scraper.close)
+        self.watch.on_routed = self.scraper.wake
+        self.watch.scrapes = self.scraper.stats
+        lag = LoopLag(loop, self.watch.metrics.families.loop_lag.child().observe)
+        stack.callback(lag.close)
+        self.gateway = Gateway(gateway_options(config)) if config.gateway.mode == "embedded" else None
+        await self._start_endpoints(stack)
+        tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
+        server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
+        stack.push_async_callback(server.close, DRAIN_SECONDS)
+        log_port = config.als.port if config.als.enabled else 0
+        await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
+        await self._start_admin(stack)
+        if self.gateway is not None:
+            # The gateway's health check of the scheduler must pass before it is asked to route anything.
+            self.health.set_ready(True)
+            await self.gateway.start()
+            stack.push_async_callback(self.gateway.stop, DRAIN_SECONDS)
+
+    async def _start_endpoints(self, stack: contextlib.AsyncExitStack) -> None:
+        source = self.config.endpoints
+        for endpoint in source.static:
+            self._endpoint(EndpointUp(endpoint))
+        if not source.file:
+            return
+        files = EndpointsFile(source.file, self._endpoint, self._file_problem, watch=source.watch)
+        stack.push_async_callback(files.close)
+        problems = await files.start()
+        if not files.loaded:
+            raise ConfigError("; ".join(str(problem.message) for problem in problems), "$.endpoints.file", source.file)
+
+    def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        """An endpoint came, changed or went: everybody who knows endpoints is told."""
+        self.driver.feed(event)
+        if isinstance(event, EndpointUp):
+            self.scraper.up(event.endpoint)
+            log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
+        else:
+            self.scraper.down(event.endpoint_id)
+            log.info("endpoint down", endpoint=event.endpoint_id)
+        if self.gateway is not None:
+            self.gateway.set_endpoints(endpoint.address for endpoint in self._endpoints())
+
+    def _endpoints(self) -> list[Endpoint]:
+        return [endpoint for _, endpoint in self.fleet.table.slots()]
+
+    def _file_problem(self, problem: Any) -> None:
+        log.warning("the endpoints file has a problem", file=self.config.endpoints.file, problem=str(problem))
+
+    async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
+        sources = AdminSources(
+            metrics=self.watch.metrics.registry.parts,
+            unready=self._reasons,
+            endpoints=self.watch.endpoints,
+            decisions=self.watch.journal.last,
+        )
+        settings = self.config.admin
+        self.admin = Admin(sources, host=settings.host, port=settings.port, debug=settings.debug)
+        try:
+            await self.admin.start()
+        except OSError as error:
+            where = f"{settings.host}:{settings.port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", "$.admin.port") from None
+        stack.push_async_callback(self.admin.close)
+
+    def _reasons(self) -> list[str]:
+        reasons = list(self._unready.values())
+        if not self.fleet.table.count:
+            reasons.append("no endpoints")
+        if self.gateway is not None and not self.gateway.pid:
+            reasons.append("the embedded gateway is not up")
+        return reasons
+
+    def _set_ready(self, part: str, reason: str) -> None:
+        """Note why a part is not ready; an empty reason clears it."""
+        self._unready.pop(part, None)
+        if reason:
+            self._unready[part] = reason
+        self.health.set_ready(not self._unready)
+
+    def _whereabouts(self) -> dict[str, object]:
+        config = self.config
+        found: dict[str, object] = {
+            "policy": config.policy.name,
+            "endpoints": self.fleet.table.count,
+            "ext_proc": f"{config.ext_proc.host}:{config.ext_proc.port}",
+            "admin": f"http://{config.admin.host}:{self.admin.port}/",
+        }
+        if self.gateway is not None:
+            found["gateway"] = f"http://{self.gateway.address}/"
+        return found
+
+
+def _sampler(share: float, rng: Random) -> Callable[[], bool]:
+    """True for the first `FIRST_INSPECTED` calls, then for `share` of them; never when `share` is 0."""
+    left = FIRST_INSPECTED
+
+    def inspect() -> bool:
+        nonlocal left
+        if share <= 0:
+            return False
+        left -= 1
+        return left >= 0 or rng.random() < share
+
+    return inspect
+
+
+def _settle_memory() -> None:
+    """What exists now lives to the end, and what comes later dies by reference count: the cycle collector need not walk
+    the former, and need not look at the latter often. Its pauses would land in the middle of decisions."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def _scrape_options(config: Config) -> ScrapeOptions:
+    metrics = config.metrics
+    return ScrapeOptions(
+        fast_s=metrics.interval,
+        idle_s=metrics.idle_interval,
+        timeout_s=metrics.timeout,
+        backoff_cap_s=metrics.backoff_cap,
+        max_rate=metrics.max_rate,
+        max_page=metrics.max_page_bytes,
+        token_file=metrics.token_file,
+        ca_file=metrics.tls.ca_file,
+        verify=metrics.tls.verify,
+    )
+
+
+def gateway_options(config: Config) -> Options:
+    """What the configuration says of the embedded gateway, in the gateway's own terms."""
+    gateway, ext_proc = config.gateway, config.ext_proc
+    tls = ext_proc.tls
+    return Options(
+        host=gateway.host,
+        port=gateway.port,
+        admin_port=gateway.admin_port,
+        ext_proc=f"127.0.0.1:{ext_proc.port}",
+        als=f"127.0.0.1:{config.als.port}" if config.als.enabled else "",
+        tls=Tls(ca_file=str(Path(tls.cert_dir, "tls.crt"))) if tls else None,
+        request_mode="whole",
+        response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
+        body_limit=gateway.body_limit,
+        concurrency=gateway.concurrency or os.cpu_count() or 1,
+    )

@@ -1,0 +1,86 @@
+"""All observers of the scheduler behind one: metrics, the decision journal, the log."""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.errors import PluginError
+from fairlead.observe.journal import Journal
+from fairlead.observe.log import get
+from fairlead.observe.metrics import SchedulerMetrics
+from fairlead.observe.status import EndpointStatus, FleetStatus, ScrapeTotals
+
+log = get("schedule")
+
+
+class Watch:
+    """Hears of every decision and outcome. `now` is the clock of their `at`."""
+
+    def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._now = now
+        self.journal = Journal()
+        self.metrics = SchedulerMetrics(now, self.status)
+        #: Told the endpoint of every routed request.
+        self.on_routed: Callable[[str], object] = lambda endpoint_id: None
+        #: Totals of scraping, once there is a scraper.
+        self.scrapes: ScrapeTotals | None = None
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        self.metrics.on_decision(record, duration_s)
+        self.journal.on_decision(record)
+        if record.endpoint:
+            self.on_routed(record.endpoint)
+        if record.overloaded:
+            log.warning("all endpoints are overloaded; more replicas are wanted")
+        elif not record.endpoint:
+            log.warning("a request was refused", reason=record.outcome, status=record.status)
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        self.metrics.on_outcome(record)
+        self.journal.on_outcome(record)
+
+    def on_client_error(self, api: str, status: int) -> None:
+        self.metrics.on_client_error("", status)
+
+    def on_fallback(self, address: str, status: int) -> None:
+        """The gateway served a request without asking us."""
+        self.metrics.on_fallback(address)
+        log.warning("the gateway served requests without asking the scheduler", endpoint=address)
+
+    def on_plugin_error(self, error: PluginError) -> None:
+        log.error("a plugin failed and was left out of a decision", plugin=error.plugin, reason=str(error))
+
+    def endpoints(self) -> Sequence[EndpointStatus]:
+        """One entry per endpoint, in the order in which they joined."""
+        now = self._now()
+        fleet, table = self._fleet, self._fleet.table
+        found = []
+        for slot, endpoint in table.slots():
+            age = fleet.age(slot, now)
+            sample = table.samples[slot]
+            found.append(
+                EndpointStatus(
+                    id=endpoint.id,
+                    address=endpoint.address,
+                    labels=dict(endpoint.labels),
+                    fresh=age <= fleet.staleness,
+                    age_s=age if isfinite(age) else None,
+                    waiting=sample.waiting if sample else None,
+                    running=sample.running if sample else None,
+                    kv_usage=sample.kv_usage if sample else None,
+                    leases=int(table.inflight[slot]),
+                    pending_tokens=float(table.pending_tokens[slot]),
+                    adapters=sorted(table.adapters[slot] or ()),
+                )
+            )
+        return found
+
+    def status(self) -> FleetStatus:
+        return FleetStatus(
+            endpoints=self.endpoints(),
+            index_size=self._fleet.prefix.entries,
+            leases=len(self._fleet.ledger),
+            scrapes=self.scrapes,
+        )

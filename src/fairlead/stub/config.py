@@ -1,0 +1,90 @@
+"""What a stub replica is configured with. Defaults follow `vllm serve`, with the flag on that reports cached tokens."""
+
+from msgspec import Struct
+
+from fairlead.engine.presets import DEFAULT_PRESET, Preset, preset
+from fairlead.engine.spec import EngineSpec
+from fairlead.stub.http_parse import MAX_BODY, MAX_HEAD
+
+VERSION = "0.32.0"
+
+
+class StubConfig(Struct, frozen=True, kw_only=True):
+    """One configuration for all replicas of a pool. Raises `ValueError` where the engine could not start."""
+
+    preset: str = DEFAULT_PRESET
+    #: Served model name; empty = the preset's.
+    model: str = ""
+    #: Engine seconds per second: 1 = time-accurate, 20 = twenty times faster. Times in /metrics are engine seconds.
+    time_ratio: float = 1.0
+    #: A stream sends an event every so many tokens, the first one at once (`--stream-interval`).
+    stream_interval: int = 1
+    #: Steps that are handled late, together, give one event with all their tokens, as under load on the real server.
+    #: False = an event per token even then, for tests that count events.
+    merge_events: bool = True
+
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 8192
+    #: 0 = the preset's.
+    max_model_len: int = 0
+    kv_tokens: int = 0
+    block_size: int = 16
+    #: Adapters that are loaded at start. With any, or with `max_loras`, adapters can be loaded at run time too.
+    loras: tuple[str, ...] = ()
+    #: Adapters in one batch; 0 = no adapters, or 1 when `loras` names some.
+    max_loras: int = 0
+    #: Requests that may wait before more are refused with 503 (`--max-num-queued-reqs`); 0 = no limit.
+    max_queued: int = 0
+    #: Share of refused streams that get their 503 inside a 200; below 0 = as measured, 0.55 completions and 0.85 chat.
+    overload_in_stream: float = -1.0
+    #: Overrides everything the engine takes from the preset and the fields above; for tests.
+    engine: EngineSpec | None = None
+
+    #: Output tokens of a request that sets no limit: about so many, then `stop`. 0 = on to the context length.
+    natural_output: int = 256
+    #: Token ids of a prompt must be below. The stub's tokens are any four bytes.
+    vocab_size: int = 1 << 32
+    #: `--enable-prompt-tokens-details`, `--enable-request-id-headers`, `--enable-server-load-tracking`.
+    prompt_tokens_details: bool = True
+    request_id_headers: bool = False
+    #: Comments in streams that wait for their first token (`--sse-keep-alive-interval`), seconds; 0 = none.
+    sse_keepalive_s: float = 0.0
+    #: `x-inference-pod`, `x-inference-namespace` and `x-inference-port` on every response.
+    identity_headers: bool = False
+    namespace: str = "default"
+    #: Also the process_*, python_* and http_* families on /metrics, about 50 KB as the real page.
+    full_metrics: bool = True
+
+    seed: int = 0
+    max_head: int = MAX_HEAD
+    max_body: int = MAX_BODY
+    #: Close a connection that says nothing, or not all of a request, for so long; 0 = never.
+    idle_timeout_s: float = 0.0
+    request_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.time_ratio <= 0:
+            raise ValueError("time_ratio must be positive")
+        if self.stream_interval < 1:
+            raise ValueError("stream_interval must be at least 1")
+        if self.loras and not self.spec().max_loras:
+            raise ValueError("adapters need max_loras of at least 1")
+
+    def the_preset(self) -> Preset:
+        return preset(self.preset)
+
+    @property
+    def served_model(self) -> str:
+        return self.model or self.the_preset().model
+
+    def spec(self) -> EngineSpec:
+        if self.engine is not None:
+            return self.engine
+        return self.the_preset().spec(
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=max(self.max_batched_tokens, self.max_num_seqs),
+            max_model_len=self.max_model_len,
+            max_loras=self.max_loras or (1 if self.loras else 0),
+            kv_tokens=self.kv_tokens,
+        )

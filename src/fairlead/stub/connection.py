@@ -1,0 +1,241 @@
+"""One client connection: requests in, one answer at a time, in order; back-pressure and disconnects.
+
+Rules
+* A request is handed on only when the answer to the one before is complete, so pipelined requests are answered in
+  order. While an answer is on its way, or the client does not read, it may be ahead by `_AHEAD` bytes; then reading
+  pauses.
+* A stream never buffers more than the transport's high-water mark. Above it `paused` is set; whoever streams must not
+  write then, and is told by `Exchange.writable` when it may go on. Other answers are bounded by their own size.
+* When the client goes away the exchange is told by `Exchange.lost`, once, and nothing is written any more.
+"""
+
+import asyncio
+from typing import Protocol
+
+from fairlead.stub.http_parse import HttpError, HttpRequest, RequestParser
+from fairlead.stub.replies import JSON_TYPE, Heads, malformed
+
+_AHEAD = 256 * 1024
+_HIGH_WATER = 64 * 1024
+_LINGER_S = 1.0
+
+
+class Exchange(Protocol):
+    """Whoever works on an answer that is not complete yet."""
+
+    def lost(self) -> None:
+        """The client is gone."""
+
+    def writable(self) -> None:
+        """The connection takes more after it was `paused`."""
+
+
+class Server(Protocol):
+    """What a connection needs of its server."""
+
+    heads: Heads
+    max_head: int
+    max_body: int
+
+    def opened(self, connection: "Connection") -> None: ...
+    def closed(self, connection: "Connection") -> None: ...
+    def unix(self) -> float: ...
+    def monotonic(self) -> float: ...
+    def serve(self, connection: "Connection", request: HttpRequest) -> None:
+        """Answer, now or later, through `reply` or `begin_stream`."""
+
+    def answered(self, request: HttpRequest, status: int, seconds: float) -> None:
+        """The whole answer was written; `seconds` since the request was whole."""
+
+
+class Connection(asyncio.Protocol):
+    """The protocol that the event loop drives."""
+
+    __slots__ = (
+        "_began",
+        "_busy",
+        "_chunked",
+        "_close_after",
+        "_parser",
+        "_refused",
+        "_request",
+        "_server",
+        "_transport",
+        "_turning",
+        "active_at",
+        "exchange",
+        "paused",
+        "request_id",
+        "responded",
+    )
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._parser = RequestParser(server.max_head, server.max_body)
+        self._transport: asyncio.Transport | None = None
+        self._busy = False
+        self._turning = False
+        self._request: HttpRequest | None = None
+        self._began = 0.0
+        self._close_after = False
+        self._refused = False
+        self._chunked = True
+        self.exchange: Exchange | None = None
+        self.paused = False
+        #: To send back as `x-request-id`; set by the server per request, empty = not sent.
+        self.request_id = ""
+        #: Status of the answer that was begun last; 0 before.
+        self.responded = 0
+        #: When, on the monotonic clock, the last byte came in or the last answer ended.
+        self.active_at = server.monotonic()
+
+    # ---------------------------------------------------------------- event loop's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_HIGH_WATER)
+        self._server.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._server.closed(self)
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.lost()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self.active_at = self._server.monotonic()
+        self._parser.feed(data)
+        self._turn()
+        waits = self._busy or self.paused
+        if waits and self._parser.buffered > _AHEAD and self._transport is not None:
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        if self.exchange is not None:
+            self.exchange.writable()
+        else:
+            self._read_on()
+
+    # ---------------------------------------------------------------- server's side
+
+    @property
+    def quiet_since(self) -> float | None:
+        """Since when nothing happened while the client had the turn; `None` while an answer is due."""
+        return None if self._busy else self.active_at
+
+    @property
+    def mid_request(self) -> bool:
+        """Part of a request has come."""
+        return not self._parser.idle
+
+    def reply(
+        self, status: int, body: bytes, content_type: bytes = JSON_TYPE, before: bytes = b"", head_only: bool = False
+    ) -> None:
+        """The whole answer."""
+        head = self._server.heads.plain(
+            self._server.unix(),
+            status,
+            len(body),
+            content_type=content_type,
+            before=before,
+            request_id=self.request_id,
+            close=self._close_after,
+        )
+        self.responded = status
+        self.write(head if head_only else head + body)
+        self._answered()
+
+    def begin_stream(self) -> None:
+        """Send the head of a stream at once."""
+        self.responded = 200
+        self.write(
+            self._server.heads.stream(
+                self._server.unix(), request_id=self.request_id, close=self._close_after, chunked=self._chunked
+            )
+        )
+
+    def event(self, data: bytes) -> bytes:
+        """One server-sent event as it goes on the wire."""
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def end_stream(self, last: bytes = b"") -> None:
+        """`last` goes out in front of the end, in the same write."""
+        self.write(last + b"0\r\n\r\n" if self._chunked else last)
+        self._answered()
+
+    def close(self) -> None:
+        """After what has been written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def cut(self) -> None:
+        """At once, whatever is still unsent; nothing more is written."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+    # ---------------------------------------------------------------- turns
+
+    def _answered(self) -> None:
+        self.exchange = None
+        self._busy = False
+        request, self._request = self._request, None
+        self.active_at = self._server.monotonic()
+        if request is not None:
+            self._server.answered(request, self.responded, self.active_at - self._began)
+        if self._close_after:
+            self.close()
+            return
+        self._read_on()
+
+    def _read_on(self) -> None:
+        self._turn()
+        transport = self._transport
+        if transport is not None and not transport.is_reading() and not transport.is_closing():
+            transport.resume_reading()
+
+    def _turn(self) -> None:
+        """Serve requests as long as whole ones are there and answers are immediate."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while not (self._busy or self.paused or self._close_after) and self._transport is not None:
+                request = self._parser.next()
+                if request is None:
+                    if self._parser.wants_continue:
+                        self._parser.wants_continue = False
+                        self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    return
+                self._busy = True
+                self._request = request
+                self._began = self.active_at
+                self._close_after = not request.keep_alive
+                self._chunked = request.version11
+                self.responded = 0
+                self._server.serve(self, request)
+        except HttpError as error:
+            self._refuse(error)
+        finally:
+            self._turning = False
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer what is no request, and close. Unread bytes would make the kernel reset the connection and lose the
+        answer, so what still comes is read and dropped for a moment (RFC 9112 §9.6)."""
+        self._refused = self._close_after = True
+        self.write(malformed(str(error), error.status))
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+        asyncio.get_running_loop().call_later(_LINGER_S, self.close)

@@ -1,0 +1,132 @@
+"""Fields of a JSON body, with the checks, coercions and complaints of the real server's validation (pydantic)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from fairlead.stub.api_errors import VALIDATION, ApiError, Invalid
+
+Body = Mapping[str, Any]
+
+
+def parse_body(body: bytes, content_type: str) -> Body:
+    """The JSON object of a request. Raises `ApiError` in the real server's words."""
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, VALIDATION
+        )
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        value = _parse_slowly(body)
+    if not isinstance(value, dict):
+        raise Invalid(_problem("model_attributes_type", "body", "Input should be a valid dictionary", value))
+    return value
+
+
+def _parse_slowly(body: bytes) -> Any:
+    """With the standard library, whose message and position the real server quotes. It also knows NaN."""
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        msg, at = error.msg, error.pos
+    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        msg, at = str(error), 0
+    raise Invalid(
+        {
+            "type": "json_invalid",
+            "loc": f"body.{at}",
+            "msg": "JSON decode error",
+            "input": "<dict of 0 items>",
+            "ctx": {"error": msg},
+        }
+    )
+
+
+def integer(body: Body, name: str, default: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            raise _wrong("int_parsing", name, "integer, unable to parse string as an integer", value) from None
+    if isinstance(value, float):
+        raise _wrong("int_from_float", name, "integer, got a number with a fractional part", value)
+    raise _wrong("int_type", name, "integer", value)
+
+
+def number(body: Body, name: str, default: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, (int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            raise _wrong("float_type", name, "number", value) from None
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise _wrong("float_parsing", name, "number, unable to parse string as a number", value) from None
+    raise _wrong("float_type", name, "number", value)
+
+
+def boolean(body: Body, name: str) -> bool:
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if value in (0, 1):
+        return bool(value)
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise _wrong("bool_type", name, "boolean", value)
+
+
+def string(body: Body, name: str) -> str | None:
+    value = body.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong("string_type", name, "string", value)
+
+
+def mapping(body: Body, name: str) -> Body | None:
+    value = body.get(name)
+    if value is None or isinstance(value, dict):
+        return value
+    raise _wrong("model_attributes_type", name, "dictionary or object to extract fields from", value)
+
+
+def array(body: Body, name: str) -> list[Any]:
+    """A list that must be there."""
+    if name not in body:
+        raise missing(body, name)
+    value = body[name]
+    if not isinstance(value, list):
+        raise _wrong("list_type", name, "list", value)
+    return value
+
+
+def missing(body: Body, name: str) -> ApiError:
+    return Invalid(
+        {"type": "missing", "loc": f"body.{name}", "msg": "Field required", "input": f"<dict of {len(body)} items>"}
+    )
+
+
+def _wrong(kind: str, name: str, expected: str, value: object) -> ApiError:
+    return Invalid(_problem(kind, f"body.{name}", f"Input should be a valid {expected}", value))
+
+
+def _problem(kind: str, loc: str, msg: str, value: object) -> dict[str, object]:
+    if isinstance(value, (dict, list)):
+        value = f"<{type(value).__name__} of {len(value)} items>"
+    return {"type": kind, "loc": loc, "msg": msg, "input": value}

@@ -1,0 +1,123 @@
+"""Many replicas in one process: start them, reach them, stop and restart single ones."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from fairlead.stub.config import StubConfig
+from fairlead.stub.exposition import Part
+from fairlead.stub.faults import Faults, changed
+from fairlead.stub.process_stats import process_parts
+from fairlead.stub.replica import Replica
+from fairlead.stub.server import ReplicaServer
+
+
+class PortTaken(Exception):
+    """A port could not be listened on."""
+
+
+class StubPool:
+    """`async with StubPool(config, replicas=8) as pool:` serves until the block is left.
+
+    `ports` is 0 for free ones, a first port (then one after the other), or a list. `configs` overrides the
+    configuration of single replicas by index, for unlike hardware.
+    """
+
+    def __init__(
+        self,
+        config: StubConfig | None = None,
+        replicas: int = 1,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] | int = 0,
+        *,
+        name: str = "stub",
+        configs: dict[int, StubConfig] | None = None,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError("a pool needs at least one replica")
+        base = config or StubConfig()
+        self._configs = [(configs or {}).get(index, base) for index in range(replicas)]
+        if isinstance(ports, int):
+            self._ports = [ports + index if ports else 0 for index in range(replicas)]
+        else:
+            self._ports = list(ports)
+        if len(self._ports) != replicas:
+            raise ValueError(f"{replicas} replicas need as many ports, not {len(self._ports)}")
+        self.host = host
+        self.names = [f"{name}-{index}" for index in range(replicas)]
+        self._process: list[Part] = []
+        self._servers: list[ReplicaServer | None] = [None] * replicas
+
+    async def __aenter__(self) -> Self:
+        self._process = process_parts(time.time())
+        try:
+            for index in range(len(self._servers)):
+                await self._start(index)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop all. Safe to call again."""
+        for index in range(len(self._servers)):
+            await self.stop(index)
+
+    @property
+    def addresses(self) -> list[str]:
+        """`host:port` of every replica, also of stopped ones."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return [f"{host}:{port}" for port in self._ports]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The running replicas, with `engine.stats`, `faults` and `models`."""
+        return [server.replica for server in self._servers if server is not None]
+
+    def replica(self, index: int) -> Replica:
+        """Raises `LookupError` when it is stopped."""
+        return self._running(index).replica
+
+    def connections(self, index: int) -> int:
+        """Open client connections."""
+        return self._running(index).connections
+
+    def set_faults(self, index: int, **changes: object) -> Faults:
+        """Change some faults of one replica, see `Faults`. Raises `ValueError` for what is no fault or not its type."""
+        replica = self.replica(index)
+        replica.faults = changed(replica.faults, changes)
+        return replica.faults
+
+    async def stop(self, index: int) -> None:
+        """Kill a replica: its port is closed, its connections are cut, its cache is gone."""
+        server, self._servers[index] = self._servers[index], None
+        if server is not None:
+            await server.stop()
+
+    async def restart(self, index: int) -> None:
+        """Kill it if it runs, and start it fresh on the same port."""
+        await self.stop(index)
+        await self._start(index)
+
+    async def _start(self, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        replica = Replica(self._configs[index], self.names[index], index, loop, time.time)
+        server = ReplicaServer(replica, self._process)
+        try:
+            self._ports[index] = await server.start(self.host, self._ports[index])
+        except OSError as error:
+            raise PortTaken(f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}") from error
+        self._servers[index] = server
+
+    def _running(self, index: int) -> ReplicaServer:
+        server = self._servers[index]
+        if server is None:
+            raise LookupError(f"{self.names[index]} is stopped")
+        return server

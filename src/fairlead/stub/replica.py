@@ -1,0 +1,255 @@
+"""One stub replica: an engine, its clock and timer, the requests that run on it, its faults and adapters.
+
+Rules
+* One timer per replica, armed for the end of the running step. It wakes at most once per `_TICK_S`; steps that end in
+  between are handled together: a time ratio that makes steps shorter costs no more wake-ups, and streams get merged
+  events.
+* Engine time is absolute, so late wake-ups delay single events and never add up.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+
+from fairlead.engine.engine import Engine, StepResult
+from fairlead.engine.request import EngineRequest, Phase
+from fairlead.stub.api_errors import BUSY, DEAD, UNAVAILABLE, ApiError
+from fairlead.stub.clock import EngineClock
+from fairlead.stub.config import VERSION, StubConfig
+from fairlead.stub.connection import Connection
+from fairlead.stub.faults import NO_FAULTS, Faults
+from fairlead.stub.generation import Choice, Generation
+from fairlead.stub.lora_info import LoraInfo
+from fairlead.stub.plans import Models, Plan
+from fairlead.stub.streaming import StreamGeneration
+
+_TICK_S = 0.001
+#: Share of refused streams that had their 503 inside a 200 (vLLM 0.32.0: 11 of 20 and 17 of 20).
+_IN_STREAM_COMPLETIONS = 0.55
+_IN_STREAM_CHAT = 0.85
+
+
+class Replica:
+    """The server part (`server.ReplicaServer`) turns HTTP into calls of `submit`; the rest is here."""
+
+    def __init__(
+        self, config: StubConfig, name: str, index: int, loop: asyncio.AbstractEventLoop, unix: Callable[[], float]
+    ) -> None:
+        self.config = config
+        self.name = name
+        self.spec = config.spec()
+        self.block_size = self.spec.block_size
+        self.details = config.prompt_tokens_details
+        self.keepalive_s = config.sse_keepalive_s
+        self.rng = random.Random(f"{config.seed}/{index}")
+        self.fingerprint = f"vllm-{VERSION}-{self.rng.getrandbits(32):08x}"
+        self.models = Models(config.served_model, config.loras, int(unix()))
+        self.lora_info = LoraInfo(self.spec.max_loras)
+        self.clock = EngineClock(loop.time, config.time_ratio)
+        self.engine = Engine(self.spec, self.clock.now())
+        self.unix = unix
+        self.rejections = 0
+        self._loop = loop
+        self._faults = NO_FAULTS
+        self._generations: dict[Generation, None] = {}
+        self._choices: dict[EngineRequest, Choice] = {}
+        #: Choices of streams that go on and have a first token.
+        self._streaming: dict[EngineRequest, Choice] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._woke = 0.0
+
+    # ---------------------------------------------------------------- requests
+
+    @property
+    def in_flight(self) -> int:
+        """Generation requests that are not answered; /load shows it."""
+        return len(self._generations)
+
+    def submit(self, connection: Connection, plan: Plan, answer_id: str, created: int, orca: str) -> None:
+        """Run a checked request and answer on the connection. Raises `ApiError` when it is refused with a status."""
+        in_stream = self._refusal_in_stream(plan)
+        if not in_stream:
+            self._check(plan)
+        make = StreamGeneration if plan.stream else Generation
+        generation = make(self, connection, plan, answer_id, created, self.fingerprint)
+        generation.orca = orca
+        if isinstance(generation, StreamGeneration) and self._draw(self._faults.disconnect_rate):
+            generation.cut_after = self._faults.disconnect_after
+        self._generations[generation] = None
+        connection.exchange = generation
+        generation.begin()
+        if in_stream:
+            generation.fail(in_stream)
+            return
+        now = self.clock.now()
+        self._catch_up(now)
+        for request, prompt in self._requests(plan, answer_id):
+            self._choices[request] = generation.add_choice(prompt, request)
+            self.engine.add(request, now)
+        self._arm()
+
+    def _requests(self, plan: Plan, answer_id: str) -> Iterator[tuple[EngineRequest, int]]:
+        for prompt, tokens in enumerate(plan.prompts):
+            for sibling in range(plan.n):
+                seed = plan.seed(prompt, sibling)
+                natural = self.config.natural_output
+                yield (
+                    EngineRequest(
+                        answer_id,
+                        tokens,
+                        plan.max_tokens[prompt],
+                        seed=seed,
+                        lora=plan.lora,
+                        salt=plan.salt,
+                        stop_after=max(1, natural // 2 + seed % natural) if plan.stops else 0,
+                        params_n=plan.n if sibling == 0 else 0,
+                    ),
+                    prompt,
+                )
+
+    def _check(self, plan: Plan) -> None:
+        if self._faults.engine_dead:
+            raise ApiError(DEAD, 500)
+        if self._draw(self._faults.error_rate):
+            raise self._injected()
+        if self._overloaded(plan):
+            raise self._busy()
+
+    def _refusal_in_stream(self, plan: Plan) -> ApiError | None:
+        """What a stream is told inside its 200, where the real server notices only after it has sent the head."""
+        if not plan.stream or self._faults.engine_dead:
+            return None
+        if self._faults.error_in_stream and self._draw(self._faults.error_rate):
+            return self._injected()
+        if not self._overloaded(plan):
+            return None
+        share = self.config.overload_in_stream
+        if share < 0:
+            share = _IN_STREAM_CHAT if plan.chat else _IN_STREAM_COMPLETIONS
+        return self._busy() if self._draw(share) else None
+
+    def _overloaded(self, plan: Plan) -> bool:
+        limit = self.config.max_queued
+        if limit <= 0:
+            return False
+        free = max(0, self.spec.max_num_seqs - self.engine.running())
+        return self.engine.queued() - free + len(plan.prompts) * plan.n > limit
+
+    def _busy(self) -> ApiError:
+        self.rejections += 1
+        return ApiError(BUSY, 503, UNAVAILABLE)
+
+    def _injected(self) -> ApiError:
+        return ApiError("Injected fault.", self._faults.error_status)
+
+    def _draw(self, share: float) -> bool:
+        return share > 0 and self.rng.random() < share
+
+    # ---------------------------------------------------------------- generation's side
+
+    def output_tokens(self, request: EngineRequest) -> int:
+        return self.engine.output_tokens(request)
+
+    def load(self) -> tuple[float, float]:
+        gauges = self.engine.stats.gauges
+        return gauges.waiting, gauges.kv_usage
+
+    def later(self, seconds: float, generation: Generation) -> None:
+        self._loop.call_later(seconds, generation.keep_alive)
+
+    def forget(self, generation: Generation) -> None:
+        self._generations.pop(generation, None)
+        for choice in generation.choices:
+            request = choice.request
+            self._choices.pop(request, None)
+            self._streaming.pop(request, None)
+            if request.phase is not Phase.DONE:
+                self.engine.abort(request, self.clock.now())
+
+    # ---------------------------------------------------------------- time
+
+    def _arm(self) -> None:
+        due = self.engine.next_step_at()
+        if due is None or self._timer is not None or self.clock.frozen:
+            return
+        when = max(self.clock.wall(due), self._woke + _TICK_S)
+        self._timer = self._loop.call_at(when, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._woke = self._loop.time()
+        self._catch_up(self.clock.now())
+        self._arm()
+
+    def _catch_up(self, now: float) -> None:
+        """Do every step that is due, and pass on what came of it."""
+        if not self.config.merge_events:
+            while (due := self.engine.next_step_at()) is not None and due < now:
+                self._pass_on(self.engine.step(due))
+        self._pass_on(self.engine.step(now))
+
+    def _pass_on(self, result: StepResult) -> None:
+        if not result.steps:
+            return
+        if self.spec.max_loras:
+            self.lora_info.note(self.engine.stats.gauges.running_loras, self.unix())
+        choices, streaming = self._choices, self._streaming
+        for request in result.first:
+            choice = choices[request]
+            if choice.generation.plan.stream and request.phase is not Phase.DONE:
+                streaming[request] = choice
+        if streaming:
+            self._stream()
+        for request in result.finished:
+            streaming.pop(request, None)
+            # An answer may start the next request of its connection, and with it more steps, before this loop is done.
+            ended = choices.get(request)
+            if ended is not None:
+                ended.generation.finished(ended)
+
+    def _stream(self) -> None:
+        interval = self.config.stream_interval
+        output_tokens = self.engine.output_tokens
+        for request, choice in list(self._streaming.items()):
+            output = output_tokens(request)
+            if request.phase is not Phase.DONE and (output - choice.emitted >= interval or choice.emitted == 0):
+                choice.generation.progress(choice, output)
+
+    # ---------------------------------------------------------------- faults and the end
+
+    @property
+    def faults(self) -> Faults:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: Faults) -> None:
+        before, self._faults = self._faults, faults
+        self.engine.slow_factor = faults.slow_factor
+        if faults.stall:
+            self._stop_timer()
+            self.clock.freeze()
+        elif self.clock.frozen:
+            self.clock.thaw()
+        if faults.engine_dead:
+            self.fail_all(ApiError(DEAD, 500))
+        elif before.engine_dead:
+            self.engine = Engine(self.spec, self.clock.now())
+            self.engine.slow_factor = faults.slow_factor
+        self._arm()
+
+    def fail_all(self, error: ApiError) -> None:
+        """Tell every client that waits, and forget its request."""
+        for generation in list(self._generations):
+            generation.fail(error)
+
+    def close(self) -> None:
+        """No more steps. Requests that are left get no answer."""
+        self._stop_timer()
+        self.clock.freeze()
+        for generation in list(self._generations):
+            generation.end()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

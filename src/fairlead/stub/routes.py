@@ -1,0 +1,191 @@
+"""What each path of a replica does. A handler answers on the connection, now or later, or raises `ApiError`."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from fairlead.engine import tokens as tk
+from fairlead.stub import fields
+from fairlead.stub.api_errors import SCALE_OUT, ApiError
+from fairlead.stub.config import VERSION
+from fairlead.stub.connection import Connection
+from fairlead.stub.faults import NO_FAULTS, changed
+from fairlead.stub.http_parse import HttpRequest
+from fairlead.stub.lora_api import load_adapter, model_list, unload_adapter
+from fairlead.stub.orca import REQUEST_HEADER
+from fairlead.stub.plans import plan_chat, plan_completion
+from fairlead.stub.prompts import id_tokens, prompts_of, render_chat
+from fairlead.stub.replica import Replica
+
+
+class Site(Protocol):
+    """What a handler needs of the server that it is called by."""
+
+    replica: Replica
+
+    def unix(self) -> float: ...
+    def metrics(self, connection: Connection) -> None:
+        """Answer with the metrics page, or as its faults say."""
+
+
+Handler = Callable[[Site, Connection, HttpRequest], None]
+
+
+def _body(request: HttpRequest) -> fields.Body:
+    return fields.parse_body(request.body, request.headers.get("content-type", ""))
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------- generation
+
+
+def completions(site: Site, connection: Connection, request: HttpRequest) -> None:
+    _generate(site, connection, request, "cmpl")
+
+
+def chat_completions(site: Site, connection: Connection, request: HttpRequest) -> None:
+    _generate(site, connection, request, "chatcmpl")
+
+
+def _generate(site: Site, connection: Connection, request: HttpRequest, prefix: str) -> None:
+    replica = site.replica
+    make = plan_chat if prefix == "chatcmpl" else plan_completion
+    plan = make(_body(request), replica.models, replica.config)
+    asked = request.headers.get("x-request-id") or plan.request_id
+    answer_id = f"{prefix}-{asked or format(replica.rng.getrandbits(64), '016x')}"
+    replica.submit(connection, plan, answer_id, int(site.unix()), request.headers.get(REQUEST_HEADER, ""))
+
+
+def scale_out(site: Site, connection: Connection, request: HttpRequest) -> None:
+    """Rendering and token generation for other servers: off, as on a server without flags."""
+    raise ApiError(SCALE_OUT, 403)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def tokenize(site: Site, connection: Connection, request: HttpRequest) -> None:
+    body = _body(request)
+    replica = site.replica
+    replica.models.resolve(fields.string(body, "model"))
+    if "messages" in body:
+        tokens = render_chat(fields.array(body, "messages"), body.get("tools"))
+    elif isinstance(body.get("prompt"), str):
+        prompt = body["prompt"]
+        tokens = prompts_of(prompt, replica.config.vocab_size)[0][0] if prompt else b""
+    else:
+        raise fields.missing(body, "prompt")
+    ids = tk.ids(tokens)
+    strings = None
+    if fields.boolean(body, "return_token_strs"):
+        width = tk.TOKEN_BYTES
+        strings = [tk.text(tokens[at : at + width]) for at in range(0, len(tokens), width)]
+    limit = replica.spec.max_model_len
+    connection.reply(200, _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}))
+
+
+def detokenize(site: Site, connection: Connection, request: HttpRequest) -> None:
+    body = _body(request)
+    site.replica.models.resolve(fields.string(body, "model"))
+    ids = [fields.integer({"tokens": item}, "tokens", 0) or 0 for item in fields.array(body, "tokens")]
+    tokens = id_tokens(ids, site.replica.config.vocab_size) if ids else b""
+    connection.reply(200, _json({"prompt": tk.text(tokens)}))
+
+
+# ---------------------------------------------------------------- models and adapters
+
+
+def models(site: Site, connection: Connection, request: HttpRequest) -> None:
+    replica = site.replica
+    connection.reply(200, model_list(replica.models, replica.spec.max_model_len, replica.rng))
+
+
+def load_lora(site: Site, connection: Connection, request: HttpRequest) -> None:
+    message = load_adapter(_body(request), site.replica.models, int(site.unix()))
+    connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
+
+
+def unload_lora(site: Site, connection: Connection, request: HttpRequest) -> None:
+    message = unload_adapter(_body(request), site.replica.models)
+    connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
+
+
+# ---------------------------------------------------------------- state
+
+
+def health(site: Site, connection: Connection, request: HttpRequest) -> None:
+    faults = site.replica.faults
+    truth = 503 if faults.engine_dead else 200
+    connection.reply(faults.health_status or truth, b"", content_type=b"")
+
+
+def version(site: Site, connection: Connection, request: HttpRequest) -> None:
+    connection.reply(200, _json({"version": VERSION}))
+
+
+def load(site: Site, connection: Connection, request: HttpRequest) -> None:
+    connection.reply(200, _json({"server_load": site.replica.in_flight}))
+
+
+def is_sleeping(site: Site, connection: Connection, request: HttpRequest) -> None:
+    connection.reply(200, _json({"is_sleeping": False}))
+
+
+def reset_prefix_cache(site: Site, connection: Connection, request: HttpRequest) -> None:
+    connection.reply(200, _json({"success": site.replica.engine.clear_cache()}))
+
+
+def metrics(site: Site, connection: Connection, request: HttpRequest) -> None:
+    site.metrics(connection)
+
+
+# ---------------------------------------------------------------- faults
+
+
+def faults(site: Site, connection: Connection, request: HttpRequest) -> None:
+    """GET shows the faults in force, POST changes those it names, DELETE ends all."""
+    replica = site.replica
+    if request.method == "DELETE":
+        replica.faults = NO_FAULTS
+    elif request.method == "POST":
+        try:
+            replica.faults = changed(replica.faults, dict(_body(request)))
+        except ValueError as error:
+            raise ApiError(str(error)) from None
+    connection.reply(200, msgspec.json.encode(replica.faults))
+
+
+_GET, _POST = ("GET",), ("POST",)
+
+#: Path to methods and handler. `_ADAPTERS` exist only on a server that was started with adapters.
+ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
+    "/v1/completions": (_POST, completions),
+    "/v1/chat/completions": (_POST, chat_completions),
+    "/v1/completions/render": (_POST, scale_out),
+    "/v1/chat/completions/render": (_POST, scale_out),
+    "/inference/v1/generate": (_POST, scale_out),
+    "/tokenize": (_POST, tokenize),
+    "/detokenize": (_POST, detokenize),
+    "/v1/models": (_GET, models),
+    "/v1/load_lora_adapter": (_POST, load_lora),
+    "/v1/unload_lora_adapter": (_POST, unload_lora),
+    "/health": (_GET, health),
+    "/ping": (("GET", "POST"), health),
+    "/version": (_GET, version),
+    "/load": (_GET, load),
+    "/is_sleeping": (_GET, is_sleeping),
+    "/reset_prefix_cache": (_POST, reset_prefix_cache),
+    "/metrics": (_GET, metrics),
+    "/fault": (("GET", "POST", "DELETE"), faults),
+}
+
+_ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+
+def routes(adapters: bool) -> Mapping[str, tuple[tuple[str, ...], Handler]]:
+    return {path: entry for path, entry in ROUTES.items() if adapters or path not in _ADAPTERS}
