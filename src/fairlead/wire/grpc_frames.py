@@ -29,6 +29,9 @@ class Status(IntEnum):
     UNAVAILABLE = 14
 
 
+_LAST_STATUS = 16
+
+
 class MessageReader:
     """Puts messages together. Copies each byte twice at most, however it was cut; holds one unfinished message."""
 
@@ -115,8 +118,8 @@ RESPONSE = _STATUS_200 + _CONTENT_TYPE
 
 
 def trailers(code: int, message: str = "") -> bytes:
-    """The block that ends a response after `RESPONSE`."""
-    block = literal(b"grpc-status", b"%d" % code)
+    """The block that ends a response after `RESPONSE`. Codes that gRPC does not define become UNKNOWN."""
+    block = literal(b"grpc-status", b"%d" % (code if 0 <= code <= _LAST_STATUS else Status.UNKNOWN))
     return block + literal(b"grpc-message", percent_encode(message)) if message else block
 
 

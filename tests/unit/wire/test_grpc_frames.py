@@ -71,6 +71,7 @@ def test_header_blocks() -> None:
     assert decoded(grpc.TRAILERS_OK) == [("grpc-status", "0")]
     assert decoded(grpc.TABLE_SIZE_ZERO + grpc.trailers(13, "a b")) == [("grpc-status", "13"), ("grpc-message", "a b")]
     assert decoded(grpc.trailers_only(5)) == [*decoded(grpc.RESPONSE), ("grpc-status", "5")]
+    assert decoded(grpc.trailers(17)) == decoded(grpc.trailers(-1)) == [("grpc-status", "2")]
     assert decoded(grpc.http_error(415)) == [(":status", "415")]
     assert decoded(grpc.http_error(405)) == [(":status", "405"), ("allow", "POST")]
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fairlead.io.envoy.clusters import clusters, seconds
-from fairlead.io.envoy.filters import http_filters, upgrade_filters
+from fairlead.io.envoy.filters import http_filters, router, upgrade_filters
 from fairlead.io.envoy.headers import AT_ENTRY
 from fairlead.io.envoy.logs import access_logs
 from fairlead.io.envoy.options import Options
@@ -103,7 +103,11 @@ def _connection_manager(options: Options) -> Json:
                 "typed_config": {"@type": _EARLY, "mutations": removals},
             }
         ],
-        "upgrade_configs": [{"upgrade_type": "websocket", "filters": upgrade_filters(options)}],
+        "upgrade_configs": [
+            {"upgrade_type": "websocket", "filters": upgrade_filters(options)},
+            # A tunnel would wait in the buffer filter for a body without end. Its own chain refuses it at once.
+            {"upgrade_type": "CONNECT", "filters": [router()]},
+        ],
         "local_reply_config": local_replies(),
         "route_config": route_config(options),
         "http_filters": http_filters(options),

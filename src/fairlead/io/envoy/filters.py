@@ -42,7 +42,7 @@ _RESPONSE = {
 
 def http_filters(options: Options) -> list[Json]:
     """For ordinary requests."""
-    filters = [_ext_proc(options, "BUFFERED"), _router()]
+    filters = [_ext_proc(options, "BUFFERED"), router()]
     if options.request_mode == "whole":
         buffer = {
             "name": "envoy.filters.http.buffer",
@@ -58,10 +58,10 @@ def upgrade_filters(options: Options) -> list[Json]:
     filter_ = _ext_proc(options, "NONE")
     mode = filter_["typed_config"]["processing_mode"]
     mode["response_header_mode"], mode["response_body_mode"] = "SKIP", "NONE"
-    return [filter_, _router()]
+    return [filter_, router()]
 
 
-def _router() -> Json:
+def router() -> Json:
     return {"name": "envoy.filters.http.router", "typed_config": {"@type": _ROUTER, "suppress_envoy_headers": True}}
 
 
@@ -96,5 +96,5 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
     if whole:
         config["send_body_without_waiting_for_header_response"] = True
     if headers == "SKIP" and body != "NONE":
-        config["response_attributes"] = ["response.code", "response.headers['content-type']"]
+        config["response_attributes"] = ["response.code"]
     return {"name": "envoy.filters.http.ext_proc", "typed_config": config}

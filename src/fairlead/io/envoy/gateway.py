@@ -153,8 +153,13 @@ class Gateway:
 
 
 def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
-    """How Envoy is started. Hot restart is off: it needs shared memory by a number that two gateways might share."""
+    """How Envoy is started.
+
+    Hot restart is off: it needs shared memory by a number that two gateways might share. Without the scheduler ext_proc
+    would log a warning for every request; the access log and `ext_proc.failure_mode_allowed` count them.
+    """
     arguments = [binary, "-c", str(bootstrap), "--disable-hot-restart", "--log-level", "warning"]
+    arguments += ["--component-log-level", "ext_proc:error"]
     arguments += ["--log-format", FORMAT, "--drain-strategy", "immediate", "--drain-time-s", "1"]
     return arguments + (["--concurrency", str(concurrency)] if concurrency else [])
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 from collections.abc import Iterable
 
 #: Given to Envoy as `--log-format`: level, component, text.
@@ -40,13 +41,21 @@ def explain(lines: Iterable[str], code: int | None = None) -> str:
             return f"{taken[1]} is taken: stop what listens there, or choose another port for the gateway"
         return f"the gateway cannot listen on {taken[1]}: {taken[2]}"
     if code is not None and code < 0:
-        return f"Envoy was ended by signal {-code}" + (f" after saying:\n{text[-_MAX_WORDS:]}" if text else "")
+        name = _signal_name(-code)
+        return f"Envoy was ended by {name}" + (f" after saying:\n{text[-_MAX_WORDS:]}" if text else "")
     refused = re.search(r"error initializing configuration '[^']*': (.*)", text, re.DOTALL)
     if refused:
         return f"Envoy refuses the configuration: {refused[1][:_MAX_WORDS].strip()}"
     if not text:
         return f"Envoy ended with code {code} and said nothing"
     return f"Envoy ended with code {code}:\n{text[-_MAX_WORDS:]}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _bare(line: str) -> str:

@@ -54,6 +54,7 @@ def _routes(options: Options) -> list[Json]:
     else:
         rest["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
     return [
+        {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}},
         {"match": {"prefix": "/", "dynamic_metadata": chosen}, "route": {"cluster": DESTINATION_CLUSTER, **limits}},
         rest,
     ]

@@ -48,6 +48,7 @@ class Supervisor:
         self._process: Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._keeper: asyncio.Task[None] | None = None
+        self._stopping = False
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         #: Deaths that nobody asked for.
         self.restarts = 0
@@ -69,12 +70,14 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End it now. Draining is the caller's work."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
-            self._keeper = None
-        await self._end(_KILL_AFTER)
+        self._stopping = True
+        try:
+            if self._keeper is not None:
+                self._keeper.cancel()
+                await asyncio.gather(self._keeper, return_exceptions=True)
+                self._keeper = None
+        finally:
+            await self._end(_KILL_AFTER)
 
     # ---- one Envoy ----
 
@@ -152,7 +155,7 @@ class Supervisor:
                 delay = BACKOFF_FIRST
             self.restarts += 1
             self._on_restart()
-            log.error("the gateway died, restarting it in %.1f s: %s", delay, explain(self._tail, code))
+            log.error("the gateway died, restarting it in %.1f s: %s", delay, explain((), code))
             await asyncio.sleep(delay)
             delay = min(2 * delay, BACKOFF_CAP)
             try:
@@ -170,6 +173,8 @@ class Supervisor:
             log.warning("envoy: %s", line)
         else:
             level, component, text = parsed
+            if self._stopping:
+                level = min(level, logging.INFO)  # "caught SIGTERM" is no news
             log.log(level, "envoy %s: %s", component, text)
 
 
