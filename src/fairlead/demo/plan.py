@@ -18,12 +18,12 @@ POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
 class Plan(Struct, frozen=True, kw_only=True):
     """One demo. Rates and times are in model time unless a name says `wall`."""
 
-    #: Requests per policy. Four passes over the workload: the first fills the caches.
-    requests: int = 3000
+    #: Requests per policy. Five passes over the workload: the first fills the caches.
+    requests: int = 3750
     #: Poisson arrivals per second of model time, over the whole pool. Round robin saturates at about 7.
     rate: float = 12.0
     #: Model seconds per wall-clock second.
-    time_ratio: float = 6.0
+    time_ratio: float = 7.5
     replicas: int = 8
     preset: str = "qwen3-32b-h100"
     #: Tokens per streamed event, as vLLM's --stream-interval; spares client and gateway work that decides nothing.

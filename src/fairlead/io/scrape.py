@@ -31,7 +31,7 @@ from fairlead.model.events import MetricsFailed, MetricsSampled
 from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, compile_engine, engine_of
 
 #: Due times are rounded down to this grid (seconds) so that timers fall together.
-GRID = 0.01
+GRID = 0.05
 
 Feed = Callable[[MetricsSampled | MetricsFailed], object]
 #: Called with an endpoint id and what its page lacks, whenever that changes; empty = all is well again.

@@ -19,12 +19,16 @@ from fairlead.wire.protobuf import fields, read_struct, walk
 
 LEASE_KEY = "fairlead-lease"
 
+#: From the request's first byte to the first byte of the response *body*; the built-in durations end at its headers,
+#: which vLLM sends before the first token.
+TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
+
 #: Name and format of the custom tag that says everything: lease, status, µs to the first response body byte, ms to the
 #: end, response bytes, upstream, response flags.
 SUMMARY_TAG = "fairlead"
 SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
-    "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)% %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS%;"
+    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS%;"
 )
 _SUMMARY = re.compile(rb"\x0a\x08fairlead\x12[\x00-\xff]{1,2}?(\S+) (\d+) (-|\d+) (-|\d+) (\d+) (\S+) ([A-Za-z,\-]+);")
 #: Short names of the flags in `_CLIENT_GONE`.

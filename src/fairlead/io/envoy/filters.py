@@ -19,13 +19,12 @@ from typing import Any
 
 from fairlead.io.envoy.clusters import EXT_PROC, seconds
 from fairlead.io.envoy.options import Options
+from fairlead.route.headers import ACCESS_LOG_METADATA, READ_HEADERS, WHOLE_BODY_METADATA
 from fairlead.wire.ext_proc import LB_NAMESPACE
 
 Json = dict[str, Any]
 
-#: Initial metadata of every ext_proc stream: what the scheduler may rely on with this gateway.
-WHOLE_BODY = "fairlead-whole-body"
-ACCESS_LOG = "fairlead-access-log"
+_FORWARDED = sorted({*READ_HEADERS, ":status"})
 
 _EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"
@@ -68,7 +67,7 @@ def router() -> Json:
 def _ext_proc(options: Options, body_mode: str) -> Json:
     headers, body = _RESPONSE[options.response_mode]
     whole = body_mode == "STREAMED"
-    announced = [WHOLE_BODY] * whole + [ACCESS_LOG] * bool(options.als)
+    announced = [WHOLE_BODY_METADATA] * whole + [ACCESS_LOG_METADATA] * bool(options.als)
     grpc: Json = {"envoy_grpc": {"cluster_name": EXT_PROC, "authority": "fairlead"}}
     if announced:
         grpc["initial_metadata"] = [{"key": key, "value": "1"} for key in announced]
@@ -83,6 +82,8 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
         # A length that no longer fits the body would shift every later request of the upstream connection, so the
         # scheduler changes bodies only together with their length.
         "allow_content_length_header": True,
+        # The rest is nobody's business here, and would have to be written, sent and read for every request.
+        "forward_rules": {"allowed_headers": {"patterns": [{"exact": name} for name in _FORWARDED]}},
         "metadata_options": {"receiving_namespaces": {"untyped": [LB_NAMESPACE]}},
         "processing_mode": {
             "request_header_mode": "SEND",

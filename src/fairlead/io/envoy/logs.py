@@ -4,18 +4,13 @@ from typing import Any
 
 from fairlead.io.envoy.clusters import ALS, seconds
 from fairlead.io.envoy.options import Options
+from fairlead.wire.access_log import SUMMARY, SUMMARY_TAG, TTFT
 
 Json = dict[str, Any]
 
 _ALS = "type.googleapis.com/envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig"
 _FILE = "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog"
 _STDOUT = "type.googleapis.com/envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
-
-#: From the request's first byte to the first byte of the response *body*; the built-in durations end at its headers,
-#: which vLLM sends before the first token.
-TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
-#: The same from the moment the request had left: without the time it queued here.
-PREFILL = "%COMMON_DURATION(US_TX_END:US_RX_BODY_BEG:us)%"
 
 LINE = {
     "time": "%START_TIME%",
@@ -49,20 +44,17 @@ def access_logs(options: Options) -> list[Json]:
 
 
 def _als(options: Options) -> Json:
-    """The entry also carries all dynamic metadata, the lease among them: no header has to reach the model server."""
+    """The lease comes back out of dynamic metadata, so no header has to reach the model server. One tag says all that
+    the scheduler reads: taking an entry apart field by field would cost it more than the decision."""
     common = {
         "log_name": "fairlead",
         "transport_api_version": "V3",
         "buffer_flush_interval": seconds(options.als_interval),
         "buffer_size_bytes": 65_536,
         "grpc_service": {"envoy_grpc": {"cluster_name": ALS}},
-        "custom_tags": [{"tag": "ttft_us", "value": TTFT}, {"tag": "prefill_us", "value": PREFILL}],
+        "custom_tags": [{"tag": SUMMARY_TAG, "value": SUMMARY}],
     }
     return {
         "name": "envoy.access_loggers.http_grpc",
-        "typed_config": {
-            "@type": _ALS,
-            "common_config": common,
-            "additional_request_headers_to_log": ["x-request-id"],
-        },
+        "typed_config": {"@type": _ALS, "common_config": common},
     }

@@ -1,0 +1,192 @@
+"""What scheduling costs: the same requests through the same Envoy without ext_proc, with Fairlead, and with grpc.aio.
+
+    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N]
+
+Sides: `direct` (no ext_proc), `fairlead` (own transport, complete default pipeline, access log included), `grpc_aio`
+(the same behind the grpc.aio transport). `epp_ms` and `envoy_ms` are CPU milliseconds per request by the operating
+system's accounting of the two processes; latencies are wall-clock, counted from the scheduled arrival. All sides take
+turns within one batch because the machine's speed drifts. `--strace` adds system calls per request (needs strace).
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from msgspec import structs
+from rich.console import Console
+from rich.table import Table
+
+from _gateway import Processes, Side, Usage, usage
+from fairlead.bench import report
+from fairlead.bench.arrivals import ClosedLoop, Poisson
+from fairlead.bench.process import run_in_process
+from fairlead.bench.spec import Options, RunSpec
+from fairlead.bench.workload import Chat
+
+SIDES = [
+    Side("direct", 18180),
+    Side("fairlead", 18181, 18191, 18201),
+    Side("grpc_aio", 18182, 18192, 18202, "grpc-aio"),
+]
+PORTS = list(range(18211, 18219))
+
+
+def _spec(rate: float, count: int, size: int, chunks: int = 0, interval_ms: float = 0, closed: int = 0) -> RunSpec:
+    headers = {"x-bench-chunks": str(chunks), "x-bench-interval-ms": str(interval_ms)} if chunks else {}
+    return RunSpec(
+        target="",
+        workload=Chat(body_bytes=size, output_tokens=max(chunks, 100), stream=bool(chunks)),
+        arrivals=ClosedLoop(closed) if closed else Poisson(rate),
+        options=Options(requests=count, headers=headers, read_usage=False, gaps=False, timeout_s=60, time_limit_s=120),
+    )
+
+
+#: 1 KB chat, JSON answer, open loop · the same, 32 clients · 100 chunks at 20 ms · 10k-token prompt, 1,000 chunks ·
+#: 100k-token prompt (490 KB), 10 chunks.
+SCENARIOS: dict[str, RunSpec] = {
+    "json_200rps": _spec(200, 1200, 1024),
+    "closed_32": _spec(0, 5000, 1024, closed=32),
+    "sse_100": _spec(40, 240, 1024, 100, 20),
+    "sse_1000": _spec(4, 32, 49_000, 1000, 5),
+    "prompt_100k": _spec(10, 80, 490_000, 10, 5),
+}
+
+#: epp_ms over direct.envoy_ms, and over grpc_aio.epp_ms.
+TARGETS = {"json_200rps": 1.0, "closed_32": 1.5, "sse_100": 0.15, "sse_1000": 0.03, "prompt_100k": 2.0}
+GRPC_TARGETS = {name: 1 / 8 if name == "closed_32" else 1 / 4 for name in TARGETS}
+
+
+async def measure(pids: dict[str, int], side: Side, spec: RunSpec) -> dict[str, Any]:
+    spec = structs.replace(spec, target=f"http://127.0.0.1:{side.port}", name=side.name)
+    idle = Usage(0.0, 0)
+    before = usage(pids[side.name]) if side.epp else idle, usage(pids["envoy"])
+    result = await run_in_process(spec)
+    await asyncio.sleep(0.2)  # the last access-log entries
+    after = usage(pids[side.name]) if side.epp else idle, usage(pids["envoy"])
+    epp, envoy = after[0] - before[0], after[1] - before[1]
+    summary = report.summarise(result)
+    count = max(summary["requests"], 1)
+    return {
+        "requests": summary["requests"],
+        "failed": summary["failed"],
+        "epp_ms": epp.cpu_s * 1e3 / count,
+        "envoy_ms": envoy.cpu_s * 1e3 / count,
+        "p50_ms": summary["e2e_ms"]["p50"],
+        "p99_ms": summary["e2e_ms"]["p99"],
+        "ttfb_p50_ms": summary["ttft_ms"]["p50"],
+        "ttfb_p99_ms": summary["ttft_ms"]["p99"],
+        "epp_wakeups": epp.wakeups / count,
+    }
+
+
+def merge(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts add up, figures are medians of the rounds."""
+    out = {key: median(r[key] for r in rounds if r[key] is not None) for key in rounds[0]}
+    return out | {key: sum(r[key] for r in rounds) for key in ("requests", "failed")}
+
+
+def count_syscalls(pid: int, run: Callable[[], None]) -> int:
+    """System calls of a process while `run` runs."""
+    tracer = subprocess.Popen(
+        ["strace", "-c", "-f", "-p", str(pid)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    time.sleep(0.5)
+    run()
+    tracer.terminate()
+    _, text = tracer.communicate(timeout=10)
+    total = next((line for line in text.splitlines() if line.strip().endswith("total")), "0 0 0 0 total")
+    return int(total.split()[2 if total.split()[2].isdigit() else 3])
+
+
+async def batch(names: list[str], rounds: int, console: Console, strace: bool) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    with Processes(SIDES, PORTS) as processes:
+        for name in names:
+            spec = SCENARIOS[name]
+            found: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
+            warm = structs.replace(
+                spec, options=structs.replace(spec.options, requests=max(spec.options.requests // 8, 8))
+            )
+            for turn in range(rounds + 1):
+                for side in SIDES:
+                    console.print(f"{name}: {side.name}, {'warm-up' if not turn else f'round {turn}'}", style="dim")
+                    figures = await measure(processes.pids, side, spec if turn else warm)
+                    if turn:
+                        found[side.name].append(figures)
+            results[name] = {side: merge(parts) for side, parts in found.items()}
+            if strace:
+                for side in SIDES[1:]:
+                    pid, target = (
+                        processes.pids[side.name],
+                        structs.replace(warm, target=f"http://127.0.0.1:{side.port}"),
+                    )
+                    calls = await asyncio.to_thread(
+                        count_syscalls, pid, lambda t=target: asyncio.run(run_in_process(t))
+                    )
+                    results[name][side.name]["epp_syscalls"] = calls / warm.options.requests
+    return results
+
+
+def show(results: dict[str, dict[str, Any]], console: Console) -> None:
+    table = Table(title="Per request, medians; CPU in milliseconds", title_justify="left")
+    for column in (
+        "scenario",
+        "side",
+        "requests",
+        "failed",
+        "EPP",
+        "Envoy",
+        "p50",
+        "p99",
+        "TTFB p50",
+        "TTFB p99",
+        "wake-ups",
+    ):
+        table.add_column(column, justify="left" if column in ("scenario", "side") else "right")
+    keys = ("epp_ms", "envoy_ms", "p50_ms", "p99_ms", "ttfb_p50_ms", "ttfb_p99_ms", "epp_wakeups")
+    for name, sides in results.items():
+        for side, r in sides.items():
+            table.add_row(name, side, str(r["requests"]), str(r["failed"]), *(f"{r[key]:.3f}" for key in keys))
+    console.print(table)
+    ratios = Table(title="Against the targets", title_justify="left")
+    for column in ("scenario", "EPP / direct Envoy", "target", "EPP / grpc.aio EPP", "target"):
+        ratios.add_column(column, justify="right")
+    for name, sides in results.items():
+        epp = sides["fairlead"]["epp_ms"]
+        direct, aio = epp / sides["direct"]["envoy_ms"], epp / sides["grpc_aio"]["epp_ms"]
+        ratios.add_row(name, f"{direct:.3f}", f"{TARGETS[name]:g}", f"{aio:.3f}", f"{GRPC_TARGETS[name]:g}")
+    console.print(ratios)
+    if "json_200rps" in results:
+        ours, base = results["json_200rps"]["fairlead"], results["json_200rps"]["direct"]
+        added = {p: ours[f"{p}_ms"] - base[f"{p}_ms"] for p in ("p50", "p99")}
+        console.print(
+            f"Added at 200 requests/s: p50 {added['p50']:.2f} ms (target 1.0), p99 {added['p99']:.2f} ms (2.0)"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only these")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds per scenario and side")
+    parser.add_argument("--strace", action="store_true", help="also count system calls (needs strace)")
+    arguments = parser.parse_args()
+    if arguments.strace and not shutil.which("strace"):
+        parser.error("strace is not installed (Debian: apt-get install strace)")
+    console = Console(stderr=arguments.json)
+    names = arguments.scenario or list(SCENARIOS)
+    results = asyncio.run(batch(names, arguments.rounds, console, arguments.strace))
+    if arguments.json:
+        print(json.dumps(results))
+    else:
+        show(results, console)
+
+
+if __name__ == "__main__":
+    main()

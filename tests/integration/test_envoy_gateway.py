@@ -1,0 +1,381 @@
+"""The embedded gateway with a real Envoy: routing, fail-open, endpoints that change, crashes, stopping."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from fairlead.io.envoy.errors import GatewayError
+from fairlead.io.envoy.gateway import Gateway
+from fairlead.io.envoy.headers import AT_ENTRY, TOWARD_UPSTREAM
+from fairlead.io.envoy.options import Options
+from fairlead.io.receive.h2_server import H2Server
+from fairlead.io.receive.health import EXT_PROC, HealthService
+from fairlead.io.receive.stream import ServerStream
+from fairlead.wire import ext_proc
+from fairlead.wire.access_log import LEASE_KEY, AccessLogEntry, read_entries
+from fairlead.wire.ext_proc import CONTINUE, DESTINATION, BodyMode, Incoming, Kind
+
+pytestmark = pytest.mark.envoy
+
+PREFILLER = "x-prefiller-host-port"
+
+
+class Upstream:
+    """A model server: answers with what it got. `/stream` sends `n` chunks, an upgrade is echoed."""
+
+    async def __aenter__(self) -> "Upstream":
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.address = "127.0.0.1:{}".format(self.server.sockets[0].getsockname()[1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                await self.answer(reader, writer)
+        writer.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines if line)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if "upgrade" in headers:
+            writer.write(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+            while data := await reader.read(1000):
+                writer.write(data.upper())
+        elif "/stream" in first:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for i in range(10):
+                writer.write(b"7\r\nchunk %d\r\n" % i)
+                await asyncio.sleep(0.05)
+            writer.write(b"0\r\n\r\n")
+        else:
+            told = json.dumps({"at": self.address, "headers": headers, "size": len(body)}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nserver: model\r\ncontent-length: %d\r\n\r\n" % len(told) + told)
+        await writer.drain()
+
+
+class Picker:
+    """A scheduler that sends everything to `destination`. What it does is in `mode`."""
+
+    def __init__(self) -> None:
+        self.destination = ""
+        self.mode = "pick"
+        #: (kind, body size) of every message, and the attributes of the last response message.
+        self.messages: list[tuple[Kind, int]] = []
+        self.attributes: Mapping[str, object] = {}
+        self.metadata: Mapping[str, str] = {}
+        self.seen: Mapping[str, str] = {}
+        self.entries: list[AccessLogEntry] = []
+        health = HealthService()
+        health.set_ready(True)
+        log = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+        routes = {f"/{EXT_PROC}/Process": self.session, log: lambda stream, _: _Log(self), **health.routes()}
+        self.server = H2Server(routes)
+
+    async def __aenter__(self) -> "Picker":
+        self.address = "127.0.0.1:{}".format(await self.server.listen("127.0.0.1", 0))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.close()
+
+    def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "_Session":
+        self.metadata = metadata
+        return _Session(self, stream)
+
+
+class _Session:
+    def __init__(self, picker: Picker, stream: ServerStream) -> None:
+        self.picker, self.stream = picker, stream
+
+    def on_message(self, data: bytes) -> None:
+        picker, message = self.picker, Incoming(data)
+        kind, size = message.kind, 0
+        modes = message.modes() or (BodyMode.STREAMED,) * 2
+        if kind is Kind.REQUEST_HEADERS:
+            picker.seen, eos = message.headers()
+            if eos or modes[0] is BodyMode.NONE:
+                self.pick()
+        elif kind is Kind.REQUEST_BODY:
+            size = len(message.body()[0])
+            self.pick(CONTINUE[Kind.REQUEST_BODY])
+        else:
+            picker.attributes = message.attributes()
+            self.stream.send(CONTINUE[kind])
+            self.stream.finish()
+        picker.messages.append((kind, size))
+
+    def pick(self, *rest: bytes) -> None:
+        picker = self.picker
+        if picker.mode == "refuse":
+            self.stream.send(ext_proc.immediate(429, {"content-type": "application/json"}, b'{"a":1}', "fairlead.full"))
+        elif picker.mode == "pick":
+            to = picker.destination.encode()
+            mutation = ext_proc.set_header(DESTINATION, to) + ext_proc.set_header(PREFILLER, b"10.9.9.9:1")
+            metadata = ext_proc.lb_metadata({DESTINATION: to, LEASE_KEY: b"lease-7"})
+            self.stream.send(ext_proc.answer(Kind.REQUEST_HEADERS, mutation, metadata, reroute=True), *rest)
+        elif picker.mode == "leave":
+            self.stream.finish()
+
+    def on_half_close(self) -> None: ...
+
+    def on_lost(self, why: str) -> None: ...
+
+
+class _Log:
+    def __init__(self, picker: Picker) -> None:
+        self.picker = picker
+
+    def on_message(self, data: bytes) -> None:
+        self.picker.entries += read_entries(data)
+
+    def on_half_close(self) -> None: ...
+
+    def on_lost(self, why: str) -> None: ...
+
+
+class Answer:
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.status, self.body, self.headers = status, body, headers
+
+    def json(self) -> dict[str, object]:
+        return dict(json.loads(self.body))
+
+
+class World:
+    """Two model servers, a scheduler, a gateway, a client."""
+
+    def __init__(self, picker: Picker, upstreams: list[Upstream], gateway: Gateway, http: aiohttp.ClientSession) -> None:
+        self.picker, self.upstreams, self.gateway, self.http = picker, upstreams, gateway, http
+
+    async def post(self, path: str = "/", headers: Mapping[str, str] | None = None, body: object = b"hello") -> Answer:
+        url = f"http://{self.gateway.address}{path}"
+        async with self.http.post(url, headers=headers, data=body) as response:
+            return Answer(response.status, await response.read(), response.headers)
+
+    async def served_by(self, requests: int = 6) -> set[str]:
+        return {str((await self.post()).json()["at"]) for _ in range(requests)}
+
+    async def until(self, what: set[str]) -> None:
+        async with asyncio.timeout(10):
+            while await self.served_by() != what:
+                await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def world(**options: object) -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        picker = await stack.enter_async_context(Picker())
+        upstreams = [await stack.enter_async_context(Upstream()) for _ in range(2)]
+        picker.destination = upstreams[1].address
+        chosen = Options(port=0, ext_proc=picker.address, als=picker.address, **options)  # type: ignore[arg-type]
+        gateway = Gateway(chosen, [upstream.address for upstream in upstreams])
+        await gateway.start()
+        stack.push_async_callback(gateway.stop, 0.5)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)))
+        yield World(picker, upstreams, gateway, http)
+
+
+SPOOFED = dict.fromkeys([*AT_ENTRY, *TOWARD_UPSTREAM], "10.6.6.6:1") | {"x-envoy-upstream-rq-timeout-ms": "1"}
+
+
+async def test_the_scheduler_decides_and_clients_do_not() -> None:
+    async with world() as w:
+        told = [(await w.post(headers=SPOOFED)).json() for _ in range(4)]
+        assert {t["at"] for t in told} == {w.picker.destination}
+        for got in (t["headers"] for t in told):
+            assert isinstance(got, dict)
+            assert got.pop(PREFILLER) == "10.9.9.9:1"  # the scheduler's own survives
+            assert not got.keys() & SPOOFED.keys()
+            assert "10.6.6.6:1" not in got.values()
+        assert not w.picker.seen.keys() & set(AT_ENTRY)
+        assert w.picker.seen["x-llm-d-slo-ttft-ms"] == "10.6.6.6:1"  # what it is meant to read, it reads
+
+
+async def test_headers_and_the_whole_body_are_one_exchange() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 10_000
+
+    async with world() as w:
+        answer = await w.post(body=pieces())
+        assert answer.json()["size"] == 500_000
+        kinds = [message for message in w.picker.messages if message[0] is not Kind.RESPONSE_BODY]
+        assert kinds == [(Kind.REQUEST_HEADERS, 0), (Kind.REQUEST_BODY, 500_000)]
+        assert w.picker.metadata["fairlead-whole-body"] == w.picker.metadata["fairlead-access-log"] == "1"
+        assert w.picker.attributes["response.code"] == 200
+        assert answer.headers["server"] == "model"
+
+
+async def test_buffered_mode_announces_no_whole_body() -> None:
+    async with world(request_mode="buffered", response_mode="headers", als_interval=0.01) as w:
+        w.picker.mode = "leave"
+        assert (await w.post()).status == 200
+        assert "fairlead-whole-body" not in w.picker.metadata
+
+
+async def test_the_access_log_returns_leases_and_tells_of_unscheduled_requests() -> None:
+    async with world(message_timeout=0.1) as w:
+        await w.post("/stream")
+        w.picker.mode = "hang"
+        served = (await w.post()).json()["at"]
+        async with asyncio.timeout(10):
+            while len(w.picker.entries) < 2:
+                await asyncio.sleep(0.02)
+        chosen, unasked = w.picker.entries
+        assert (chosen.lease, chosen.status, chosen.upstream) == ("lease-7", 200, w.picker.destination)
+        assert 0 < chosen.ttft_ms < chosen.duration_ms
+        assert (unasked.lease, unasked.status, unasked.upstream) == ("", 200, served)
+
+
+async def test_without_the_scheduler_the_pool_is_served_and_followed() -> None:
+    async with world() as w:
+        await w.picker.server.close()
+        one, two = (upstream.address for upstream in w.upstreams)
+        assert await w.served_by() == {one, two}
+        told = (await w.post(headers=SPOOFED)).json()
+        assert isinstance(told["headers"], dict) and not told["headers"].keys() & SPOOFED.keys()
+        w.gateway.set_endpoints([two])
+        await w.until({two})
+        w.gateway.set_endpoints([two, "127.0.0.1:1"])  # nothing listens there: connects fail, and are repeated
+        assert await w.served_by(20) == {two}
+        w.gateway.set_endpoints([one])
+        await w.until({one})
+        w.gateway.set_endpoints([])
+        async with asyncio.timeout(10):
+            while (answer := await w.post()).status == 200:
+                await asyncio.sleep(0.02)
+        assert answer.status == 503 and answer.json()["error"]["type"] == "Service Unavailable"  # type: ignore[index]
+
+
+async def test_a_hung_scheduler_costs_its_timeout_and_no_request() -> None:
+    async with world(message_timeout=0.1) as w:
+        w.picker.mode = "hang"
+        answers = await asyncio.gather(*(w.post() for _ in range(20)))
+        assert {answer.status for answer in answers} == {200}
+        assert {answer.json()["at"] for answer in answers} == {upstream.address for upstream in w.upstreams}
+
+
+async def test_fail_closed_refuses_what_nobody_scheduled() -> None:
+    async with world(fail_open=False) as w:
+        assert (await w.post()).status == 200
+        w.picker.mode = "leave"
+        assert (await w.post()).status == 503
+        await w.picker.server.close()
+        answer = await w.post()
+        assert answer.status == 503 and "error" in answer.json()
+
+
+async def test_errors_have_one_form_and_refusals_pass_as_they_are() -> None:
+    async with world(body_limit=1000) as w:
+        answer = await w.post(body=b"x" * 1001)
+        assert answer.status == 413 and answer.headers["content-type"] == "application/json"
+        assert answer.json()["error"]["type"] == "RequestTooLargeError"  # type: ignore[index]
+        w.picker.mode = "refuse"
+        refused = await w.post()
+        assert (refused.status, refused.body) == (429, b'{"a":1}')
+
+
+async def raw(world_: World, request: bytes, *more: bytes) -> bytes:
+    """Send `request`, then each of `more` after some answer; returns the last answer."""
+    host, _, port = world_.gateway.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(10):
+        for data in (request, *more):
+            writer.write(data)
+            answer = await reader.read(4096)
+    writer.close()
+    return answer
+
+
+async def test_websockets_pass_and_tunnels_do_not() -> None:
+    upgrade = b"GET /ws HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    async with world() as w:
+        assert await raw(w, upgrade, b"hello", b"again") == b"AGAIN"
+        assert w.picker.messages == [(Kind.REQUEST_HEADERS, 0)]
+        assert (await raw(w, b"CONNECT a:1 HTTP/1.1\r\nhost: a:1\r\n\r\n")).startswith(b"HTTP/1.1 405 ")
+        assert (await raw(w, b"no HTTP at all\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_crashed_envoy_comes_back_where_it_was() -> None:
+    async with world() as w:
+        address, pid = w.gateway.address, w.gateway.pid
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    if w.gateway.pid != pid and (await w.post()).status == 200:
+                        break
+                await asyncio.sleep(0.05)
+        assert (w.gateway.address, w.gateway.restarts) == (address, 1)
+        w.gateway.set_endpoints([w.upstreams[0].address])
+        await w.picker.server.close()
+        await w.until({w.upstreams[0].address})
+
+
+async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> None:
+    async with Upstream() as upstream, aiohttp.ClientSession() as http:
+        gateway = Gateway(Options(port=0, ext_proc="127.0.0.1:1"), [upstream.address], directory=tmp_path)
+        await gateway.start()
+        pid, address = gateway.pid, gateway.address
+        assert [path.stat().st_mode & 0o77 for path in tmp_path.iterdir()] == [0]
+        async with http.post(f"http://{address}/stream", data=b"x") as response:
+            stopping = asyncio.create_task(gateway.stop(10.0))
+            assert (await response.read()).endswith(b"chunk 9")
+        await stopping
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await http.get(f"http://{address}/")
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert not list(tmp_path.iterdir()) and gateway.pid == 0
+        await gateway.stop()
+
+
+PARENT = """
+import asyncio
+from fairlead.io.envoy.gateway import Gateway
+from fairlead.io.envoy.options import Options
+async def main():
+    gateway = Gateway(Options(port=0))
+    await gateway.start()
+    print(gateway.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
+async def test_envoy_dies_with_its_parent() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(await asyncio.wait_for(parent.stdout.readline(), 30))
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{pid}/exe").exists():  # a zombie that init has not collected yet has no executable
+            with contextlib.suppress(OSError):
+                os.readlink(f"/proc/{pid}/exe")
+            await asyncio.sleep(0.02)
+
+
+async def test_a_taken_port_and_a_wrong_binary_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
+            await Gateway(Options(port=port)).start()
+    with pytest.raises(GatewayError, match="Envoy ended with code 1"):
+        await Gateway(Options(port=0), binary="/bin/false").start()
+    with pytest.raises(GatewayError, match="/does-not-exist cannot be run: No such file"):
+        await Gateway(Options(port=0), binary="/does-not-exist").start()
