@@ -1,18 +1,16 @@
 """The composition root: configuration → objects → one running scheduler → graceful stop.
 
-Started in this order, stopped in the reverse one, whatever happens in between: knowledge (endpoints, scraper), the port
-that answers, the gateway that asks, the admin page. On SIGTERM or SIGINT readiness goes off first, then the gateway
-drains while the scheduler still answers it, then running streams finish; then the rest goes.
+Started in this order, stopped in the reverse one, whatever happens in between: knowledge (scraper, endpoints), the port
+that answers, the admin page. On SIGTERM or SIGINT readiness goes off first, then running streams finish, then the rest
+goes. The embedded gateway is not in here: it must outlive a scheduler that dies, see `embedded`.
 """
 
 import asyncio
 import contextlib
 import gc
-import os
 import secrets
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,9 +19,7 @@ from fairlead.config.registry import build_hasher, build_policy
 from fairlead.config.schema import Config
 from fairlead.fleet.fleet import Fleet
 from fairlead.io.admin import Admin, AdminSources
-from fairlead.io.endpoints_file import EndpointsFile
-from fairlead.io.envoy.gateway import Gateway
-from fairlead.io.envoy.options import Options, Tls
+from fairlead.io.discovery import follow_endpoints
 from fairlead.io.loop_lag import LoopLag
 from fairlead.io.receive.answers import Answers
 from fairlead.io.receive.driver import Driver
@@ -34,7 +30,6 @@ from fairlead.io.receive.understand import Understanding
 from fairlead.io.scrape import Scraper
 from fairlead.io.scrape_target import ScrapeOptions
 from fairlead.io.tls import ServerTls
-from fairlead.model.endpoint import Endpoint
 from fairlead.model.errors import ConfigError
 from fairlead.model.events import EndpointDown, EndpointUp
 from fairlead.observe.log import get
@@ -109,31 +104,13 @@ class Live:
         self.watch.scrapes = self.scraper.stats
         lag = LoopLag(loop, self.watch.metrics.families.loop_lag.child().observe)
         stack.callback(lag.close)
-        self.gateway = Gateway(gateway_options(config)) if config.gateway.mode == "embedded" else None
-        await self._start_endpoints(stack)
+        await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
         server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
         stack.push_async_callback(server.close, DRAIN_SECONDS)
         log_port = config.als.port if config.als.enabled else 0
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
-        if self.gateway is not None:
-            # The gateway's health check of the scheduler must pass before it is asked to route anything.
-            self.health.set_ready(True)
-            await self.gateway.start()
-            stack.push_async_callback(self.gateway.stop, DRAIN_SECONDS)
-
-    async def _start_endpoints(self, stack: contextlib.AsyncExitStack) -> None:
-        source = self.config.endpoints
-        for endpoint in source.static:
-            self._endpoint(EndpointUp(endpoint))
-        if not source.file:
-            return
-        files = EndpointsFile(source.file, self._endpoint, self._file_problem, watch=source.watch)
-        stack.push_async_callback(files.close)
-        problems = await files.start()
-        if not files.loaded:
-            raise ConfigError("; ".join(str(problem.message) for problem in problems), "$.endpoints.file", source.file)
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went: everybody who knows endpoints is told."""
@@ -144,11 +121,6 @@ class Live:
         else:
             self.scraper.down(event.endpoint_id)
             log.info("endpoint down", endpoint=event.endpoint_id)
-        if self.gateway is not None:
-            self.gateway.set_endpoints(endpoint.address for endpoint in self._endpoints())
-
-    def _endpoints(self) -> list[Endpoint]:
-        return [endpoint for _, endpoint in self.fleet.table.slots()]
 
     def _file_problem(self, problem: Any) -> None:
         log.warning("the endpoints file has a problem", file=self.config.endpoints.file, problem=str(problem))
@@ -173,8 +145,8 @@ class Live:
         reasons = list(self._unready.values())
         if not self.fleet.table.count:
             reasons.append("no endpoints")
-        if self.gateway is not None and not self.gateway.pid:
-            reasons.append("the embedded gateway is not up")
+        if self.config.gateway.mode == "embedded" and not self.health.asked:
+            reasons.append("the embedded gateway has not asked yet")
         return reasons
 
     def _set_ready(self, part: str, reason: str) -> None:
@@ -192,8 +164,8 @@ class Live:
             "ext_proc": f"{config.ext_proc.host}:{config.ext_proc.port}",
             "admin": f"http://{config.admin.host}:{self.admin.port}/",
         }
-        if self.gateway is not None:
-            found["gateway"] = f"http://{self.gateway.address}/"
+        if config.gateway.mode == "embedded":
+            found["gateway"] = f"http://{config.gateway.host}:{config.gateway.port}/"
         return found
 
 
@@ -231,22 +203,4 @@ def _scrape_options(config: Config) -> ScrapeOptions:
         token_file=metrics.token_file,
         ca_file=metrics.tls.ca_file,
         verify=metrics.tls.verify,
-    )
-
-
-def gateway_options(config: Config) -> Options:
-    """What the configuration says of the embedded gateway, in the gateway's own terms."""
-    gateway, ext_proc = config.gateway, config.ext_proc
-    tls = ext_proc.tls
-    return Options(
-        host=gateway.host,
-        port=gateway.port,
-        admin_port=gateway.admin_port,
-        ext_proc=f"127.0.0.1:{ext_proc.port}",
-        als=f"127.0.0.1:{config.als.port}" if config.als.enabled else "",
-        tls=Tls(ca_file=str(Path(tls.cert_dir, "tls.crt"))) if tls else None,
-        request_mode="whole",
-        response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
-        body_limit=gateway.body_limit,
-        concurrency=gateway.concurrency or os.cpu_count() or 1,
     )

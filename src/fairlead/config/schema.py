@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from fairlead.config.problems import Problem
 from fairlead.config.units import Bytes, PositiveSeconds
-from fairlead.model.endpoint import Endpoint
+from fairlead.wire.endpoint_list import Listed
+from fairlead.wire.problem import Problem
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -66,7 +66,7 @@ class Als(Section, frozen=True, kw_only=True):
 class EndpointSource(Section, frozen=True, kw_only=True):
     """Either a list in the configuration itself, or a file."""
 
-    static: tuple[Endpoint, ...] = ()
+    static: tuple[Listed, ...] = ()
     #: Absolute, or as given when the configuration did not come from a file.
     file: str = ""
     #: Read the file again when it changes.
@@ -101,7 +101,7 @@ class Metrics(Section, frozen=True, kw_only=True):
     """How model servers are scraped."""
 
     #: For endpoints with work, and for all others.
-    interval: PositiveSeconds = 0.1
+    interval: PositiveSeconds = 0.2
     idle_interval: PositiveSeconds = 0.2
     timeout: PositiveSeconds = 1.0
     #: Older readings no longer count; the own ledger does then.

@@ -51,6 +51,8 @@ class HealthService:
 
     def __init__(self) -> None:
         self._ready = False
+        #: A gateway asked for the ext_proc service and was told that it serves.
+        self.asked = False
         self._watchers: set[_Watch] = set()
 
     @property
@@ -91,10 +93,13 @@ class _Check:
 
     def on_message(self, message: bytes) -> None:
         try:
-            status = self._health.status(read_request(message))
+            service = read_request(message)
         except ProtocolError as error:
             self._stream.finish(Status.INVALID_ARGUMENT, str(error))
             return
+        status = self._health.status(service)
+        if service == EXT_PROC and status is ServingStatus.SERVING:
+            self._health.asked = True
         if status is ServingStatus.SERVICE_UNKNOWN:
             self._stream.finish(Status.NOT_FOUND, "unknown service")
         else:

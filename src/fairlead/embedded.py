@@ -1,0 +1,132 @@
+"""The embedded gateway: a parent with two children, Envoy and the scheduler, neither of which needs the other to live.
+
+    fairlead serve ──┬── Envoy        serves clients, asks the scheduler, balances plainly without it
+                     └── scheduler    the same command with --scheduler-only
+
+The parent does nothing but keep both running, so that a scheduler which dies or hangs costs no request: Envoy goes on
+with the endpoints that the parent tells it, and a new scheduler is asked again within about a second. Both children end
+with the parent, even when it is killed (see `io.envoy.launcher`).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from pathlib import Path
+
+from fairlead.config.schema import Config
+from fairlead.io.discovery import follow_endpoints
+from fairlead.io.envoy import launcher
+from fairlead.io.envoy.gateway import Gateway
+from fairlead.io.envoy.options import Options, Tls
+from fairlead.live import DRAIN_SECONDS
+from fairlead.model.errors import FairleadError
+from fairlead.model.events import EndpointDown, EndpointUp
+from fairlead.observe.log import get
+
+log = get("serve")
+
+#: Seconds before a scheduler that died is started again; doubled up to the cap while it keeps dying early.
+_BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
+_HEALTHY_SECONDS = 10.0
+#: Exit code of a scheduler that cannot use its configuration: starting it again would not help.
+_WRONG_CONFIG = 2
+
+
+class SchedulerFailed(FairleadError):
+    """The scheduler ended at its start; it has said why."""
+
+
+class Embedded:
+    """`await run()` until a signal. `file` is the configuration, read again by the scheduler process."""
+
+    def __init__(self, config: Config, file: Path) -> None:
+        self._config = config
+        self._file = file
+        self._gateway = Gateway(gateway_options(config))
+        self._pool: dict[str, str] = {}
+        self._stopping = asyncio.Event()
+        self._process: Process | None = None
+
+    async def run(self) -> None:
+        """Raises `FairleadError` when a child cannot be started at all."""
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stopping.set)
+                stack.callback(loop.remove_signal_handler, number)
+            await follow_endpoints(stack, self._config.endpoints, self._endpoint, lambda problem: None)
+            await self._gateway.start()
+            stack.push_async_callback(self._gateway.stop, 0.0)
+            stack.push_async_callback(self._end_scheduler)
+            keeper = asyncio.create_task(self._keep_scheduler(), name="scheduler supervisor")
+            stack.callback(keeper.cancel)
+            stopped = asyncio.create_task(self._stopping.wait())
+            stack.callback(stopped.cancel)
+            await asyncio.wait((keeper, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if keeper.done():
+                keeper.result()
+            # Clients first: while they finish, the scheduler still answers the gateway.
+            await self._gateway.stop(DRAIN_SECONDS)
+
+    def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        if isinstance(event, EndpointUp):
+            self._pool[event.endpoint.id] = event.endpoint.address
+        else:
+            self._pool.pop(event.endpoint_id, None)
+        self._gateway.set_endpoints(self._pool.values())
+
+    async def _keep_scheduler(self) -> None:
+        """One scheduler after another. Returns never; raises when the first start fails for good."""
+        loop = asyncio.get_running_loop()
+        pause = _BACKOFF_FIRST
+        while True:
+            started = loop.time()
+            self._process = process = await self._spawn()
+            log.info("the scheduler runs", pid=process.pid)
+            code = await process.wait()
+            if self._stopping.is_set():
+                return
+            if code == _WRONG_CONFIG:
+                raise SchedulerFailed("the scheduler could not start, see above")
+            pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
+            log.error("the scheduler died; the gateway balances without it", exit_code=code, restart_in_s=pause)
+            await asyncio.sleep(pause)
+
+    async def _spawn(self) -> Process:
+        fairlead = (sys.executable, "-m", "fairlead", "serve", str(self._file), "--scheduler-only")
+        tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *fairlead)
+        # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
+        return await asyncio.create_subprocess_exec(*tied, start_new_session=True)
+
+    async def _end_scheduler(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), DRAIN_SECONDS + 5.0)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def gateway_options(config: Config) -> Options:
+    """What the configuration says of the embedded gateway, in the gateway's own terms."""
+    gateway, ext_proc = config.gateway, config.ext_proc
+    tls = ext_proc.tls
+    return Options(
+        host=gateway.host,
+        port=gateway.port,
+        admin_port=gateway.admin_port,
+        ext_proc=f"127.0.0.1:{ext_proc.port}",
+        als=f"127.0.0.1:{config.als.port}" if config.als.enabled else "",
+        tls=Tls(ca_file=str(Path(tls.cert_dir, "tls.crt"))) if tls else None,
+        response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
+        body_limit=gateway.body_limit,
+        concurrency=gateway.concurrency or os.cpu_count() or 1,
+    )

@@ -1,0 +1,25 @@
+"""Where endpoints come from: the list in the configuration, or a file that is followed."""
+
+from contextlib import AsyncExitStack
+
+from fairlead.config.schema import EndpointSource
+from fairlead.io.endpoint_set import Feed, Report
+from fairlead.io.endpoints_file import EndpointsFile
+from fairlead.model.errors import ConfigError
+from fairlead.model.events import EndpointUp
+
+
+async def follow_endpoints(stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report) -> None:
+    """Feed what is there now, and changes for as long as `stack` is open.
+
+    Raises `ConfigError` when the file cannot be read or understood at the start.
+    """
+    for endpoint in source.static:
+        feed(EndpointUp(endpoint))
+    if not source.file:
+        return
+    files = EndpointsFile(source.file, feed, report, watch=source.watch)
+    stack.push_async_callback(files.close)
+    problems = await files.start()
+    if not files.loaded:
+        raise ConfigError("; ".join(problem.message for problem in problems), "$.endpoints.file", source.file)
