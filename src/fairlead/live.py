@@ -127,10 +127,10 @@ class Live:
 
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         sources = AdminSources(
-            metrics=self.watch.metrics.registry.parts,
+            metrics=self.watch.exposition,
             unready=self._reasons,
             endpoints=self.watch.endpoints,
-            decisions=self.watch.journal.last,
+            decisions=self.watch.decisions,
         )
         settings = self.config.admin
         self.admin = Admin(sources, host=settings.host, port=settings.port, debug=settings.debug)

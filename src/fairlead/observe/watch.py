@@ -1,7 +1,8 @@
 """All observers of the scheduler behind one: metrics, the decision journal, the log."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
+from typing import Any
 
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
@@ -14,32 +15,60 @@ from fairlead.observe.status import EndpointStatus, FleetStatus, ScrapeTotals
 log = get("schedule")
 
 
+#: Decisions that wait to be counted, at most.
+_BATCH = 64
+
+
 class Watch:
-    """Hears of every decision and outcome. `now` is the clock of their `at`."""
+    """Hears of every decision and outcome. `now` is the clock of their `at`.
+
+    Decisions are counted in batches: with the next outcomes (which come batched, with the access log), or when somebody
+    looks. One by one they would cost the most at the worst moment, while a request waits and the caches are cold.
+    """
 
     def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
         self._fleet = fleet
         self._now = now
         self.journal = Journal()
         self.metrics = SchedulerMetrics(now, self.status)
+        self._uncounted: list[tuple[DecisionRecord, float]] = []
         #: Told the endpoint of every routed request.
         self.on_routed: Callable[[str], object] = lambda endpoint_id: None
         #: Totals of scraping, once there is a scraper.
         self.scrapes: ScrapeTotals | None = None
 
     def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
-        self.metrics.on_decision(record, duration_s)
-        self.journal.on_decision(record)
         if record.endpoint:
             self.on_routed(record.endpoint)
-        if record.overloaded:
-            log.warning("all endpoints are overloaded; more replicas are wanted")
-        elif not record.endpoint:
-            log.warning("a request was refused", reason=record.outcome, status=record.status)
+        self._uncounted.append((record, duration_s))
+        if len(self._uncounted) >= _BATCH:
+            self._count()
 
     def on_outcome(self, record: OutcomeRecord) -> None:
+        if self._uncounted:
+            self._count()
         self.metrics.on_outcome(record)
         self.journal.on_outcome(record)
+
+    def _count(self) -> None:
+        batch, self._uncounted = self._uncounted, []
+        for record, duration_s in batch:
+            self.metrics.on_decision(record, duration_s)
+            self.journal.on_decision(record)
+            if record.overloaded:
+                log.warning("all endpoints are overloaded; more replicas are wanted")
+            elif not record.endpoint:
+                log.warning("a request was refused", reason=record.outcome, status=record.status)
+
+    def exposition(self) -> Iterable[bytes]:
+        """The metrics page, piece by piece."""
+        self._count()
+        return self.metrics.registry.parts()
+
+    def decisions(self, count: int) -> Sequence[dict[str, Any]]:
+        """The newest `count` decisions, as the journal renders them."""
+        self._count()
+        return self.journal.last(count)
 
     def on_client_error(self, api: str, status: int) -> None:
         self.metrics.on_client_error("", status)
