@@ -240,18 +240,19 @@ async def measure(kind: str, where: str, shape: str, load: Callable[[Gateway, in
 
 
 async def run(quick: bool) -> dict[str, dict[str, Any]]:
-    """Label → the round with the least CPU; the machine's other work only ever adds."""
-    rounds, scale = (1, 1) if quick else (3, 5)
-    results = {}
-    for shape in SHAPES:
-        for label, (kind, where) in SERVERS.items():
-            slow = kind == "aio"
-            for name, load, count in (
-                ("saturated", saturate, 2_000 * scale if slow else 8_000 * scale),
-                ("200/s", trickle, 200 * scale),
-            ):
-                done = [await measure(kind, where, shape, load, count) for _ in range(rounds)]
-                results[f"{shape}, {label}, {name}"] = min(done, key=lambda r: float(r["cpu_us"]))
+    """Label → the round with the least CPU. Other work on the machine only ever adds, and comes in phases: so every
+    round measures everything once."""
+    rounds, scale = (1, 1) if quick else (5, 3)
+    results: dict[str, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for shape in SHAPES:
+            for label, (kind, where) in SERVERS.items():
+                saturated = 2_000 * scale if kind == "aio" else 10_000 * scale
+                for name, load, count in (("saturated", saturate, saturated), ("200/s", trickle, 200 * scale)):
+                    row = await measure(kind, where, shape, load, count)
+                    best = results.setdefault(f"{shape}, {label}, {name}", row)
+                    if row["cpu_us"] < best["cpu_us"]:
+                        results[f"{shape}, {label}, {name}"] = row
     return results
 
 

@@ -12,12 +12,17 @@ from fairlead.io.endpoint_set import EndpointSet, resolve_host
 from fairlead.io.endpoints_file import EndpointsFile
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import EndpointDown, EndpointUp
-from fairlead.wire.endpoint_list import Problem, parse_endpoints
+from fairlead.wire.endpoint_list import Listing, parse_endpoints_text
+from fairlead.wire.problem import Problem
 
 
 def text_of(*entries: tuple[str, str]) -> str:
     lines = [f"- {{name: {name}, address: '{address}', port: 80}}\n" for name, address in entries]
     return "endpoints:\n" + "".join(lines) if lines else "endpoints: []\n"
+
+
+def listing(*entries: tuple[str, str]) -> Listing:
+    return parse_endpoints_text(text_of(*entries).encode())
 
 
 class Heard:
@@ -139,7 +144,7 @@ async def test_broken_text_keeps_everything(tmp_path: Path, heard: Heard, follow
     heard.take()
     path.write_text("endpoints: [")
     await heard.until(lambda: heard.problems)
-    assert heard.problems == ["line 2, $: did not find expected node content"]
+    assert heard.problems == ["line 1, $: not valid YAML: did not find expected node content"]
     assert (heard.events, len(follower.endpoints)) == ([], 1)
     path.write_text(text_of(("b", "10.0.0.2")))
     await heard.until(lambda: len(heard.events) == 2)
@@ -227,7 +232,7 @@ async def test_names_are_resolved_again(heard: Heard) -> None:
     names = Names()
     names.known["model"] = ["10.0.0.1", "10.0.0.2"]
     endpoints = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
-    endpoints.apply(parse_endpoints([{"name": "a", "address": "model", "port": 80}]))
+    endpoints.apply(listing(("a", "model")))
     assert heard.events == []
     await endpoints.start()
     assert heard.take() == ["up a 10.0.0.1:80"]
@@ -248,7 +253,7 @@ async def test_a_name_that_fails_is_tried_again_and_reported_once(
     monkeypatch.setattr(endpoint_set, "RETRY_S", 0.01)
     names = Names()
     endpoints = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
-    endpoints.apply(parse_endpoints([{"name": "a", "address": "model", "port": 80}]))
+    endpoints.apply(listing(("a", "model")))
     await endpoints.start()
     while names.asked < 4:
         await asyncio.sleep(0.01)
@@ -261,7 +266,7 @@ async def test_a_name_that_fails_is_tried_again_and_reported_once(
         ["up a 10.0.0.1:80"],
         [Endpoint("default/a", "10.0.0.1:80")],
     )
-    endpoints.apply(parse_endpoints([]))
+    endpoints.apply(listing())
     assert heard.events == ["up a 10.0.0.1:80", "down a"]
     await endpoints.close()
 
@@ -273,14 +278,34 @@ async def test_a_name_that_left_while_it_was_resolved(heard: Heard) -> None:
         return await answer
 
     endpoints = EndpointSet(heard.feed, heard.report, resolver=slow)
-    endpoints.apply(parse_endpoints([{"name": "a", "address": "model", "port": 80}]))
+    endpoints.apply(listing(("a", "model")))
     starting = asyncio.create_task(endpoints.start())
     await asyncio.sleep(0)
-    endpoints.apply(parse_endpoints([]))
+    endpoints.apply(listing())
     answer.set_result(["10.0.0.1"])
     await starting
     assert heard.events == []
     await endpoints.close()
+
+
+async def test_the_start_does_not_wait_for_a_resolver_that_hangs(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def hang(host: str, port: int) -> list[str]:
+        asked.append(host)
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(endpoint_set, "RESOLVE_TIMEOUT_S", 0.05)
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=hang)
+    endpoints.apply(listing(*((f"e{i}", f"host{i}") for i in range(100)), ("b", "10.0.0.1")))
+    async with asyncio.timeout(10):
+        await endpoints.start()
+        assert heard.take() == ["up b 10.0.0.1:80"]
+        assert len(asked) < 100, "later ones wait for their turn in the background"
+        await heard.until(lambda: len(heard.problems) == 100)
+        await endpoints.close()
+    assert heard.problems[0] == "cannot resolve host0: no answer"
 
 
 async def test_the_real_resolver() -> None:

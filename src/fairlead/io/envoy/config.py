@@ -26,8 +26,8 @@ _HEAP = "type.googleapis.com/envoy.extensions.resource_monitors.fixed_heap.v3.Fi
 
 #: Buffers of one connection. Bodies have their own limit.
 _CONNECTION_BUFFER = 32_768
-#: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and with no range
-#: named, Envoy takes all private addresses for internal. No client has the broadcast address.
+#: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and while no
+#: range is named, Envoy takes all private addresses for internal. No client has the broadcast address.
 _NOBODY = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
 #: Share of the heap limit at which connections are no longer kept, and at which requests are refused.
 _HEAP_TIGHT, _HEAP_FULL = 0.90, 0.95

@@ -25,12 +25,13 @@ from fairlead.io.envoy.config import STAT_PREFIX, build
 from fairlead.io.envoy.endpoints_file import EndpointsFile
 from fairlead.io.envoy.errors import GatewayError
 from fairlead.io.envoy.log import FORMAT
-from fairlead.io.envoy.options import Options
+from fairlead.io.envoy.options import Options, parse_endpoint
 from fairlead.io.envoy.supervisor import Supervisor
 
 log = logging.getLogger("fairlead.gateway")
 
 _POLL = 0.05
+_COALESCE = 0.02
 _ACTIVE = f"^http\\.{STAT_PREFIX}\\.downstream_rq_active$"
 
 
@@ -56,6 +57,8 @@ class Gateway:
         self._start_timeout = start_timeout
         self._directory: Path | None = None
         self._file: EndpointsFile | None = None
+        self._known: set[str] = set()
+        self._write: asyncio.TimerHandle | None = None
         self._supervisor: Supervisor | None = None
         #: Where clients connect, `127.0.0.1:8080`; empty before `start`.
         self.address = ""
@@ -117,11 +120,22 @@ class Gateway:
         return path
 
     def set_endpoints(self, addresses: Iterable[str]) -> None:
-        """The pool for requests that nobody scheduled is this from now on; Envoy follows within milliseconds.
+        """The pool for requests that nobody scheduled is this from now on; Envoy follows in less than 0.1 s.
 
-        Raises `ConfigError` for what is not a literal `ip:port`; the old pool stays in force then.
+        Cheap: a burst of changes is written once. Raises `ConfigError` for what is not a literal `ip:port`; the old
+        pool stays in force then.
         """
-        self._endpoints = tuple(addresses)
+        wanted = tuple(addresses)
+        for address in wanted:
+            if address not in self._known:
+                parse_endpoint(address)
+        self._known = set(wanted)
+        self._endpoints = wanted
+        if self._file is not None and self._write is None:
+            self._write = asyncio.get_running_loop().call_later(_COALESCE, self._write_endpoints)
+
+    def _write_endpoints(self) -> None:
+        self._write = None
         if self._file is not None:
             try:
                 self._file.write(self._endpoints)
@@ -131,6 +145,9 @@ class Gateway:
     async def stop(self, grace: float = 30.0) -> None:
         """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
         supervisor, self._supervisor = self._supervisor, None
+        if self._write is not None:
+            self._write.cancel()
+            self._write = None
         if supervisor is not None:
             if grace > 0 and supervisor.pid:
                 with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):

@@ -76,8 +76,8 @@ class Options(Struct, frozen=True, kw_only=True):
     max_streams: int = 4096
     #: Client connections at once.
     max_connections: int = 20_000
-    #: Above this heap size new requests get 503; 0 = no limit.
-    max_heap: int = 0
+    #: From 95 % of this heap size on new requests get 503; 0 = no limit. A waiting request holds its body twice.
+    max_heap: int = 4 << 30
     #: An upstream connection idle for longer is closed. Below uvicorn's 5 s, which vLLM uses: who closes an idle
     #: connection later than its peer loses requests to the race.
     upstream_idle_timeout: float = 4.0

@@ -190,7 +190,13 @@ async def test_resets_of_finished_streams_do_not_count(connect: Connect) -> None
         peer.open(1 + 2 * number).stream.finish()
         peer.feed(h2.rst_stream(1 + 2 * number, 0))
     assert h2.GOAWAY not in kinds(peer.frames())
-    for number in range(50, 54):
+    for number in range(50, 70):
+        handler = peer.open(1 + 2 * number)
+        handler.stream.send(b"x" * 100_000)
+        handler.stream.finish()  # waits for the window
+        peer.feed(h2.rst_stream(1 + 2 * number, 8))
+    assert h2.GOAWAY not in kinds(peer.frames())
+    for number in range(70, 74):
         peer.open(1 + 2 * number)
         peer.feed(h2.rst_stream(1 + 2 * number, 8))
     assert peer.goaway() == ErrorCode.ENHANCE_YOUR_CALM

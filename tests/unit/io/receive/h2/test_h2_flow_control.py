@@ -100,6 +100,34 @@ async def test_tiny_windows_lose_nothing(connect: Connect) -> None:
     assert sizes(frames, 1) == [1] * 25 + [0]
 
 
+async def test_small_messages_wait_for_the_connections_window_too(connect: Connect) -> None:
+    peer = connect().shake({h2.INITIAL_WINDOW_SIZE: 1 << 20})
+    big, small, tiny = peer.open(1), peer.open(3), peer.open(5)
+    big.stream.send(b"x" * 65_500)
+    small.stream.send(b"y" * 30)
+    tiny.stream.send(b"z" * 20)
+    await asyncio.sleep(0)
+    frames = peer.frames()
+    assert sizes(frames, 3) == [30] and not sizes(frames, 5)
+    assert peer.connection.window == 0
+    peer.feed(h2.window_update(0, 100))
+    frames = peer.frames()
+    assert payload(frames, 3) + payload(frames, 5) == message(b"y" * 30)[30:] + message(b"z" * 20)
+    assert peer.connection.window == 100 - 5 - 25
+
+
+async def test_a_stream_with_the_smallest_window_waits_for_the_connection(connect: Connect) -> None:
+    peer = connect().shake()
+    peer.open(1).stream.send(b"x" * 65_530)
+    other = peer.open(3)
+    peer.feed(h2.settings({h2.INITIAL_WINDOW_SIZE: 3}))
+    other.stream.send(b"abc")
+    await asyncio.sleep(0)
+    peer.frames()
+    peer.feed(h2.window_update(0, 100))
+    assert sizes(peer.frames(), 3) == [3]
+
+
 async def test_windows_may_become_negative(connect: Connect) -> None:
     peer = connect().shake()
     handler = peer.open()

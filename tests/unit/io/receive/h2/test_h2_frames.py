@@ -42,6 +42,10 @@ async def test_everything_may_arrive_byte_by_byte(connect: Connect) -> None:
     for pos in range(len(wire)):
         peer.feed(wire[pos : pos + 1])
     assert peer.handlers[0].heard == [b"hello", "half-close"]
+    peer.frames()
+    for byte in h2.settings({}):  # the shortest frame is its header
+        peer.feed(bytes((byte,)))
+    assert peer.frames() == [(h2.SETTINGS, h2.ACK, 0, b"")]
 
 
 @pytest.mark.parametrize("wire", [b"GET / HTTP/1.1\r\n", b"\x16", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r!"])

@@ -1,0 +1,88 @@
+"""The embedded gateway as a process: it ends when it should, leaves nothing, and says why it cannot start."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from fairlead.io.envoy.errors import GatewayError
+from fairlead.io.envoy.gateway import Gateway
+from fairlead.io.envoy.options import Options
+
+pytestmark = pytest.mark.envoy
+
+
+async def slow_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers one request with ten chunks in half a second."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+    for i in range(10):
+        writer.write(b"7\r\nchunk %d\r\n" % i)
+        await asyncio.sleep(0.05)
+    writer.write(b"0\r\n\r\n")
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> None:
+    server = await asyncio.start_server(slow_stream, "127.0.0.1", 0)
+    endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, aiohttp.ClientSession() as http:
+        gateway = Gateway(Options(port=0, ext_proc="127.0.0.1:1"), [endpoint], directory=tmp_path)
+        await gateway.start()
+        pid, address = gateway.pid, gateway.address
+        assert [path.stat().st_mode & 0o77 for path in tmp_path.iterdir()] == [0]
+        async with http.post(f"http://{address}/", data=b"x") as response:
+            stopping = asyncio.create_task(gateway.stop(10.0))
+            assert (await response.read()).endswith(b"chunk 9")
+        await stopping
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await http.get(f"http://{address}/")
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert not list(tmp_path.iterdir()) and gateway.pid == 0
+        await gateway.stop()
+
+
+PARENT = """
+import asyncio
+from fairlead.io.envoy.gateway import Gateway
+from fairlead.io.envoy.options import Options
+async def main():
+    gateway = Gateway(Options(port=0))
+    await gateway.start()
+    print(gateway.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
+async def test_envoy_dies_with_its_parent() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(await asyncio.wait_for(parent.stdout.readline(), 30))
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{pid}/exe").exists():  # a zombie that init has not collected yet has no executable
+            with contextlib.suppress(OSError):
+                os.readlink(f"/proc/{pid}/exe")
+            await asyncio.sleep(0.02)
+
+
+async def test_a_taken_port_and_a_wrong_binary_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
+            await Gateway(Options(port=port)).start()
+    with pytest.raises(GatewayError, match="Envoy ended with code 1"):
+        await Gateway(Options(port=0), binary="/bin/false").start()
+    with pytest.raises(GatewayError, match="/does-not-exist cannot be run: No such file"):
+        await Gateway(Options(port=0), binary="/does-not-exist").start()

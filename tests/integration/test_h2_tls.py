@@ -1,0 +1,176 @@
+"""The HTTP/2 server over TLS, with certificates that change."""
+
+import asyncio
+import contextlib
+import os
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from fairlead.io.receive.h2_limits import H2Limits
+from fairlead.io.receive.h2_server import H2Server
+from fairlead.io.receive.stream import ServerStream
+from fairlead.io.tls import ServerTls
+from fairlead.model.errors import ConfigError
+
+PATH = "/test.Service/Echo"
+NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+class Echo:
+    """Sends every message back, ends when the peer ends."""
+
+    def __init__(self, stream: ServerStream, headers: Mapping[str, str]) -> None:
+        self.stream = stream
+        self.lost: list[str] = []
+        MADE.append(self)
+
+    def on_message(self, message: bytes) -> None:
+        self.stream.send(message)
+
+    def on_half_close(self) -> None:
+        self.stream.finish()
+
+    def on_lost(self, why: str) -> None:
+        self.lost.append(why)
+
+
+MADE: list[Echo] = []
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    MADE.clear()
+
+
+Serve = Callable[..., Awaitable[tuple[H2Server, str]]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts an echo server on a free port; gives it and its target."""
+    servers: list[H2Server] = []
+
+    async def start(limits: H2Limits | None = None, **options: Any) -> tuple[H2Server, str]:
+        server = H2Server({PATH: Echo}, limits, **options)
+        servers.append(server)
+        return server, f"127.0.0.1:{await server.listen('127.0.0.1')}"
+
+    yield start
+    for server in servers:
+        await server.close()
+        assert server.stats().connections == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def echo(channel: grpc.aio.Channel, *messages: bytes) -> list[bytes]:
+    async def requests() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+
+    return [answer async for answer in channel.stream_stream(PATH)(requests())]
+
+
+def certificate(directory: Path, name: str, days: int = 2) -> bytes:
+    """A self-signed pair in `tls.crt` and `tls.key`; gives the certificate."""
+    new = directory / f".{name}"
+    new.mkdir()
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", new / "tls.key", "-out", new / "tls.crt", "-days", str(days), "-subj", f"/CN={name}",
+         "-addext", f"subjectAltName=DNS:{name}"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    for file in ("tls.key", "tls.crt"):
+        os.replace(new / file, directory / file)
+    return (directory / "tls.crt").read_bytes()
+
+
+async def secure_echo(target: str, root: bytes, name: str) -> list[bytes]:
+    credentials = grpc.ssl_channel_credentials(root)
+    options = [("grpc.ssl_target_name_override", name)]
+    async with grpc.aio.secure_channel(target, credentials, options=options) as channel:
+        return await asyncio.wait_for(echo(channel, b"hello", os.urandom(0) + b"x" * 200_000), 10)
+
+
+async def test_tls_with_reload(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = certificate(tmp_path, "one.test")
+    tls = ServerTls.from_directory(tmp_path)
+    server, target = await serve(tls=tls)
+    expected = [b"hello", b"x" * 200_000]
+    assert await secure_echo(target, first, "one.test") == expected
+    second = certificate(tmp_path, "two.test")
+    assert tls.reload()
+    assert not tls.reload()
+    assert await secure_echo(target, second, "two.test") == expected
+    (tmp_path / "tls.crt").write_bytes(second[:100])
+    assert not tls.reload()
+    assert not tls.reload()
+    assert [record.levelname for record in caplog.records if "unusable" in record.message] == ["WARNING"]
+    assert await secure_echo(target, second, "two.test") == expected
+    (tmp_path / "tls.crt").write_bytes(first)  # does not belong to the key
+    assert not tls.reload()
+    (tmp_path / "tls.key").unlink()
+    assert not tls.reload()
+    assert await secure_echo(target, second, "two.test") == expected
+    assert tls.reloads == 1
+    assert server.stats().streams == 4
+
+
+async def test_tls_reload_needs_no_owner(serve: Serve, tmp_path: Path) -> None:
+    certificate(tmp_path, "one.test")
+    tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.1)
+    _, target = await serve(tls=tls)
+    second = certificate(tmp_path, "two.test")
+    await until(lambda: tls.reloads == 1)
+    assert await secure_echo(target, second, "two.test")
+
+
+async def test_tls_peers_must_speak_h2(serve: Serve, tmp_path: Path) -> None:
+    certificate(tmp_path, "one.test")
+    server, target = await serve(tls=ServerTls.from_directory(tmp_path))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(target.rpartition(":")[2]), ssl=context)
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+    await until(lambda: server.stats().connections == 0)
+
+
+async def test_clients_may_have_to_show_a_certificate(serve: Serve, tmp_path: Path) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    own.mkdir()
+    theirs.mkdir()
+    root = certificate(own, "one.test")
+    client = certificate(theirs, "client.test")
+    _, target = await serve(tls=ServerTls.from_directory(own, client_ca=theirs / "tls.crt"))
+    options = [("grpc.ssl_target_name_override", "one.test")]
+    credentials = grpc.ssl_channel_credentials(root, (theirs / "tls.key").read_bytes(), client)
+    async with grpc.aio.secure_channel(target, credentials, options=options) as channel:
+        assert await echo(channel, b"hello") == [b"hello"]
+    with pytest.raises(grpc.aio.AioRpcError):
+        await secure_echo(target, root, "one.test")
+
+
+def test_tls_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tls\.crt"):
+        ServerTls.from_directory(tmp_path)
+    certificate(tmp_path, "one.test")
+    key = tmp_path / "tls.key"
+    subprocess.run(
+        ["openssl", "ec", "-in", key, "-aes128", "-passout", "pass:x", "-out", key], check=True, capture_output=True
+    )
+    with pytest.raises(ConfigError):
+        ServerTls.from_directory(tmp_path)

@@ -1,0 +1,51 @@
+"""`fairlead envoy-config`."""
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from fairlead.cli.envoy_config import envoy_config
+from fairlead.io.envoy.config import build
+from fairlead.io.envoy.options import Options
+from fairlead.model.errors import ConfigError
+
+app = typer.Typer()
+app.command()(envoy_config)
+
+
+def test_it_prints_what_build_makes() -> None:
+    arguments = ["--listen", "0.0.0.0:80", "--ext-proc", "[::1]:9002", "--endpoint", "10.0.0.1:1", "--fail-closed"]
+    done = CliRunner().invoke(
+        app, [*arguments, "--response-mode", "none", "--als", "none", "--request-mode", "buffered"]
+    )
+    assert done.exit_code == 0, done.output
+    options = Options(
+        host="0.0.0.0",
+        port=80,
+        ext_proc="[::1]:9002",
+        endpoints=("10.0.0.1:1",),
+        fail_open=False,
+        response_mode="none",
+        request_mode="buffered",
+    )
+    assert yaml.safe_load(done.stdout) == build(options)
+
+
+def test_the_log_service_is_the_schedulers_port_unless_told_otherwise() -> None:
+    done = CliRunner().invoke(app, ["--ext-proc", "127.0.0.1:7", "--tls-ca", "/ca.pem", "--tls-server-name", "epp"])
+    assert [c["name"] for c in yaml.safe_load(done.stdout)["static_resources"]["clusters"]][-1] == "als"
+    assert "server_name" not in done.stdout and "sni: epp" in done.stdout
+
+
+@pytest.mark.envoy
+def test_validate_asks_envoy() -> None:
+    good = CliRunner().invoke(app, ["--endpoint", "10.0.0.1:1", "--validate"])
+    assert good.exit_code == 0 and good.stdout.startswith("node:")
+    bad = CliRunner().invoke(app, ["--endpoints-file", "/no/such/pool.json", "--validate"])
+    assert bad.exit_code == 1 and "Envoy refuses the configuration" in str(bad.exception)
+
+
+def test_wrong_options_are_named() -> None:
+    done = CliRunner().invoke(app, ["--listen", "8080"])
+    assert isinstance(done.exception, ConfigError) and "--listen" in str(done.exception)
