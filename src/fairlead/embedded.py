@@ -118,14 +118,14 @@ class Embedded:
 def gateway_options(config: Config) -> Options:
     """What the configuration says of the embedded gateway, in the gateway's own terms."""
     gateway, ext_proc = config.gateway, config.ext_proc
-    tls = ext_proc.tls
     return Options(
         host=gateway.host,
         port=gateway.port,
         admin_port=gateway.admin_port,
         ext_proc=f"127.0.0.1:{ext_proc.port}",
         als=f"127.0.0.1:{config.als.port}" if config.als.enabled else "",
-        tls=Tls(ca_file=str(Path(tls.cert_dir, "tls.crt"))) if tls else None,
+        # Our own process on the loopback: its certificate is for others, and may be renewed while Envoy runs.
+        tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         body_limit=gateway.body_limit,
         concurrency=gateway.concurrency or os.cpu_count() or 1,

@@ -2,8 +2,8 @@
 
 Rules
 * Every endpoint is scraped each `idle_s`, and each `fast_s` while it has work: ours (`wake`) or reported by itself.
-* One timer serves all endpoints: due times lie on a 10 ms grid in one heap, so one wake-up starts several scrapes.
-  A scrape never overlaps the endpoint's last one. First scrapes are spread at random over one interval.
+* One timer serves all endpoints: due times lie on a 50 ms grid in one heap, and endpoints share a slot of it in groups,
+  so one wake-up starts several scrapes. A scrape never overlaps the endpoint's last one.
 * A failure, time-outs included, doubles the interval (with jitter) up to `backoff_cap_s`, and is fed each time.
   A kept connection that turns out to be closed is replaced and asked again at once, without counting as a failure.
 * What is fed: every sample that differs from the last, every sample while the endpoint is busy or awake, and at least
@@ -21,6 +21,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from itertools import count
+from math import floor
 
 from fairlead.io.scrape_http import BufferPool, PageConnection
 from fairlead.io.scrape_secure import ScrapeError, SecureFetcher
@@ -28,10 +29,13 @@ from fairlead.io.scrape_state import ScrapeStats, Target
 from fairlead.io.scrape_target import ScrapeOptions, page_address
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import MetricsFailed, MetricsSampled
-from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, compile_engine, engine_of
+from fairlead.wire.engine_metrics import DEFAULT_ENGINE, ENGINES, EngineMetrics, compile_engine, engine_of
 
 #: Due times are rounded down to this grid (seconds) so that timers fall together.
 GRID = 0.05
+#: So many endpoints are scraped in the same turn of the grid before the next one is used: their answers come together
+#: too, and a wake-up costs more than reading an unchanged page.
+GROUP = 16
 
 Feed = Callable[[MetricsSampled | MetricsFailed], object]
 #: Called with an endpoint id and what its page lacks, whenever that changes; empty = all is well again.
@@ -48,13 +52,15 @@ class Scraper:
         engines: Mapping[str, EngineMetrics] = ENGINES,
         options: ScrapeOptions | None = None,
         *,
+        default_engine: str = DEFAULT_ENGINE,
         rng: random.Random | None = None,
         report: Report | None = None,
     ) -> None:
-        """Raises `ConfigError` for a bad spec in `engines`, which must have the default engine."""
+        """Raises `ConfigError` for a bad spec in `engines`, which must have `default_engine`."""
         self.stats = ScrapeStats()
         self.specs = {name: compile_engine(metrics, f"$.engines.{name}") for name, metrics in engines.items()}
         self._engines = engines
+        self._default_engine = default_engine
         self._loop = loop
         self._feed = feed
         self._report = report
@@ -71,7 +77,7 @@ class Scraper:
 
     def up(self, endpoint: Endpoint) -> None:
         """Begin to scrape an endpoint, or take note that it changed."""
-        engine = engine_of(endpoint.labels, self._engines)
+        engine = engine_of(endpoint.labels, self._engines, self._default_engine)
         old = self._targets.get(endpoint.id)
         if old is not None and old.endpoint.scrape_url == endpoint.scrape_url and old.engine == engine:
             old.endpoint = endpoint
@@ -84,7 +90,11 @@ class Scraper:
             return
         target = Target(self, endpoint, address, engine, self.specs[engine])
         self._targets[endpoint.id] = target
-        self._schedule(target, self._loop.time() + self._rng.random() * self._interval(target))
+        slots = max(int(self._interval(target) / GRID), 1)
+        slot = (
+            len(self._targets) // GROUP % slots if len(self._targets) <= GROUP * slots else self._rng.randrange(slots)
+        )
+        self._schedule(target, self._loop.time() + (1 + slot) * GRID)
 
     def down(self, endpoint_id: str) -> None:
         """Stop scraping it. Nothing is fed about it any more."""
@@ -132,7 +142,7 @@ class Scraper:
             self._fast += 1 if fast else -1
 
     def _schedule(self, target: Target, when: float) -> None:
-        when = when // GRID * GRID
+        when = floor(when / GRID + 1e-3) * GRID  # sums of grid times fall just below the grid
         target.due = when
         heapq.heappush(self._heap, (when, next(self._order), target))
         if self._heap[0][2] is target:

@@ -14,7 +14,7 @@ class ScrapeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How often and how carefully. Times in seconds."""
 
     #: Interval for an endpoint with work of ours, or that reports work.
-    fast_s: float = 0.2
+    fast_s: float = 0.1
     #: Interval for all others. Traffic that does not pass through here shows after at most this and one scrape.
     idle_s: float = 0.2
     #: How long an endpoint stays fast after `wake`.

@@ -61,7 +61,7 @@ class Host:
         incidents: Incidents,
         now: Callable[[], float],
         max_body: int = 64 << 20,
-        inspect: Callable[[], bool] = lambda: False,
+        inspect: Callable[[bool], bool] = lambda stream: False,
     ) -> None:
         self.driver = driver
         self.understanding = understanding
@@ -70,7 +70,7 @@ class Host:
         self.now = now
         #: Bytes of a request body that are kept; more is answered 413.
         self.max_body = max_body
-        #: Asked once per streamed response that could be left early: stay, to learn its token counts?
+        #: Asked once per response that could be left early (is it a stream?): stay, to learn its token counts?
         self.inspect = inspect
         #: Access-log streams that are connected.
         self.access_logs = 0
@@ -248,7 +248,7 @@ class Session:
             return sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
         # The first byte of an answer that is not streamed is its end: the access log tells it as well as we could.
         request = self._request
-        return request is not None and not request.stream and request.api != "other" and not self._host.inspect()
+        return request is not None and not request.stream and request.api != "other" and not self._host.inspect(False)
 
     # ---- the response ----
 
@@ -277,7 +277,7 @@ class Session:
         if eos:
             self._end()
         elif first and self._response_mode is BodyMode.STREAMED and self._wired():
-            inspected = watch.is_sse and self._host.inspect()
+            inspected = watch.is_sse and self._host.inspect(True)
             if not inspected:
                 self._end()
 

@@ -86,7 +86,7 @@ class Rig:
             self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.0.{i}:80")))
         understanding = Understanding(tokens, ChainHasher(), self.clock.time)
         self.host = Host(
-            self.driver, understanding, Answers("ab"), self.seen, self.clock.time, max_body, lambda: inspect
+            self.driver, understanding, Answers("ab"), self.seen, self.clock.time, max_body, lambda stream: inspect
         )
 
     def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536, whole=False):
