@@ -53,8 +53,8 @@ SCENARIOS: dict[str, RunSpec] = {
     "json_200rps": _spec(200, 1200, 1024),
     "closed_32": _spec(0, 5000, 1024, closed=32),
     "sse_100": _spec(40, 240, 1024, 100, 20),
-    "sse_1000": _spec(4, 32, 49_000, 1000, 5),
-    "prompt_100k": _spec(10, 80, 490_000, 10, 5),
+    "sse_1000": _spec(10, 60, 49_000, 1000, 5),
+    "prompt_100k": _spec(20, 160, 490_000, 10, 5),
 }
 
 #: epp_ms over direct.envoy_ms, and over grpc_aio.epp_ms.

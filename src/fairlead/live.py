@@ -42,6 +42,7 @@ log = get("serve")
 
 #: Seconds that requests in flight get to finish at shutdown.
 DRAIN_SECONDS = 30.0
+_POLL = 0.05
 #: Streamed answers that are followed to their end at first, to learn token counts before sampling sets in.
 FIRST_INSPECTED = 20
 STREAM_GAP = 10.0
@@ -112,15 +113,30 @@ class Live:
         stack.push_async_callback(self.scraper.close)
         self.watch.on_routed = self.scraper.wake
         self.watch.scrapes = self.scraper.stats
-        lag = LoopLag(loop, self.watch.metrics.families.loop_lag.child().observe)
-        stack.callback(lag.close)
+        stack.callback(LoopLag(loop, self._turned).close)
         await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
         server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
-        stack.push_async_callback(server.close, DRAIN_SECONDS)
+        stack.push_async_callback(self._finish, server)
         log_port = config.als.port if config.als.enabled else 0
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
+
+    async def _finish(self, server: Server) -> None:
+        """Give requests in flight their time. A gateway's access log tells their ends and has none itself: it ends with
+        the last of them."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + DRAIN_SECONDS
+        server.drain()
+        while len(self.fleet.ledger) and loop.time() < until:
+            await asyncio.sleep(_POLL)
+        self.host.end_access_logs()
+        await server.close(max(until - loop.time(), 0.0))
+
+    def _turned(self, late_s: float) -> None:
+        """The event loop turned, so much later than it should."""
+        self.watch.metrics.families.loop_lag.child().observe(late_s)
+        self.host.beat()
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went: everybody who knows endpoints is told."""

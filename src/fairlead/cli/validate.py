@@ -35,10 +35,10 @@ def validate(file: ConfigFile) -> None:
 
 def _examine(config: "Config") -> tuple[list[str], str]:
     """(problems that only show when things are made of the configuration, what it amounts to)."""
-    from fairlead.config.endpoints import read_file_text
     from fairlead.config.load import read_bytes
     from fairlead.config.registry import build_hasher, build_policy
     from fairlead.model.errors import PluginError
+    from fairlead.wire.endpoint_list import parse_endpoints_text
 
     found: list[str] = []
     try:
@@ -46,10 +46,11 @@ def _examine(config: "Config") -> tuple[list[str], str]:
         build_hasher(config)
     except PluginError as error:
         found.append(f"{config.source}: {error}")
-    endpoints = list(config.endpoints.static)
+    endpoints = config.endpoints.static
     if config.endpoints.file:
-        endpoints, wrong = read_file_text(read_bytes(Path(config.endpoints.file)))
-        found += [problem.render(config.endpoints.file) for problem in wrong]
+        listing = parse_endpoints_text(read_bytes(Path(config.endpoints.file)))
+        endpoints = listing.entries
+        found += [problem.render(config.endpoints.file) for problem in listing.problems]
     policy = config.policy
     summary = (
         f"Policy {policy.name}: {len(policy.filters)} filters, {len(policy.scorers)} scorers, "

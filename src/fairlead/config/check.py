@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fairlead.config import units
-from fairlead.config.problems import Place, Report, describe
+from fairlead.config.problems import Report, describe
 from fairlead.plugins.durations import Duration
+from fairlead.wire.problem import Place
 
 #: Stands for a value that was wrong; the report has the reason.
 INVALID: Final = type("Invalid", (), {"__repr__": lambda self: "INVALID"})()

@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
-from fairlead.config.problems import Place, Report
+from fairlead.config.problems import Report
 from fairlead.config.schema import EngineNames, Metrics
 from fairlead.model.errors import ConfigError
 from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, parse_spec
+from fairlead.wire.problem import Place
 
 _LABELS = ("block_size_label", "num_blocks_label")
 

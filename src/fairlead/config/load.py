@@ -11,10 +11,12 @@ from fairlead.config.check import INVALID, check, struct
 from fairlead.config.endpoints import read_source
 from fairlead.config.engines import check_engines
 from fairlead.config.policies import KEYS, Source, read_policy
-from fairlead.config.problems import InvalidConfig, Place, Problem, Report, describe
+from fairlead.config.problems import InvalidConfig, Report, describe
 from fairlead.config.registry import Registry
 from fairlead.config.schema import SECTIONS, Als, Config, EndpointSource, ExtProc, Gateway, Metrics, Seed
 from fairlead.model.errors import ConfigError
+from fairlead.wire.plain_yaml import MAX_BYTES, Tree
+from fairlead.wire.problem import Place, Problem
 
 #: Where the scheduling part may stand instead: the values of the extension's Helm chart.
 CHART = "inferenceExtension"
@@ -50,14 +52,14 @@ def read_bytes(path: Path) -> bytes:
     """The content of a configuration file, or at least enough to see that it is too large."""
     try:
         with path.open("rb") as file:
-            return file.read(yamltree.MAX_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror or error}", "$", str(path)) from None
 
 
 def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -> tuple[Config | None, Report]:
     document = yamltree.parse(read_bytes(source) if isinstance(source, Path) else source)
-    report = Report(document.lines)
+    report = Report(document.tree.line)
     report.extend(document.problems)
     if document.value is None and document.problems:
         return None, report
@@ -67,7 +69,7 @@ def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -
         return None, report
     base = source.absolute().parent if isinstance(source, Path) else None
     name = str(source) if isinstance(source, Path) else ""
-    config = _Assembly(root, report, base, registry or Registry()).config(name, need_endpoints)
+    config = _Assembly(root, document.tree, report, base, registry or Registry()).config(name, need_endpoints)
     report.close()
     return (None if report.problems else config), report
 
@@ -75,8 +77,9 @@ def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -
 class _Assembly:
     """One pass over the root mapping."""
 
-    def __init__(self, root: dict[str, Any], report: Report, base: Path | None, registry: Registry) -> None:
+    def __init__(self, root: dict[str, Any], tree: Tree, report: Report, base: Path | None, registry: Registry) -> None:
         self._root = root
+        self._tree = tree
         self._report = report
         self._base = base
         self._registry = registry
@@ -193,10 +196,11 @@ class _Assembly:
             taken.setdefault(port, ".".join(map(str, place)))
 
     def _endpoints(self, needed: bool) -> EndpointSource:
-        node = self._root.get("endpoints")
-        if node is None or node == []:
+        value = self._root.get("endpoints")
+        if value is None or value == []:
             if needed:
                 place: Place = ("endpoints",) if "endpoints" in self._root else ()
                 self._report.add(place, "no endpoints", "list them under endpoints:, or name a file: there")
             return EndpointSource()
-        return read_source(node, ("endpoints",), self._report, self._base)
+        assert isinstance(self._tree.root.value, dict)
+        return read_source(value, self._tree.root.value["endpoints"], ("endpoints",), self._report, self._base)

@@ -7,10 +7,11 @@ from msgspec import Struct
 
 from fairlead.config.check import INVALID, check, struct
 from fairlead.config.defaults import ABILITY_FILTERS, CUSTOM_SELECTION, FILTERS, POLICIES, SCORERS, SELECTION
-from fairlead.config.problems import Place, Report, describe, shorten, show
+from fairlead.config.problems import Report, describe
 from fairlead.config.registry import Found, Kind, Registry
 from fairlead.config.schema import PluginSpec, PolicySpec
 from fairlead.model.errors import PluginError
+from fairlead.wire.problem import Place, shorten, show
 
 #: Names in the file that belong here.
 KEYS = ("policy", "filters", "scorers", "selection", "builtinFilters")

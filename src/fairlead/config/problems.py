@@ -1,35 +1,13 @@
 """Problems of a configuration: all of them, each with its path, its line and, where we can guess, the cure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from re import fullmatch
-
-from msgspec import Struct
 
 from fairlead.model.errors import ConfigError, PluginError
+from fairlead.wire.problem import Place, Problem, shorten, show
 
 #: Further problems are only counted: a hostile file must not cost minutes of guessing names.
 MAX_PROBLEMS = 200
-
-#: Where a value stands in a document: keys and indices from the root.
-Place = tuple[str | int, ...]
-
-
-class Problem(Struct, frozen=True):
-    """One thing that is wrong, or (as a note) worth knowing."""
-
-    #: JSON path, e.g. `$.scorers[1].weight`.
-    path: str
-    #: Line in the file, from 1; 0 = unknown.
-    line: int
-    message: str
-    hint: str = ""
-
-    def render(self, source: str = "") -> str:
-        """`file:line: path: message (hint)`, on one line."""
-        where = f"{source}:{self.line}: " if source and self.line else f"{source}: " if source else ""
-        hint = f" ({self.hint})" if self.hint else ""
-        return f"{where}{self.path}: {self.message}{hint}"
 
 
 class InvalidConfig(ConfigError):
@@ -45,16 +23,19 @@ class InvalidConfig(ConfigError):
 
 
 class Report:
-    """Collects problems and notes while a document is checked. Knows the lines, so that checkers need not."""
+    """Collects problems and notes while a document is checked. Knows the line of each place, so that checkers need not.
 
-    def __init__(self, lines: Mapping[Place, int] | None = None) -> None:
+    `line` gives it: from 1, 0 = unknown.
+    """
+
+    def __init__(self, line: Callable[[Place], int]) -> None:
         self.problems: list[Problem] = []
         self._omitted = 0
         #: Not wrong, but worth knowing: what is accepted and has no effect.
         self.notes: list[Problem] = []
         #: Plugins that were found and could not be loaded; each is in `problems` too.
         self.plugin_errors: list[PluginError] = []
-        self._lines = lines or {}
+        self._line = line
 
     def add(self, place: Place, message: str, hint: str = "") -> None:
         self.extend([self._problem(place, message, hint)])
@@ -93,27 +74,6 @@ class Report:
     def _problem(self, place: Place, message: str, hint: str) -> Problem:
         return Problem(show(place), self._line(place), message, hint)
 
-    def _line(self, place: Place) -> int:
-        """The line of `place`, or of the nearest thing around it that stands in the file."""
-        for length in range(len(place), -1, -1):
-            line = self._lines.get(place[:length])
-            if line:
-                return line
-        return 0
-
-
-def show(place: Place) -> str:
-    """`("a", 1, "b.c")` → `$.a[1]["b.c"]`."""
-    parts = ["$"]
-    for key in place:
-        if isinstance(key, int):
-            parts.append(f"[{key}]")
-        elif fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", key):
-            parts.append(f".{key}")
-        else:
-            parts.append(f'["{shorten(key)}"]')
-    return "".join(parts)
-
 
 def describe(node: object) -> str:
     """A value from a file in a few words, safe to print."""
@@ -131,9 +91,3 @@ def describe(node: object) -> str:
         case dict():
             return "a mapping"
     return shorten(str(node))
-
-
-def shorten(text: str, limit: int = 60) -> str:
-    """Printable, on one line, and not too long."""
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else "�" for c in text)

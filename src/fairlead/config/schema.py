@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from fairlead.config.units import Bytes, PositiveSeconds
-from fairlead.wire.endpoint_list import Listed
+from fairlead.wire.endpoint_entry import Listed
 from fairlead.wire.problem import Problem
 
 Port = Annotated[int, Meta(ge=0, le=65535)]

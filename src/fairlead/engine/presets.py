@@ -58,7 +58,7 @@ class Preset(Struct, frozen=True, kw_only=True):
         """An `EngineSpec` of this preset; 0 leaves the preset's own value in force."""
         return EngineSpec(
             latency=self.latency,
-            num_blocks=(kv_tokens or self.kv_tokens) // block_size + 1,
+            num_blocks=(kv_tokens or self.kv_tokens) // max(1, block_size) + 1,
             block_size=block_size,
             max_model_len=max_model_len or self.max_model_len,
             max_num_seqs=max_num_seqs,

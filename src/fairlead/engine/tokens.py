@@ -70,7 +70,7 @@ def root_hash(lora: str = "", salt: str = "") -> int:
     """The parent of a chain's first block: chains of another adapter or cache salt never meet."""
     if not lora and not salt:
         return 0
-    return int(xxhash.xxh3_64_intdigest(f"{lora}\0{salt}".encode(), 1))
+    return int(xxhash.xxh3_64_intdigest(f"{lora}\0{salt}".encode("utf-8", "surrogatepass"), 1))
 
 
 def block_hash(parent: int, tokens: bytes) -> int:

@@ -3,10 +3,10 @@
 from contextlib import AsyncExitStack
 
 from fairlead.config.schema import EndpointSource
-from fairlead.io.endpoint_set import Feed, Report
+from fairlead.io.endpoint_set import EndpointSet, Feed, Report
 from fairlead.io.endpoints_file import EndpointsFile
 from fairlead.model.errors import ConfigError
-from fairlead.model.events import EndpointUp
+from fairlead.wire.endpoint_list import Listing
 
 
 async def follow_endpoints(stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report) -> None:
@@ -14,12 +14,14 @@ async def follow_endpoints(stack: AsyncExitStack, source: EndpointSource, feed: 
 
     Raises `ConfigError` when the file cannot be read or understood at the start.
     """
-    for endpoint in source.static:
-        feed(EndpointUp(endpoint))
     if not source.file:
+        listed = EndpointSet(feed, report)
+        stack.push_async_callback(listed.close)
+        listed.apply(Listing(source.static))
+        await listed.start()
         return
     files = EndpointsFile(source.file, feed, report, watch=source.watch)
     stack.push_async_callback(files.close)
     problems = await files.start()
     if not files.loaded:
-        raise ConfigError("; ".join(problem.message for problem in problems), "$.endpoints.file", source.file)
+        raise ConfigError("; ".join(str(problem) for problem in problems), "$.endpoints.file", source.file)

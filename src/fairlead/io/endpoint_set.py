@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable
 
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import EndpointDown, EndpointUp
-from fairlead.wire.endpoint_list import Listed, Listing, Problem
+from fairlead.wire.endpoint_entry import Listed
+from fairlead.wire.endpoint_list import Listing
+from fairlead.wire.problem import Problem
 
 RETRY_S = 1.0
 RESOLVE_TIMEOUT_S = 5.0
@@ -70,9 +72,10 @@ class EndpointSet:
         self._forget_names()
 
     async def start(self) -> None:
-        """Resolve what needs it, once, and keep resolving in the background."""
-        await self._resolve_all()
-        self._task = asyncio.create_task(self._keep_resolving())
+        """Resolve what needs it, for `RESOLVE_TIMEOUT_S` at most, and keep resolving in the background."""
+        first = asyncio.create_task(self._resolve_all())
+        self._task = asyncio.create_task(self._keep_resolving(first))
+        await asyncio.wait((first,), timeout=RESOLVE_TIMEOUT_S)
 
     async def close(self) -> None:
         """Stop resolving. What is up stays up."""
@@ -114,7 +117,8 @@ class EndpointSet:
             for host in [host for host in table if host not in names]:
                 del table[host]
 
-    async def _keep_resolving(self) -> None:
+    async def _keep_resolving(self, first: "asyncio.Task[None]") -> None:
+        await first
         while True:
             if self._new_names.is_set():
                 delay = 0.0
@@ -152,7 +156,7 @@ class EndpointSet:
         if reason:
             if self._failing.get(host) != reason:
                 self._failing[host] = reason
-                self._report(Problem(f"cannot resolve {host}: {reason}", path=""))
+                self._report(Problem("", 0, f"cannot resolve {host}: {reason}"))
             return
         self._failing.pop(host, None)
         if self._addresses.get(host) not in addresses:

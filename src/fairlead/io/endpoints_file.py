@@ -15,7 +15,9 @@ from pathlib import Path
 
 from fairlead.io.endpoint_set import EndpointSet, Feed, Report, Resolver, resolve_host
 from fairlead.model.endpoint import Endpoint
-from fairlead.wire.endpoint_list import MAX_BYTES, Listing, Problem, parse_endpoints_text
+from fairlead.wire.endpoint_list import Listing, parse_endpoints_text
+from fairlead.wire.plain_yaml import MAX_BYTES
+from fairlead.wire.problem import Problem
 
 SETTLE_S = 0.1
 
@@ -54,7 +56,7 @@ class EndpointsFile:
         await self._set.start()
         if self._watch:
             self._task = asyncio.create_task(self._follow())
-        return listing.problems if listing else (Problem(self._complaint, path=""),)
+        return listing.problems if listing else (Problem("", 0, self._complaint),)
 
     async def close(self) -> None:
         """Stop watching. What is up stays up."""
@@ -113,4 +115,4 @@ class EndpointsFile:
     def _complain(self, message: str) -> None:
         if message != self._complaint:
             self._complaint = message
-            self._report(Problem(message, path=""))
+            self._report(Problem("", 0, message))

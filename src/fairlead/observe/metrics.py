@@ -106,6 +106,11 @@ class SchedulerMetrics:
         for name in ("llm_d_epp_info", "inference_extension_info"):
             self.registry.show(name, "[ALPHA] What is running.", info)
 
+    def pin(self, model: str) -> None:
+        """Let this model keep its name however many others clients make up."""
+        if model and model not in self._pinned:
+            self._pinned |= {model}
+
     def render(self) -> bytes:
         """The exposition as a whole; `registry.parts()` gives it piece by piece."""
         return self.registry.render()

@@ -6,6 +6,7 @@ from typing import Any
 
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.endpoint import MODEL_LABEL, Endpoint
 from fairlead.model.errors import PluginError
 from fairlead.observe.journal import Journal
 from fairlead.observe.log import get
@@ -69,6 +70,20 @@ class Watch:
         """The newest `count` decisions, as the journal renders them."""
         self._count()
         return self.journal.last(count)
+
+    def on_endpoint(self, endpoint: Endpoint) -> None:
+        """An endpoint joined or changed."""
+        self.metrics.pin(endpoint.labels.get(MODEL_LABEL, ""))
+
+    def on_page(self, endpoint_id: str, lacks: Sequence[str]) -> None:
+        """What an endpoint's metrics page lacks has changed; empty = nothing any more."""
+        if lacks:
+            log.warning("a metrics page lacks something", endpoint=endpoint_id, problems="; ".join(lacks))
+        else:
+            log.info("a metrics page is complete again", endpoint=endpoint_id)
+
+    def on_admin_error(self, page: str, error: Exception) -> None:
+        log.error("an admin page failed", exc=error, page=page)
 
     def on_client_error(self, api: str, status: int) -> None:
         self.metrics.on_client_error("", status)

@@ -67,7 +67,8 @@ class StubConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("time_ratio must be positive")
         if self.stream_interval < 1:
             raise ValueError("stream_interval must be at least 1")
-        if self.loras and not self.spec().max_loras:
+        spec = self.spec()
+        if self.loras and not spec.max_loras:
             raise ValueError("adapters need max_loras of at least 1")
 
     def the_preset(self) -> Preset:

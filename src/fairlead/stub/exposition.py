@@ -11,9 +11,7 @@ def number(value: float) -> str:
     dot = text.find(".")
     if dot <= 6 or "e" in text or value <= 0:
         return text
-    mantissa = f"{text[0]}.{text[1:dot]}{text[dot + 1 :]}".rstrip("0")
-    if mantissa.endswith("."):
-        mantissa += "0"
+    mantissa = f"{text[0]}.{text[1:dot]}{text[dot + 1 :]}".rstrip("0.")
     return f"{mantissa}e+{dot - 1:02d}"
 
 
@@ -105,4 +103,4 @@ Part = Value | HistogramLines | Fixed | Made
 
 
 def page(parts: Sequence[Part]) -> bytes:
-    return "".join([part.text() for part in parts]).encode()
+    return "".join([part.text() for part in parts]).encode("utf-8", "replace")

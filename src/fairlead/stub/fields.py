@@ -19,7 +19,7 @@ def parse_body(body: bytes, content_type: str) -> Body:
         )
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value = _parse_slowly(body)
     if not isinstance(value, dict):
         raise Invalid(_problem("model_attributes_type", "body", "Input should be a valid dictionary", value))

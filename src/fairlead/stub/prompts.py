@@ -5,9 +5,8 @@ tokens of the same conversation with a turn more, and an answer has the same tok
 generated.
 """
 
+import json
 from typing import Any
-
-import msgspec
 
 from fairlead.engine import tokens as tk
 from fairlead.stub.api_errors import ApiError, bad_value
@@ -23,7 +22,7 @@ def render_chat(messages: list[Any], tools: object = None) -> bytes:
         raise ApiError("Cannot apply chat template to an empty conversation. Provide at least one message.")
     parts = []
     if tools:
-        parts += [_opening(b"tools"), _whole(msgspec.json.encode(tools)), _END]
+        parts += [_opening(b"tools"), _whole(_json(tools)), _END]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_value("Each message needs a role", "messages", index)
@@ -46,13 +45,17 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def _content(message: Body) -> str:
     content = message.get("content")
     calls = message.get("tool_calls")
     text = content if isinstance(content, str) else ""
     if isinstance(content, list):
         text = "".join(_part(part) for part in content)
-    return text + msgspec.json.encode(calls).decode() if calls else text
+    return text + _json(calls).decode() if calls else text
 
 
 def _part(part: object) -> str:
@@ -61,7 +64,7 @@ def _part(part: object) -> str:
     if isinstance(part, dict):
         text = part.get("text")
         # Images and audio are beyond the stub; their reference stands for them, so equal ones are equal tokens.
-        return text if isinstance(text, str) else msgspec.json.encode(part).decode()
+        return text if isinstance(text, str) else _json(part).decode()
     raise bad_value("Unknown part type", "messages", type(part).__name__)
 
 

@@ -30,12 +30,17 @@ SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
     f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS%;"
 )
-_SUMMARY = re.compile(rb"\x0a\x08fairlead\x12[\x00-\xff]{1,2}?(\S+) (\d+) (-|\d+) (-|\d+) (\d+) (\S+) ([A-Za-z,\-]+);")
+_SUMMARY = re.compile(
+    rb"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
+    rb"(\S+) (\d{1,3}) (-|\d{1,18}) (-|\d{1,18}) (\d{1,18}) (\S+) ([A-Za-z,\-]+);"
+)
 #: Short names of the flags in `_CLIENT_GONE`.
 _GONE_FLAGS = (b"DC", b"DR")
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)
+#: A longer Duration is a negative one.
+_MAX_SECONDS = 1 << 62
 _NAMESPACE = LB_NAMESPACE.encode()
 _LEASE_KEY = LEASE_KEY.encode()
 
@@ -127,7 +132,7 @@ def _read_tag(data: bytes, start: int, end: int) -> float:
     if len(parts) != 2 or data[parts[0][1] : parts[0][2]] != TTFT_TAG:
         return -1.0
     value = data[parts[1][1] : parts[1][2]]
-    return int(value) / 1000.0 if value.isdigit() else -1.0
+    return int(value) / 1000.0 if value.isdigit() and len(value) < 19 else -1.0
 
 
 def _read_address(data: bytes, start: int, end: int) -> str:
@@ -149,7 +154,7 @@ def _read_response(data: bytes, start: int, end: int) -> tuple[int, int]:
     status, size = 0, -1
     for key, a, b in fields(data, start, end):
         if key == 1 and b >= 0:
-            status = next((x for n, x, y in fields(data, a, b) if n == 1 and y < 0), 0)
+            status = next((x for n, x, y in fields(data, a, b) if n == 1 and y < 0 and x < 1000), 0)
         elif key == 3 and b < 0:
             size = a
     return status, size
@@ -164,4 +169,4 @@ def _duration_ms(data: bytes, start: int, end: int) -> float:
             seconds = x
         elif n == 2:
             nanos = x
-    return seconds * 1e3 + nanos / 1e6
+    return seconds * 1e3 + nanos / 1e6 if seconds < _MAX_SECONDS and nanos < 1_000_000_000 else -1.0

@@ -78,6 +78,9 @@ LB_NAMESPACE = "envoy.lb"
 _CLEAR_ROUTE_CACHE = number(5, 1)
 
 
+#: Bytes of a ProtocolConfiguration: it has seven short fields, and those that were seen are kept.
+_MAX_CONFIG = 256
+
 #: Request body mode, response body mode, whether the body is sent without waiting for the headers answer.
 Modes = tuple[BodyMode, BodyMode, bool]
 
@@ -142,6 +145,8 @@ class Incoming:
         if self.protocol_config is None:
             return None
         start, end = self.protocol_config
+        if end - start > _MAX_CONFIG:
+            raise ProtocolError("an endless ProtocolConfiguration")
         return _read_modes(self.data[start:end])
 
     def headers(self) -> tuple[dict[str, str], bool]:
@@ -241,20 +246,21 @@ _VALUE_TAGS = (0x12, 0x1A)
 
 def _read_header(data: bytes, pos: int, end: int, out: dict[str, str]) -> int:
     """Read the entry at `pos` field by field; returns the position behind it."""
-    for key, a, b in fields(data, pos, end):
-        if b < 0 or key != 1:
-            raise ProtocolError("malformed header map")
-        name = value = ""
-        for inner, x, y in fields(data, a, b):
-            if y < 0:
-                continue
-            if inner == 1:
-                name = data[x:y].decode("latin-1")
-            elif y > x:  # 2 = value, 3 = raw_value; Envoy fills one of them
-                value = data[x:y].decode("latin-1")
-        out[name.lower()] = value
-        return b
-    return end
+    tag, pos = read_varint(data, pos, end)
+    size, pos = read_varint(data, pos, end)
+    stop = pos + size
+    if tag != 0x0A or stop > end:
+        raise ProtocolError("malformed header map")
+    name = value = ""
+    for inner, x, y in fields(data, pos, stop):
+        if y < 0:
+            continue
+        if inner == 1:
+            name = data[x:y].decode("latin-1")
+        elif y > x:  # 2 = value, 3 = raw_value; Envoy fills one of them
+            value = data[x:y].decode("latin-1")
+    out[name.lower()] = value
+    return stop
 
 
 def set_header(name: str, value: bytes) -> bytes:

@@ -1,72 +1,154 @@
-"""YAML (and with it JSON) to a plain tree with line numbers: mappings, lists, and scalars as text.
+"""YAML (and with it JSON) to a tree of nodes: mappings, lists, and scalars as text. All YAML that we read comes through
+here.
 
 Rules
-* Built from the parser's events with a depth limit. libyaml's own composer recurses in C: a megabyte of `[` kills the
-  process with a segmentation fault (seen with PyYAML 6.0.3), and the pure Python one is 10 times slower.
-* Scalars stay text as written, so `port: 08000` or a label `1.10` is not turned into another number on the way.
-* An alias is the very node of its anchor; nothing is ever expanded, so nested aliases cost no memory.
+* Nothing raises but `YamlError`, for any bytes, and nothing takes long: bytes, values and depth are bounded before
+  anything is built. 1 MiB of whatever costs less than a second of CPU and 150 MB.
+* Built from the parser's events with a stack of our own. The library's composer recurses in C: a megabyte of `[` kills
+  the process with a segmentation fault (PyYAML 6.0.3), and the pure Python one is 10 times slower.
+* Scalars and keys stay text as written, so `port: 08000` or a label `1.10` does not become another number on the way;
+  who wants numbers resolves them (`fairlead.config.yamltree`).
+* An alias is the very node of its anchor; nothing is ever copied, so nested aliases cost no memory. An anchor is known
+  once its node is complete, so no node can contain itself.
+* `<<` merges; what it merges counts against the limit. Tags that would construct something are refused.
+* A key that stands twice and a `<<` that cannot be merged cost only themselves: they are noted in `Tree.faults`.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator
 from typing import Any, Union
 
 import yaml
+from msgspec import Struct
 
-MAX_DEPTH = 16
-_Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+from fairlead.wire.problem import Place, Problem, shorten, show
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 64
+#: Values of a document, merged ones included. Ten thousand endpoints with some labels have half as many.
+MAX_VALUES = 300_000
+MAX_FAULTS = 200
+#: libyaml compares each tag directive with all before it: a megabyte of them takes 5 s.
+_MAX_TAG_DIRECTIVES = 100
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_TAGS = frozenset({"str", "int", "float", "bool", "null", "map", "seq"})
 _MISSING = frozenset({"", "~", "null", "Null", "NULL"})
+_ESCAPE = re.compile(rb"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|.)", re.DOTALL)
+_Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
-class PlainYamlError(Exception):
-    """The text is not YAML, or not plain enough. `line` counts from 1; 0 = unknown."""
+class YamlError(Exception):
+    """The text cannot be read (any further)."""
 
-    def __init__(self, message: str, line: int = 0) -> None:
-        self.line = line
+    def __init__(self, message: str, line: int = 0, hint: str = "") -> None:
+        self.problem = Problem("$", line, message, hint)
         super().__init__(message)
 
 
 class Node:
-    """A value and where it stands. `missing`: written as nothing or as null."""
+    """A value and the line (from 1; 0 = an empty document) where it begins."""
 
-    __slots__ = ("line", "missing", "value")
+    __slots__ = ("key_lines", "line", "plain", "tag", "value")
 
     def __init__(
-        self, value: Union[str, "dict[str, Node]", "list[Node]"], line: int = 0, missing: bool = False
+        self, value: Union[str, "dict[str, Node]", "list[Node]"], line: int, plain: bool = False, tag: str = ""
     ) -> None:
         self.value = value
         self.line = line
-        self.missing = missing
+        #: A scalar without quotes.
+        self.plain = plain
+        #: What the text says it is: `str`, `int`, `float`, `bool`, `null`; empty = nothing.
+        self.tag = tag
+        #: Of a mapping: where each key stands.
+        self.key_lines: dict[str, int] = {} if isinstance(value, dict) else _NO_LINES
 
-    @classmethod
-    def of(cls, value: Any, depth: int = 0) -> "Node":
-        """A node of a plain value; deeper than the limit only its type's name is kept."""
-        if value is None:
-            return cls("", missing=True)
-        if isinstance(value, bool):
-            return cls("true" if value else "false")
-        if depth < MAX_DEPTH:
-            if isinstance(value, Mapping):
-                return cls({str(key): cls.of(one, depth + 1) for key, one in value.items()})
-            if isinstance(value, list | tuple):
-                return cls([cls.of(one, depth + 1) for one in value])
-        return cls(str(value) if isinstance(value, str | int | float) else f"<{type(value).__name__}>")
+    @property
+    def missing(self) -> bool:
+        """Written as nothing or as null."""
+        return self.tag == "null" or (self.plain and not self.tag and self.value in _MISSING)
 
 
-def parse_plain(text: bytes) -> Node:
-    """The first document's tree. Raises `PlainYamlError`."""
-    if text.lstrip()[:1] in (b"{", b"["):
-        # Tabs may indent JSON but not YAML, and cannot stand inside a JSON string.
-        text = text.replace(b"\t", b" ")
+_NO_LINES: dict[str, int] = {}
+
+
+class Tree(Struct):
+    """A document. An empty one has a `missing` root."""
+
+    root: Node
+    faults: list[Problem]
+
+    def line(self, place: Place) -> int:
+        """The line of `place`, or of the nearest thing around it that stands in the text; 0 = there is none."""
+        node, line = self.root, self.root.line
+        for step in place:
+            inner = node.value
+            if isinstance(inner, dict) and isinstance(step, str) and step in inner:
+                line, node = node.key_lines[step], inner[step]
+            elif isinstance(inner, list) and isinstance(step, int) and step < len(inner):
+                node = inner[step]
+                line = node.line
+            else:
+                break
+        return line
+
+
+def parse_yaml(text: bytes | str) -> Tree:
+    """Raises `YamlError`. One text is one document."""
+    raw = _checked(text)
     builder = _Builder()
     try:
-        for event in yaml.parse(text, Loader=_Loader):
+        for event in yaml.parse(raw, Loader=_Loader):
             builder.take(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise PlainYamlError(error.problem or "not YAML", mark.line + 1 if mark else 0) from error
-    except (yaml.YAMLError, UnicodeError, ValueError) as error:
-        raise PlainYamlError(f"not YAML: {str(error).splitlines()[0][:200]}") from error
-    return builder.root or Node("", 1, missing=True)
+        last = len(raw.decode().splitlines())  # the parser may notice only behind the end
+        line = min(mark.line + 1, last) if mark else 0
+        raise YamlError(f"not valid YAML: {error.problem or error.context}", line) from None
+    except yaml.reader.ReaderError as error:
+        raise YamlError(f"not valid YAML: {error.reason}", raw[: error.position].count(b"\n") + 1) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise YamlError(f"not valid YAML: {shorten(str(error))}") from None
+    return Tree(builder.root or Node("", 0, plain=True), builder.faults)
+
+
+def _checked(text: bytes | str) -> bytes:
+    try:
+        raw = text.encode() if isinstance(text, str) else text
+        if isinstance(text, bytes):
+            text.decode()
+    except UnicodeError:
+        raise YamlError("the text is not valid UTF-8") from None
+    if len(raw) > MAX_BYTES:
+        raise YamlError(f"the text is larger than {MAX_BYTES >> 20} MiB")
+    if raw.count(b"%TAG") > _MAX_TAG_DIRECTIVES:
+        raise YamlError("too many %TAG directives")
+    if raw.lstrip()[:1] in (b"{", b"["):
+        # What JSON may do and YAML may not: tabs (they cannot stand inside a JSON string), and escaped surrogates.
+        raw = _ESCAPE.sub(_joined, raw.replace(b"\t", b" "))
+    return raw
+
+
+def _joined(escape: re.Match[bytes]) -> bytes:
+    """`\\ud83d\\ude00` → `\\U0001f600`; any other escape as it was."""
+    high, low = escape.groups()
+    if high is None:
+        return escape[0]
+    return b"\\U%08x" % (0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
+
+
+class _Open:
+    """A collection that is not complete yet."""
+
+    __slots__ = ("anchor", "key", "key_line", "merge", "merges", "node")
+
+    def __init__(self, node: Node, anchor: str | None) -> None:
+        self.node = node
+        self.anchor = anchor
+        #: The key that waits for its value, and whether it is `<<`.
+        self.key: str | None = None
+        self.key_line = 0
+        self.merge = False
+        self.merges: list[Node] = []
 
 
 class _Builder:
@@ -74,55 +156,119 @@ class _Builder:
 
     def __init__(self) -> None:
         self.root: Node | None = None
-        self._open: list[Node] = []
-        #: Per open mapping: the key that waits for its value.
-        self._keys: list[str | None] = []
+        self.faults: list[Problem] = []
+        self._stack: list[_Open] = []
         self._anchors: dict[str, Node] = {}
+        self._values = 0
         self._documents = 0
 
     def take(self, event: Any) -> None:
-        line = event.start_mark.line + 1
+        line = int(event.start_mark.line) + 1
         if isinstance(event, yaml.ScalarEvent):
-            missing = event.style in (None, "") and event.value in _MISSING
-            self._add(Node(event.value, line, missing), event.anchor, line)
+            self._count(1, line)
+            self._complete(Node(event.value, line, event.implicit[0], _tag(event, line)), event.anchor, line)
         elif isinstance(event, yaml.AliasEvent):
+            self._count(1, line)
             node = self._anchors.get(str(event.anchor))
-            if node is None or node in self._open:
-                raise PlainYamlError(f"the alias *{event.anchor} refers to nothing before it", line)
-            self._add(node, None, line)
+            if node is None:
+                raise YamlError(
+                    f"alias *{shorten(str(event.anchor))} stands for nothing that is complete before it", line
+                )
+            self._complete(node, None, line)
         elif isinstance(event, yaml.CollectionStartEvent):
-            node = Node({} if isinstance(event, yaml.MappingStartEvent) else [], line)
-            self._add(node, event.anchor, line)
-            self._open.append(node)
-            self._keys.append(None)
-            if len(self._open) > MAX_DEPTH:
-                raise PlainYamlError(f"nested deeper than {MAX_DEPTH}", line)
+            self._begin(Node({} if isinstance(event, yaml.MappingStartEvent) else [], line), event, line)
         elif isinstance(event, yaml.CollectionEndEvent):
-            self._open.pop()
-            self._keys.pop()
+            done = self._stack.pop()
+            for source in done.merges:
+                self._merge(done, source)
+            self._complete(done.node, done.anchor, done.node.line)
         elif isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents > 1:
-                raise PlainYamlError("more than one document", line)
+                raise YamlError("a second document begins here", line, "one file, one document")
 
-    def _add(self, node: Node, anchor: str | None, line: int) -> None:
+    def _begin(self, node: Node, event: Any, line: int) -> None:
+        self._count(1, line)
+        _tag(event, line)
+        if self._stack and isinstance(self._stack[-1].node.value, dict) and self._stack[-1].key is None:
+            raise YamlError("keys are strings, not lists or mappings", line)
+        self._stack.append(_Open(node, event.anchor))
+        if len(self._stack) > MAX_DEPTH:
+            raise YamlError(f"nested more than {MAX_DEPTH} levels deep", line)
+
+    def _complete(self, node: Node, anchor: str | None, line: int) -> None:
+        """Put a value (or a key) where it belongs."""
         if anchor is not None:
             self._anchors[anchor] = node
-        if not self._open:
+        if not self._stack:
             self.root = node
             return
-        parent = self._open[-1].value
-        if isinstance(parent, list):
-            parent.append(node)
-            return
-        assert isinstance(parent, dict)
-        key = self._keys[-1]
-        if key is not None:
-            parent[key] = node
-            self._keys[-1] = None
-        elif not isinstance(node.value, str):
-            raise PlainYamlError("a key must be a scalar", line)
-        elif node.value in parent:
-            raise PlainYamlError(f"the key {node.value[:80]!r} stands twice in one mapping", line)
+        around = self._stack[-1]
+        inner = around.node.value
+        if isinstance(inner, list):
+            inner.append(node)
+        elif around.key is None:
+            if not isinstance(node.value, str):
+                raise YamlError("keys are strings, not lists or mappings", line)
+            around.key, around.key_line = node.value, line
+            around.merge = node.plain and node.value == "<<"
         else:
-            self._keys[-1] = node.value
+            self._pair(around, node)
+            around.key = None
+
+    def _pair(self, around: _Open, node: Node) -> None:
+        inner, lines, key = around.node.value, around.node.key_lines, around.key
+        assert isinstance(inner, dict) and key is not None
+        if around.merge:
+            sources = node.value if isinstance(node.value, list) else [node]
+            self._count(len(sources), around.key_line)
+            around.merges += sources
+        elif key in inner:
+            first = f"first in line {lines[key]}"
+            self._fault(self._place(), around.key_line, f"'{shorten(key)}' is given twice", first)
+        else:
+            inner[key] = node
+            lines[key] = around.key_line
+
+    def _merge(self, into: _Open, source: Node) -> None:
+        """`<<: *source`: keys that are not there yet."""
+        inner = into.node.value
+        assert isinstance(inner, dict)
+        if not isinstance(source.value, dict):
+            self._fault(self._place(), source.line, "<< needs a mapping, or a list of mappings")
+            return
+        self._count(len(source.value), into.node.line)
+        for key, node in source.value.items():
+            if key not in inner:
+                inner[key] = node
+                into.node.key_lines[key] = source.key_lines[key]
+
+    def _place(self) -> Place:
+        """Where the innermost open collections stand."""
+        return tuple(self._steps())
+
+    def _steps(self) -> Iterator[str | int]:
+        for one in self._stack:
+            if isinstance(one.node.value, list):
+                yield len(one.node.value)
+            else:
+                yield one.key or ""
+
+    def _fault(self, place: Place, line: int, message: str, hint: str = "") -> None:
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(Problem(show(place), line, message, hint))
+
+    def _count(self, values: int, line: int) -> None:
+        self._values += values
+        if self._values > MAX_VALUES:
+            raise YamlError(f"more than {MAX_VALUES} values", line)
+
+
+def _tag(event: Any, line: int) -> str:
+    """The tag of an event, if it is one of the plain ones."""
+    if event.tag is None or event.tag == "!":
+        return ""
+    tag = str(event.tag).removeprefix(_TAG_PREFIX)
+    if tag not in _TAGS or tag == event.tag:
+        raise YamlError(f"tags such as {shorten(event.tag)} are not supported", line)
+    return tag

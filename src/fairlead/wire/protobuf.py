@@ -10,6 +10,8 @@ from fairlead.model.errors import ProtocolError
 
 #: Wire types (protobuf encoding specification): varint, 64-bit, length-delimited, 32-bit.
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+#: Ten bytes can hold 70 bits; only 64 of them count.
+_MASK = (1 << 64) - 1
 
 
 def varint(value: int) -> bytes:
@@ -42,7 +44,7 @@ def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
         pos += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, pos
+            return value & _MASK, pos
         shift += 7
         if shift > 63:
             break
@@ -67,6 +69,8 @@ def fields(data: bytes, pos: int = 0, end: int | None = None) -> list[tuple[int,
         pos += 1
         if tag > 0x7F:
             tag, pos = read_varint(data, pos - 1, end)
+        if not 8 <= tag < 1 << 32:
+            raise ProtocolError("malformed protobuf: bad tag")
         kind = tag & 7
         if kind == BYTES:
             if pos >= end:
@@ -121,11 +125,11 @@ def read_struct(data: bytes, pos: int, end: int, depth: int = 0) -> dict[str, Js
 
 def _read_value(data: bytes, pos: int, end: int, depth: int) -> Json:
     for number_, a, b in fields(data, pos, end):
-        if number_ == 2:  # double, little-endian bits
+        if number_ == 2 and b < 0:  # double, little-endian bits
             return _double(a)
         if number_ == 3 and b >= 0:
             return data[a:b].decode("utf-8", "replace")
-        if number_ == 4:
+        if number_ == 4 and b < 0:
             return bool(a)
         if number_ == 5 and b >= 0:
             return read_struct(data, a, b, depth + 1)

@@ -18,9 +18,9 @@ def validate(file: Path) -> int:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("minimal", "valid. Policy default: 6 filters, 6 scorers, picker max-score. Endpoints: 3."),
+        ("minimal", "valid. Policy default: 5 filters, 6 scorers, picker max-score. Endpoints: 3."),
         ("documents", "valid. Policy custom: 6 filters, 2 scorers, picker top-k. Endpoints: 2."),
-        ("file-discovery", "valid. Policy default: 6 filters, 6 scorers, picker max-score. Endpoints: 3."),
+        ("file-discovery", "valid. Policy default: 5 filters, 6 scorers, picker max-score. Endpoints: 3."),
     ],
 )
 def test_examples_are_valid(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,10 +31,10 @@ def test_examples_are_valid(name: str, said: str, capsys: pytest.CaptureFixture[
 
 def test_every_problem_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "f.yaml"
-    file.write_text("endpoints: [localhost:8000]\nscorers:\n- type: load-aware\n  wieght: 3\nlog: {level: 1}\n")
+    file.write_text("endpoints: [localhost]\nscorers:\n- type: load-aware\n  wieght: 3\nlog: {level: 1}\n")
     assert validate(file) == 2
     assert capsys.readouterr().out.splitlines() == [
-        f"{file}:1: $.endpoints[0]: expected an IP address and port, got 'localhost:8000' (write 127.0.0.1:8000)",
+        f"{file}:1: $.endpoints[0]: `port` is missing (write it behind the address: 10.0.0.1:8000)",
         f"{file}:4: $.scorers[0].wieght: unknown field 'wieght' (did you mean 'weight'?)",
         f"{file}:5: $.log.level: expected one of debug, info, warning, error; got 1",
         "3 problems",
@@ -56,9 +56,9 @@ def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text("endpoints: {file: e.yaml}")
     assert validate(file) == 2
     assert f"error: {endpoints}: $: cannot be read: No such file" in capsys.readouterr().err
-    endpoints.write_text("endpoints:\n- 10.0.0.1:1\n- nonsense\n")
+    endpoints.write_text("endpoints:\n- 10.0.0.1:1\n- localhost:nonsense\n")
     assert validate(file) == 2
-    assert f"{endpoints}:3: $.endpoints[1]: expected an IP address" in capsys.readouterr().out
+    assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is no port (1 to 65535)" in capsys.readouterr().out
 
 
 def test_a_plugin_that_cannot_be_made(

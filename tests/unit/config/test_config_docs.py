@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from fairlead.config.defaults import POLICIES
-from fairlead.config.endpoints import Entry, FileSource
+from fairlead.config.endpoints import FileSource
 from fairlead.config.load import FIELDS, load
 from fairlead.config.registry import ALIASES, BUILTINS, Found, build_policy
 from fairlead.config.schema import SECTIONS, EngineNames, ScrapeTls, Tls
+from fairlead.wire.endpoint_entry import KEYS
 
 TEXT = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
 BLOCKS = re.findall(r"^```yaml( fragment)?\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
@@ -39,7 +40,7 @@ def test_every_field_of_a_section_is_explained(section: str) -> None:
 def test_every_other_field_is_explained() -> None:
     assert [name for name in names(Tls) if f"`extProc.tls.{name}`" not in TEXT] == []
     assert [name for name in names(ScrapeTls) if f"`metrics.tls.{name}`" not in TEXT] == []
-    others = [*names(EngineNames), *names(Entry), *names(FileSource)]
+    others = [*names(EngineNames), *KEYS, *names(FileSource)]
     assert [name for name in others if f"`{name}`" not in TEXT] == []
     own = [name for name in FIELDS if name not in SECTIONS]
     assert [name for name in own if f"`{name}`" not in TEXT and f"`{name}." not in TEXT] == []

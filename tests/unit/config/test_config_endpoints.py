@@ -1,92 +1,70 @@
-"""Endpoint entries in all their forms, and endpoints files."""
+"""`endpoints:` of a configuration. The forms of an entry are tested with `wire.endpoint_list`."""
 
 from pathlib import Path
 
 import pytest
 
-from fairlead.config.endpoints import read_file_text
-from fairlead.config.load import load
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
+from fairlead.config.load import load, problems
+from fairlead.model.endpoint import Endpoint
 
 
-@pytest.mark.parametrize(
-    ("entry", "identity", "address"),
-    [
-        ("10.0.0.1:8000", "10.0.0.1:8000", "10.0.0.1:8000"),
-        ("'[fd00::1]:8000'", "[fd00::1]:8000", "[fd00::1]:8000"),
-        ("{address: '10.0.0.1:8000', name: a}", "default/a", "10.0.0.1:8000"),
-        ("{address: 10.0.0.1, port: '8000', name: a, namespace: n}", "n/a", "10.0.0.1:8000"),
-        ("{address: 10.0.0.1, port: 8000}", "10.0.0.1:8000", "10.0.0.1:8000"),
-        ("{address: 'fd00:0::1', port: 8000}", "[fd00::1]:8000", "[fd00::1]:8000"),
-        ("{address: '[fd00::1]', port: 8000}", "[fd00::1]:8000", "[fd00::1]:8000"),
-    ],
-)
-def test_forms_of_an_entry(entry: str, identity: str, address: str) -> None:
-    (endpoint,), problems = read_file_text(f"endpoints: [{entry}]")
-    assert problems == []
-    assert (endpoint.id, endpoint.address) == (identity, address)
+def test_a_list_in_all_forms() -> None:
+    config = load("""
+endpoints:
+- 10.0.0.1:8000
+- model-server.example:8000
+- '[fd00:0::1]:8000'
+- {name: a, address: '10.0.0.2:8000', labels: {version: 1.10, spot: yes}, metricsUrl: 'http://10.0.0.2:9400/metrics'}
+- {name: a, namespace: n, address: fd00::2, port: '8000'}
+- &e {name: b, address: 10.0.0.3, port: 8000}
+- {<<: *e, name: c, port: 8001}
+""")
+    assert [listed.endpoint for listed in config.endpoints.static] == [
+        Endpoint("10.0.0.1:8000", "10.0.0.1:8000"),
+        Endpoint("model-server.example:8000", "model-server.example:8000"),
+        Endpoint("[fd00::1]:8000", "[fd00::1]:8000"),
+        Endpoint("default/a", "10.0.0.2:8000", {"version": "1.10", "spot": "yes"}, "http://10.0.0.2:9400/metrics"),
+        Endpoint("n/a", "[fd00::2]:8000"),
+        Endpoint("default/b", "10.0.0.3:8000"),
+        Endpoint("default/c", "10.0.0.3:8001"),
+    ]
+    assert [listed.literal for listed in config.endpoints.static] == [True, False, True, True, True, True, True]
 
 
 @pytest.mark.parametrize(
     ("entry", "path", "message", "hint"),
     [
-        ("localhost:8000", "$[0]", "expected an IP address", "write 127.0.0.1:8000"),
-        ("vllm-0.svc:8000", "$[0]", "expected an IP address", "not resolved"),
-        ("'http://10.0.0.1:8000'", "$[0]", "expected an IP address", "leave out the scheme"),
-        ("'[10.0.0.1'", "$[0]", "expected an IP address", ""),
-        ("10.0.0.256:80", "$[0]", "expected an IP address", ""),
-        ("10.0.0.1", "$[0]", "expected a port", ""),
-        ("'10.0.0.1:'", "$[0]", "expected a port", ""),
-        ("10.0.0.1:0", "$[0]", "expected a port", ""),
-        ("10.0.0.1:65536", "$[0]", "expected a port", ""),
-        ("'10.0.0.1:８０'", "$[0]", "expected a port", ""),
-        ("{address: 10.0.0.1, port: 0x1ffffffffffffffff}", "$[0].port", "expected a port", ""),
-        ("{address: 10.0.0.1, port: http}", "$[0].port", "expected a port", ""),
-        ("{address: '10.0.0.1:80', port: 80}", "$[0].port", "has a port already", ""),
-        ("{adress: 10.0.0.1, address: '10.0.0.1:80'}", "$[0].adress", "unknown field", "'address'"),
-        ("{name: x}", "$[0]", "'address' is missing", ""),
-        ("{address: '10.0.0.1:80', labels: {v: 1}}", "$[0].labels.v", "expected a string, got 1", ""),
-        ("{address: '10.0.0.1:80', labels: {a.b/c: 1}}", '$[0].labels["a.b/c"]', "expected a string", ""),
-        ("{address: '10.0.0.1:80', metricsUrl: 'ftp://x'}", "$[0].metricsUrl", "http or https", ""),
-        ("{address: '10.0.0.1:80', name: ''}", "$[0].name", "length >= 1", ""),
-        ("5", "$[0]", "expected a mapping, got 5", ""),
+        ("'http://10.0.0.1:8000'", "$.endpoints[1]", "is a URL", "without scheme"),
+        ("10.0.0.256:80", "$.endpoints[1]", "neither an IP address nor a host name", ""),
+        ("10.0.0.1", "$.endpoints[1]", "`port` is missing", "behind the address"),
+        ("10.0.0.1:0", "$.endpoints[1]", "is no port", ""),
+        ("{address: 10.0.0.1, port: http}", "$.endpoints[1].port", "is no port", ""),
+        ("{address: '10.0.0.1:80', port: 80}", "$.endpoints[1].port", "has a port already", ""),
+        ("{adress: 10.0.0.1, address: '10.0.0.1:80'}", "$.endpoints[1].adress", "unknown field", "address, labels"),
+        ("{name: x}", "$.endpoints[1]", "`address` is missing", ""),
+        ("{address: 'h:80', labels: {v: []}}", "$.endpoints[1].labels.v", "expected a scalar", ""),
+        ("{address: 'h:80', labels: {a.b/c: []}}", '$.endpoints[1].labels["a.b/c"]', "expected a scalar", ""),
+        ("{address: 'h:80', metricsUrl: 'ftp://x'}", "$.endpoints[1].metricsUrl", "neither http nor https", ""),
+        ("{address: 'h:80', name: a b}", "$.endpoints[1].name", "is no name", ""),
+        ("5", "$.endpoints[1]", "neither an IP address nor a host name", ""),
+        ("localhost", "$.endpoints[1]", "`port` is missing", ""),
+        ("~", "$.endpoints[1]", "expected host:port", ""),
+        ("{address: 'h:80', name: a}", "$.endpoints[1]", "listed twice", ""),
+        ("{address: '10.9.9.9:1', name: b}", "$.endpoints[1]", "is the address of default/a already", ""),
     ],
 )
-def test_bad_entries_are_reported_and_the_others_kept(entry: str, path: str, message: str, hint: str) -> None:
-    endpoints, (problem,) = read_file_text(f"- {entry}\n- 10.9.9.9:1\n")
-    assert [endpoint.address for endpoint in endpoints] == ["10.9.9.9:1"]
-    assert (problem.path, problem.line) == (path, 1)
+def test_what_is_wrong_with_an_entry(entry: str, path: str, message: str, hint: str) -> None:
+    (problem,) = problems(f"endpoints:\n- {{name: a, address: '10.9.9.9:1'}}\n- {entry}\n- 10.9.9.8:1\n")
+    assert (problem.path, problem.line) == (path, 3)
     assert message in problem.message
     assert hint in problem.hint
 
 
-def test_ids_and_addresses_are_unique() -> None:
-    text = "- {name: a, address: '10.0.0.1:1'}\n- {name: a, address: '10.0.0.1:2'}\n- {name: b, address: '10.0.0.1:1'}"
-    endpoints, problems = read_file_text(text)
-    assert [endpoint.id for endpoint in endpoints] == ["default/a"]
-    assert [(p.line, p.message) for p in problems] == [
-        (2, "endpoint 'default/a' is there already, as number 1"),
-        (3, "address 10.0.0.1:1 is there already, as number 1"),
-    ]
-
-
-@pytest.mark.parametrize("text", ["", "endpoints:", "endpoints: {}", "5", "endpoint: []", "a: ["])
-def test_a_file_without_a_list_is_a_problem(text: str) -> None:
-    endpoints, problems = read_file_text(text)
-    assert endpoints == []
-    assert problems
-
-
-def test_an_empty_list_is_an_empty_pool() -> None:
-    assert read_file_text("endpoints: []") == ([], [])
-
-
-def test_the_example_file() -> None:
-    endpoints, problems = read_file_text((EXAMPLES / "endpoints.yaml").read_bytes())
-    assert problems == []
-    assert [e.address for e in endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::3]:30000"]
-    assert endpoints[2].scrape_url == "http://[fd00::3]:30001/metrics"
+@pytest.mark.parametrize("node", ["5", "''", "x.yaml", "{}", "{file: ''}", "{file: [x]}", "{files: x}"])
+def test_neither_a_list_nor_a_file(node: str) -> None:
+    (problem, *_) = problems(f"endpoints: {node}\n")
+    assert problem.path.startswith("$.endpoints")
+    assert problem.line == 1
 
 
 def test_file_source_is_relative_to_the_configuration(tmp_path: Path) -> None:

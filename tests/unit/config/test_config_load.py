@@ -41,12 +41,11 @@ def test_nothing_but_endpoints_gives_the_default_profile() -> None:
     policy = config.policy
     assert policy.name == "default"
     assert types(policy.filters) == [
-        "role", "subset", "model-compatibility", "health", "queue-depth", "memory-pressure",
+        "role", "subset", "model-compatibility", "health", "queue-depth",
     ]  # fmt: skip
     assert policy.filters[4].parameters.max_queue_length == 200
-    assert policy.filters[5].parameters.max_kv_utilization == 0.95
     assert weights(config) == {
-        "prefix-aware": 100, "load-aware": 50, "kv-utilization": 50, "inflight-tokens": 100, "lora-aware": 100,
+        "prefix-aware": 100, "load-aware": 50, "kv-utilization": 100, "inflight-tokens": 100, "lora-aware": 100,
         "session-affinity": 20,
     }  # fmt: skip
     assert policy.scorers[0].parameters.hash_block_size == 64
@@ -107,7 +106,7 @@ def test_selection(selection: str, picker: str) -> None:
 def test_an_absent_list_has_its_default_and_an_empty_one_is_empty() -> None:
     assert len(load(f"filters: []\n{ONE}").policy.scorers) == 6
     assert load(f"scorers: []\n{ONE}").policy.scorers == ()
-    assert len(load(f"scorers: []\n{ONE}").policy.filters) == 6
+    assert len(load(f"scorers: []\n{ONE}").policy.filters) == 5
 
 
 def test_ability_filters_come_first_unless_replaced_or_switched_off() -> None:

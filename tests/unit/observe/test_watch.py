@@ -1,5 +1,7 @@
 """Metrics, journal and hooks behind one observer."""
 
+import msgspec
+
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import Endpoint, Sample
@@ -34,6 +36,33 @@ def test_whoever_looks_sees_every_decision():
     assert routed == ["default/a"] * 3
     assert [d["request_id"] for d in watch.decisions(2)] == [2, 1]
     assert value(watch, "llm_d_epp_request_total{") == 3
+
+
+def test_models_of_endpoints_keep_their_names():
+    watch, _ = make()
+    watch.metrics._cap = 1
+    watch.on_endpoint(Endpoint("default/b", "10.0.0.2:80", {"model-id": "ours"}))
+    watch.on_endpoint(Endpoint("default/c", "10.0.0.3:80"))
+    for model in ("first", "second", "ours"):
+        record = decided()
+        watch.on_decision(msgspec.structs.replace(record, request=Request(id=1, arrived=0.0, model=model)), 1e-4)
+    page = b"".join(watch.exposition()).decode()
+    assert 'model_name="ours"' in page
+    assert 'model_name="first"' in page
+    assert 'model_name="second"' not in page
+
+
+def test_what_goes_wrong_elsewhere_is_logged(caplog):
+    watch, _ = make()
+    with caplog.at_level("INFO", "fairlead"):
+        watch.on_page("default/a", ("no waiting", "no running"))
+        watch.on_page("default/a", ())
+        watch.on_admin_error("/metrics", ValueError("no"))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "a metrics page lacks something"),
+        ("INFO", "a metrics page is complete again"),
+        ("ERROR", "an admin page failed"),
+    ]
 
 
 def test_decisions_are_counted_before_their_outcomes():

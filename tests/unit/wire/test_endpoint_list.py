@@ -1,6 +1,7 @@
 """Lists of endpoints: the format, and every way of getting it wrong."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead.model.endpoint import Endpoint
-from fairlead.wire.endpoint_list import MAX_BYTES, Listing, parse_endpoints, parse_endpoints_text
-from fairlead.wire.plain_yaml import parse_plain
+from fairlead.wire.endpoint_list import Listing, parse_endpoints_text
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 GOOD = """\
 endpoints:
@@ -38,14 +40,8 @@ def entry(**changes: Any) -> dict[str, Any]:
     return {"name": "a", "address": "10.0.0.1", "port": 8000, **changes}
 
 
-def listing(*entries: dict[str, Any]) -> Listing:
-    """Through both doors, which must agree."""
-    plain = parse_endpoints(entries)
-    text = parse_endpoints_text(json.dumps({"endpoints": entries}).encode())
-    assert plain.entries == text.entries
-    assert [p.message for p in plain.problems] == [p.message for p in text.problems]
-    assert (plain.broken, plain.nameless, plain.ok) == (text.broken, text.nameless, text.ok)
-    return plain
+def listing(*entries: Any) -> Listing:
+    return parse_endpoints_text(json.dumps({"endpoints": entries}).encode())
 
 
 def test_a_good_file() -> None:
@@ -90,16 +86,25 @@ def test_json_with_tabs() -> None:
         ({"address": ""}, ".address", "'' is neither an IP address nor a host name"),
         ({"address": "10.0.0.256"}, ".address", "'10.0.0.256' is neither an IP address nor a host name"),
         ({"address": "10.1"}, ".address", "'10.1' is neither an IP address nor a host name"),
-        ({"address": "10.0.0.1:80"}, ".address", "'10.0.0.1:80' is neither an IP address nor a host name"),
+        ({"address": "10.0.0.1:80"}, ".port", "the address has a port already"),
+        ({"address": "[::1]:80"}, ".port", "the address has a port already"),
+        ({"address": "10.0.0.1:x", "port": None}, ".address", "'x' is no port (1 to 65535)"),
+        ({"address": "10.0.0.1:", "port": None}, ".address", "'' is no port (1 to 65535)"),
+        ({"address": "10.0.0.1:８０", "port": None}, ".address", "'８０' is no port (1 to 65535)"),
+        ({"address": "[::1]80", "port": None}, ".address", "'[::1]80' is neither an IP address nor a host name"),
+        ({"address": "[10.0.0.1"}, ".address", "'[10.0.0.1' is neither an IP address nor a host name"),
         ({"address": "[host]"}, ".address", "'[host]' is neither an IP address nor a host name"),
-        ({"address": "http://h"}, ".address", "'http://h' is neither an IP address nor a host name"),
+        ({"address": "http://h"}, ".address", "'http://h' is a URL"),
         ({"address": "a b"}, ".address", "'a b' is neither an IP address nor a host name"),
         ({"address": "a\r\nb"}, ".address", "'a\\r\\nb' is neither an IP address nor a host name"),
         ({"address": "x" * 64}, ".address", f"'{'x' * 64}' is neither an IP address nor a host name"),
         ({"address": "fe80::1%eth0"}, ".address", "an IPv6 zone cannot be dialled by the gateway"),
-        ({"adress": "x"}, "", "unknown key 'adress'"),
+        ({"adress": "x"}, ".adress", "unknown field 'adress'"),
         ({"labels": ["a"]}, ".labels", "expected a mapping"),
         ({"labels": {"a": {"b": "c"}}}, ".labels.a", "expected a scalar"),
+        ({"labels": dict.fromkeys(map(str, range(101)), "x")}, ".labels", "more than 100 labels"),
+        ({"metricsUrl": "ftp://h"}, ".metricsUrl", "'ftp://h' is neither http nor https"),
+        ({"metricsUrl": ["http://h"]}, ".metricsUrl", "expected a scalar"),
         ({"labels": {"metricsPort": "x"}}, ".labels.metricsPort", "'x' is no port"),
         ({"metrics_url": "file:///etc/passwd"}, ".metrics_url", "'file:///etc/passwd' is neither http nor https"),
     ],
@@ -111,17 +116,59 @@ def test_a_wrong_entry_costs_only_itself(changes: dict[str, Any], path: str, mes
     assert (read.broken, read.nameless, read.ok) == ({"default/a"}, False, True)
 
 
-@pytest.mark.parametrize("name", [None, "", "a/b", "a b", "-a", "a" * 254, ["a"], {"a": 1}, "ä"])
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "-a", "a" * 254, ["a"], {"a": 1}, "ä"])
 def test_an_entry_without_a_usable_name(name: Any) -> None:
-    read = parse_endpoints([entry(name=name), entry(name="b")])
+    read = listing(entry(name=name), entry(name="b", port=2))
     assert [one.id for one in read.endpoints] == ["default/b"]
     assert (read.broken, read.nameless) == (frozenset(), True)
 
 
-def test_an_entry_that_is_no_mapping() -> None:
-    read = parse_endpoints(["a", entry()])
+@pytest.mark.parametrize(
+    ("short", "identity", "literal"),
+    [
+        ("10.0.0.1:8000", "10.0.0.1:8000", True),
+        ("[fd00:0::1]:8000", "[fd00::1]:8000", True),
+        ("localhost:8000", "localhost:8000", False),
+        ("vllm-0.vllm.default.svc:8000", "vllm-0.vllm.default.svc:8000", False),
+        ({"address": "10.0.0.1", "port": "8000"}, "10.0.0.1:8000", True),
+        ({"address": "fd00::1", "port": 8000}, "[fd00::1]:8000", True),
+        ({"address": "[fd00::1]", "port": 8000}, "[fd00::1]:8000", True),
+        ({"address": "10.0.0.1:8000", "name": None, "port": None, "labels": None}, "10.0.0.1:8000", True),
+    ],
+)
+def test_without_a_name_the_id_is_the_address(short: Any, identity: str, literal: bool) -> None:
+    read = listing(short)
+    assert (read.problems, read.nameless) == ((), False)
+    assert [(one.endpoint.id, one.endpoint.address, one.literal) for one in read.entries] == [
+        (identity, identity, literal)
+    ]
+
+
+def test_a_wrong_entry_without_a_name_is_nameless() -> None:
+    read = listing("10.0.0.1:0", entry())
+    assert ([one.id for one in read.endpoints], read.nameless) == (["default/a"], True)
+    assert [problem.path for problem in read.problems] == ["$.endpoints[0]"]
+
+
+def test_both_spellings_of_the_metrics_url() -> None:
+    urls = [listing(entry(**{key: "http://h:1/m"})).endpoints[0].scrape_url for key in ("metricsUrl", "metrics_url")]
+    assert urls == ["http://h:1/m", "http://h:1/m"]
+
+
+@pytest.mark.parametrize("odd", [None, [], [entry()], ""])
+def test_an_entry_that_is_no_entry(odd: Any) -> None:
+    read = listing(odd, entry())
     assert (len(read.entries), read.nameless) == (1, True)
-    assert str(read.problems[0]) == "$.endpoints[0]: expected a mapping with name, address and port"
+    assert read.problems[0].path == "$.endpoints[0]"
+
+
+def test_one_address_for_two_ids_is_used_with_a_warning() -> None:
+    read = listing(entry(), entry(name="b"), "10.0.0.1:8000")
+    assert [one.id for one in read.endpoints] == ["default/a", "default/b", "10.0.0.1:8000"]
+    assert [(p.path, p.message, p.warning) for p in read.problems] == [
+        ("$.endpoints[1]", "10.0.0.1:8000 is the address of default/a already", True),
+        ("$.endpoints[2]", "10.0.0.1:8000 is the address of default/a already", True),
+    ]
 
 
 def test_of_duplicates_the_last_wins() -> None:
@@ -146,25 +193,38 @@ def test_a_duplicate_whose_last_is_wrong_is_broken() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("", 1, "expected a mapping with the key `endpoints`"),
-        ("[]", 1, "expected a mapping with the key `endpoints`"),
-        ("endpoint: []", 1, "expected a mapping with the key `endpoints`"),
-        ("endpoints:\n", 1, "`endpoints` has no value; write [] for an empty list"),
-        ("endpoints: {}", 1, "expected a list"),
-        ("\nendpoints: []\nmore: 1", 3, "unknown key 'more'"),
-        ("endpoints:\n- name: a\n   port: 1\n", 3, "mapping values are not allowed in this context"),
-        ("endpoints: []\n---\nendpoints: []", 2, "more than one document"),
-        ("endpoints: []\nendpoints: []", 2, "the key 'endpoints' stands twice in one mapping"),
-        ("endpoints:\n- *x", 2, "the alias *x refers to nothing before it"),
-        ("endpoints: &x\n- *x", 2, "the alias *x refers to nothing before it"),
-        ("[" * 100_000, 1, "nested deeper than 16"),
-        ("x" * (MAX_BYTES + 1), 0, f"larger than {MAX_BYTES} bytes"),
+        ("", 0, "expected a list of endpoints"),
+        ("5", 1, "expected a list of endpoints"),
+        ("{}", 1, "expected a list of endpoints"),
+        ("endpoint: []", 1, "unknown field 'endpoint'"),
+        ("endpoints:\n", 1, "there is nothing in it"),
+        ("endpoints: {}", 1, "expected a list of endpoints"),
+        ("\nendpoints: []\nmore: 1", 3, "unknown field 'more'"),
+        ("endpoints:\n- name: a\n   port: 1\n", 3, "not valid YAML: mapping values are not allowed in this context"),
+        ("endpoints: []\n---\nendpoints: []", 2, "a second document begins here"),
+        ("endpoints: []\nendpoints: []", 2, "'endpoints' is given twice"),
+        ("endpoints:\n- *x", 2, "alias *x stands for nothing that is complete before it"),
+        ("endpoints: &x\n- *x", 2, "alias *x stands for nothing that is complete before it"),
+        ("- 10.0.0.1:1\n" * 10_001, 10_001, "more than 10000 endpoints"),
     ],
 )
 def test_text_that_cannot_be_read(text: str, line: int, message: str) -> None:
     read = parse_endpoints_text(text.encode())
     assert (read.ok, read.entries) == (False, ())
     assert [(p.line, p.message) for p in read.problems] == [(line, message)]
+
+
+def test_a_list_alone_is_fine() -> None:
+    read = parse_endpoints_text(b"- 10.0.0.1:1\n- 10.0.0.1:x\n")
+    assert ([one.id for one in read.endpoints], read.ok) == (["10.0.0.1:1"], True)
+    assert [str(problem) for problem in read.problems] == ["line 2, $[1]: 'x' is no port (1 to 65535)"]
+
+
+def test_the_example_file() -> None:
+    read = parse_endpoints_text((EXAMPLES / "endpoints.yaml").read_bytes())
+    assert (read.ok, read.problems) == (True, ())
+    assert [one.address for one in read.endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::3]:30000"]
+    assert read.endpoints[2].scrape_url == "http://[fd00::3]:30001/metrics"
 
 
 def test_an_empty_list_is_fine() -> None:
@@ -176,21 +236,17 @@ def test_problems_have_lines() -> None:
     read = parse_endpoints_text(text.encode())
     assert [str(problem) for problem in read.problems] == [
         "line 4, $.endpoints[0].port: '99999' is no port (1 to 65535)",
-        "line 5, $.endpoints[1]: `port` is missing",
+        "line 5, $.endpoints[1]: `port` is missing (write it behind the address: 10.0.0.1:8000)",
     ]
 
 
-def test_nested_aliases_stay_small() -> None:
-    lines = ["a0: &a0 {x: y}"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 14)]
-    tree = parse_plain("\n".join([*lines, "endpoints: [*a13]"]).encode())
-    assert isinstance(tree.value, dict)
-    read = parse_endpoints_text(b"endpoints:\n- &a {name: a, address: 10.0.0.1, port: 1}\n- *a\n")
-    assert len(read.entries) == 1
-
-
-def test_too_many_endpoints() -> None:
-    read = parse_endpoints([entry(name=f"e{i}") for i in range(10_001)])
-    assert (read.ok, read.problems[0].message) == (False, "more than 10000 endpoints")
+def test_entries_may_share_by_aliases_and_merges() -> None:
+    text = b"- &a {name: a, address: 10.0.0.1, port: 1, labels: {x: 1.10}}\n- {<<: *a, name: b, port: 2}\n"
+    read = parse_endpoints_text(text)
+    assert [(one.id, one.address, one.labels) for one in read.endpoints] == [
+        ("default/a", "10.0.0.1:1", {"x": "1.10"}),
+        ("default/b", "10.0.0.1:2", {"x": "1.10"}),
+    ]
 
 
 values = st.recursive(
@@ -198,14 +254,18 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-keys = st.sampled_from(["name", "namespace", "address", "port", "labels", "metrics_url", "other"])
+keys = st.sampled_from(["name", "namespace", "address", "port", "labels", "metrics_url", "metricsUrl", "other"])
+words = st.sampled_from(
+    ["10.0.0.1", "::1", "[::1]", "h", "h:1", "10.0.0.1:80", "[::1]:80", "80", "a", "http://h/", ":"]
+)
 
 
-@given(st.lists(st.dictionaries(keys, values) | values, max_size=4))
+@given(st.lists(st.dictionaries(keys, values | words) | values | words, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_any_values(entries: list[Any]) -> None:
-    read = parse_endpoints(entries)
+    read = listing(*entries)
     assert read.ok
+    assert len({one.id for one in read.endpoints}) == len(read.entries)
     assert len(read.entries) + len([p for p in read.problems if not p.warning]) <= len(entries)
 
 

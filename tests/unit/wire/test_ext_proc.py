@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from fairlead.model.errors import ProtocolError
 from fairlead.wire import ext_proc
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
+from fairlead.wire.protobuf import field, fields, number
 
 
 def test_reads_headers_modes_subset_and_attributes(pb):
@@ -121,3 +122,36 @@ def test_any_bytes_give_a_message_or_a_protocol_error(data):
 def test_broken_messages_are_refused(data):
     with pytest.raises(ProtocolError):
         Incoming(data)
+
+
+def test_a_long_header_map_is_read_in_one_pass(monkeypatch):
+    """Entries that are not in Envoy's usual form are read one by one, never the rest of the map for each."""
+    lengths = []
+    walk = ext_proc.fields
+
+    def counted(data, pos=0, end=None):
+        lengths.append((len(data) if end is None else end) - pos)
+        return walk(data, pos, end)
+
+    monkeypatch.setattr(ext_proc, "fields", counted)
+    entries = b"".join(field(1, field(1, b"n%d" % i) + field(3, b"v" * 200)) for i in range(300))
+    headers, _ = Incoming(field(2, field(1, entries))).headers()
+    assert len(headers) == 300
+    assert sum(lengths) < 3 * len(entries)
+
+
+def test_a_number_where_a_double_belongs_harms_nobody():
+    endless = b"\x10" + b"\xff" * 9 + b"\x7f"  # 70 bits
+    message = field(2, b"") + field(9, field(1, b"f") + field(2, field(1, field(1, b"k") + field(2, endless))))
+    assert list(Incoming(message).attributes()) == ["k"]
+
+
+def test_an_endless_protocol_configuration_is_refused_and_not_kept():
+    with pytest.raises(ProtocolError, match="endless"):
+        Incoming(field(2, b"") + field(11, number(1, 1) * 1000)).modes()
+
+
+@pytest.mark.parametrize("tag", [b"\x02", b"\x07", b"\x82\x00", b"\x82\x80\x80\x80\x80\x01"])
+def test_field_numbers_that_do_not_exist_are_refused(tag):
+    with pytest.raises(ProtocolError):
+        fields(tag + b"\x00")

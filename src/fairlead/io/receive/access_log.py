@@ -20,6 +20,7 @@ class AccessLogStream:
         self._open = True
         stream.watch_cancel(False)
         host.access_logs += 1
+        host.log_ends.add(self.on_half_close)
 
     def on_message(self, message: bytes) -> None:
         try:
@@ -59,6 +60,7 @@ class AccessLogStream:
         if self._open:
             self._open = False
             self._host.access_logs -= 1
+            self._host.log_ends.discard(self.on_half_close)
 
 
 def factory(host: Host) -> HandlerFactory:

@@ -1,5 +1,7 @@
 """Encoded answers, with what repeats encoded once."""
 
+import re
+
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.instructions import Reject
 from fairlead.parse.errors import error_body
@@ -7,6 +9,8 @@ from fairlead.route.headers import DESTINATION, DROPPED_REASON
 from fairlead.wire import ext_proc
 from fairlead.wire.access_log import LEASE_KEY
 from fairlead.wire.ext_proc import Kind
+
+_NUMBER = re.compile("[0-9a-f]{16}")
 
 #: Templates kept; more than any pool needs.
 _CACHE = 16_384
@@ -28,12 +32,9 @@ class Answers:
     def request_id(self, lease: str) -> int | None:
         """The request of a lease that this process gave out; `None` for any other string."""
         instance, _, number = lease.partition(".")
-        if instance != self._instance or len(number) != 16:
+        if instance != self._instance or _NUMBER.fullmatch(number) is None:
             return None
-        try:
-            return int(number, 16)
-        except ValueError:
-            return None
+        return int(number, 16)
 
     def pick(self, kind: Kind, endpoint: Endpoint, request_id: int, spoofed: frozenset[str]) -> bytes:
         """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in

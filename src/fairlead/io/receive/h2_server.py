@@ -101,7 +101,10 @@ class H2Server:
         loop = asyncio.get_running_loop()
         context = None if self._tls is None else self._tls.context
         start = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
-        self._listeners.append(await start(self._connection, sock=sock, backlog=_BACKLOG, ssl=context))
+        timeout = None if context is None else self.limits.handshake_timeout
+        self._listeners.append(
+            await start(self._connection, sock=sock, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=timeout)
+        )
         if self._ticker is None:
             self._ticker = loop.call_later(_TICK, self._tick)
 

@@ -28,7 +28,7 @@ class ResponseWatch:
     def headers(self, headers: Mapping[str, str]) -> None:
         self.started = True
         status = headers.get(":status", "")
-        self._status = int(status) if status.isascii() and status.isdigit() else 0
+        self._status = int(status) if len(status) == 3 and status.isascii() and status.isdigit() else 0
         kind = headers.get("content-type", "")
         self.is_sse = kind.startswith("text/event-stream")
         if (self.is_sse or "json" in kind) and "content-encoding" not in headers:

@@ -18,9 +18,12 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
   the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
   An answer that is not streamed is left at the pick: its first byte comes when all is done.
 * Whoever leaves last releases the lease: the access log if wired, else this session.
+* When this process hung, sockets hold requests that the gateway gave up meanwhile, each followed by its reset. Nobody
+  would end the lease of such a one, so for a moment after a hang no session leaves at the pick.
 """
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Protocol
 
 from fairlead.io.receive.answers import Answers, client_error, refusal
@@ -38,6 +41,10 @@ from fairlead.wire import ext_proc
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
 
 _INVALID_ARGUMENT = 3
+
+#: Seconds without a turn of the event loop after which requests may have been given up unseen: twice the period of its
+#: heartbeat, and no more than gateways wait for us. For as long afterwards they are looked at with doubt.
+HANG = 1.0
 
 
 class Incidents(Protocol):
@@ -72,8 +79,27 @@ class Host:
         self.max_body = max_body
         #: Asked once per response that could be left early (is it a stream?): stay, to learn its token counts?
         self.inspect = inspect
-        #: Access-log streams that are connected.
+        #: Access-log streams that are connected, and how to end each: they have no end of their own.
         self.access_logs = 0
+        self.log_ends: set[Callable[[], None]] = set()
+        self._beat = inf
+        self._doubt_until = -inf
+
+    def end_access_logs(self) -> None:
+        for end in list(self.log_ends):
+            end()
+
+    def beat(self) -> None:
+        """Called twice a second or more often while the event loop turns. Who never calls it never hangs."""
+        now = self.now()
+        self.doubtful(now)  # after a hang, timers may come before what the sockets hold
+        self._beat = now
+
+    def doubtful(self, now: float) -> bool:
+        """Whether a request read now may have been given up by its gateway while we hung."""
+        if now - self._beat > HANG:
+            self._doubt_until = now + HANG
+        return now < self._doubt_until
 
     def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "Session":
         return Session(stream, self, ACCESS_LOG_METADATA in metadata, WHOLE_BODY_METADATA in metadata)
@@ -83,7 +109,7 @@ class Session:
     """See the module's rules. States: collecting → waiting → routed → closed."""
 
     __slots__ = (
-        "_announced", "_awaited", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host", "_parts",
+        "_announced", "_awaited", "_begun", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host", "_parts",
         "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch", "_whole",
     )  # fmt: skip
 
@@ -94,6 +120,8 @@ class Session:
         self._whole = whole
         self._request_mode = self._response_mode = BodyMode.FULL_DUPLEX  # what the protocol demands of gateways
         self._eager = False
+        #: A message was taken. Only the first one may be the headers, or tell the modes.
+        self._begun = False
         self._headers: Mapping[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._parts: list[bytes] = []
@@ -116,10 +144,11 @@ class Session:
             return
         try:
             message = Incoming(data)
-            modes = message.modes()
+            modes = None if self._begun else message.modes()
             if modes is not None:
                 self._request_mode, self._response_mode, self._eager = modes
             _HANDLERS[message.kind](self, message)
+            self._begun = True
         except ProtocolError as error:
             self._give_up()
             self._stream.finish(_INVALID_ARGUMENT, str(error))
@@ -134,6 +163,8 @@ class Session:
     # ---- the request ----
 
     def _request_headers(self, message: Incoming) -> None:
+        if self._begun:
+            raise ProtocolError("request headers that are not the first message")
         self._headers, eos = message.headers()
         self._subset = message.subset()
         mode = self._request_mode
@@ -143,6 +174,8 @@ class Session:
             self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
 
     def _request_body(self, message: Incoming) -> None:
+        if self._trailers:
+            raise ProtocolError("a request body after the trailers")
         chunk, eos = message.body()
         mode = self._request_mode
         if self._collected:
@@ -155,16 +188,20 @@ class Session:
             return
         self._parts.append(chunk)
         if mode is BodyMode.BUFFERED_PARTIAL and not eos:
-            self._wave_through()
+            self._wave_through(Kind.REQUEST_BODY)
         elif mode is BodyMode.BUFFERED or mode is BodyMode.BUFFERED_PARTIAL:
             self._complete(Kind.REQUEST_BODY)
         elif eos or self._whole:
             self._complete(Kind.REQUEST_HEADERS)
 
     def _request_trailers(self, message: Incoming) -> None:
+        if self._trailers:
+            raise ProtocolError("request trailers for the second time")
         self._trailers = True
         if self._collected:
             self._stream.send(CONTINUE[Kind.REQUEST_TRAILERS])
+        elif self._request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
+            self._wave_through(Kind.REQUEST_TRAILERS)  # no body, and the headers are answered: nothing can carry a pick
         else:
             self._complete(Kind.REQUEST_HEADERS)
 
@@ -186,10 +223,10 @@ class Session:
         host.driver.waiting[self._request.id] = self
         host.driver.feed(RequestArrived(self._request))
 
-    def _wave_through(self) -> None:
+    def _wave_through(self, kind: Kind) -> None:
         """Let the gateway go on without a choice of ours."""
         self._closed = True
-        self._stream.send(CONTINUE[Kind.REQUEST_BODY])
+        self._stream.send(CONTINUE[kind])
         self._stream.finish()
 
     def _fail(self, error: ClientError) -> None:
@@ -239,7 +276,8 @@ class Session:
         return self._announced and self._host.access_logs > 0
 
     def _may_leave_at_pick(self, messages: list[bytes]) -> bool:
-        if not self._wired():
+        request = self._request
+        if request is None or not self._wired() or self._host.doubtful(request.arrived):
             return False
         if self._response_mode is BodyMode.NONE:
             return self._request_mode is not BodyMode.STREAMED or self._eager
@@ -247,15 +285,14 @@ class Session:
             # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
             return sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
         # The first byte of an answer that is not streamed is its end: the access log tells it as well as we could.
-        request = self._request
-        return request is not None and not request.stream and request.api != "other" and not self._host.inspect(False)
+        return not request.stream and request.api != "other" and not self._host.inspect(False)
 
     # ---- the response ----
 
     def _response_headers(self, message: Incoming) -> None:
         watch = self._watch
-        if watch is None:
-            raise ProtocolError("response headers before the request was routed")
+        if watch is None or watch.started:
+            raise ProtocolError("response headers before the request was routed, or for the second time")
         headers, eos = message.headers()
         watch.headers(headers)
         self._stream.send(CONTINUE[Kind.RESPONSE_HEADERS])
@@ -282,6 +319,8 @@ class Session:
                 self._end()
 
     def _response_trailers(self, message: Incoming) -> None:
+        if self._watch is None:
+            raise ProtocolError("response trailers before the request was routed")
         self._stream.send(CONTINUE[Kind.RESPONSE_TRAILERS])
         self._end()
 

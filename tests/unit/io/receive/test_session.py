@@ -297,6 +297,33 @@ def test_an_answer_that_is_not_streamed_is_left_at_the_pick(rig):
     assert rig.leases() == 1
 
 
+@pytest.mark.parametrize("response_mode", [NONE, STREAMED])
+@pytest.mark.parametrize("timers_first", [True, False])
+def test_after_a_hang_nobody_leaves_at_the_pick_because_the_gateway_may_have_given_up(rig, response_mode, timers_first):
+    def pick():
+        wire, session = rig.open(STREAMED, response_mode, eager=True, whole=True)
+        rig.request_headers(session)
+        rig.body(session, BODY.replace(b"true", b"false"))
+        return wire, session
+
+    rig.host.beat()
+    rig.clock.now += 0.5
+    rig.host.beat()
+    assert pick()[0].status == 0
+    assert rig.leases() == 1, "the access log ends it"
+    rig.clock.now += 3.0
+    if timers_first:
+        rig.host.beat()
+    wire, session = pick()
+    assert wire.status is None
+    session.on_lost("reset by the peer")
+    assert rig.leases() == 1, "the one that was given up is not held"
+    for _ in range(3):
+        rig.host.beat()
+        rig.clock.now += 0.5
+    assert pick()[0].status == 0
+
+
 def test_without_response_headers_the_status_is_an_attribute(rig):
     wire, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session)
@@ -459,3 +486,67 @@ def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
     assert (outcome.status, outcome.ttft_ms, outcome.duration_ms, outcome.response_bytes) == (200, 51.9, 2005.0, 123)
     log.on_lost("gone")
     assert rig.host.access_logs == 1
+
+
+def test_the_gateway_cannot_begin_a_second_request(rig):
+    wire, session = rig.open(NONE, STREAMED, wired=False)
+    rig.request_headers(session, eos=True)
+    assert rig.leases() == 1
+    rig.request_headers(session, eos=True)
+    assert wire.status == 3
+    assert rig.leases() == 0
+    assert rig.kinds(wire) == ["request_headers"]
+
+
+def test_only_the_first_message_tells_the_modes(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.modes = FULL_DUPLEX, FULL_DUPLEX, False
+    rig.body(session)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, PARTIAL])
+def test_a_request_of_trailers_alone_is_waved_through_where_its_headers_are_answered(rig, mode):
+    wire, session = rig.open(mode, STREAMED)
+    rig.request_headers(session)
+    rig.trailers(session)
+    assert rig.kinds(wire) == ["request_headers", "request_trailers"]
+    assert (wire.status, rig.leases()) == (0, 0)
+
+
+@pytest.mark.parametrize("second", ["body", "trailers"])
+def test_nothing_follows_request_trailers(rig, second):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.trailers(session)
+    getattr(rig, second)(session)
+    assert (wire.status, rig.leases()) == (3, 0)
+
+
+def test_response_headers_come_once_and_trailers_not_before_the_request(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.response_headers(session)
+    assert (wire.status, rig.leases()) == (3, 0)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.trailers(session, request=False)
+    assert (wire.status, wire.sent) == (3, [])
+
+
+@pytest.mark.parametrize("status", ["9" * 5000, "-1", "", "2e2", "٢٠٠"])
+def test_a_status_that_is_none(rig, status):
+    _, session = rig.open(BUFFERED, NONE, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session, status=status)
+    assert [outcome.status for outcome in rig.seen.outcomes] == [0]
+
+
+def test_only_lease_ids_as_they_were_given_out_are_read(rig):
+    answers = rig.host.answers
+    assert answers.request_id(answers.lease(26)) == 26
+    odd = ["ab.000000000000001A", "ab.0x0000000000001a", "ab.+00000000000001a", "ab.00000000000001_a", "ab.1a", "ab."]
+    assert [answers.request_id(lease) for lease in odd] == [None] * len(odd)

@@ -1,0 +1,218 @@
+"""What clients see when a part of Fairlead dies, hangs or ends: the embedded gateway under 200 requests a second.
+
+`fairlead serve` is three processes: a parent, and as its children Envoy and the scheduler. Killed or stopped is the
+scheduler, then Envoy, then the parent.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from gw_http1 import Http1
+from gw_load import Mixed, Story, under_load
+from gw_messages import JSON, Ask, Broken
+from gw_processes import Serve, Upstream, sees_the_scheduler, stat
+
+#: For what must happen at some time. Times are measured and printed, not judged.
+PATIENCE = 30.0
+MODES = pytest.mark.parametrize("response_mode", ["streamed", "none"])
+
+Note = Callable[[str], None]
+
+
+async def until(happened: Callable[[], Awaitable[object]], what: str) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not await happened():
+            await asyncio.sleep(0.02)
+
+
+def told(name: str, story: Story, **more: object) -> str:
+    running = {f"streams running at {moment}": len(story.running(moment)) for moment in story.moments}
+    parts = {"requests": len(story.records), "failed": sum(story.failures.values()), **running, **more}
+    parts["slowest TTFT"] = f"{story.slowest_ms():.0f} ms"
+    return f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())
+
+
+async def listening(address: str) -> bool:
+    host, port = address.split(":")
+    with contextlib.suppress(OSError):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.close()
+        return True
+    return False
+
+
+@pytest.fixture
+async def start(upstream: Upstream, serve: Callable[..., Serve]) -> Callable[..., Awaitable[Serve]]:
+    async def started(response_mode: str = "streamed") -> Serve:
+        config = {"endpoints": upstream.addresses, "policy": "least-requests", "seed": 1}
+        scheduler = serve({**config, "gateway": {"responseMode": response_mode}})
+        await sees_the_scheduler(scheduler.gateway)
+        return scheduler
+
+    return started
+
+
+async def next_scheduler(serve: Serve) -> int:
+    """Wait until the parent has started a scheduler; returns its id."""
+
+    async def started() -> bool:
+        return serve.scheduler_pid() > 0
+
+    await until(started, "the start of a new scheduler")
+    return serve.scheduler_pid()
+
+
+@pytest.mark.slow
+@MODES
+async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(
+    response_mode: str, start: Callable[..., Awaitable[Serve]], figures: list[str]
+) -> None:
+    serve = await start(response_mode)
+    back = 0.0
+
+    async def decides() -> bool:
+        with contextlib.suppress(OSError):  # its admin page is away as well
+            return await serve.decisions() > 0
+        return False
+
+    async def script(note: Note) -> None:
+        nonlocal back
+        note("the kill")
+        os.kill(serve.scheduler_pid(), signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        os.kill(await next_scheduler(serve), signal.SIGKILL)
+        await next_scheduler(serve)
+        await until(lambda: listening(serve.ext_proc), "a new scheduler")
+        returned = time.monotonic()
+        await until(decides, "a decision after the return")
+        back = time.monotonic() - returned
+        await asyncio.sleep(1.0)
+
+    story = await under_load(f"http://127.0.0.1:{serve.port}", script)
+    past = await stat(serve.gateway, "cluster.all_endpoints.upstream_rq_total")
+    line = told(f"kill -9, twice ({response_mode})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
+    figures.append(line)
+    assert story.failures == {}
+    assert len(story.running("the kill")) > 50
+    assert past > 100, "the pool was served meanwhile"
+    assert await serve.settled(60.0) == {}
+
+
+@pytest.mark.slow
+@MODES
+async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
+    response_mode: str, start: Callable[..., Awaitable[Serve]], figures: list[str]
+) -> None:
+    serve = await start(response_mode)
+    back = 0.0
+
+    async def script(note: Note) -> None:
+        nonlocal back
+        note("the stop")
+        os.kill(serve.scheduler_pid(), signal.SIGSTOP)
+        await asyncio.sleep(3.0)
+        os.kill(serve.scheduler_pid(), signal.SIGCONT)
+        resumed = time.monotonic()
+        chosen = await stat(serve.gateway, "cluster.dst.upstream_rq_total")
+
+        async def chosen_again() -> bool:
+            return await stat(serve.gateway, "cluster.dst.upstream_rq_total") > chosen + 5
+
+        # What waited in its socket is decided for nobody; its return shows in requests that go where it said.
+        await until(chosen_again, "scheduled requests after the stop")
+        back = time.monotonic() - resumed
+        await asyncio.sleep(1.0)
+
+    story = await under_load(f"http://127.0.0.1:{serve.port}", script)
+    past = await stat(serve.gateway, "cluster.all_endpoints.upstream_rq_total")
+    held = await serve.settled(60.0)
+    counted = await serve.metric("fairlead_fallback_requests_total")
+    line = told(f"SIGSTOP of 3 s ({response_mode})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
+    figures.append(line)
+    assert story.failures == {}
+    assert len(story.running("the stop")) > 50
+    assert past > 100
+    assert 0 < counted <= past
+    assert "the gateway served requests without asking the scheduler" in serve.said()
+    assert held == {}, held
+
+
+async def test_a_crashed_gateway_is_restarted_and_serves_again(
+    start: Callable[..., Awaitable[Serve]], figures: list[str]
+) -> None:
+    serve = await start()
+    first, scheduler = serve.envoy_pid(), serve.scheduler_pid()
+    ask = Ask(
+        fields=[("x-bench-mode", "json"), JSON],
+        pieces=[b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'],
+    )
+    async with Http1(serve.port) as client:
+        assert (await client.ask(ask)).status == 200
+        before = await serve.decisions()
+        os.kill(first, signal.SIGKILL)
+        crashed = time.monotonic()
+
+        async def served() -> bool:
+            with contextlib.suppress(Broken):
+                return (await client.ask(ask)).status == 200
+            return False
+
+        async def decided() -> bool:
+            await served()
+            return await serve.decisions() > before
+
+        await until(served, "an answer after the crash")
+        down = time.monotonic() - crashed
+        await until(decided, "a decision after the crash")
+    back = time.monotonic() - crashed
+    figures.append(f"kill -9 of Envoy: served again after {down:.2f} s, scheduled again after {back:.2f} s")
+    assert serve.envoy_pid() not in (0, first)
+    assert serve.scheduler_pid() == scheduler
+    assert await serve.settled() == {}
+
+
+@pytest.mark.slow
+async def test_sigterm_under_load_finishes_what_runs(
+    start: Callable[..., Awaitable[Serve]], figures: list[str]
+) -> None:
+    serve = await start()
+    children = serve.envoy_pid(), serve.scheduler_pid()
+    took = 0.0
+
+    async def script(note: Note) -> None:
+        nonlocal took
+        note("SIGTERM")
+        serve.signal(signal.SIGTERM)
+        told = time.monotonic()
+        assert await serve.wait() == 0
+        took = time.monotonic() - told
+
+    story = await under_load(f"http://127.0.0.1:{serve.port}", script, workload=Mixed(chunks=60))
+    in_flight = [record for record in story.records if record.sent < story.moments["SIGTERM"] < record.end]
+    later = [record for record in story.records if record.sent >= story.moments["SIGTERM"]]
+    refused = [record for record in later if not record.status]
+    counts = {"in_flight": len(in_flight), "later": len(later), "of_them_refused": len(refused)}
+    figures.append(told("SIGTERM", story, **counts, ended_after=f"{took:.2f} s"))
+    assert len(in_flight) > 80
+    assert [record.error for record in in_flight if record.error] == []
+    assert [r.error for r in later if r.status and r.error] == [], "what got an answer got all of it"
+    assert {r.error for r in refused} <= {"connect_econnrefused", "closed_before_response", "reset"}
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+
+async def test_nothing_survives_a_killed_parent(start: Callable[..., Awaitable[Serve]]) -> None:
+    serve = await start()
+    children = serve.envoy_pid(), serve.scheduler_pid()
+    assert all(children)
+    serve.signal(signal.SIGKILL)
+    await serve.wait()
+
+    async def gone() -> bool:
+        return not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+    await until(gone, "the end of both children")

@@ -1,0 +1,120 @@
+"""FAIRLEAD_FUZZ_SECONDS: each fuzzer (a file of this folder) runs for about that long, split evenly among its tests.
+
+A test is called again and again, and every call draws new examples. Without it each test is called once.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import settings
+from msgspec import json
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.prefix import ChainHasher
+from fairlead.io.receive.answers import Answers
+from fairlead.io.receive.driver import Driver
+from fairlead.io.receive.session import Host
+from fairlead.io.receive.understand import Understanding
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.errors import PluginError
+from fairlead.model.events import EndpointUp
+from fairlead.observe.watch import Watch
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.plugins.filters.subset import Subset
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers.round_robin import RoundRobin
+from fairlead.schedule.profile import Profile
+from fairlead.testing import SimClock
+
+SECONDS = float(os.environ.get("FAIRLEAD_FUZZ_SECONDS") or 0)
+
+if SECONDS:
+    # Where a CI system is detected the default is the same examples every time.
+    settings.register_profile("fuzz", derandomize=False)
+    settings.load_profile("fuzz")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    end = time.monotonic() + SECONDS / sum(other.path == item.path for other in item.session.items)
+    yield
+    while SECONDS and time.monotonic() < end:
+        item.runtest()
+
+
+class Wire:
+    """A transport that remembers, and holds handlers to the rules of `io.receive.stream`."""
+
+    def __init__(self, window: int = 65_536) -> None:
+        self.sent: list[bytes] = []
+        self.status: int | None = None
+        self._window = window
+
+    def send(self, *messages: bytes) -> None:
+        assert self.status is None, "sent after the end"
+        self.sent += messages
+
+    def finish(self, code: int = 0, message: str = "") -> None:
+        assert self.status is None, "finished twice"
+        self.status = code
+
+    def room(self) -> int:
+        return self._window
+
+    def watch_cancel(self, on: bool) -> None:
+        pass
+
+
+class Rig:
+    """A whole scheduler without sockets: what sessions and access logs talk to, metrics and journal included."""
+
+    def __init__(self, endpoints: int = 2, max_body: int = 200, inspect: bool = False) -> None:
+        self.clock = SimClock()
+        self.fleet = Fleet()
+        self.watch = Watch(self.fleet, self.clock.time)
+        tokens = TokenEstimator()
+        profile = Profile("rr", [Subset(NoParams())], [], RoundRobin(NoParams()))
+        self.pipeline = Pipeline(self.clock, Random(1), self.fleet, profile, tokens, self._plugin_failed)
+        self.driver = Driver(self.pipeline, self.clock, self.watch)
+        for i in range(endpoints):
+            self.driver.feed(EndpointUp(Endpoint(f"default/e{i}", f"10.0.0.{i}:80")))
+        self.answers = Answers("ab")
+        understanding = Understanding(tokens, ChainHasher(), self.clock.time)
+        self.host = Host(
+            self.driver, understanding, self.answers, self.watch, self.clock.time, max_body, lambda stream: inspect
+        )
+
+    def _plugin_failed(self, error: PluginError) -> None:
+        raise AssertionError("no plugin may fail here") from error
+
+    def leased(self) -> list[str]:
+        """The lease ids of all requests that count as running."""
+        return [self.answers.lease(number) for slot in range(2) for number in self._held(slot)]
+
+    def _held(self, slot: int) -> list[int]:
+        return [lease.request.id for lease in self.fleet.ledger.of_slot(slot)]
+
+    def check(self) -> None:
+        self.pipeline.validate()
+        assert self.driver.waiting == {}
+
+    def end(self) -> None:
+        """Nothing is left of any request, and whoever looks can be shown what happened."""
+        self.check()
+        assert len(self.fleet.ledger) == 0
+        assert b"".join(self.watch.exposition()).count(b"nan") == 0
+        json.encode(self.watch.decisions(200))
+
+
+@pytest.fixture(scope="session")
+def rigs() -> type[Rig]:
+    return Rig
+
+
+@pytest.fixture(scope="session")
+def wires() -> type[Wire]:
+    return Wire

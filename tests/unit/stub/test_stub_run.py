@@ -1,0 +1,78 @@
+"""`fairlead stub` as a process: it says where it is, writes the endpoints, answers, and ends on a signal."""
+
+import asyncio
+import signal
+import socket
+import sys
+
+import pytest
+import yaml
+
+_RUN = "import typer; from fairlead.cli.stub import stub; typer.run(stub)"
+
+
+async def _start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        _RUN,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"COLUMNS": "200", "NO_COLOR": "1"},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_replicas_serve_until_a_signal(http, tmp_path, number):
+    file = tmp_path / "endpoints.yaml"
+    process = await _start("--port", "0", "--replicas", "2", "--model", "tiny", "--write-endpoints", str(file))
+    assert process.stdout is not None
+    lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(3)]
+    assert lines[0].startswith("tiny (qwen3-32b-h100): KV cache 270,000 tokens")
+    endpoints = yaml.safe_load(file.read_text())["endpoints"]
+    assert [entry["name"] for entry in endpoints] == ["stub-0", "stub-1"]
+    for entry, line in zip(endpoints, lines[1:], strict=True):
+        address = f"{entry['address']}:{entry['port']}"
+        assert line == f"{entry['name']}  http://{address}\n"
+        assert entry["labels"]["model"] == "tiny"
+        assert (await http.get(address, "/health"))[0] == 200
+    _, writer = await http.open(address, "/v1/completions", {"prompt": "x", "max_tokens": 9000, "stream": True})
+    process.send_signal(number)
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, output, errors) == (0, b"", b"")
+    writer.close()
+
+
+async def test_a_taken_port_is_a_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await _start("--port", str(port))
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in errors.decode()
+    assert "Choose another --port" in errors.decode()
+    assert "Traceback" not in errors.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--preset", "list"], 0, "llama-8b-l40s"),
+        (["--help"], 0, "fairlead stub --replicas 8 --write-endpoints endpoints.yaml"),
+        (["--preset", "abacus"], 2, "unknown preset 'abacus'"),
+        (["--time-ratio", "0"], 2, "time_ratio must be positive"),
+        (["--kv-tokens", "100"], 2, "does not fit into a KV cache"),
+        (["--port", "65535", "--replicas", "2"], 1, "need ports above 65535"),
+        (["--port", "0", "--write-endpoints", "/nonexistent/x.yaml"], 1, "cannot write /nonexistent/x.yaml"),
+    ],
+)
+async def test_options_explain_themselves(arguments, status, says):
+    process = await _start(*arguments)
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == status
+    text = (output + errors).decode()
+    assert says in text
+    assert "Traceback" not in text
