@@ -1,7 +1,7 @@
 """Whatever happens to requests, nothing stays charged to an endpoint.
 
-The scheduler runs in this process, so that the ledger can be looked into; Envoy is a real one with the embedded gateway's
-configuration, and so are the model servers: `fairlead stub`, twenty times faster than real ones.
+The scheduler runs in this process, so that the ledger can be looked into. Envoy is a real one with the configuration of
+the embedded gateway, and the model servers are `fairlead stub`, twenty times faster than real ones.
 """
 
 import asyncio
@@ -25,15 +25,8 @@ from fairlead.pipeline import Pipeline
 MODEL = "Qwen/Qwen3-32B"
 COLUMNS = ("inflight", "pending", "pending_tokens", "kv_tokens", "queue", "active")
 #: Each at a moment of its own; see `Client.act`.
-ACTS = (
-    "stream",
-    "answer",
-    "header only",
-    "refused",
-    "leave at once",
-    "leave before the first token",
-    "leave mid-stream",
-)
+LEAVING = ("leave at once", "leave before the first token", "leave mid-stream")
+ACTS = ("stream", "answer", "header only", "refused", *LEAVING)
 
 
 def chat(words: int, tokens: int, stream: bool, model: str = MODEL) -> bytes:
@@ -59,7 +52,7 @@ class World:
         fresh.rename(self._file)
 
     async def quiet(self) -> dict[str, list[float]]:
-        """Wait until no column of the ledger holds anything; returns what is left of them. Invariants hold throughout."""
+        """Wait until no column of the ledger holds anything; returns what is left. Invariants hold throughout."""
         for _ in range(400):
             self.pipeline.validate()
             table = self.pipeline.fleet.table
@@ -112,7 +105,7 @@ class Client:
         async with asyncio.timeout(60):
             try:
                 await self._act(kind, words, tokens)
-            except Broken:
+            except (Broken, EOFError, OSError):
                 self.acts["broken"] += 1
             finally:
                 await self._http.close()

@@ -167,7 +167,8 @@ class Connection(asyncio.Protocol):
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
+        # A transport whose peer has gone says so in a later turn of the loop, and logs what is written before that.
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def end_stream(self, last: bytes = b"") -> None:

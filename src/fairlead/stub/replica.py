@@ -67,9 +67,9 @@ class Replica:
 
     def submit(self, connection: Connection, plan: Plan, answer_id: str, created: int, orca: str) -> None:
         """Run a checked request and answer on the connection. Raises `ApiError` when it is refused with a status."""
-        in_stream = self._refusal_in_stream(plan)
-        if not in_stream:
-            self._check(plan)
+        refusal, in_stream = self._refusal(plan)
+        if refusal is not None and not in_stream:
+            raise refusal
         make = StreamGeneration if plan.stream else Generation
         generation = make(self, connection, plan, answer_id, created, self.fingerprint)
         generation.orca = orca
@@ -78,11 +78,13 @@ class Replica:
         self._generations[generation] = None
         connection.exchange = generation
         generation.begin()
-        if in_stream:
-            generation.fail(in_stream)
+        if refusal is not None:
+            generation.fail(refusal)
             return
         now = self.clock.now()
         self._catch_up(now)
+        # An answer given just now may have started the next request of its connection, and that one more steps.
+        now = max(now, self.engine.now)
         for request, prompt in self._requests(plan, answer_id):
             self._choices[request] = generation.add_choice(prompt, request)
             self.engine.add(request, now)
@@ -107,26 +109,20 @@ class Replica:
                     prompt,
                 )
 
-    def _check(self, plan: Plan) -> None:
-        if self._faults.engine_dead:
-            raise ApiError(DEAD, 500)
-        if self._draw(self._faults.error_rate):
-            raise self._injected()
-        if self._overloaded(plan):
-            raise self._busy()
-
-    def _refusal_in_stream(self, plan: Plan) -> ApiError | None:
-        """What a stream is told inside its 200, where the real server notices only after it has sent the head."""
-        if not plan.stream or self._faults.engine_dead:
-            return None
-        if self._faults.error_in_stream and self._draw(self._faults.error_rate):
-            return self._injected()
+    def _refusal(self, plan: Plan) -> tuple[ApiError | None, bool]:
+        """Why the request is refused, if it is; and whether inside a 200, as where the real server notices too late."""
+        faults = self._faults
+        if faults.engine_dead:
+            return ApiError(DEAD, 500), False
+        if self._draw(faults.error_rate):
+            return ApiError("Injected fault.", faults.error_status), plan.stream and faults.error_in_stream
         if not self._overloaded(plan):
-            return None
+            return None, False
+        self.rejections += 1
         share = self.config.overload_in_stream
         if share < 0:
             share = _IN_STREAM_CHAT if plan.chat else _IN_STREAM_COMPLETIONS
-        return self._busy() if self._draw(share) else None
+        return ApiError(BUSY, 503, UNAVAILABLE), plan.stream and self._draw(share)
 
     def _overloaded(self, plan: Plan) -> bool:
         limit = self.config.max_queued
@@ -134,13 +130,6 @@ class Replica:
             return False
         free = max(0, self.spec.max_num_seqs - self.engine.running())
         return self.engine.queued() - free + len(plan.prompts) * plan.n > limit
-
-    def _busy(self) -> ApiError:
-        self.rejections += 1
-        return ApiError(BUSY, 503, UNAVAILABLE)
-
-    def _injected(self) -> ApiError:
-        return ApiError("Injected fault.", self._faults.error_status)
 
     def _draw(self, share: float) -> bool:
         return share > 0 and self.rng.random() < share

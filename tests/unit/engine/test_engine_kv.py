@@ -1,5 +1,6 @@
 """Prefix hits, decode blocks, pressure on the cache and preemption."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,20 +142,47 @@ def test_the_last_of_the_batch_is_preempted_and_starts_over(make_spec, prompt, r
     engine = Engine(make_spec(num_blocks=17, max_model_len=64), 0.0)
     first = EngineRequest("first", prompt(28, 1), 30, seed=1)
     second = EngineRequest("second", prompt(28, 2), 30, seed=2)
-    engine.add(first, 0.0)
-    engine.add(second, 0.0)
+    third = EngineRequest("third", prompt(40, 3), 1)
+    for request in (first, second, third):
+        engine.add(request, 0.0)
     while second.preemptions == 0:
         engine.step(engine.next_step_at())
         engine.validate()
     assert second.phase is Phase.WAITING
     kept = engine.output_tokens(second)
     assert 0 < kept < 30
-    assert engine.queued() == 1
-    assert run(engine) == [first, second]
+    assert engine.queued() == 2
+    assert run(engine) == [first, second, third]
     assert (first.preemptions, second.preemptions, engine.stats.preemptions) == (0, 1, 1)
     assert second.output == 30
-    assert engine.stats.generation_tokens == 60
+    assert engine.stats.generation_tokens == 61
     assert engine.stats.itl.count == 58
+
+
+@pytest.mark.parametrize("length", [33, 36])
+def test_an_unfinished_prefill_is_preempted_before_any_decode(make_spec, prompt, run, length):
+    """Where the prefill took the block that the decode needs now, and where it finds none for its next chunk."""
+    engine = Engine(make_spec(num_blocks=17, max_model_len=64, max_batched_tokens=6, max_num_seqs=4), 0.0)
+    decoding = EngineRequest("decoding", prompt(16, 1), 30, seed=1)
+    prefilling = EngineRequest("prefilling", prompt(length, 2), 5, seed=2)
+    engine.add(decoding, 0.0)
+    while engine.output_tokens(decoding) < 5:
+        engine.step(engine.next_step_at())
+    engine.add(prefilling, engine.now)
+    assert run(engine) == [decoding, prefilling]
+    assert (decoding.preemptions, prefilling.preemptions) == (0, 1)
+    assert prefilling.output == 5
+
+
+def test_a_small_request_gets_in_beside_the_big_one_that_waited(make_spec, prompt, run):
+    engine = Engine(make_spec(num_blocks=17, max_model_len=64), 0.0)
+    first = EngineRequest("first", prompt(40, 1), 4)
+    big = EngineRequest("big", prompt(44, 2), 4)
+    small = EngineRequest("small", prompt(4, 3), 4)
+    for request in (first, big, small):
+        engine.add(request, 0.0)
+    run(engine)
+    assert first.finished_at <= big.scheduled_at == small.scheduled_at
 
 
 def test_the_cache_is_not_cleared_under_a_running_request(make_spec, prompt):

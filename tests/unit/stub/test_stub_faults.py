@@ -32,6 +32,17 @@ async def test_an_injected_error_may_come_inside_the_stream(http, quick):
     quick.set_faults(0, error_rate=0.0)
 
 
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_about_the_wanted_share_of_requests_fails(http, quick, in_stream):
+    quick.set_faults(0, error_rate=0.3, error_status=503, error_in_stream=in_stream)
+    asked = {"prompt": "x", "max_tokens": 1, "stream": True}
+    failed = 0
+    for _ in range(200):
+        status, body = await http.post(quick.addresses[0], "/v1/completions", asked)
+        failed += status == 503 or b'"code": 503' in body
+    assert 40 <= failed <= 80
+
+
 async def test_a_stalled_replica_hangs_and_goes_on_where_it_stood(http, quick):
     replica = quick.replica(0)
     quick.set_faults(0, stall=True)

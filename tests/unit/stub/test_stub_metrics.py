@@ -8,8 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fairlead.engine.spec import EngineSpec, LatencyModel
+from fairlead.engine.stats import Histogram
 from fairlead.stub.config import StubConfig
-from fairlead.stub.exposition import labels, number
+from fairlead.stub.exposition import HistogramLines, labels, number
 from fairlead.stub.lora_info import LoraInfo
 from fairlead.stub.pool import StubPool
 
@@ -166,6 +167,21 @@ def test_numbers_are_written_as_the_python_client_writes_them(value, text):
     from prometheus_client.utils import floatToGoString
 
     assert number(value) == text == floatToGoString(value)
+
+
+def test_a_new_histogram_with_the_count_of_the_old_one_is_written_anew():
+    current = Histogram((1.0, 2.0))
+    lines = HistogramLines("h", {}, lambda: current, current.bounds)
+    current.observe(0.5)
+    assert (
+        lines.text()
+        == 'h_bucket{le="1.0"} 1.0\nh_bucket{le="2.0"} 1.0\nh_bucket{le="+Inf"} 1.0\nh_count 1.0\nh_sum 0.5\n'
+    )
+    current = Histogram((1.0, 2.0))
+    current.observe(1.5)
+    assert 'h_bucket{le="1.0"} 0.0\n' in lines.text()
+    current.observe(9.0, times=3)
+    assert lines.text().endswith('h_bucket{le="+Inf"} 4.0\nh_count 4.0\nh_sum 28.5\n')
 
 
 def test_labels_are_escaped():

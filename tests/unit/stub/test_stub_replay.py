@@ -170,6 +170,13 @@ async def test_adapters_answer_as_on_the_real_server(http):
         assert _body(http.split(models)[2]) == _body(expected)
         loaded = await http.post(address, "/v1/load_lora_adapter", {"lora_name": "dyn-c", "lora_path": "./c"})
         assert loaded == (200, b"Success: LoRA adapter 'dyn-c' added successfully.")
+        for wrong in (
+            {"lora_name": "dyn-c"},
+            {"lora_name": "dyn-c", "lora_path": "./c"},
+            {"lora_name": "", "lora_path": "x"},
+        ):
+            assert (await http.post(address, "/v1/load_lora_adapter", wrong))[0] == 400
+        assert (await http.post(address, "/v1/unload_lora_adapter", {}))[0] == 400
         order = ["completion_dynamic", "unload_dynamic", "completion_unloaded", "unload_unknown"]
         assert sorted(f"lora_{case}" for case in order) == sorted(_OTHER_SERVER["lora"])
         for case in order:

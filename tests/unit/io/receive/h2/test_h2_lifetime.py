@@ -128,7 +128,7 @@ async def test_silent_peers_are_asked_and_then_dropped(connect: Connect) -> None
         peer.connection.tick(start + second)
     assert peer.frames() == [(h2.PING, 0, 0, b"keepaliv")]
     assert not peer.transport.aborted
-    peer.connection.tick(start + 35)
+    peer.connection.tick(start + 36)
     assert peer.transport.aborted
 
 
