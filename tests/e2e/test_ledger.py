@@ -48,7 +48,9 @@ class World:
     def list_endpoints(self, addresses: Sequence[str]) -> None:
         """Change the endpoints file."""
         fresh = self._file.with_suffix(".new")
-        fresh.write_text(json.dumps({"endpoints": [{"name": f"at-{a}", "address": a} for a in addresses]}))
+        fresh.write_text(
+            json.dumps({"endpoints": [{"name": f"at-{a.split(':')[1]}", "address": a} for a in addresses]})
+        )
         fresh.rename(self._file)
 
     async def quiet(self) -> dict[str, list[float]]:
@@ -102,13 +104,13 @@ class Client:
     async def act(self, kind: str) -> None:
         self.acts[kind] += 1
         words, tokens = self._chance.randint(5, 4000), self._chance.randint(1, 200)
-        async with asyncio.timeout(60):
-            try:
+        try:
+            async with asyncio.timeout(30):
                 await self._act(kind, words, tokens)
-            except (Broken, EOFError, OSError):
-                self.acts["broken"] += 1
-            finally:
-                await self._http.close()
+        except (Broken, EOFError, OSError):  # a TimeoutError is an OSError
+            self.acts["broken"] += 1
+        finally:
+            await self._http.close()
 
     async def _act(self, kind: str, words: int, tokens: int) -> None:
         if kind == "header only":

@@ -35,17 +35,18 @@ def _split(response: bytes) -> tuple[str, list[tuple[str, str]], bytes]:
 
 def _dechunk(body: bytes) -> bytes:
     parts = []
+    at = 0
     while True:
-        size, _, body = body.partition(b"\r\n")
-        count = int(size, 16)
+        end = body.index(b"\r\n", at)
+        count = int(body[at:end], 16)
+        at = end + 2 + count + 2
+        assert body[at - 2 : at] == b"\r\n"
         if not count:
-            assert body == b"\r\n", f"after the last chunk: {body!r}"
+            assert at == len(body)
             return b"".join(parts)
-        parts.append(body[:count])
-        assert body[count : count + 2] == b"\r\n"
+        parts.append(body[end + 2 : at - 2])
         # The real server sends an event per chunk.
         assert parts[-1].endswith(b"\n\n") and parts[-1].count(b"\n\n") == 1
-        body = body[count + 2 :]
 
 
 def _request(path: str, body: object, *extra: str, method: str = "POST") -> bytes:
@@ -226,25 +227,27 @@ async def test_a_client_that_goes_away_is_aborted_in_the_engine(quick):
     replica.engine.validate()
 
 
-async def _connect_slowly(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect_slowly(address: str, buffer: int = 32_768) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A client that takes little before the server has to wait for it."""
     host, _, port = address.rpartition(":")
     sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
-    return await asyncio.open_connection(sock=sock, limit=4096)
+    return await asyncio.open_connection(sock=sock, limit=16_384)
 
 
-@pytest.mark.parametrize(("step_ms", "until_the_end"), [(0.001, True), (0.02, False)])
-async def test_a_slow_client_costs_no_memory_and_gets_everything(step_ms, until_the_end):
+@pytest.mark.parametrize(("step_ms", "until_the_end", "buffer"), [(0.001, True, 4096), (0.02, False, 1_000_000)])
+async def test_a_slow_client_costs_no_memory_and_gets_everything(step_ms, until_the_end, buffer):
     """It stops reading; the stub stops writing; when it reads again it gets the same text in fewer events."""
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
     # An event for each token: eight megabytes come while the client does not read.
     count = 39_000
     spec = EngineSpec(latency=LatencyModel(step_ms), num_blocks=5000, max_model_len=40_000)
     async with StubPool(StubConfig(engine=spec, model="tiny", merge_events=False)) as pool:
         replica = pool.replica(0)
-        reader, writer = await _connect_slowly(pool.addresses[0])
+        reader, writer = await _connect_slowly(pool.addresses[0], buffer)
         asked = {"prompt": "x", "max_tokens": count, "stream": True}
         writer.write(_request("/v1/completions", asked, "connection: close"))
         await _until(lambda: pool.connections(0) == 1, "the connection is there")
@@ -259,6 +262,7 @@ async def test_a_slow_client_costs_no_memory_and_gets_everything(step_ms, until_
         assert len(text) == 4 * count
         assert len(events) < count
         writer.close()
+    assert not problems
 
 
 async def test_a_client_far_ahead_is_made_to_wait_and_gets_every_answer(quick):
@@ -274,19 +278,6 @@ async def test_a_client_far_ahead_is_made_to_wait_and_gets_every_answer(quick):
     answer = await asyncio.wait_for(reader.read(), 20)
     assert answer.count(b"HTTP/1.1 200 OK\r\n") == count
     writer.close()
-
-
-async def test_a_handler_that_fails_is_a_500_and_the_server_goes_on(quick, caplog):
-    def fail(*_: object) -> None:
-        raise RuntimeError("on purpose")
-
-    server = quick._servers[0]
-    server._routes = {**server._routes, "/broken": (("GET",), fail)}
-    status, _, body = _split(await _ask(quick.addresses[0], b"GET /broken HTTP/1.1\r\nconnection: close\r\n\r\n"))
-    assert status == "HTTP/1.1 500 Internal Server Error"
-    assert json.loads(body)["error"]["type"] == "InternalServerError"
-    assert "on purpose" in caplog.text
-    assert (await _get(quick.addresses[0], "/health"))[0] == 200
 
 
 async def test_pipelined_requests_are_answered_in_order(quick):
@@ -342,17 +333,6 @@ async def test_malformed_requests_are_refused_and_harm_nobody(quick, raw, status
     answer = await _ask(quick.addresses[0], raw)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert (await _get(quick.addresses[0], "/health"))[0] == 200
-
-
-async def test_connections_that_keep_still_are_closed():
-    config = StubConfig(engine=_QUICK.engine, model="tiny", idle_timeout_s=0.01, request_timeout_s=0.01)
-    async with StubPool(config) as pool:
-        host, _, port = pool.addresses[0].rpartition(":")
-        for sent in (b"", b"GET /hea", _request("/health", None, method="GET")):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(sent)
-            await asyncio.wait_for(reader.read(), 10)
-            writer.close()
 
 
 async def test_a_body_in_chunks_is_understood(quick):

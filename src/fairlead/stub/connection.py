@@ -119,6 +119,12 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = False
+        # Not at once: a transport that is closed while it tells us this reports its end twice (asyncio, Python 3.11).
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self.paused or self._transport is None:
+            return
         if self.exchange is not None:
             self.exchange.writable()
         else:

@@ -109,8 +109,9 @@ class Session:
     """See the module's rules. States: collecting → waiting → routed → closed."""
 
     __slots__ = (
-        "_announced", "_awaited", "_begun", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host", "_parts",
-        "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch", "_whole",
+        "_announced", "_awaited", "_begun", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host",
+        "_parts", "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch",
+        "_whole",
     )  # fmt: skip
 
     def __init__(self, stream: ServerStream, host: Host, announced: bool, whole: bool) -> None:
