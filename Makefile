@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit fuzz soak bench clean
+.PHONY: help demo test check unit e2e fuzz soak bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "Fairlead needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3."; exit 1; }
@@ -44,6 +44,9 @@ unit: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev ## every fuzzer for FUZZ_SECONDS (default 600) each
 	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -x
+
+e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills (about five minutes)
+	$(BIN)/python -m pytest tests/e2e -q
 
 soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s

@@ -123,13 +123,13 @@ def envoy(tmp_path: Path, ending: Children) -> Callable[..., Envoy]:
 
 
 @pytest.fixture
-async def live(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Live]]]:
-    """`await live(config)` runs the scheduler in this process, where its ledger can be looked into; the gateway, if the
-    configuration names one, is left to the test."""
+async def live(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[tuple[Live, asyncio.Task[None]]]]]:
+    """`await live(config)` runs the scheduler in this process, where its ledger can be looked into; returns it and its
+    task. The gateway, if the configuration names one, is left to the test."""
     running: list[tuple[Live, asyncio.Task[None]]] = []
     collector = gc.get_threshold()
 
-    async def start(config: dict[str, Any]) -> Live:
+    async def start(config: dict[str, Any]) -> tuple[Live, asyncio.Task[None]]:
         ext_proc, gateway = free_ports(2)
         file = tmp_path / "live.yaml"
         ports = {"extProc": {"host": "127.0.0.1", "port": ext_proc}, "admin": {"port": 0}}
@@ -144,7 +144,7 @@ async def live(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Live]]]:
                     break
             else:
                 await task
-        return scheduler
+        return scheduler, task
 
     yield start
     for scheduler, task in running:
