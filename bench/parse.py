@@ -1,18 +1,41 @@
-"""What parsing a chat request costs, next to reading the same body whole: `python bench/parse.py [--json]`.
+"""What understanding a request costs: `python bench/parse.py [--json]`.
 
-Every figure is the best of several rounds, in microseconds per body; the bodies are alike in every run.
+* `chat_24kb_us`, `chat_500kb_us`: a chat request understood and routed, from headers and body to the bytes of the
+  answer: parse, hash, look for its conversation, make the `Request`, decide with the default policy over 8 endpoints,
+  encode the pick. The prompts are new: not one block of them was ever seen.
+* `chat_…_booked_us`: the same through `Pipeline.handle`, which also charges the lease, inserts the prefix and records.
+* `chat_…_turn_us`, `chat_…_turn_booked_us`: the same for the second turns of conversations.
+* `parse_…_us`: its parsing alone, next to reading the same body whole.
+
+Figures are CPU time of this process in microseconds per body, the median of many batches (`_min`: the best one; for
+parsing alone the best one). The bodies are alike in every run.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from timeit import repeat
+import time
+from collections.abc import Callable, Iterable
+from random import Random
+from statistics import median
 
 import msgspec
 
+from fairlead.config.load import load
+from fairlead.config.registry import build_hasher, build_policy
+from fairlead.fleet.fleet import Fleet
+from fairlead.io.receive.answers import Answers
+from fairlead.io.receive.understand import Understanding
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.events import EndpointUp, MetricsSampled, RequestArrived, ResponseEnded
+from fairlead.model.instructions import Route
 from fairlead.parse.request import parse_request
+from fairlead.parse.tokens import TokenEstimator
 from fairlead.parse.usage import UsageScanner
+from fairlead.pipeline import Pipeline
+from fairlead.schedule.cycle import Context
+from fairlead.testing import SimClock
+from fairlead.wire.ext_proc import Kind
 
 ROUNDS = 7
 ASCII = 'The quick brown fox jumps over the lazy dog.\n"Really?" it asked. '
@@ -22,11 +45,17 @@ SIZES = {"1kb": 1_000, "24kb": 24_000, "500kb": 490_000}
 
 def chat_body(size: int, text: str) -> bytes:
     """A conversation of turns of about 2 kB that is `size` bytes long or a little more."""
-    messages = [{"role": "system", "content": "You are a helpful assistant."}]
+    return _encode(conversation(size, text))
+
+
+def conversation(size: int, text: str, name: str = "helpful") -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": f"You are {name}, an assistant."}]
     turn = text * max(1, min(2_000, size) // len(text.encode()))
-    while len(_encode(messages)) < size - 200:
+    length = len(_encode(messages))
+    while length < size - 200:
         messages.append({"role": ("user", "assistant")[len(messages) % 2 == 0], "content": turn})
-    return _encode(messages)
+        length += len(turn.encode()) + 40
+    return messages
 
 
 def _encode(messages: list[dict[str, str]]) -> bytes:
@@ -35,7 +64,74 @@ def _encode(messages: list[dict[str, str]]) -> bytes:
 
 
 def microseconds(action: Callable[[], object], number: int) -> float:
-    return min(repeat(action, number=number, repeat=ROUNDS)) / number * 1e6
+    return min(_batch(action, number) for _ in range(ROUNDS))
+
+
+def _batch(action: Callable[[], object], number: int) -> float:
+    start = time.process_time()
+    for _ in range(number):
+        action()
+    return (time.process_time() - start) / number * 1e6
+
+
+class Rig:
+    """A scheduler without sockets."""
+
+    def __init__(self, endpoints: int = 8) -> None:
+        config = load("endpoints: [{address: '10.0.0.1:8000'}]")
+        self.clock = SimClock()
+        tokens = TokenEstimator()
+        self.rng = Random(1)
+        self.pipeline = Pipeline(self.clock, self.rng, Fleet(), build_policy(config), tokens)
+        self.understanding = Understanding(tokens, build_hasher(config), self.clock.time)
+        self.answers = Answers("0123abcd")
+        for i in range(endpoints):
+            self.pipeline.handle(EndpointUp(Endpoint(f"default/e{i}", f"10.0.0.{i}:8000")))
+            sample = Sample(waiting=0.0, running=1.0 + i, kv_usage=0.1)
+            self.pipeline.handle(MetricsSampled(f"default/e{i}", self.clock.time(), sample))
+
+    def route(self, headers: dict[str, str], body: bytes) -> int:
+        """Understand, decide, answer. The id of the request."""
+        request = self.understanding.request(headers, body, None)
+        now = self.clock.time()
+        pick = self.pipeline.policy.choose((request,), self.pipeline.fleet, Context(now, self.rng))[0]
+        return self._answer(request.id, self.pipeline.fleet.table.endpoints[pick.slot])
+
+    def book(self, headers: dict[str, str], body: bytes) -> int:
+        """The same, and remember it."""
+        request = self.understanding.request(headers, body, None)
+        for instruction in self.pipeline.handle(RequestArrived(request)):
+            if type(instruction) is Route:
+                self._answer(request.id, instruction.endpoint)
+        return request.id
+
+    def _answer(self, request_id: int, endpoint: Endpoint | None) -> int:
+        assert endpoint is not None
+        self.answers.pick(Kind.REQUEST_HEADERS, endpoint, request_id, frozenset())
+        return request_id
+
+    def end(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            self.pipeline.handle(ResponseEnded(request_id=request_id, status=200))
+
+
+def measure_routed(size: int, second: bool, booked: bool, batches: int = 100) -> list[float]:
+    """Microseconds per request, of every batch. `second`: the first turn of each conversation was seen."""
+    rig = Rig()
+    headers = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
+    number = max(2, 200_000 // size)
+    results = []
+    for batch in range(batches):
+        talks = [conversation(size, ASCII, f"number {batch * number + i}") for i in range(number)]
+        if second:
+            rig.end([rig.book(headers, _encode(talk[:-2])) for talk in talks])
+        bodies = [_encode(talk) for talk in talks]
+        serve = rig.book if booked else rig.route
+        start = time.process_time()
+        ids = [serve(headers, body) for body in bodies]
+        results.append((time.process_time() - start) / number * 1e6)
+        rig.end(ids)
+    return results
 
 
 def measure_requests() -> dict[str, tuple[int, float, float, float]]:
@@ -72,13 +168,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     as_json = parser.parse_args().json
+    routed = {
+        f"chat_{name}{turn}{all_}": measure_routed(SIZES[name], second, booked)
+        for name in ("24kb", "500kb")
+        for turn, second in (("", False), ("_turn", True))
+        for all_, booked in (("", False), ("_booked", True))
+    }
     requests, responses = measure_requests(), measure_responses()
     if as_json:
-        figures = {f"{label}_us": round(row[1], 2) for label, row in requests.items()}
+        figures = {f"{name}_us": round(median(batches), 2) for name, batches in routed.items()}
+        figures |= {f"{name}_min_us": round(min(batches), 2) for name, batches in routed.items()}
+        figures |= {f"parse_{label}_us": round(row[1], 2) for label, row in requests.items()}
         json.dump(figures | {label: round(us, 2) for label, us in responses.items()}, sys.stdout)
         print()
         return
-    print(f"{'request':<16}{'bytes':>9}{'fairlead µs':>13}{'json µs':>10}{'msgspec µs':>12}")
+    print("understood and routed, µs: median (best batch)")
+    for name, batches in routed.items():
+        print(f"{name:<24}{median(batches):>9.1f} ({min(batches):.1f})")
+    print(f"\n{'parsed only':<16}{'bytes':>9}{'fairlead µs':>13}{'json µs':>10}{'msgspec µs':>12}")
     for label, (size, ours, std, full) in requests.items():
         print(f"{label:<16}{size:>9,}{ours:>13.2f}{std:>10.2f}{full:>12.2f}")
     print()

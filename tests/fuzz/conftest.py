@@ -1,16 +1,20 @@
-"""FAIRLEAD_FUZZ_SECONDS: each fuzzer (a file of this folder) runs for about that long, split evenly among its tests.
+"""FAIRLEAD_FUZZ_SECONDS: each fuzzer runs for about that long, split evenly among its tests (`make fuzz`).
 
-A test is called again and again, and every call draws new examples. Without it each test is called once.
+A fuzzer is a file of this folder, or the tests of one that carry `pytest.mark.fuzzer("name")`. A test is called again
+and again, and every call draws new examples; a failing one ends, the rest goes on. A line tells when each test begins
+and ends, and at the end there is one line per fuzzer. Without the variable each test is called once.
 """
 
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import settings
-from msgspec import json
+from msgspec import Struct, json
 
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.prefix import ChainHasher
@@ -38,12 +42,75 @@ if SECONDS:
     settings.load_profile("fuzz")
 
 
+class Tally(Struct):
+    """What one fuzzer has done."""
+
+    tests: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+    findings: list[str] = []
+
+
+_tallies: dict[str, Tally] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fuzzer(name): which line of `make fuzz` a test belongs to; default: its file's")
+
+
+def _fuzzer(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("fuzzer")
+    return str(mark.args[0]) if mark else item.path.stem.removeprefix("test_fuzz_")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for item in session.items if SECONDS else ():
+        if item.path.name.startswith("test_fuzz_"):
+            _tallies.setdefault(_fuzzer(item), Tally()).tests += 1
+
+
+def _counting(test: Callable[..., Any], tally: Tally) -> Callable[..., Any]:
+    @functools.wraps(test)
+    def counted(*arguments: Any, **named: Any) -> Any:
+        tally.examples += 1
+        return test(*arguments, **named)
+
+    return counted
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    end = time.monotonic() + SECONDS / sum(other.path == item.path for other in item.session.items)
-    yield
-    while SECONDS and time.monotonic() < end:
-        item.runtest()
+    tally = _tallies.get(_fuzzer(item))
+    if tally is None or not isinstance(item, pytest.Function):
+        yield
+        return
+    handle = getattr(item.obj, "hypothesis", None)
+    if handle is not None:  # Hypothesis's documented way in
+        handle.inner_test = _counting(handle.inner_test, tally)
+    say = item.config.get_terminal_writer().line
+    share, begun, before = SECONDS / tally.tests, time.monotonic(), tally.examples
+    say(f"{time.strftime('%H:%M:%S')} {_fuzzer(item)}: {item.name}, {share:.0f} s")
+    try:
+        yield
+        while time.monotonic() - begun < share:
+            item.runtest()
+    except Exception as error:
+        tally.findings.append(f"{item.nodeid}: {type(error).__name__}")
+        raise
+    finally:
+        tally.seconds += time.monotonic() - begun
+        say(f"{time.strftime('%H:%M:%S')}   {tally.examples - before:,} examples")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _tallies:
+        return
+    terminalreporter.section("fuzzers")
+    for name, tally in _tallies.items():
+        found = "; ".join(tally.findings) or "none"
+        terminalreporter.write_line(
+            f"{name:<20} {tally.examples:>10,} examples in {tally.seconds:>5.0f} s   findings: {found}"
+        )
 
 
 class Wire:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
@@ -20,6 +21,8 @@ from fairlead.route.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, DESTINA
 from fairlead.wire.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
 
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+sessions = pytest.mark.fuzzer("sessions")
+codec = pytest.mark.fuzzer("ext_proc messages")
 
 NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX = range(5)
 REQUEST = ("request_headers", "request_body", "request_trailers")
@@ -235,6 +238,7 @@ def finish(rig: Any, wires: Any) -> None:
     rig.end()
 
 
+@sessions
 @given(st.lists(st.binary(max_size=60), max_size=6), st.booleans())
 @fuzz
 def test_random_bytes(pb: ModuleType, rigs: Any, wires: Any, messages: list[bytes], cancelled: bool) -> None:
@@ -247,6 +251,7 @@ def test_random_bytes(pb: ModuleType, rigs: Any, wires: Any, messages: list[byte
     finish(rig, wires)
 
 
+@sessions
 @given(plans(), st.integers(0, 2), st.booleans())
 @fuzz
 def test_what_gateways_send_is_never_refused(
@@ -262,6 +267,7 @@ def test_what_gateways_send_is_never_refused(
     finish(rig, wires)
 
 
+@sessions
 @given(st.lists(st.tuples(plans(), changes), min_size=1, max_size=3), st.lists(st.integers(0, 30), max_size=30))
 @fuzz
 def test_mutated_and_mixed(
@@ -293,6 +299,7 @@ def test_mutated_and_mixed(
     finish(rig, wires)
 
 
+@codec
 @given(plans())
 @fuzz
 def test_the_codec_reads_what_others_wrote(pb: ModuleType, plan: Plan) -> None:
@@ -311,6 +318,7 @@ def test_the_codec_reads_what_others_wrote(pb: ModuleType, plan: Plan) -> None:
         assert incoming.attributes().keys() == dict(message.attributes).keys()
 
 
+@codec
 @given(plans(), changes)
 @fuzz
 def test_the_codec_on_mutated_messages(pb: ModuleType, plan: Plan, how: Any) -> None:

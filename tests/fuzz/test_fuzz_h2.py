@@ -17,6 +17,7 @@ from fairlead.io.receive.stream import ServerStream
 from fairlead.wire import h2
 
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+pytestmark = pytest.mark.fuzzer("HTTP/2 frames")
 
 PATH = "/s/M"
 LIMITS = H2Limits(

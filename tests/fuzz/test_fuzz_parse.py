@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fairlead.model.errors import ClientError
@@ -17,6 +18,8 @@ from fairlead.parse.span import model_span
 from fairlead.parse.usage import UsageScanner, usage_of
 
 fuzz = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+bodies = pytest.mark.fuzzer("request bodies")
+responses = pytest.mark.fuzzer("SSE usage")
 
 DATA = Path(__file__).parents[1] / "data" / "vllm-0.32-responses"
 REQUESTS = [p.read_bytes().partition(b"\r\n\r\n")[2] for p in sorted(DATA.glob("*.request.bin"))]
@@ -147,8 +150,10 @@ def acceptable(api: str, sent: Any) -> bool:
     return isinstance(sent.get("prompt"), str | list)
 
 
+@bodies
 @fuzz
 @given(body=anything, api=st.sampled_from(sorted(PATHS)))
+@example(body=b'{"\xed\xa0\x80":1,"stream_options":{"\xed\xa0\x80":null},"messages":[1]}', api="chat")
 def test_requests_agree_with_the_oracle(body: bytes, api: str) -> None:
     sent = load(body)
     try:
@@ -178,6 +183,7 @@ def test_requests_agree_with_the_oracle(body: bytes, api: str) -> None:
     assert parsed.prompt_bytes >= 0
 
 
+@bodies
 @fuzz
 @given(body=anything)
 def test_the_span_holds_the_model(body: bytes) -> None:
@@ -194,6 +200,7 @@ def test_the_span_holds_the_model(body: bytes) -> None:
         assert span is None
 
 
+@bodies
 @fuzz
 @given(
     before=st.lists(strict_value, min_size=1, max_size=3),
@@ -238,6 +245,7 @@ lines = st.one_of(
 )
 
 
+@responses
 @fuzz
 @given(data=st.data(), body=st.lists(lines, max_size=6))
 def test_streams_agree_with_the_oracle(data: st.DataObject, body: list[bytes]) -> None:
@@ -252,6 +260,7 @@ def test_streams_agree_with_the_oracle(data: st.DataObject, body: list[bytes]) -
     assert error == 0
 
 
+@responses
 @fuzz
 @given(data=st.data(), event=events, padding=st.sampled_from([0, 0, 0, 100_000, 140_000, 300_000]), last=st.booleans())
 def test_bodies_agree_with_the_oracle(data: st.DataObject, event: dict[str, Any], padding: int, last: bool) -> None:
@@ -262,12 +271,14 @@ def test_bodies_agree_with_the_oracle(data: st.DataObject, event: dict[str, Any]
     assert (error, done) == (0, False)
 
 
+@responses
 @fuzz
 @given(data=st.data(), body=mutations(RESPONSES) | st.binary(max_size=300), stream=st.booleans())
 def test_mangled_responses_never_raise_and_cuts_do_not_matter(data: st.DataObject, body: bytes, stream: bool) -> None:
     assert scan(stream, data.draw(chunked(body))) == scan(stream, [body])
 
 
+@responses
 @fuzz
 @given(usage=value | usages)
 def test_usage_objects_never_raise(usage: Any) -> None:
@@ -277,6 +288,7 @@ def test_usage_objects_never_raise(usage: Any) -> None:
         assert all(isinstance(n, int) for n in (found.prompt_tokens, found.completion_tokens, found.cached_tokens))
 
 
+@bodies
 @fuzz
 @given(path=st.text(max_size=40), body=st.binary(max_size=100), kind=st.text(max_size=20), coding=st.text(max_size=20))
 def test_headers_of_any_kind_never_raise_anything_else(path: str, body: bytes, kind: str, coding: str) -> None:

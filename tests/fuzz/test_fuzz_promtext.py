@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead.wire.engine_metrics import ENGINES, compile_engine
 from fairlead.wire.promtext import PageReader, read_page
 
+pytestmark = pytest.mark.fuzzer("Prometheus text")
 DATA = Path(__file__).parents[1] / "data" / "metrics"
 PAGES = [path.read_bytes() for path in sorted(DATA.glob("*.txt"))]
 SPECS = [compile_engine(metrics) for metrics in ENGINES.values()]

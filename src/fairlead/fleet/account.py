@@ -43,7 +43,11 @@ class Account:
         "_idle_since",
         "_scraped",
         "_surpluses",
+        "blind",
+        "blind_tokens",
+        "blind_work",
         "early",
+        "growth_tokens",
         "kv_tokens",
         "leases",
         "lost",
@@ -51,6 +55,8 @@ class Account:
         "others_waiting",
         "pending",
         "pending_tokens",
+        "pending_work",
+        "prefill_since",
     )
 
     def __init__(self) -> None:
@@ -58,7 +64,14 @@ class Account:
         self.leases: dict[int, Lease] = {}
         self.pending = 0
         self.pending_tokens = 0.0
+        self.pending_work = 0.0
+        #: Of those pending: answers that do not stream, whose first token nobody sees.
+        self.blind = 0
+        self.blind_tokens = 0.0
+        self.blind_work = 0.0
+        self.prefill_since = 0.0
         self.kv_tokens = 0.0
+        self.growth_tokens = 0.0
         self.forget_scrapes()
 
     def forget_scrapes(self) -> None:
@@ -83,28 +96,49 @@ class Account:
         own = len(self.leases) - self.pending
         return max(own - self.lost, 0.0) + self.early + self.others_running
 
+    def queued(self) -> tuple[float, float]:
+        """Tokens, and microseconds at the prior's speed, still to be computed. Blind ones that run are past it."""
+        if not self.blind or not self.early:
+            return self.pending_tokens, self.pending_work
+        share = min(self.early / self.blind, 1.0)
+        return self.pending_tokens - share * self.blind_tokens, max(self.pending_work - share * self.blind_work, 0.0)
+
     def charge(self, lease: Lease) -> None:
         self.leases[lease.request.id] = lease
+        if not self.pending:
+            self.prefill_since = lease.charged_at
         self.pending += 1
         self.pending_tokens += lease.uncached_tokens
+        self.pending_work += lease.work_us
+        if not lease.request.stream:
+            self.blind += 1
+            self.blind_tokens += lease.uncached_tokens
+            self.blind_work += lease.work_us
         self.kv_tokens += lease.kv_tokens
+        self.growth_tokens += lease.growth_tokens
 
     def end_prefill(self, lease: Lease) -> None:
         lease.pending = False
         self.pending -= 1
         self.pending_tokens -= lease.uncached_tokens
+        self.pending_work -= lease.work_us
+        if not lease.request.stream:
+            self.blind -= 1
+            self.blind_tokens -= lease.uncached_tokens
+            self.blind_work -= lease.work_us
         if lease.charged_at < self._scraped and self.early:
             self.early = max(self.early - 1.0, 0.0)
         if not self.pending:  # sums of floats: no request has exactly no tokens
-            self.pending_tokens = 0.0
+            self.pending_tokens = self.pending_work = 0.0
 
     def release(self, lease: Lease) -> None:
         del self.leases[lease.request.id]
         if lease.pending:
             self.end_prefill(lease)
         self.kv_tokens -= lease.kv_tokens
+        self.growth_tokens -= lease.growth_tokens
         if not self.leases:
-            self.kv_tokens = 0.0
+            self.kv_tokens = self.growth_tokens = 0.0
 
     def reconcile(self, started: float, waiting: float, running: float) -> list[int]:
         """Take a scrape sent at `started`. `waiting` and `running` are finite and not negative.
@@ -152,6 +186,10 @@ class Account:
         pending = [lease for lease in self.leases.values() if lease.pending]
         assert self.pending == len(pending)
         assert abs(self.pending_tokens - sum(lease.uncached_tokens for lease in pending)) < 1e-3
+        assert self.blind == sum(not lease.request.stream for lease in pending)
+        assert min(self.queued()) >= 0
+        assert self.pending_work == sum(lease.work_us for lease in pending)
         assert abs(self.kv_tokens - sum(lease.kv_tokens for lease in self.leases.values())) < 1e-3
+        assert abs(self.growth_tokens - sum(lease.growth_tokens for lease in self.leases.values())) < 1e-3
         assert 0 <= self.early <= self.pending
         assert min(self.lost, self.others_waiting, self.others_running) >= 0

@@ -3,13 +3,17 @@
 from math import inf
 
 import numpy as np
+from msgspec.structs import replace
 
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.ledger import Lease, Ledger
+from fairlead.fleet.predictor import Predictor
 from fairlead.fleet.prefix import DEFAULT_CAPACITY, PrefixIndex
+from fairlead.fleet.rates import PRIOR
 from fairlead.fleet.table import EndpointTable
 from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
+from fairlead.model.forecast import Forecast
+from fairlead.model.request import PrefixChain, Request
 
 #: Prompt bytes per KV token when a capacity in tokens is turned into a budget of text.
 BYTES_PER_TOKEN = 4.2
@@ -18,6 +22,8 @@ ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
 #: Above any true number of requests or tokens of one endpoint. Higher readings are cut, so that sums stay exact.
 MOST = 1e9
+#: Microseconds of one prefill. Thousands of them still add up without rounding.
+MOST_WORK = 1e12
 
 
 class Fleet:
@@ -26,6 +32,8 @@ class Fleet:
     def __init__(self, lease_ttl: float = 900.0, staleness: float = 2.0, max_prefix_entries: int = 2_000_000) -> None:
         self.table = EndpointTable()
         self.ledger = Ledger(self.table, lease_ttl)
+        #: What first tokens will take, learned from those that came.
+        self.predictor = Predictor(self.table)
         self.prefix = PrefixIndex(max_prefix_entries)
         #: Seconds after which a scrape no longer counts.
         self.staleness = staleness
@@ -36,6 +44,7 @@ class Fleet:
         if slot is None:
             slot = self.table.add(endpoint)
             self.prefix.add_slot(slot)
+            self.predictor.reset(slot)
             return []
         old = self.table.endpoints[slot]
         if old is not None and old.address != endpoint.address:
@@ -56,7 +65,7 @@ class Fleet:
         self.ledger.forget_slot(slot)
         self.prefix.drop_slot(slot)
         self.table.remove(slot)
-        return leases
+        return [lease for lease in leases if lease.request.id >= 0]
 
     def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[int]:
         """A scrape arrived. Returns ids of leases that the endpoint provably no longer holds."""
@@ -65,14 +74,17 @@ class Fleet:
         if slot is None:
             return []
         table.sampled(slot, sample)
-        table.failures[slot] = 0
+        if table.failures[slot]:
+            table.failures[slot] = 0
+            table.judge_trouble()
         table.sampled_at[slot] = now
         if sample.adapters is not None:
             table.set_adapters(slot, sample.adapters)
-            table.max_adapters[slot] = _gauge(sample.max_adapters, 0.0)
+            table.set_max_adapters(slot, _gauge(sample.max_adapters, 0.0))
         capacity = _gauge(sample.block_size * sample.num_blocks, 0.0)
         if capacity and capacity != table.capacity_tokens[slot]:
             table.capacity_tokens[slot] = capacity
+            table.per_capacity[slot] = 1.0 / capacity
             self.prefix.set_capacity(slot, int(capacity * BYTES_PER_TOKEN))
         ran = table.running[slot]
         table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
@@ -82,7 +94,11 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        return self.ledger.reconcile(slot, started, waiting, running)
+        dropped = self.ledger.reconcile(slot, started, waiting, running)
+        for request_id in dropped:
+            if request_id < 0:
+                self.ledger.release(request_id)
+        return [request_id for request_id in dropped if request_id >= 0]
 
     def scrape_failed(self, endpoint_id: str, now: float) -> None:
         """No reading. When the last good one is too old, the columns become what we know of our own requests."""
@@ -91,6 +107,7 @@ class Fleet:
         if slot is None:
             return
         table.failures[slot] += 1
+        table.troubled = True
         if self.stale(slot, now):
             self.ledger.own_accounting(slot)
             capacity = table.capacity_tokens[slot]
@@ -100,30 +117,88 @@ class Fleet:
         """A response ended. Some failures in a row make policies avoid the endpoint a moment, or until one works."""
         table = self.table
         if ok:
-            table.errors[slot] = 0
-            table.ejected_until[slot] = -inf
+            if table.errors[slot]:
+                table.errors[slot] = 0
+                table.ejected_until[slot] = -inf
+                table.judge_trouble()
             return
         table.errors[slot] += 1
+        table.troubled = True
         if table.errors[slot] >= ERRORS_TO_EJECT:
             table.ejected_until[slot] = now + EJECT_SECONDS
 
     def charge(self, request: Request, slot: int, now: float, hit_tokens: int, expected_output: float) -> Lease:
         """Charge a lease and remember the prompt's prefix for the endpoint."""
+        lease = self._lease(request, slot, now, hit_tokens, expected_output)
+        self._take(lease)
+        return lease
+
+    def charge_pair(
+        self, request: Request, slot: int, prefill_slot: int, now: float, hit_tokens: int, expected_output: float
+    ) -> Lease:
+        """The same for a request whose prompt `prefill_slot` computes and whose answer `slot` gives. `hit_tokens` is
+        what the former holds; the latter is given all by it and has nothing to compute."""
+        self._take(self._lease(replace(request, id=~request.id), prefill_slot, now, hit_tokens, 0.0))
+        lease = self._lease(request, slot, now, request.prompt_tokens, expected_output)
+        lease.prefill_slot = prefill_slot
+        lease.hit_tokens = hit_tokens
+        lease.forecast = Forecast()  # how long the transfer takes is not known
+        self._take(lease)
+        return lease
+
+    def _take(self, lease: Lease) -> None:
+        self.ledger.charge(lease)
+        if lease.request.prefix.hashes:
+            self.prefix.insert(lease.slot, lease.request.prefix)
+
+    def _lease(self, request: Request, slot: int, now: float, hit_tokens: int, expected_output: float) -> Lease:
         endpoint = self.table.endpoints[slot]
         assert endpoint is not None
-        lease = Lease(
+        uncached = _tokens(request.prompt_tokens - hit_tokens, 1.0)
+        forecast = self.predictor.forecast(slot, request.prompt_tokens, uncached, now)
+        return Lease(
             request=request,
             slot=slot,
             endpoint_id=endpoint.id,
             charged_at=now,
-            uncached_tokens=_tokens(request.prompt_tokens - hit_tokens, 1.0),
+            uncached_tokens=uncached,
+            work_us=min(round(1e3 * PRIOR.prefill_ms(request.prompt_tokens, uncached)), MOST_WORK),
+            growth_tokens=_tokens(expected_output / 2, 0.0),
+            forecast=forecast,
             kv_tokens=_tokens(request.prompt_tokens + expected_output / 2, 1.0),
             hit_tokens=hit_tokens,
         )
-        self.ledger.charge(lease)
-        if request.prefix.hashes:
-            self.prefix.insert(slot, request.prefix)
-        return lease
+
+    def first_token(self, request_id: int, now: float) -> None:
+        """The first byte of an answer was seen."""
+        lease = self.ledger.get(request_id)
+        if lease is None or not lease.pending:
+            return
+        if lease.request.stream:
+            lease.first_token_at = now
+            if lease.prefill_slot < 0:
+                self.predictor.first_token(
+                    lease.slot, lease.forecast, lease.uncached_tokens, lease.work_us * 1e-3, lease.charged_at, now
+                )
+        self.ledger.first_token(request_id, now)
+
+    def completed(self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0) -> None:
+        """An answer is complete (its lease is released). -1 tokens, or a negative TTFT = not known.
+
+        Its tokens stay in the engine's cache as well, until they are the least recently used; nobody asks for them, but
+        they push prompts out. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
+        and 88 % without.
+        """
+        if lease.first_token_at < 0.0 < ttft_ms and lease.request.stream and lease.prefill_slot < 0:
+            # Nobody watched the response, but the gateway's log tells.
+            self.predictor.judge(lease.slot, lease.forecast, ttft_ms)
+            lease.first_token_at = lease.charged_at + ttft_ms * 1e-3
+        if lease.first_token_at >= 0.0:
+            self.predictor.ended(lease.slot, lease.forecast, (now - lease.first_token_at) * 1e3, completion_tokens)
+        output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
+        if output > 0.0:
+            size = int(min(output, MOST) * BYTES_PER_TOKEN)
+            self.prefix.insert(lease.slot, PrefixChain((-lease.request.id - 1,), (size,)))
 
     def match(self, request: Request) -> FloatColumn | None:
         """Share of the prompt (0..1, of its bytes) that each endpoint is believed to hold; `None` = nobody anything."""
@@ -146,6 +221,7 @@ class Fleet:
         """Raise `AssertionError` when an invariant of any part is broken."""
         self.ledger.validate()
         self.prefix.validate()
+        self.predictor.validate()
         table = self.table
         assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
         assert ((table.kv >= 0) & (table.kv <= 1)).all()

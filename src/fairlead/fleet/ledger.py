@@ -22,7 +22,7 @@ class Ledger:
 
     def __init__(self, table: EndpointTable, ttl: float = 900.0) -> None:
         self._table = table
-        self._ttl = ttl
+        self.ttl = ttl
         #: In the order of their charge.
         self._leases: dict[int, Lease] = {}
         self._accounts: dict[int, Account] = {}
@@ -40,13 +40,16 @@ class Ledger:
         account.charge(lease)
         self._write(lease.slot, account)
 
-    def first_token(self, request_id: int) -> Lease | None:
-        """The prefill is over. Returns the lease if this was news."""
+    def first_token(self, request_id: int, now: float | None = None) -> Lease | None:
+        """The prefill is over, and that of the next one begins (`now`). Returns the lease if this was news."""
         lease = self._leases.get(request_id)
         if lease is None or not lease.pending:
             return None
         account = self._accounts[lease.slot]
         account.end_prefill(lease)
+        self._release_prefill(lease, now)
+        if now is not None and lease.request.stream:
+            account.prefill_since = now
         self._write(lease.slot, account)
         return lease
 
@@ -58,7 +61,18 @@ class Ledger:
         account = self._accounts[lease.slot]
         account.release(lease)
         self._write(lease.slot, account)
+        self._release_prefill(lease, None)
         return lease
+
+    def _release_prefill(self, lease: Lease, now: float | None) -> None:
+        """The part of the lease at another endpoint, if there is one, is over."""
+        other = self._leases.pop(~lease.request.id, None) if lease.prefill_slot >= 0 else None
+        if other is not None:
+            account = self._accounts[other.slot]
+            account.release(other)
+            if now is not None:
+                account.prefill_since = now
+            self._write(other.slot, account)
 
     def of_slot(self, slot: int) -> list[Lease]:
         account = self._accounts.get(slot)
@@ -72,9 +86,10 @@ class Ledger:
         """Ids of leases past their time, oldest first. They may be released while this is iterated over."""
         old: list[int] = []
         for request_id, lease in self._leases.items():
-            if lease.charged_at + self._ttl > now:
+            if lease.charged_at + self.ttl > now:
                 break
-            old.append(request_id)
+            if request_id >= 0:
+                old.append(request_id)
         return iter(old)
 
     def reconcile(self, slot: int, started: float, waiting: float, running: float) -> list[int]:
@@ -104,7 +119,12 @@ class Ledger:
         table.inflight[slot] = len(account.leases)
         table.pending[slot] = account.pending
         table.pending_tokens[slot] = account.pending_tokens
+        tokens, work_us = account.queued()
+        table.queued_tokens[slot] = tokens
+        table.queued_ms[slot] = work_us * 1e-3
+        table.prefill_since_ms[slot] = account.prefill_since * 1e3
         table.kv_tokens[slot] = account.kv_tokens
+        table.growth_tokens[slot] = account.growth_tokens
         table.queue[slot] = account.queue
         table.active[slot] = account.active
 
@@ -119,7 +139,11 @@ class Ledger:
             assert table.inflight[slot] == len(account.leases)
             assert table.pending[slot] == account.pending
             assert table.pending_tokens[slot] == account.pending_tokens
+            tokens, work_us = account.queued()
+            assert (table.queued_tokens[slot], table.queued_ms[slot]) == (tokens, work_us * 1e-3)
+            assert table.prefill_since_ms[slot] == account.prefill_since * 1e3
             assert table.kv_tokens[slot] == account.kv_tokens
+            assert table.growth_tokens[slot] == account.growth_tokens
             assert table.queue[slot] == account.queue >= 0
             assert table.active[slot] == account.active >= 0
         held = {number: lease for account in self._accounts.values() for number, lease in account.leases.items()}

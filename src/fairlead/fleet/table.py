@@ -19,8 +19,10 @@ from fairlead.fleet.columns import BoolColumn, FloatColumn
 from fairlead.model.endpoint import ROLE_LABEL, Endpoint, Sample
 
 _FLOATS = (
-    "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "kv_tokens",
+    "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
+    "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens",
     "sampled_at", "failures", "errors", "ejected_until", "max_adapters", "loaded_adapters", "capacity_tokens",
+    "per_capacity",
 )  # fmt: skip
 #: Masks kept, and the longest part of a key (characters of a name, addresses of a subset) that is: clients choose some
 #: of them, and without a bound a few million long model names would fill the memory.
@@ -43,6 +45,13 @@ class EndpointTable:
     pending: FloatColumn
     pending_tokens: FloatColumn
     kv_tokens: FloatColumn
+    #: Tokens by which our requests may still grow: half the expected output of each.
+    growth_tokens: FloatColumn
+    #: Prompt tokens of ours that are believed still to be computed, and the time that takes at the prior's speed. Clock
+    #: milliseconds since when the endpoint computes the first of them; meaningless where there are none.
+    queued_tokens: FloatColumn
+    queued_ms: FloatColumn
+    prefill_since_ms: FloatColumn
     #: Clock seconds of the last good scrape; -inf = never.
     sampled_at: FloatColumn
     #: Consecutive failed scrapes / failed responses; clock seconds until which the endpoint is avoided.
@@ -53,6 +62,8 @@ class EndpointTable:
     max_adapters: FloatColumn
     loaded_adapters: FloatColumn
     capacity_tokens: FloatColumn
+    #: Its inverse, 0 = unknown.
+    per_capacity: FloatColumn
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
@@ -66,9 +77,12 @@ class EndpointTable:
         self.count = 0
         #: Rises when endpoints come, go or change labels, and when adapters change.
         self.version = 0
+        #: Some endpoint has failed scrapes or responses now.
+        self.troubled = False
         self._slots: dict[str, int] = {}
         self._masks: dict[tuple[Hashable, ...], BoolColumn] = {}
         self._keeping: dict[tuple[Hashable, ...], BoolColumn | None] = {}
+        self._answers: dict[tuple[Hashable, ...], BoolColumn | None] = {}
         self._holders: dict[str, BoolColumn] = {}
         self._extra: dict[str, FloatColumn] = {}
 
@@ -118,7 +132,7 @@ class EndpointTable:
             held[slot] = name in new
             if np.count_nonzero(held):
                 self._holders[name] = held
-        self.version += 1
+        self._adapters_changed()
 
     def holders(self, adapter: str) -> BoolColumn | None:
         """Where the adapter is reported as loaded; `None` = nowhere."""
@@ -166,6 +180,28 @@ class EndpointTable:
             self._keeping[key] = answer
         return answer
 
+    def answer(self, key: tuple[Hashable, ...], find: Callable[[], BoolColumn | None]) -> BoolColumn | None:
+        """A filter's whole answer, remembered under `key` until `version` rises. It may depend on labels, addresses and
+        adapters only. One look-up instead of several columns: with cold caches that is most of such a filter's cost."""
+        try:
+            return self._answers[key]
+        except KeyError:
+            found = find()
+        if all(len(part) <= _MAX_KEY for part in key if isinstance(part, str)):
+            if len(self._answers) >= _MAX_MASKS:
+                self._answers.clear()
+            self._answers[key] = found
+        return found
+
+    def set_max_adapters(self, slot: int, slots: float) -> None:
+        if self.max_adapters[slot] != slots:
+            self.max_adapters[slot] = slots
+            self._adapters_changed()
+
+    def judge_trouble(self) -> None:
+        """To be called when a failure counter changed."""
+        self.troubled = bool(np.count_nonzero(self.failures) or np.count_nonzero(self.errors))
+
     def role(self, slot: int) -> str:
         endpoint = self.endpoints[slot]
         return endpoint.labels.get(ROLE_LABEL, "") if endpoint else ""
@@ -195,8 +231,13 @@ class EndpointTable:
         for name, column in self._extra.items():
             self._extra[name] = np.append(column, nan)
 
-    def _changed(self) -> None:
+    def _adapters_changed(self) -> None:
         self.version += 1
+        self._answers.clear()
+
+    def _changed(self) -> None:
+        self._adapters_changed()
+        self.judge_trouble()
         self._masks.clear()
         self._keeping.clear()
         self.ids = tuple(e.id if e else "" for e in self.endpoints)

@@ -4,13 +4,14 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from fairlead.model.forecast import Forecast
 from fairlead.model.request import Request
 
 #: A numpy array over the endpoints of one decision, in the order of `Trace.endpoints`.
 Column = Any
 
 
-class Trace(Struct):
+class Trace(Struct, gc=False):
     """How one profile came to its pick. Columns are parallel to `endpoints`."""
 
     endpoints: tuple[str, ...] = ()
@@ -26,7 +27,7 @@ class Trace(Struct):
     outcome: str = ""
 
 
-class DecisionRecord(Struct, frozen=True, kw_only=True):
+class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):
     """One decision. `endpoint` is empty when the request was refused."""
 
     request: Request
@@ -34,6 +35,8 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     policy: str
     endpoint: str = ""
     address: str = ""
+    #: Id of the endpoint that computes the prompt; empty = the same.
+    prefill: str = ""
     #: Prompt tokens predicted to be cached at the chosen endpoint.
     hit_tokens: int = 0
     #: The best predicted hit anywhere.
@@ -43,10 +46,14 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     status: int = 200
     #: All candidates were overloaded and the fallback chose: more replicas are wanted.
     overloaded: bool = False
+    #: Milliseconds that it waited in a queue of ours.
+    queued_ms: float = 0.0
+    #: `None` when it was refused.
+    forecast: Forecast | None = None
     trace: Trace | None = None
 
 
-class OutcomeRecord(Struct, frozen=True, kw_only=True):
+class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     """How a routed request ended."""
 
     request: Request
@@ -62,5 +69,6 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = -1
     completion_tokens: int = -1
     cached_tokens: int = -1
-    #: What was predicted at decision time, to compare with `cached_tokens`.
+    #: What was predicted at decision time, to compare with `cached_tokens` and `ttft_ms`.
     hit_tokens: int = 0
+    forecast: Forecast | None = None

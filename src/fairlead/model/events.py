@@ -3,10 +3,11 @@
 from msgspec import Struct
 
 from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.inference import ModelRules, ModelSet
 from fairlead.model.request import Request, Usage
 
 
-class RequestArrived(Struct, frozen=True):
+class RequestArrived(Struct, frozen=True, gc=False):
     """A request was received whole and understood."""
 
     request: Request
@@ -18,7 +19,7 @@ class FirstTokenSeen(Struct, frozen=True, gc=False):
     request_id: int
 
 
-class ResponseEnded(Struct, frozen=True, kw_only=True):
+class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
     """The response is complete, or broke off. The last event of a routed request; a second one is ignored."""
 
     request_id: int
@@ -71,6 +72,17 @@ class MetricsFailed(Struct, frozen=True, gc=False):
     reason: str
 
 
+class ModelsChanged(Struct, frozen=True):
+    """The definitions of models were read (again). They replace all former ones."""
+
+    models: ModelSet
+    rules: ModelRules = ModelRules()
+
+
+class StopAsked(Struct, frozen=True, gc=False):
+    """The process is about to end: whoever still waits must be told now."""
+
+
 class TimerFired(Struct, frozen=True, gc=False):
     """A timer asked for by `SetTimer` is due."""
 
@@ -87,5 +99,7 @@ Event = (
     | EndpointDown
     | MetricsSampled
     | MetricsFailed
+    | ModelsChanged
+    | StopAsked
     | TimerFired
 )

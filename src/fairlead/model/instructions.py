@@ -6,11 +6,17 @@ from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import Endpoint
 
 
-class Route(Struct, frozen=True):
+class Route(Struct, frozen=True, gc=False):
     """Send the request to this endpoint."""
 
     request_id: int
     endpoint: Endpoint
+    #: Address of the endpoint that computes the prompt for it; empty = it does so itself.
+    prefill: str = ""
+    #: The model's name that goes into the request's body; empty = the body stays as it is.
+    target: str = ""
+    #: Where that name stands in the response, the client reads this one instead; empty = the response stays as it is.
+    shown: str = ""
 
 
 class Reject(Struct, frozen=True, kw_only=True):
@@ -18,13 +24,22 @@ class Reject(Struct, frozen=True, kw_only=True):
 
     request_id: int
     status: int
-    #: Machine-readable: `rejected-no-endpoints`, `rejected-saturated`, `rejected-shutting-down`, …
+    #: Machine-readable: `model_not_found`, `rejected-no-endpoints`, `rejected-saturated`, `rejected-shutting-down`, …
     reason: str
     message: str
     #: Seconds for `Retry-After`; < 0 = send none.
     retry_after_s: float = -1.0
     #: `chat`, `completions`, … : the shape of the error body.
     api: str = "other"
+    #: What in the request it is about, e.g. `model`; `None` = nothing in particular.
+    param: str | None = None
+
+
+class Hold(Struct, frozen=True, gc=False):
+    """The request waits in a queue, for at most so many seconds: ask its gateway to be patient."""
+
+    request_id: int
+    seconds: float
 
 
 class SetTimer(Struct, frozen=True, gc=False):
@@ -34,10 +49,10 @@ class SetTimer(Struct, frozen=True, gc=False):
     at: float
 
 
-class Record(Struct, frozen=True):
+class Record(Struct, frozen=True, gc=False):
     """Something worth counting happened: for metrics, journal and logs. Never changes what is done."""
 
     record: DecisionRecord | OutcomeRecord
 
 
-Instruction = Route | Reject | SetTimer | Record
+Instruction = Route | Reject | Hold | SetTimer | Record

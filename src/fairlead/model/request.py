@@ -16,18 +16,25 @@ class PrefixChain(Struct, frozen=True, gc=False):
 NO_PREFIX = PrefixChain()
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True, gc=False):
     """A request that wants an endpoint."""
 
     #: Internal, unique in the process. Never taken from a client.
     id: int
     #: Clock seconds.
     arrived: float
-    #: Which API it speaks: `chat`, `completions`, or `other` (passed through unread, still scheduled).
+    #: Which API it speaks, see `fairlead.parse.api`; `other` is passed through unread, and still scheduled.
     api: str = "other"
     path: str = ""
     #: The model the client named; empty when it named none.
     model: str = ""
+    #: The model its endpoint is asked for, where manifests or a header say another one; see `target_model`.
+    target: str = ""
+    #: Another target, and the name of an objective, as the client's headers have them; empty = not given.
+    rewrite: str = ""
+    objective: str = ""
+    #: The InferenceModelRewrite (`namespace/name`) that decided the target.
+    rewritten_by: str = ""
     stream: bool = False
     #: Size of the whole body, in bytes.
     body_bytes: int = 0
@@ -38,7 +45,12 @@ class Request(Struct, frozen=True, kw_only=True):
     #: Output limit the client set; 0 = none.
     max_tokens: int = 0
     prefix: PrefixChain = NO_PREFIX
-    #: Session id for affinity; empty = none given.
+    #: Images, sounds, videos and files in the prompt.
+    media: int = 0
+    #: Why the body was not read (see `fairlead.parse.parsed.ParsedRequest.unread`); empty = it was.
+    unread: str = ""
+    #: Session id for affinity: the client's, or one that begins with `~` and was recognised by the prompt
+    #: (`fairlead.fleet.conversations`); empty = none.
     session: str = ""
     #: Higher goes first; below 0 may be shed.
     priority: int = 0
@@ -47,8 +59,15 @@ class Request(Struct, frozen=True, kw_only=True):
     subset: frozenset[str] | None = None
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
+    #: Seconds that it may wait in a queue; 0 = as configured.
+    ttl_s: float = 0.0
     #: The client's x-request-id, for logs and records only.
     external_id: str = ""
+
+    @property
+    def target_model(self) -> str:
+        """The name that the endpoint must know: what filters and scorers look at."""
+        return self.target or self.model
 
 
 class Usage(Struct, frozen=True, kw_only=True):

@@ -1,15 +1,9 @@
-"""The raw JSON bytes of a prompt: what stays a prefix when it grows, and how long it really is."""
-
-import re
+"""The raw JSON bytes of a prompt: what stays a prefix when it grows, and how long it is."""
 
 from msgspec import Raw
 
-#: An inline image costs about this much text: 1,000 tokens at 4.2 bytes. Its base64 length says nothing.
-MEDIA_BYTES = 4200
-#: Smaller bodies are not searched for media: the search would cost as much as all else, and they hold thumbnails only.
-MEDIA_FLOOR = 32768
+from fairlead.parse.parsed import QUOTE, Text, is_sent
 
-_MEDIA = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]{256,}+")
 _SPACE = b" \t\r\n"
 
 
@@ -27,14 +21,25 @@ def list_prefix(raw: Raw) -> memoryview | None:
     return view[:end]
 
 
+def text_or_list(raw: Raw) -> Text | None:
+    """A prompt that is a string, a list of strings, of token ids, or of such lists; `None` for anything else."""
+    view = memoryview(raw)
+    if view and view[0] == QUOTE:
+        return Text(view[1:-1], len(view) - 2, 0)
+    array = list_prefix(raw)
+    return None if array is None else Text(array, len(array), token_ids(array))
+
+
+def anything(raw: Raw) -> Text:
+    """Like `text_or_list`, and a value of any other type as it stands; nothing for null and for what was not sent."""
+    text = text_or_list(raw)
+    if text is not None:
+        return text
+    view = memoryview(raw) if is_sent(raw) else memoryview(b"")
+    return Text(view, len(view), 0)
+
+
 def token_ids(array: memoryview) -> int:
     """Number of token ids in a list of integers, or in a list of such lists; 0 for anything else."""
     start = bytes(array[:64]).lstrip(b"[ \t\r\n")
     return bytes(array).count(b",") + 1 if start[:1].isdigit() else 0
-
-
-def media_excess(body: bytes) -> int:
-    """By how many bytes inline media (`data:…;base64,…`) are longer than the text that costs as many tokens."""
-    if _MEDIA.search(body) is None:
-        return 0
-    return sum(found.end() - found.start() - MEDIA_BYTES for found in _MEDIA.finditer(body))

@@ -13,6 +13,8 @@ from collections import OrderedDict
 
 from msgspec import Struct
 
+from fairlead.parse.api import WITHOUT_OUTPUT
+
 DEFAULT_BYTES_PER_TOKEN = 4.2
 DEFAULT_OUTPUT_TOKENS = 256.0
 #: A report outside of this says that bytes and tokens do not belong together (media, embeddings); it is clipped.
@@ -74,7 +76,9 @@ class TokenEstimator:
         known.tokens_seen += weight / ratio - known.tokens_seen * DECAY
 
     def estimate_output(self, model: str, max_tokens: int = 0, api: str = "chat") -> int:
-        """Completion tokens to expect, at most `max_tokens` (0 = no limit), at least 1."""
+        """Completion tokens to expect, at most `max_tokens` (0 = no limit), at least 1; 1 where none are generated."""
+        if api in WITHOUT_OUTPUT:
+            return 1
         expected = max(round(self._learned.get((model, api), _UNKNOWN).output), 1)
         return min(expected, max_tokens) if max_tokens > 0 else expected
 

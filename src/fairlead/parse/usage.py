@@ -3,8 +3,9 @@
 Rules
 * A JSON body is one document. A stream is a document per `data:` line (no engine splits an event over several lines;
   lines end in LF or CRLF). A bare JSON line counts too: an engine may answer a streaming request with a JSON error.
-* A chunk of a stream costs three searches; only a line with `"usage"`, `"error"` or `[DONE]` in it is parsed.
-* Only the top level counts, see `document`. The last usage that reports anything wins.
+* A chunk of a stream costs four searches; only a line with one of a few words in it is parsed.
+* Only the top level counts, and the events that nest it by their type, see `document`. The last usage that reports
+  anything wins; Anthropic's comes in pieces (`message_start`, `message_delta`), of which the newest of each counts.
 * vLLM 0.32 refuses a streaming request under overload with status 200 and `data: {"error": {…, "code": 503}}`: such a
   response failed, whatever its status line says.
 * Memory is bounded: at most one document is kept, see `Document`. Malformed bytes are skipped.
@@ -12,20 +13,25 @@ Rules
 
 from typing import Any
 
-from msgspec import DecodeError
-from msgspec.json import decode as decode_json
-
 from fairlead.model.request import Usage
+from fairlead.parse.counts import error_status_of, summed, usage_of
 from fairlead.parse.document import Document, Reply, read_ends, read_whole
 
-#: Counts above this are nonsense.
-MAX_TOKENS = 2**31 - 1
+__all__ = ["UsageScanner", "error_status_of", "usage_of"]
+
+#: What the lines that matter contain.
+_USAGE, _ERROR, _META, _DONE, _STOP = b'"usage"', b'"error"', b'"meta_info"', b"[DONE]", b'"message_stop"'
+
+#: Anthropic tells the parts of a usage in two events, and cumulatively.
+_PIECES = ("input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+#: Events of the Responses API after which nothing follows.
+_LAST_EVENTS = frozenset(("response.completed", "response.incomplete", "response.failed"))
 
 
 class UsageScanner:
     """Feed it every chunk of one response body, then ask. `stream`: the body is `text/event-stream`."""
 
-    __slots__ = ("_document", "_done", "_error", "_fresh", "_partial", "_stream", "_usage")
+    __slots__ = ("_document", "_done", "_error", "_fresh", "_partial", "_pieces", "_stream", "_usage")
 
     def __init__(self, stream: bool) -> None:
         self._stream = stream
@@ -36,6 +42,8 @@ class UsageScanner:
         #: It has grown since it was last read.
         self._fresh = False
         self._usage: Usage | None = None
+        #: Of Anthropic's usage; empty in streams of all others.
+        self._pieces: dict[str, Any] = {}
         self._error = 0
         self._done = False
 
@@ -66,7 +74,8 @@ class UsageScanner:
 
     @property
     def done(self) -> bool:
-        """`data: [DONE]` was seen. Always false for a JSON body."""
+        """The stream's own last word was seen: `data: [DONE]`, `message_stop`, `response.completed` and the like.
+        Always false for a JSON body."""
         self._pending()
         return self._done
 
@@ -78,14 +87,14 @@ class UsageScanner:
             self._read()
             self._document.clear()
             self._partial = self._fresh = False
-        if b'"usage"' in lines or b'"error"' in lines or b"[DONE]" in lines:
+        if _USAGE in lines or _ERROR in lines or _DONE in lines or _META in lines or (self._pieces and _STOP in lines):
             for line in lines.split(b"\n"):
                 self._line(line)
 
     def _line(self, line: bytes) -> None:
-        if b'"usage"' in line or b'"error"' in line:
+        if _USAGE in line or _ERROR in line or _META in line or (self._pieces and _STOP in line):
             self._take(read_whole(line.removeprefix(b"data:")))
-        elif b"[DONE]" in line and line.removeprefix(b"data:").strip() == b"[DONE]":
+        elif _DONE in line and line.removeprefix(b"data:").strip() == _DONE:
             self._done = True
 
     def _pending(self) -> None:
@@ -103,58 +112,29 @@ class UsageScanner:
             self._take(read_ends(head.removeprefix(b"data:"), tail))
 
     def _take(self, reply: Reply) -> None:
-        usage = usage_of(reply.usage)
+        reported, error, kind = reply.usage, reply.error, reply.type
+        if isinstance(kind, str):
+            if kind.startswith("response."):
+                inner = reply.nested("response")
+                reported, error = inner.usage, inner.error
+                self._done |= self._stream and kind in _LAST_EVENTS
+            elif kind.startswith("message_"):
+                reported = self._pieced(reply.nested("message").usage if kind == "message_start" else reported)
+                self._done |= self._stream and kind == "message_stop"
+            elif kind == "error":
+                error = error or kind
+        if reply.meta_info is not None and reported is None:
+            reported = reply.meta_info
+        usage = summed(reported) if isinstance(reported, list) else usage_of(reported)
         if usage is not None:
             self._usage = usage
-        if reply.error is not None and not self._error:
-            self._error = error_status_of(reply.error)
+        if error is not None and not self._error:
+            self._error = error_status_of(error)
 
-
-def usage_of(value: Any) -> Usage | None:
-    """Token counts from an OpenAI usage object of either naming; `None` if it reports nothing usable."""
-    if not isinstance(value, dict):
-        return None
-    prompt = _either(value, "prompt_tokens", "input_tokens")
-    completion = _either(value, "completion_tokens", "output_tokens")
-    total = _tokens(value.get("total_tokens"))
-    if completion < 0 and total >= prompt >= 0:
-        completion = total - prompt
-    if prompt < 0 and total >= completion >= 0:
-        prompt = total - completion
-    cached = -1
-    for name in ("prompt_tokens_details", "input_tokens_details"):
-        details = value.get(name)
-        if cached < 0 and isinstance(details, dict):
-            cached = _tokens(details.get("cached_tokens"))
-    if prompt < 0 and completion < 0:
-        return None
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
-
-
-def error_status_of(error: Any) -> int:
-    """HTTP status that an error object names in `code` or `status`; 500 if it names none. 0 for an empty error."""
-    if not error:
-        return 0
-    if isinstance(error, dict):
-        for name in ("code", "status"):
-            status = _tokens(error.get(name))
-            if 400 <= status <= 599:
-                return status
-    return 500
-
-
-def _either(value: dict[str, Any], name: str, other: str) -> int:
-    tokens = _tokens(value.get(name))
-    return tokens if tokens >= 0 else _tokens(value.get(other))
-
-
-def _tokens(value: Any) -> int:
-    """A count from a number or a string of digits; -1 for anything else."""
-    if isinstance(value, str):
-        try:
-            value = decode_json(value.strip(), type=int | float)
-        except (DecodeError, UnicodeError):
-            return -1
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:
-        return -1
-    return int(value)
+    def _pieced(self, usage: Any) -> dict[str, Any]:
+        """All pieces told so far. Zero does not replace a number: it also stands for what a server cannot tell."""
+        if isinstance(usage, dict):
+            for name in _PIECES:
+                if usage.get(name) or self._pieces.get(name) is None:
+                    self._pieces[name] = usage.get(name)
+        return self._pieces

@@ -1,12 +1,24 @@
 """The headers that steer an inference gateway, and who may set them.
 
-A client that could set these would choose its own replica, or make a sidecar call any host. They are taken off every
-request, whatever they say; what the scheduler itself needs is read before.
+Three kinds
+* `CONTROL_HEADERS` name machines, or are the scheduler's own words. A client that could set them would choose its own
+  replica, or make a sidecar call any host. They are taken off every request, whatever they say; nobody but the
+  scheduler sets them.
+* `STEERING_HEADERS` are a client's wishes toward the scheduler: priority, tenant, latency, another model. The
+  configuration says which are listened to (`TRUST`). Model servers never see them, listened to or not.
+* Sessions and request ids are read, and pass: applications and engines use them too. No state is keyed by a request id
+  of a client.
+
+Of a header with an older name the current name wins. Values come as Latin-1, byte for byte.
 """
+
+from collections.abc import Mapping
 
 #: Set by us toward the gateway.
 DESTINATION = "x-gateway-destination-endpoint"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
+#: Set by us toward the sidecar of a decoding model server: who computes the prompt.
+PREFILLER = "x-prefiller-host-port"
 
 #: Never accepted from a client.
 CONTROL_HEADERS = frozenset(
@@ -15,7 +27,7 @@ CONTROL_HEADERS = frozenset(
         "x-gateway-destination-endpoint-subset",
         "x-gateway-destination-endpoint-served",
         "x-gateway-destination-endpoint-scores",
-        "x-prefiller-host-port",
+        PREFILLER,
         "x-encoder-hosts-ports",
         "x-data-parallel-host-port",
         "x-kv-cache-source-host-port",
@@ -28,13 +40,47 @@ CONTROL_HEADERS = frozenset(
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+REWRITE_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 TTFT_SLO_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 REQUEST_ID = "x-request-id"
 
-#: Headers that few requests carry.
-RARE_HEADERS = frozenset((*SESSION_HEADERS, *FAIRNESS_HEADERS, *TTFT_SLO_HEADERS, *TPOT_SLO_HEADERS))
+#: Conformance tests: addresses (`ip`, `ip:port`, comma list) to choose from, and who served, on the response.
+TEST_SELECTION = "test-epp-endpoint-selection"
+TEST_SERVED = "x-conformance-test-served-endpoint"
+
+#: What a configuration can call trusted, and what it stands for.
+TRUST: Mapping[str, tuple[str, ...]] = {
+    "objective": OBJECTIVE_HEADERS,
+    "fairness": FAIRNESS_HEADERS,
+    "slo": (*TTFT_SLO_HEADERS, *TPOT_SLO_HEADERS),
+    "session": SESSION_HEADERS,
+    "model-rewrite": REWRITE_HEADERS,
+    "test-selection": (TEST_SELECTION,),
+}
+#: The last one lets clients choose their replica: for tests of gateways only.
+TRUSTED = frozenset(TRUST) - {"test-selection"}
+
+STEERING_HEADERS = frozenset(
+    {
+        *OBJECTIVE_HEADERS,
+        *FAIRNESS_HEADERS,
+        *TTFT_SLO_HEADERS,
+        *TPOT_SLO_HEADERS,
+        *REWRITE_HEADERS,
+        TEST_SELECTION,
+        "x-llm-d-video-fps",
+        "x-llm-d-video-duration-seconds",
+        "x-llm-d-video-resolution",
+        "x-session-token",
+        "x-prompt-hash",
+        "epp-profile",
+    }
+)
+#: What no model server gets from a client.
+REMOVED_HEADERS = CONTROL_HEADERS | STEERING_HEADERS
 
 #: Every header of a client's request that the scheduler reads.
 READ_HEADERS = (
@@ -45,12 +91,19 @@ READ_HEADERS = (
     REQUEST_ID,
     *PATH_HEADERS[1:],
     *SESSION_HEADERS,
+    *OBJECTIVE_HEADERS,
     *FAIRNESS_HEADERS,
     *TTFT_SLO_HEADERS,
     *TPOT_SLO_HEADERS,
+    *REWRITE_HEADERS,
+    TEST_SELECTION,
 )
 
 #: Initial metadata with which a gateway announces, on every ext_proc stream, that it sends us its access log, and that
 #: the request body comes in one message.
 ACCESS_LOG_METADATA = "fairlead-access-log"
 WHOLE_BODY_METADATA = "fairlead-whole-body"
+#: Likewise: the gateway takes the length off the response to a pick that carries `REWRITTEN` in its metadata, so that
+#: chunks may become longer or shorter.
+RESIZABLE_METADATA = "fairlead-resizable"
+REWRITTEN = "fairlead-rewritten"

@@ -1,6 +1,7 @@
 import pytest
 
-from fairlead.parse.api import api_of
+from fairlead.parse import api as apis
+from fairlead.parse.api import STREAMING, WITHOUT_OUTPUT, api_of
 
 
 @pytest.mark.parametrize(
@@ -15,12 +16,12 @@ from fairlead.parse.api import api_of
         ("/a/b/v1/completions", "completions"),
         ("/v1/foocompletions", "other"),
         ("/foov1/completions", "other"),
-        ("/v1/chat/completions/render", "other"),
+        ("/v1/chat/completions/x", "other"),
         ("/v1/completions//", "other"),
         ("/v1/chat%2Fcompletions", "other"),
         ("/V1/completions", "other"),
         ("/chat/completions", "other"),
-        ("/v1/embeddings", "other"),
+        ("/v1/embedding", "other"),
         ("/?/v1/completions", "other"),
         ("", "other"),
         ("/", "other"),
@@ -45,3 +46,73 @@ def test_paths(path: str, api: str) -> None:
 )
 def test_a_configured_prefix_is_the_only_one(path: str, prefix: str, api: str) -> None:
     assert api_of(path, prefix) == api
+
+
+PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "responses",
+    "/v1/conversations": "conversations",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/score": "score",
+    "/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
+    "/pooling": "pooling",
+    "/classify": "pooling",
+    "/v1/audio/transcriptions": "audio",
+    "/v1/audio/translations": "audio",
+    "/v1/audio/speech": "audio",
+    "/v1/images/generations": "images",
+    "/v1/images/edits": "images",
+    "/v1/images/variations": "images",
+    "/inference/v1/generate": "generate",
+    "/generate": "sglang",
+    "/vllm.grpc.engine.VllmEngine/Generate": "grpc",
+    "/vllm.grpc.engine.VllmEngine/Embed": "grpc_embed",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+    "/v1/chat/completions/render": "render",
+    "/v1/completions/render": "render",
+    "/v1/models": "models",
+}
+
+
+@pytest.mark.parametrize(("path", "api"), PATHS.items())
+def test_every_path_speaks_its_api(path: str, api: str) -> None:
+    assert api_of(path) == api
+    assert api_of(path + "/?x=1") == api
+    assert api_of("/openai" + path, "/openai") == api
+    behind_anything = api if "/v" in path and not path.startswith("/vllm") else "other"
+    assert api_of("/openai" + path) == behind_anything
+    assert api_of("/openai" + path, "/azure") == "other"
+    assert api_of(path + "/x") == "other"
+    assert api_of(path.replace("/", "/x", 1)) == "other"
+
+
+def test_the_names_are_labels() -> None:
+    names = {value for name, value in vars(apis).items() if name.isupper() and isinstance(value, str)}
+    assert names == {*PATHS.values(), "other"}
+    assert names >= STREAMING | WITHOUT_OUTPUT
+    # Images may be streamed, in pieces that are no tokens.
+    assert {"images"} == STREAMING & WITHOUT_OUTPUT
+
+
+def test_a_path_of_any_length_is_looked_at_once() -> None:
+    looked_up: list[str] = []
+
+    class Watching(dict[str, str]):
+        def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
+            looked_up.append(key)
+            return super().get(key, default)
+
+    whole = apis._EXACT
+    try:
+        apis._EXACT = Watching(whole)
+        assert api_of("/v1" * 50_000) == "other"
+        assert len(looked_up) < 8
+    finally:
+        apis._EXACT = whole

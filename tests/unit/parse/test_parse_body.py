@@ -3,7 +3,9 @@ import sys
 import pytest
 
 from fairlead.model.errors import ClientError
-from fairlead.parse.body import MAX_COUNT, SALVAGE_LIMIT, Scalar, count, flag, is_utf8, read_chat, read_completion
+from fairlead.parse.body import MAX_COUNT, SALVAGE_LIMIT, Scalar, count, flag, is_utf8
+from fairlead.parse.chat import read_chat
+from fairlead.parse.completions import read_completion
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, "true", "TRUE", "yes", "on", "1", "t", "y"])
@@ -152,3 +154,13 @@ def test_a_large_body_is_not_read_twice() -> None:
     filler = b'"' + b"x" * SALVAGE_LIMIT + b'"'
     assert read_completion(b'{"prompt":' + filler + b',"temperature":NaN}') is None
     assert read_completion(b'{"prompt":' + filler + b',"temperature":1}') is not None
+
+
+@pytest.mark.parametrize("size", [70_000, 200_000])
+def test_a_body_full_of_unpaired_surrogates(size: int) -> None:
+    """As many as a second reading takes are read; more make a body that is not read."""
+    body = b'{"prompt":"' + rb"\ud83d" * size + b'"}'
+    read = read_completion(body)
+    assert (read is None) == (len(body) > SALVAGE_LIMIT)
+    if read is not None:
+        assert bytes(read.prompt) == body[10:-1]

@@ -6,7 +6,7 @@ import pytest
 
 from fairlead.model.errors import ClientError
 from fairlead.parse.body import SALVAGE_LIMIT
-from fairlead.parse.prompt import MEDIA_BYTES
+from fairlead.parse.media import MEDIA_BYTES
 from fairlead.parse.request import MAX_MODEL_CHARS, MAX_USER_CHARS, ParsedRequest, model_span, parse_request
 
 DATA = Path(__file__).parents[2] / "data" / "vllm-0.32-responses"
@@ -52,7 +52,7 @@ def test_only_what_the_engine_refused_is_refused(case: str) -> None:
         assert error.value.status == 400
         return
     parsed = parse_request(path, body)
-    if parsed.api == "other":
+    if parsed.api not in ("chat", "completions"):
         assert path in ("/v1/responses", "/v1/models")
         return
     sent = json.loads(body)
@@ -182,9 +182,10 @@ def test_talking_of_media_is_text() -> None:
     assert parsed.prompt_bytes == len(joined(parsed)) > len(text)
 
 
-def test_a_body_full_of_short_media_still_has_a_size() -> None:
+def test_media_outside_of_the_messages_do_not_count() -> None:
     parsed = chat(messages=[{"role": "user", "content": "x"}], extra=[";base64," + "A" * 9000] * 20)
-    assert parsed.prompt_bytes == 1
+    assert parsed.prompt_bytes == len(joined(parsed))
+    assert parsed.media == 0
 
 
 def test_what_the_engine_answers_itself_passes() -> None:
@@ -250,12 +251,14 @@ def test_a_wrong_content_type_is_only_mentioned() -> None:
 
 
 def test_what_is_not_read() -> None:
-    assert parse_request("/v1/embeddings", b"\xff{{{") == ParsedRequest(unread="path")
+    assert parse_request("/v1/other", b"\xff{{{") == ParsedRequest(unread="path")
+    assert parse_request("/v1/models", b"\xff{{{") == ParsedRequest("models", unread="path")
     packed = parse_request(CHAT, b"\x1f\x8b...", content_encoding="GZIP")
-    assert packed == ParsedRequest(prompt_bytes=5, unread="content-encoding")
-    assert parse_request(COMPLETIONS, b'{"prompt":"x"}', content_encoding=" identity").api == "completions"
+    assert packed == ParsedRequest("chat", stream=True, prompt_bytes=5, unread="content-encoding")
+    assert parse_request(COMPLETIONS, b'{"prompt":"x"}', content_encoding=" identity").unread == ""
     large = b'{"x":NaN,"prompt":"' + b"x" * SALVAGE_LIMIT + b'"}'
-    assert parse_request(COMPLETIONS, large) == ParsedRequest(prompt_bytes=len(large), unread="too-large")
+    unread = ParsedRequest("completions", stream=True, prompt_bytes=len(large), unread="too-large")
+    assert parse_request(COMPLETIONS, large) == unread
 
 
 def test_a_prompt_is_a_view_of_the_body() -> None:

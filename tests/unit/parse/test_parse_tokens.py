@@ -119,3 +119,10 @@ def test_output_nonsense_stays_within_bounds() -> None:
     for _ in range(1000):
         estimator.learn_output("m", 10**400)
     assert 1 <= estimator.estimate_output("m") <= 2**31 - 1
+
+
+@pytest.mark.parametrize("api", ["embeddings", "score", "tokenize", "count_tokens", "images", "grpc_embed"])
+def test_what_generates_nothing_is_expected_to_end_at_once(api: str) -> None:
+    estimator = TokenEstimator()
+    assert estimator.estimate_output("m", 0, api) == 1
+    assert estimator.estimate_output("m", 500, api) == 1

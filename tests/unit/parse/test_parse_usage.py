@@ -287,3 +287,100 @@ def test_hostile_responses_take_linear_time(unit: bytes, stream: bool) -> None:
     # Quadratic work on these 4 MB would take hours.
     chunk = unit * (8192 // len(unit))
     assert scan(stream, b"data: {", *([chunk] * 512)).usage is None
+
+
+STARTED = {
+    "type": "message_start",
+    "message": {"type": "message", "usage": {"input_tokens": 29, "cache_read_input_tokens": 96, "output_tokens": 1}},
+}
+
+
+def named(*events: Any) -> bytes:
+    return b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), json.dumps(e).encode()) for e in events)
+
+
+@pytest.mark.parametrize(
+    ("delta", "expected"),
+    [
+        ({"output_tokens": 7}, usage(125, 7, 96)),
+        ({"input_tokens": 29, "output_tokens": 7}, usage(125, 7, 96)),
+        ({"input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 7}, usage(125, 7, 96)),
+        ({"input_tokens": 13, "cache_read_input_tokens": 112, "output_tokens": 7}, usage(125, 7, 112)),
+        ({"input_tokens": None, "output_tokens": None}, usage(125, 1, 96)),
+        ({}, usage(125, 1, 96)),
+        (None, usage(125, 1, 96)),
+        ("x", usage(125, 1, 96)),
+    ],
+)
+def test_anthropics_usage_comes_in_pieces(delta: Any, expected: Usage) -> None:
+    body = named(STARTED, {"type": "ping"}, {"type": "message_delta", "delta": {}, "usage": delta})
+    assert result(scan(True, body)) == (expected, 0, False)
+    assert result(scan(True, body, named({"type": "message_stop"}))) == (expected, 0, True)
+
+
+def test_anthropics_cached_tokens_may_be_told_late() -> None:
+    start = {"type": "message_start", "message": {"usage": {"input_tokens": 125, "output_tokens": 0}}}
+    late = {"type": "message_delta", "usage": {"input_tokens": 29, "cache_read_input_tokens": 96, "output_tokens": 3}}
+    assert scan(True, named(start)).usage == usage(125, 0)
+    assert scan(True, named(start, late)).usage == usage(125, 3, 96)
+
+
+@pytest.mark.parametrize(
+    ("event", "status"),
+    [
+        ({"type": "error", "error": {"type": "overloaded_error"}}, 503),
+        ({"type": "error", "error": {"type": "rate_limit_error"}}, 429),
+        ({"type": "error", "error": {"type": "invalid_request_error"}}, 400),
+        ({"type": "error", "error": {"type": "internal_error"}}, 500),
+        ({"type": "error", "error": {"type": "NotFoundError"}}, 404),
+        ({"type": "error", "error": {"type": ["x"]}}, 500),
+        ({"type": "error", "code": "server_error", "message": "no"}, 500),
+        ({"type": "response.failed", "response": {"error": {"code": "server_error"}}}, 500),
+        ({"type": "response.failed", "response": {"error": {"code": 429}}}, 429),
+        ({"type": "response.incomplete", "response": {"error": None, "usage": None}}, 0),
+        ({"type": "message_start", "message": "x"}, 0),
+        ({"type": "response.completed", "response": [1]}, 0),
+        ({"type": 5, "error": None}, 0),
+    ],
+)
+def test_events_that_fail(event: dict[str, Any], status: int) -> None:
+    line = b"data: " + json.dumps(event).encode() + b"\n\n"
+    assert scan(True, line).error_status == status
+    assert scan(True, line).usage is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_long_last_event_of_the_responses_api(first: bool) -> None:
+    text = "x" * WHOLE_BYTES + '"usage":{"input_tokens":99}'
+    told = {"input_tokens": 11, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 4}
+    response = {"error": None, "output": [{"text": text}], "usage": told, "user": None}
+    kind = {"type": "response.completed"}
+    event = kind | {"response": response} if first else {"response": response, "sequence_number": 9} | kind
+    line = b"data: " + json.dumps(event).encode() + b"\n\n"
+    assert len(line) > WHOLE_BYTES
+    for size in (1000, 10**9):
+        scanner = scan(True, *(line[i : i + size] for i in range(0, len(line), size)))
+        assert result(scanner) == (usage(11, 4, 8), 0, True)
+    nested = {"response": {"response": response}} | kind
+    assert scan(True, b"data: " + json.dumps(nested).encode() + b"\n").usage is None
+
+
+def test_a_long_reply_of_sglang() -> None:
+    told = {"finish_reason": {"type": "stop"}, "prompt_tokens": 5, "completion_tokens": 6, "cached_tokens": 2}
+    body = json.dumps({"text": "x" * WHOLE_BYTES, "meta_info": told}).encode()
+    assert scan(False, body).usage == usage(5, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ({"input_tokens": 5, "output_tokens": 2, "cache_read_input_tokens": 3}, usage(8, 2, 3)),
+        ({"input_tokens": 5, "output_tokens": 2, "cache_creation_input_tokens": 3}, usage(8, 2, 0)),
+        ({"input_tokens": 5, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 2}, usage(10, -1, 2)),
+        ({"input_tokens": 2**31 - 1, "cache_read_input_tokens": 2**31 - 1}, usage(2**31 - 1, -1, 2**31 - 1)),
+        ({"output_tokens": 2, "cache_read_input_tokens": 3}, usage(-1, 2, 3)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 4}, usage(5, 2, 4)),
+    ],
+)
+def test_usage_objects_of_other_apis(sent: Any, read: Usage) -> None:
+    assert usage_of(sent) == read

@@ -1,0 +1,60 @@
+"""Where a copy of a block lies, and what finding it there is worth."""
+
+from enum import IntEnum
+
+from msgspec import Struct
+
+
+class Tier(IntEnum):
+    """Fastest first; a block that lies in several counts in the first of them."""
+
+    GPU = 0
+    HOST = 1
+    DISK = 2
+    #: A medium that we do not know. Worth as much as the slowest one we do.
+    OTHER = 3
+
+
+#: Media as engines name them, lower-case. Empty and absent mean GPU ("GPU" even on CPU builds of vLLM).
+MEDIA = {
+    "": Tier.GPU,
+    "gpu": Tier.GPU,
+    "device": Tier.GPU,
+    "hbm": Tier.GPU,
+    "cpu": Tier.HOST,
+    "host": Tier.HOST,
+    "dram": Tier.HOST,
+    "cpu_pinned": Tier.HOST,
+    "host_pinned": Tier.HOST,
+    "disk": Tier.DISK,
+    "ssd": Tier.DISK,
+    "nvme": Tier.DISK,
+    "fs": Tier.DISK,
+    "storage": Tier.DISK,
+    "shared_storage": Tier.DISK,
+    "object_store": Tier.DISK,
+}
+
+
+def tier_of(medium: str | None) -> Tier:
+    return MEDIA.get(medium.strip().lower(), Tier.OTHER) if medium else Tier.GPU
+
+
+class TierCosts(Struct, frozen=True):
+    """Milliseconds to bring one token's KV from a tier to the GPU; computing it anew instead costs `recompute_ms`.
+
+    The defaults are a GPU at 10,000 prompt tokens/s, PCIe for the host's memory and a fast disk.
+    """
+
+    recompute_ms: float = 0.1
+    host_ms: float = 0.005
+    disk_ms: float = 0.06
+
+    def saved_ms(self, tier: Tier) -> float:
+        """What a token found in a tier saves. Never negative: what is slower to fetch is computed."""
+        transfer = {Tier.GPU: 0.0, Tier.HOST: self.host_ms}.get(tier, self.disk_ms)
+        return max(0.0, self.recompute_ms - transfer)
+
+
+#: Worth of a block by tier where no costs are known.
+CREDITS = (1.0, 0.75, 0.25, 0.25)

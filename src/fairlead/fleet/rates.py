@@ -1,0 +1,134 @@
+"""How fast each endpoint computes, learned from the times at which first tokens come.
+
+Theory
+* A step of an engine takes `c0 + c_pf·new + c_attn·pairs + c_seq·B + c_kv·KV` milliseconds: B decoding sequences with
+  KV tokens, `new` prompt tokens whose attention touches `pairs` token pairs. From one accelerator to the next the five
+  coefficients keep their proportions well enough, so two factors per endpoint are learned: one for prefill (c_pf,
+  c_attn), one for the rest of a step.
+* What is observed is a stretch of prefill: from the moment an endpoint had something to compute to the first token
+  after which it has nothing more, or, when there is always more, over enough tokens that it matters little where the
+  border fell inside a step. Not single TTFTs: a small prompt shares its step with the beginning of a long one behind
+  it, and would teach that small prompts are slow.
+* Both factors come from least squares over the endpoint's last few dozen stretches, relative to what was expected
+  (`observed / expected = a·prefill share + b·step share`). Two weak priors decide what the stretches do not: `a` is
+  near the pool's mean, so an endpoint that has answered nothing is taken for an average one, and `b/a` is near the
+  pool's, so where steps are a small part of every stretch a slow accelerator is slow in both.
+
+Rules
+* One stretch counts at most as `OUTLIER` times what was expected, and at least as the inverse; the farther off, the
+  less it weighs. A stall, or a beginning that was not cached after all, then moves a factor little, while hardware
+  that is ten times slower is known after a few requests.
+* Factors stay within `SLOWEST` of the prior. Everything is finite whatever clocks and clients do.
+"""
+
+from math import log
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.fleet.columns import FloatColumn
+
+
+class StepModel(Struct, frozen=True):
+    """Coefficients of a step in milliseconds, per token, token pair, sequence and KV token."""
+
+    c0: float
+    c_pf: float
+    c_attn: float
+    c_seq: float
+    c_kv: float
+
+    def prefill_ms(self, prompt: float, uncached: float) -> float:
+        """Computing the last `uncached` of `prompt` tokens: what it adds to the steps that it is in."""
+        return uncached * (self.c_pf + self.c_attn * max(prompt - 0.5 * uncached, 0.0))
+
+
+#: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
+PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=45.32e-6)
+#: Prompt tokens that one step computes at most; vLLM's default on data-centre GPUs.
+STEP_TOKENS = 8192
+OUTLIER = 3.0
+#: Factors are kept in 1/SLOWEST … SLOWEST.
+SLOWEST = 100.0
+#: Share that older stretches lose with each new one: 30 count.
+FORGET = 1 / 30
+#: So many stretches weigh as much as the prior of the prefill factor, and of the ratio of the two.
+PRIOR_WEIGHT = 0.5
+RATIO_WEIGHT = 3.0
+#: A stretch that took e^0.3 of what was expected, or e^-0.3, has full weight; beyond, less and less.
+INLIER = 0.3
+#: Weight of an endpoint's newest factors in the pool's mean.
+POOL_SHARE = 0.02
+
+
+class _Fit:
+    """Normal equations of `observed = a·x + b·y`, all relative to what was expected."""
+
+    __slots__ = ("oxx", "oxy", "xx", "xy", "yy")
+
+    def __init__(self) -> None:
+        self.xx = self.xy = self.yy = self.oxx = self.oxy = 0.0
+
+    def add(self, x: float, y: float, observed: float, weight: float) -> None:
+        keep = 1.0 - FORGET
+        self.xx = keep * self.xx + weight * x * x
+        self.xy = keep * self.xy + weight * x * y
+        self.yy = keep * self.yy + weight * y * y
+        self.oxx = keep * self.oxx + weight * observed * x
+        self.oxy = keep * self.oxy + weight * observed * y
+
+    def solve(self, a: float, b: float) -> tuple[float, float]:
+        """The pair that fits best, its first drawn to `a`, its ratio to `b / a`. The priors keep it solvable."""
+        near, ratio, tied = PRIOR_WEIGHT / (a * a), b / a, RATIO_WEIGHT / (b * b)
+        xx, xy, yy = self.xx + near + tied * ratio * ratio, self.xy - tied * ratio, self.yy + tied
+        p, q = self.oxx + near * a, self.oxy
+        det = xx * yy - xy * xy
+        return (p * yy - q * xy) / det, (q * xx - p * xy) / det
+
+
+class Rates:
+    """Columns of factors, one entry per slot: `prefill` and `step` multiply the coefficients of `PRIOR`."""
+
+    def __init__(self, prior: StepModel = PRIOR) -> None:
+        self.prior = prior
+        self.prefill: FloatColumn = np.ones(0)
+        self.step: FloatColumn = np.ones(0)
+        self._fits: list[_Fit] = []
+        self._pool = (1.0, 1.0)
+
+    def reset(self, slot: int) -> None:
+        """A new endpoint stands at `slot` and is taken for an average one."""
+        while slot >= len(self._fits):
+            self._fits.append(_Fit())
+            self.prefill = np.append(self.prefill, self._pool[0])
+            self.step = np.append(self.step, self._pool[1])
+        self._fits[slot] = _Fit()
+        self.prefill[slot], self.step[slot] = self._pool
+
+    def step_ms(self, slot: int, sequences: float, kv_tokens: float) -> float:
+        """Milliseconds of a step that only decodes."""
+        prior = self.prior
+        return float(self.step[slot]) * (prior.c0 + prior.c_seq * sequences + prior.c_kv * kv_tokens)
+
+    def observe(self, slot: int, work_ms: float, steps: float, decode_ms: float, took_ms: float) -> None:
+        """A stretch took `took_ms`. It was prefill of `work_ms` at the prior's speed, in `steps` steps that, without it
+        and at the endpoint's present factor, take `decode_ms` each."""
+        prefill = float(self.prefill[slot]) * work_ms
+        rest = steps * decode_ms
+        expected = prefill + rest
+        if not (0.0 < expected < 1e9 and 0.0 < took_ms < 1e9):
+            return
+        observed = min(max(took_ms / expected, 1.0 / OUTLIER), OUTLIER)
+        a, b = float(self.prefill[slot]), float(self.step[slot])
+        fit = self._fits[slot]
+        weight = min(1.0, INLIER / max(abs(log(observed)), 1e-9))
+        fit.add(prefill / expected / a, rest / expected / b, observed, weight)
+        mean = self._pool
+        a, b = (min(max(value, 1.0 / SLOWEST), SLOWEST) for value in fit.solve(*mean))
+        self.prefill[slot], self.step[slot] = a, b
+        self._pool = (mean[0] + POOL_SHARE * (a - mean[0]), mean[1] + POOL_SHARE * (b - mean[1]))
+
+    def validate(self) -> None:
+        for column in (self.prefill, self.step):
+            assert np.isfinite(column).all()
+            assert ((column >= 1.0 / SLOWEST) & (column <= SLOWEST)).all()

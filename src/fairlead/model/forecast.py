@@ -1,0 +1,16 @@
+"""What a decision expected of its request, to be compared with what came."""
+
+from msgspec import Struct
+
+
+class Forecast(Struct, frozen=True, gc=False):
+    """Of one request at one endpoint, in milliseconds."""
+
+    ttft_ms: float = 0.0
+    #: 90 % of first tokens come in between.
+    low_ms: float = 0.0
+    high_ms: float = 0.0
+    #: Between output tokens.
+    tpot_ms: float = 0.0
+    #: Which forecasts it is compared with.
+    kind: int = 0
