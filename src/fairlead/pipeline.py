@@ -2,7 +2,8 @@
 
     received    io/receive reads the gateway's messages until the request is whole
     parsed      parse/ understands the body → `RequestArrived`
-    admitted    at once at this stage; a queue belongs between here and the next line
+    named       `route/models` says which model it is for, and how urgent it is
+    admitted    at once while endpoints are open, else it waits in `admit/` until one is
     scheduled   the policy chooses an endpoint; the lease is charged in the same call
     routed      `Route` or `Reject` goes back to io/receive, which answers the gateway
     observed    `FirstTokenSeen` frees the prefill, `ResponseEnded` the rest; `Record` tells metrics and journal
@@ -11,14 +12,17 @@ Rules
 * `handle` is the only door: nothing else changes state. It is synchronous, does no I/O, reads no clock but the one it
   was given and no randomness but the generator it was given. So a log of events is a capture, and feeding it again is
   a replay.
-* Every `RequestArrived` is answered by exactly one `Route` or `Reject`, and every routed request ends in exactly one
-  `Record(OutcomeRecord)`, whatever mix of ends, cancels, losses, expiries and departures follows.
+* Every `RequestArrived` is answered by exactly one `Route` or `Reject`, at once or by a later call, unless its
+  `StreamLost` comes first. Every routed request ends in exactly one `Record(OutcomeRecord)`, whatever mix of ends,
+  cancels, losses, expiries and departures follows.
 """
 
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from fairlead.admit.control import Bound
+from fairlead.admit.desk import Desk
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.ledger import Lease
 from fairlead.model import events as ev
@@ -28,6 +32,7 @@ from fairlead.model.errors import PluginError
 from fairlead.model.instructions import Instruction, Record, Reject, Route, SetTimer
 from fairlead.model.request import Request, Usage
 from fairlead.parse.tokens import TokenEstimator
+from fairlead.route.models import Catalogue, Refusal, applied
 from fairlead.schedule.cycle import Context
 from fairlead.schedule.framework import Pick, Policy
 
@@ -47,6 +52,7 @@ class Pipeline:
         policy: Policy,
         tokens: TokenEstimator,
         on_plugin_error: Callable[[PluginError], None] | None = None,
+        desk: Desk | None = None,
     ) -> None:
         self._clock = clock
         self._rng = rng
@@ -55,6 +61,10 @@ class Pipeline:
         #: Read by parsers to estimate prompt tokens; learns only in here.
         self.tokens = tokens
         self._report = on_plugin_error
+        #: Flow control; `None` = off, every request is scheduled at once.
+        self.desk = desk
+        #: What is defined of model names; an empty one changes nothing.
+        self.models = Catalogue()
         self._usage: dict[int, Usage] = {}
         self._handlers: dict[type, Callable[[Any], list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
@@ -66,12 +76,17 @@ class Pipeline:
             ev.EndpointDown: self._endpoint_down,
             ev.MetricsSampled: self._metrics_sampled,
             ev.MetricsFailed: self._metrics_failed,
+            ev.ModelsChanged: self._models_changed,
+            ev.StopAsked: self._stop_asked,
             ev.TimerFired: self._timer_fired,
         }
 
     def handle(self, event: ev.Event) -> list[Instruction]:
         """Take one fact, return what is to be done about it."""
-        return self._handlers[type(event)](event)
+        instructions = self._handlers[type(event)](event)
+        if self.desk is not None and len(self.desk):
+            instructions = instructions + self.desk.dispatched(self._bound, self.fleet, self._clock.time())
+        return instructions
 
     def start(self) -> list[Instruction]:
         """The first instructions, before any event."""
@@ -80,17 +95,56 @@ class Pipeline:
     # ---- scheduled ----
 
     def _request_arrived(self, event: ev.RequestArrived) -> list[Instruction]:
-        request = event.request
         now = self._clock.time()
+        found = self.models.resolve(event.request, self._rng)
+        if isinstance(found, Refusal):
+            return self._unnamed(event.request, found, now)
+        request = applied(event.request, found)
+        if self.desk is not None:
+            held = self.desk.arrived(request, self.fleet, now)
+            if held is not None:
+                return held
         pick = self._choose(request, now)
         if pick.slot < 0:
             return [self._reject(request, pick), self._decided(request, pick, now)]
+        return self._send(request, pick, now)
+
+    def _bound(self, bound: Bound, now: float) -> list[Instruction]:
+        """A request that waited goes now."""
+        pick = Pick(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share)
+        return self._send(bound.waiting.request, pick, now, (now - bound.waiting.since) * 1e3)
+
+    def _send(self, request: Request, pick: Pick, now: float, queued_ms: float = 0.0) -> list[Instruction]:
         endpoint = self.fleet.table.endpoints[pick.slot]
         assert endpoint is not None, "policies pick among living endpoints"
         hit = int(pick.hit_share * request.prompt_tokens)
-        expected = self.tokens.estimate_output(request.model, request.max_tokens, request.api)
-        self.fleet.charge(request, pick.slot, now, hit, expected)
-        return [Route(request.id, endpoint), self._decided(request, pick, now)]
+        expected = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+        other = self.fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
+        if other is None:
+            lease = self.fleet.charge(request, pick.slot, now, hit, expected)
+        else:
+            lease = self.fleet.charge_pair(request, pick.slot, pick.prefill_slot, now, hit, expected)
+        route = Route(
+            request.id,
+            endpoint,
+            prefill=other.address if other else "",
+            target=request.target,
+            shown=request.model if request.target else "",
+        )
+        return [route, self._decided(request, pick, now, lease, queued_ms)]
+
+    def _unnamed(self, request: Request, why: Refusal, now: float) -> list[Instruction]:
+        """Nobody defined the model."""
+        reject = Reject(
+            request_id=request.id,
+            status=why.status,
+            reason=why.code,
+            message=why.message,
+            api=request.api,
+            param=why.param,
+        )
+        record = DecisionRecord(request=request, at=now, policy=self.policy.name, outcome=why.code, status=why.status)
+        return [reject, Record(record)]
 
     def _choose(self, request: Request, now: float) -> Pick:
         try:
@@ -116,8 +170,11 @@ class Pipeline:
             api=request.api,
         )
 
-    def _decided(self, request: Request, pick: Pick, now: float) -> Record:
+    def _decided(
+        self, request: Request, pick: Pick, now: float, lease: Lease | None = None, queued_ms: float = 0.0
+    ) -> Record:
         endpoint = self.fleet.table.endpoints[pick.slot] if pick.slot >= 0 else None
+        prefill = self.fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
         return Record(
             DecisionRecord(
                 request=request,
@@ -125,11 +182,14 @@ class Pipeline:
                 policy=self.policy.name,
                 endpoint=endpoint.id if endpoint else "",
                 address=endpoint.address if endpoint else "",
+                prefill=prefill.id if prefill else "",
                 hit_tokens=int(pick.hit_share * request.prompt_tokens),
                 best_hit_tokens=int(pick.best_share * request.prompt_tokens),
                 outcome="routed" if endpoint else pick.reason,
                 status=200 if endpoint else 503,
                 overloaded=pick.overloaded,
+                queued_ms=queued_ms,
+                forecast=lease.forecast if lease else None,
                 trace=pick.trace,
             )
         )
@@ -137,7 +197,7 @@ class Pipeline:
     # ---- observed ----
 
     def _first_token_seen(self, event: ev.FirstTokenSeen) -> list[Instruction]:
-        self.fleet.ledger.first_token(event.request_id)
+        self.fleet.first_token(event.request_id, self._clock.time())
         return []
 
     def _usage_reported(self, event: ev.UsageReported) -> list[Instruction]:
@@ -151,7 +211,7 @@ class Pipeline:
         if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
             self.tokens.learn(request.model, request.prompt_bytes, usage.prompt_tokens, request.api)
         if usage.completion_tokens > 0:
-            self.tokens.learn_output(request.model, usage.completion_tokens, request.max_tokens, request.api)
+            self.tokens.learn_output(request.target_model, usage.completion_tokens, request.max_tokens, request.api)
 
     def _response_ended(self, event: ev.ResponseEnded) -> list[Instruction]:
         lease = self.fleet.ledger.release(event.request_id)
@@ -161,6 +221,10 @@ class Pipeline:
             self.fleet.answered(lease.slot, 0 < event.status < 500, self._clock.time())
         if event.usage is not None:
             self._learn(lease.request, event.usage)
+        if 200 <= event.status < 300 and not event.client_gone:
+            usage = event.usage or self._usage.get(event.request_id)
+            tokens = usage.completion_tokens if usage else -1
+            self.fleet.completed(lease, self._clock.time(), tokens, event.ttft_ms)
         return [self._ended(lease, event, "client-disconnect" if event.client_gone else "natural")]
 
     def _ended(self, lease: Lease, event: ev.ResponseEnded, cause: str) -> Record:
@@ -181,11 +245,13 @@ class Pipeline:
                 completion_tokens=usage.completion_tokens,
                 cached_tokens=usage.cached_tokens,
                 hit_tokens=lease.hit_tokens,
+                forecast=lease.forecast,
             )
         )
 
     def _stream_lost(self, event: ev.StreamLost) -> list[Instruction]:
-        return self._give_up(event.request_id, "stream-lost")
+        waited = self.desk.lost(event.request_id, self._clock.time()) if self.desk is not None else []
+        return waited or self._give_up(event.request_id, "stream-lost")
 
     def _give_up(self, request_id: int, cause: str) -> list[Instruction]:
         lease = self.fleet.ledger.release(request_id)
@@ -210,10 +276,17 @@ class Pipeline:
         self.fleet.scrape_failed(event.endpoint_id, self._clock.time())
         return []
 
+    def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:
+        self.models = Catalogue(event.models, event.rules)
+        return []
+
+    def _stop_asked(self, event: ev.StopAsked) -> list[Instruction]:
+        return self.desk.stopping(self._clock.time()) if self.desk is not None else []
+
     def _timer_fired(self, event: ev.TimerFired) -> list[Instruction]:
-        if event.name != EXPIRY_TIMER:
-            return []
         now = self._clock.time()
+        if event.name != EXPIRY_TIMER:
+            return self.desk.fired(event.name, self.fleet, now) if self.desk is not None else []
         expired = list(self.fleet.ledger.expired(now))
         instructions = [i for request_id in expired for i in self._give_up(request_id, "expired")]
         return [*instructions, SetTimer(EXPIRY_TIMER, now + EXPIRY_PERIOD)]
@@ -221,4 +294,6 @@ class Pipeline:
     def validate(self) -> None:
         """Raise `AssertionError` when an invariant of any part is broken."""
         self.fleet.validate()
+        if self.desk is not None:
+            self.desk.validate()
         assert all(self.fleet.ledger.get(request_id) is not None for request_id in self._usage)

@@ -22,9 +22,13 @@ from typing import Protocol
 class BlockHooks(Protocol):
     """Told what the cache stores and forgets, in order. Called synchronously; must not call back."""
 
+    def salted(self, salt: str) -> None:
+        """What is stored next begins a sequence with this cache salt."""
+
     def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
-        """Full blocks were sealed, one after another. `parent` is the hash before the first; `tokens()` gives their
-        token ids as little-endian 32-bit integers and may be called only during this call."""
+        """Full blocks were sealed, one after another. `parent` is the hash before the first, 0 at the beginning of a
+        sequence; `tokens()` gives their token ids as little-endian 32-bit integers and may be called only during this
+        call."""
 
     def removed(self, digest: int) -> None:
         """One copy of a block was forgotten."""

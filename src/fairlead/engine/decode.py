@@ -1,12 +1,14 @@
 """The requests that decode. They all advance together, one token per step, so nothing is stored per token.
 
 A request's output is `steps - base`. What will happen to it is known when it joins: which step is its last
-(`_endings`), and which steps of every `block_size` need a new block or fill one (`_ring`). A step looks only into
+(`_endings`), and which steps of every `block_size` need a new block or fill one (`ring`). A step looks only into
 these, whatever the size of the batch.
 
 With `computed` tokens when it joins before step `s0`, a request writes token `computed + s - s0` in step `s`. That is
 the first of a block when `s ≡ s0 - computed (mod block_size)`: its place in the ring. The step before fills a block.
 """
+
+from heapq import heappop, heappush
 
 from fairlead.engine.request import EngineRequest, Phase
 
@@ -14,7 +16,7 @@ from fairlead.engine.request import EngineRequest, Phase
 class DecodeBatch:
     """Requests in the order in which they joined."""
 
-    __slots__ = ("_endings", "_ring", "block_size", "kv_tokens", "members", "steps")
+    __slots__ = ("_endings", "_order", "block_size", "kv_tokens", "members", "ring", "steps")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -23,8 +25,10 @@ class DecodeBatch:
         self.steps = 0
         #: Tokens in the cache, over all members, as of the last step that ended.
         self.kv_tokens = 0
-        self._ring: list[dict[EngineRequest, None]] = [{} for _ in range(block_size)]
+        self.ring: list[dict[EngineRequest, None]] = [{} for _ in range(block_size)]
+        #: By step, and these steps as a heap. A step is always taken out when it comes, so none lies in the past.
         self._endings: dict[int, list[EngineRequest]] = {}
+        self._order: list[int] = []
 
     def join(self, request: EngineRequest) -> None:
         """A request whose prefill is complete; its `output` counts the token that the prefill gave."""
@@ -35,8 +39,14 @@ class DecodeBatch:
         request.end_step = request.base + request.limit
         self.members[request] = None
         self.kv_tokens += request.computed
-        self._ring[request.ring][request] = None
-        self._endings.setdefault(request.end_step, []).append(request)
+        self.ring[request.ring][request] = None
+        if request.end_step == steps:  # the caller ends it at once
+            return
+        ending = self._endings.get(request.end_step)
+        if ending is None:
+            ending = self._endings[request.end_step] = []
+            heappush(self._order, request.end_step)
+        ending.append(request)
 
     def leave(self, request: EngineRequest) -> None:
         """Out of the batch, with `output` brought up to date."""
@@ -44,15 +54,15 @@ class DecodeBatch:
         # The last token that was sampled is not in the cache yet.
         self.kv_tokens -= request.prompt_tokens + request.output - 1
         del self.members[request]
-        del self._ring[request.ring][request]
+        del self.ring[request.ring][request]
 
     def advance(self) -> list[EngineRequest]:
         """A step ended: everybody got a token. Returns those for whom it was the last one; they are still members."""
         self.steps += 1
         self.kv_tokens += len(self.members)
-        ending = self._endings.pop(self.steps, None)
-        if ending is None:
+        if not self._order or self._order[0] != self.steps:
             return []
+        ending = self._endings.pop(heappop(self._order))
         # Whoever was aborted, or was preempted and came back, is not at the step that was foreseen.
         return [r for r in ending if r.phase is Phase.DECODE and r.end_step == self.steps]
 
@@ -61,19 +71,27 @@ class DecodeBatch:
 
     def growing(self) -> dict[EngineRequest, None]:
         """Who needs a new block in the step that begins now."""
-        return self._ring[self.steps % self.block_size]
+        return self.ring[self.steps % self.block_size]
 
     def filling(self) -> dict[EngineRequest, None]:
         """Whose last block becomes full in the step that begins now."""
-        return self._ring[(self.steps + 1) % self.block_size]
+        return self.ring[(self.steps + 1) % self.block_size]
 
     def steps_to_end(self) -> int:
         """Steps until the first one ends, the one that runs included; maybe too few after an abort, never too many."""
-        return min(self._endings, default=self.steps + 1) - self.steps
+        return (self._order[0] if self._order else self.steps + 1) - self.steps
+
+    def steps_to_shortage(self, free: int, most: int) -> int:
+        """Steps after the one that runs, at most `most`, before one begins for which `free` blocks are not enough."""
+        for step in range(most):
+            free -= len(self.ring[(self.steps + step + 1) % self.block_size])
+            if free < 0:
+                return step
+        return most
 
     def validate(self) -> None:
         """Raises `AssertionError` where the ring, the counts and the requests disagree."""
-        assert len(self.members) == sum(map(len, self._ring)), "ring and batch disagree"
+        assert len(self.members) == sum(map(len, self.ring)), "ring and batch disagree"
         kv_tokens = 0
         for request in self.members:
             assert request.phase is Phase.DECODE, f"{request.id} is in the batch and not decoding"

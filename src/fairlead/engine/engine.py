@@ -21,26 +21,16 @@ from collections.abc import Iterator
 from math import inf
 
 from fairlead.engine.blocks import BlockHooks, BlockManager
+from fairlead.engine.coast import coast, foresee
 from fairlead.engine.decode import DecodeBatch
 from fairlead.engine.kv import RequestBlocks
 from fairlead.engine.loras import LoraSlots, adapters_of
 from fairlead.engine.request import EngineRequest, Phase
+from fairlead.engine.result import StepResult
 from fairlead.engine.spec import EngineSpec
 from fairlead.engine.stats import EngineStats
 
-
-class StepResult:
-    """What the steps of one `Engine.step` call did. Who decodes also got a token per step, see `output_tokens`."""
-
-    __slots__ = ("finished", "first", "steps")
-
-    def __init__(self) -> None:
-        #: Steps that ended.
-        self.steps = 0
-        #: Requests that got their first token, in order; one that also ended is in both lists.
-        self.first: list[EngineRequest] = []
-        #: Requests that are complete, in order, with `finish_reason` and `finished_at`.
-        self.finished: list[EngineRequest] = []
+__all__ = ["Engine", "StepResult"]
 
 
 class Engine:
@@ -58,8 +48,7 @@ class Engine:
         self._loras = LoraSlots(spec.max_loras)
 
         self._incoming: list[EngineRequest] = []
-        self._waiting: deque[EngineRequest] = deque()
-        self._deferred: deque[EngineRequest] = deque()
+        self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
         #: Free blocks when the head of the queue found too few of them; it is asked again when there are more.
         self._stuck_at = -1
 
@@ -75,13 +64,7 @@ class Engine:
 
     def add(self, request: EngineRequest, now: float) -> None:
         """Queue a request. Raises `ValueError` for one that not even an empty engine could serve."""
-        spec = self.spec
-        if request.prompt_tokens < 1 or request.max_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and one output token")
-        if request.prompt_tokens + request.max_tokens > spec.max_model_len:
-            raise ValueError(f"prompt and output exceed the context length of {spec.max_model_len} tokens")
-        if request.lora and spec.max_loras == 0:
-            raise ValueError("the engine was started without adapters")
+        self.spec.check(request.prompt_tokens, request.max_tokens, request.lora)
         request.arrived = now
         self._incoming.append(request)
         if self._ends == inf:
@@ -109,11 +92,14 @@ class Engine:
     def step(self, now: float) -> StepResult:
         """Finish every step due by `now`, and begin the next one after each."""
         result = StepResult()
-        ends = self._ends
-        while ends <= now:
+        while self._ends <= now:
+            if self._steady():
+                self._coast(now, result)
+                if self._ends > now:
+                    break
+            ends = self._ends
             self._complete(ends, result)
             self._begin(ends)
-            ends = self._ends
         return result
 
     def clear_cache(self) -> bool:
@@ -127,20 +113,15 @@ class Engine:
         return None if self._ends == inf else self._ends
 
     def next_event_at(self) -> float | None:
-        """When a request will next get its first token or end, if nothing arrives and nobody is preempted.
+        """When a request will next get its first token, end or be preempted, if nothing arrives and nobody is aborted.
 
         For simulators, which need not look at the steps before. `None` when there is nothing to do.
         """
         if self._ends == inf:
             return None
-        more = self._decoding.steps_to_end() - 1
-        if more <= 0 or self._chunks or self._incoming or self._loras.changed:
+        if self._chunks or self._incoming or self._loras.changed:
             return self._ends
-        count = len(self._decoding.members)
-        kv_tokens = self._decoding.kv_tokens + count
-        first = self.spec.latency.step_s(0, 0.0, count, kv_tokens)
-        growth = self.spec.latency.step_s(0, 0.0, count, kv_tokens + count) - first
-        return self._ends + self.slow_factor * (more * first + growth * more * (more - 1) / 2)
+        return foresee(self._decoding, self.blocks.free, self.spec.latency, self.slow_factor, self._ends)
 
     def output_tokens(self, request: EngineRequest) -> int:
         """Output tokens so far, as of the last step that ended."""
@@ -153,6 +134,26 @@ class Engine:
     def running(self) -> int:
         """Requests in the batch."""
         return len(self._decoding.members) + len(self._chunks)
+
+    # ---------------------------------------------------------------- steps in which only decoding goes on
+
+    def _steady(self) -> bool:
+        """The running step only decodes, and nobody can join the batch before somebody leaves it."""
+        if self._chunks or self._incoming or self._loras.changed or not self._decoding.members:
+            return False
+        if not self._waiting:
+            return True
+        # Free blocks only get fewer until somebody leaves; then `_stuck_at` is compared again.
+        return self.blocks.free <= self._stuck_at or len(self._decoding.members) >= self.spec.max_num_seqs
+
+    def _coast(self, now: float, result: StepResult) -> None:
+        """Finish steps due by `now`, all but the one in which somebody ends or has to be preempted."""
+        times = self.now, self._ends, now
+        done = coast(self._decoding, self._kv, self.spec.latency, self.slow_factor, self.stats, *times)
+        if done.steps:
+            self.now, self._ends = done.began, done.ends
+            result.steps += done.steps
+            self._show(done.taken)
 
     # ---------------------------------------------------------------- the end of a step
 
@@ -210,12 +211,13 @@ class Engine:
         self._kv.drop(request)
         self._loras.leave(request.lora)
 
-    def _show(self) -> None:
+    def _show(self, taken: int = 0) -> None:
+        """Set the gauges; `taken` blocks went to the step that has begun already and are not shown yet."""
         gauges = self.stats.gauges
         gauges.running = len(self._decoding.members) + (self._partial is not None)
         gauges.waiting = len(self._waiting) + len(self._deferred)
         gauges.deferred = len(self._deferred)
-        gauges.kv_usage = self.blocks.used / self.blocks.total
+        gauges.kv_usage = (self.blocks.used - taken) / self.blocks.total
         if self.spec.max_loras:
             gauges.running_loras = self._loras.running()
             gauges.waiting_loras = adapters_of([*self._deferred, *self._waiting])

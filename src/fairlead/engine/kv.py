@@ -68,7 +68,9 @@ class RequestBlocks:
         self.blocks.seal(request.blocks[first:end], hashes[first:end])
         hooks = self.blocks.hooks
         if hooks is not None:
-            parent = hashes[first - 1] if first else tk.root_hash(request.lora, request.salt)
+            parent = hashes[first - 1] if first else 0
+            if request.salt and not first:
+                hooks.salted(request.salt)
             hooks.stored(hashes[first:end], parent, lambda: self._tokens(request, first, end), request.lora)
 
     def _know(self, request: EngineRequest, count: int) -> None:

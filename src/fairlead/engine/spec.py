@@ -32,6 +32,12 @@ class LatencyModel(Struct, frozen=True, gc=False):
             + self.c_kv_ns * 1e-9 * kv_tokens
         )
 
+    def decode_s(self, decoding: int) -> tuple[float, float]:
+        """(seconds, more seconds per token in the cache) of a step without prefill: `step_s(0, 0.0, decoding, kv)` is
+        first + second * kv, to the last bit."""
+        fixed = self.c0_ms * 1e-3 + self.c_pf_us * 1e-6 * 0 + self.c_attn_ns * 1e-9 * 0.0
+        return fixed + self.c_seq_us * 1e-6 * decoding, self.c_kv_ns * 1e-9
+
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One replica. Defaults are those of vLLM 0.32 on a data-centre GPU.
@@ -73,3 +79,12 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return self.usable_blocks * self.block_size
+
+    def check(self, prompt_tokens: int, max_tokens: int, lora: str) -> None:
+        """Raises `ValueError` for a request that not even an empty engine could serve."""
+        if prompt_tokens < 1 or max_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one output token")
+        if prompt_tokens + max_tokens > self.max_model_len:
+            raise ValueError(f"prompt and output exceed the context length of {self.max_model_len} tokens")
+        if lora and self.max_loras == 0:
+            raise ValueError("the engine was started without adapters")

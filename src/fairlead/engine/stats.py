@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 
 from fairlead.engine.request import EngineRequest
 
@@ -48,6 +49,43 @@ class Histogram:
         self.buckets[bisect_left(self.bounds, value)] += times
         self.count += times
         self.sum += value * times
+
+    def run(self, times: int) -> "Run":
+        """For many observations of nearly equal values, each counted `times`."""
+        return Run(self, times)
+
+
+class Run:
+    """Observations in a row that mostly fall into the same bucket, which the caller need not look for each time.
+
+    The caller keeps the sum and counts the observations; nobody else may write to the histogram meanwhile.
+    """
+
+    __slots__ = ("_bucket", "_histogram", "_times", "sum")
+
+    def __init__(self, histogram: Histogram, times: int) -> None:
+        self._histogram = histogram
+        self._times = times
+        self._bucket = 0
+        #: As it was at the beginning.
+        self.sum = histogram.sum
+
+    def move(self, value: float, seen: int) -> tuple[float, float]:
+        """`seen` observations fell into the bucket so far; the next one is `value`. Returns (above, up to) what the
+        bucket goes that it falls into."""
+        self._count(seen)
+        bounds = self._histogram.bounds
+        self._bucket = bucket = bisect_left(bounds, value)
+        return bounds[bucket - 1] if bucket else -inf, bounds[bucket] if bucket < len(bounds) else inf
+
+    def close(self, total: float, seen: int) -> None:
+        """`total` is the sum with all observations in it."""
+        self._count(seen)
+        self._histogram.sum = total
+
+    def _count(self, seen: int) -> None:
+        self._histogram.buckets[self._bucket] += seen * self._times
+        self._histogram.count += seen * self._times
 
 
 class Gauges:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
+from fairlead.fleet.columns import BoolColumn
+
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -36,11 +38,13 @@ class Context:
 class Cycle:
     """One decision's scratch space. `once` computes a value at the first question and remembers it."""
 
-    __slots__ = ("_values", "now", "rng")
+    __slots__ = ("_values", "left", "now", "rng")
 
     def __init__(self, context: Context) -> None:
         self.now = context.now
         self.rng = context.rng
+        #: For filters: a mask of what those before them left; `None` = all slots.
+        self.left: BoolColumn | None = None
         self._values: dict[Key[Any], Any] = {}
 
     def once(self, key: Key[T], compute: Callable[[*Args], T], *args: *Args) -> T:

@@ -9,7 +9,7 @@ What the answers mean
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from msgspec import Struct
@@ -36,6 +36,8 @@ class Pick(Struct):
 
     #: Chosen slot; -1 = none, `reason` says why.
     slot: int
+    #: Where the prompt is computed, if not there; -1 = there. `hit_share` is then that endpoint's.
+    prefill_slot: int = -1
     reason: str = ""
     message: str = ""
     #: Every candidate was overloaded; the fallback chose. More replicas are wanted.
@@ -90,12 +92,23 @@ class Demoter(Protocol):
     def demote(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None: ...
 
 
+class Chosen(Protocol):
+    """A filter, scorer or picker may also be one: it is told where each request goes.
+
+    Called once per decision, after the pick (the fallback's too), with the same `cycle`; never when there was none.
+    """
+
+    def chosen(self, request: Request, slot: int, fleet: Fleet, cycle: Cycle) -> None: ...
+
+
 class Clamped:
     """Keeps a scorer of unknown origin inside [0, 1]; NaN counts as 0."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.name = scorer.name
         self._scorer = scorer
+        if hasattr(scorer, "chosen"):
+            self.chosen = cast(Chosen, scorer).chosen
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
         scores = self._scorer.score(request, fleet, cycle)

@@ -23,7 +23,7 @@ from fairlead.model.decision import Trace
 from fairlead.model.errors import PluginError
 from fairlead.model.request import Request
 from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import CANDIDATES, Demoter, Filter, Pick, Picker, Scorer, prefix_share
+from fairlead.schedule.framework import CANDIDATES, Chosen, Demoter, Filter, Pick, Picker, Scorer, prefix_share
 
 NO_ENDPOINTS = "rejected-no-endpoints"
 _ABILITY, _AVAILABILITY, _LOAD = range(3)
@@ -48,6 +48,8 @@ class Profile:
         self._weighted = tuple((scorer, weight, scalar(weight)) for scorer, weight in scorers)
         self._points = sum(abs(weight) for _, weight in scorers)
         self._demoters: tuple[tuple[str, Demoter], ...] = tuple((f.name, d) for f in filters if (d := _demoter(f)))
+        plugins: list[Filter | Scorer | Picker] = [*filters, *(scorer for scorer, _ in scorers), picker]
+        self._told = tuple((plugin.name, cast(Chosen, plugin)) for plugin in plugins if hasattr(plugin, "chosen"))
         self._report = on_plugin_error
         self._turn = -1
 
@@ -66,7 +68,7 @@ class Profile:
                 return self._none(trace, f"no endpoint can serve the request: filter {culprit.name} left none")
             if trace is not None:
                 trace.candidates = available
-            slot = self._round_robin(available, len(table))
+            slot = self._overflow(available, request, fleet, cycle)
             return self._picked(slot, request, fleet, cycle, trace, overloaded=True)
         cycle.once(CANDIDATES, lambda: available)
         totals = self._totals(request, fleet, cycle, trace)
@@ -83,6 +85,7 @@ class Profile:
         table = fleet.table
         kept = available = None if table.count == len(table) else table.alive
         for plugin, stage in self._stages:
+            cycle.left = kept
             try:
                 mask = plugin.keep(request, fleet, cycle)
                 if mask is None:
@@ -149,6 +152,14 @@ class Profile:
             self._failed(self.picker.name, error)
         return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
 
+    def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None:
+        """Where failures of plugins go, for profiles that were made without saying so."""
+        self._report = on_plugin_error
+
+    def _overflow(self, available: BoolColumn | None, request: Request, fleet: Fleet, cycle: Cycle) -> int:
+        """One of the available endpoints, all of which are overloaded."""
+        return self._round_robin(available, len(fleet.table))
+
     def _round_robin(self, available: BoolColumn | None, slots: int) -> int:
         """The next one after the last one chosen this way."""
         for step in range(1, slots + 1):
@@ -163,6 +174,11 @@ class Profile:
     ) -> Pick:
         if trace is not None:
             trace.outcome = "fallback" if overloaded else "picked"
+        for name, plugin in self._told:
+            try:
+                plugin.chosen(request, slot, fleet, cycle)
+            except Exception as error:
+                self._failed(name, error)
         share = prefix_share(request, fleet, cycle)
         if share is None:
             return Pick(slot, overloaded=overloaded, trace=trace)

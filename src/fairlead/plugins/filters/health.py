@@ -35,7 +35,7 @@ class Health:
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
         table = fleet.table
-        if not np.count_nonzero(table.failures) and not np.count_nonzero(table.errors):
+        if not table.troubled:
             return None  # by far the most frequent case; an endpoint with no error is not ejected
         well = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
         healthy = np.count_nonzero(well & table.alive)

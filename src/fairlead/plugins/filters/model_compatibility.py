@@ -34,19 +34,22 @@ class ModelCompatibility:
         self.name = name
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
-        model = request.model
+        model = request.target_model
         if not model:
             return None
-        table = fleet.table
-        promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
-        loaded = table.holders(model)
-        if loaded is not None or np.count_nonzero(promised):
-            able = promised | _has_base(table, model)
-            return unless_all(able if loaded is None else able | loaded)
-        plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
-        if plain is None or np.count_nonzero(_has_base(table, model)):
-            return plain
-        return unless_all(plain | (table.max_adapters > 0))
+        return fleet.table.answer(("compatible", model), lambda: _compatible(fleet.table, model))
+
+
+def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
+    promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
+    loaded = table.holders(model)
+    if loaded is not None or np.count_nonzero(promised):
+        able = promised | _has_base(table, model)
+        return unless_all(able if loaded is None else able | loaded)
+    plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
+    if plain is None or np.count_nonzero(_has_base(table, model)):
+        return plain
+    return unless_all(plain | (table.max_adapters > 0))
 
 
 def _has_base(table: EndpointTable, model: str) -> BoolColumn:

@@ -24,7 +24,7 @@ class LoraAware:
         self.name = name
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
-        table, model = fleet.table, request.model
+        table, model = fleet.table, request.target_model
         if not model or not np.count_nonzero(table.max_adapters):
             return None
         is_base = table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from fairlead.fleet.columns import BoolColumn, FloatColumn
+from fairlead.fleet.conversations import PREFIX as RECOGNISED
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 from fairlead.plugins.params import NoParams
@@ -40,7 +41,8 @@ class SessionAffinity:
         self._homes: dict[int, int] = {}
 
     def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
-        if not request.session:
+        # A conversation that was recognised by its prompt is where its prompt is: no need to draw a home by lot.
+        if not request.session or request.session[0] == RECOGNISED:
             return None
         ids, candidates = fleet.table.ids, cycle.get(CANDIDATES)
         if ids is not self._ids:

@@ -1,0 +1,203 @@
+"""Flow control as a whole: go at once, wait, or be refused; and who goes when something has changed.
+
+    arrived ──► nobody waits, all endpoints open ──► goes at once: nothing is added to its path but two comparisons
+            └─► waits ──► dispatched: a pair (request, open endpoint) was chosen
+                      ├─► refused: over a limit, out of time, shutting down
+                      └─► cancelled: the client is gone
+
+Rules
+* Late: an endpoint is chosen when a request leaves the queue, never before. `Binder` chooses among a window of requests
+  and all open endpoints; fairness says whose window it is.
+* Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
+* Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
+  most `batch` requests; `more` then says that it is not done, so that a long queue does not hold up everybody else.
+* The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from math import inf
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.admit.framework import EXPIRED, NO_ENDPOINTS, SHUTTING_DOWN, Refused, Waiting
+from fairlead.admit.queues import Band, Queues
+from fairlead.fleet.columns import BoolColumn
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.request import Request
+
+
+class Gate(Protocol):
+    """Soft saturation: which endpoints may be sent one more request now."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
+        """`None` = all of them."""
+        ...
+
+
+class Bound(Struct, frozen=True):
+    """A request and where it goes. `cost` is what its flow is charged, in predicted uncached tokens."""
+
+    waiting: Waiting
+    slot: int
+    cost: float
+    #: Share of the prompt believed to be cached there, and the best share anywhere.
+    hit_share: float = 0.0
+    best_share: float = 0.0
+
+
+class Binder(Protocol):
+    """Chooses the pair. May keep all of them waiting although something is open: a cached prefix can be worth it."""
+
+    def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, Any]:
+        """Predicted work in uncached prompt tokens, at the endpoint that holds most; and what to remember of it
+        (`Waiting.known`)."""
+        ...
+
+    def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
+        """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
+        ...
+
+
+class Times(Struct, frozen=True):
+    """Seconds that a request may wait, if neither it nor its band says otherwise; `inf` = for ever."""
+
+    ttl: float = 60.0
+    #: While the pool has no endpoint at all.
+    no_endpoints: float = 60.0
+
+
+class FlowControl:
+    """Owns the queues."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        gate: Gate,
+        binder: Binder,
+        times: Times | None = None,
+        window: int = 64,
+        batch: int = 1,
+    ) -> None:
+        self.queues = queues
+        self.gate = gate
+        self._binder = binder
+        self._times = times or Times()
+        self._window = window
+        self._batch = batch
+        self._stopping = False
+        #: The last look that found nobody to go: what was open, and the newest request then.
+        self._in_vain: BoolColumn | None = None
+        self._newest = (0, 0)
+        #: Whether a look at the queues ended before it was done, and else the clock seconds at which one more look is
+        #: worth it even if nothing happens; `inf` = never.
+        self.more = False
+        self.look_again = inf
+
+    def __len__(self) -> int:
+        return len(self.queues)
+
+    def arrived(self, request: Request, fleet: Fleet, now: float) -> "Refused | tuple[Waiting, list[Waiting]] | None":
+        """`None` = it goes at once, by the policy; else why it is refused, or that it waits and who gave way for it."""
+        if self._stopping:
+            return Refused(SHUTTING_DOWN, "the scheduler is shutting down", 503)
+        if not len(self.queues) and fleet.table.count and self.gate.open(fleet, now) is None:
+            return None
+        work, known = self._binder.look(request, fleet, now)
+        outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work)
+        if isinstance(outcome, Waiting):
+            outcome.known = known
+        return outcome if isinstance(outcome, Refused) else (outcome, displaced)
+
+    def _ttl(self, request: Request, fleet: Fleet) -> float:
+        own = request.ttl_s if request.ttl_s > 0 else self._times.ttl
+        return own if fleet.table.count else min(own, self._times.no_endpoints)
+
+    def dispatch(self, fleet: Fleet, now: float) -> Iterator[Bound]:
+        """Who goes now, one by one. Each must be charged to the ledger before the next is asked for."""
+        self.more = False
+        for _ in range(self._batch):
+            bound = self._next(fleet, now)
+            if bound is None:
+                return
+            self.queues.dispatch(bound.waiting, now, bound.cost)
+            yield bound
+        self.more = bool(len(self.queues))
+
+    def _next(self, fleet: Fleet, now: float) -> Bound | None:
+        if not len(self.queues) or not fleet.table.count:
+            return None
+        opened = self.gate.open(fleet, now)
+        if opened is None:
+            opened = fleet.table.alive
+        if self._would_be_in_vain(opened, fleet.table.version, now):
+            return None
+        self.look_again = inf
+        for band in self.queues.bands():
+            if band.count:
+                bound = self._of_band(band, fleet, opened, now)
+                if bound is not None:
+                    self._in_vain = None
+                    return bound
+        self._in_vain, self._newest = opened, (self.queues.newest, fleet.table.version)
+        return None
+
+    def _would_be_in_vain(self, opened: BoolColumn, version: int, now: float) -> bool:
+        """Nobody came, nothing opened, and nobody's patience ended since a look that found nobody to go."""
+        if not np.count_nonzero(opened):
+            self._in_vain = None
+            self.look_again = inf
+            return True
+        before = self._in_vain
+        if before is None or len(before) != len(opened) or self._newest != (self.queues.newest, version):
+            return False
+        return now < self.look_again and not np.count_nonzero(opened & ~before)
+
+    def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
+        turns = self.queues.turns(band, self._window)
+        rest: list[Waiting] = []
+        for window in turns:
+            found = self._binder.bind(window, fleet, opened, now)
+            if isinstance(found, Bound):
+                return found
+            self.look_again = min(self.look_again, found)
+            # Whose turn it is cannot go. Among the others the best pair may: their flows pay for it all the same.
+            rest = list(islice(chain.from_iterable(turns), self._window))
+        if rest:
+            found = self._binder.bind(rest, fleet, opened, now)
+            if isinstance(found, Bound):
+                return found
+            self.look_again = min(self.look_again, found)
+        return None
+
+    def cancel(self, request_id: int) -> Waiting | None:
+        return self.queues.cancel(request_id)
+
+    def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
+        """Those whose time is over, and what they are told."""
+        if fleet.table.count:
+            why = Refused(EXPIRED, "the request timed out waiting for a free endpoint")
+        else:
+            why = Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints", 503)
+        return [(waiting, why) for waiting in self.queues.expire(now)]
+
+    def stop(self) -> list[tuple[Waiting, Refused]]:
+        """Nobody waits any longer, and nobody may from now on."""
+        self._stopping = True
+        why = Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again", 503)
+        return [(waiting, why) for waiting in self.queues.clear()]
+
+    def next_deadline(self) -> float:
+        return self.queues.next_deadline()
+
+    def oldest(self) -> float:
+        """Since when the request that waits longest waits; `inf` = none does."""
+        return min((band.oldest() for band in self.queues.bands()), default=inf)
+
+    def validate(self) -> None:
+        self.queues.validate()

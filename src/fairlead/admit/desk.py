@@ -1,0 +1,135 @@
+"""Flow control as the pipeline sees it: events in, instructions out.
+
+Rules
+* A request that waits is told so once (`Hold`): its gateway must be patient for as long as it may wait.
+* Two timers, both exact: the earliest deadline, and the moment at which a request stops waiting for the endpoint that
+  holds its prompt's beginning (or at once, when one look was not enough for all that can go).
+* Refusals carry `Retry-After`: how long the queue will take at the pace of the last dispatches.
+"""
+
+from collections.abc import Callable
+from math import inf
+
+from fairlead.admit.control import Bound, FlowControl
+from fairlead.admit.framework import Refused, Waiting
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.decision import DecisionRecord
+from fairlead.model.instructions import Hold, Instruction, Record, Reject, SetTimer
+from fairlead.model.request import Request
+
+DEADLINE_TIMER = "queue-deadline"
+DISPATCH_TIMER = "queue-dispatch"
+#: Seconds that a gateway gets beyond a request's deadline, so that it hears our refusal.
+MARGIN = 1.0
+#: Bounds of `Retry-After`, in seconds.
+RETRY = (1.0, 60.0)
+#: Weight of the newest gap between two dispatches.
+_PACE = 0.05
+
+#: (what goes where, now): charge it, and route it.
+Send = Callable[[Bound, float], list[Instruction]]
+
+
+class Desk:
+    """One per pipeline. `policy` is the name under which its decisions are recorded."""
+
+    def __init__(self, flow: FlowControl, policy: str = "") -> None:
+        self.flow = flow
+        self.policy = policy
+        self._deadline = inf
+        self._look = inf
+        self._gap = 0.05
+        self._last = -inf
+
+    def __len__(self) -> int:
+        return len(self.flow)
+
+    def arrived(self, request: Request, fleet: Fleet, now: float) -> list[Instruction] | None:
+        """`None` = schedule it now."""
+        outcome = self.flow.arrived(request, fleet, now)
+        if outcome is None:
+            return None
+        if isinstance(outcome, Refused):
+            return self._refuse(request, outcome, now)
+        waiting, displaced = outcome
+        why = Refused("rejected-saturated", "a more important request needed the place in the queue")
+        given_way = [i for victim in displaced for i in self._refuse(victim.request, why, now, victim)]
+        return [*given_way, Hold(request.id, waiting.deadline - now + MARGIN)]
+
+    def dispatched(self, send: Send, fleet: Fleet, now: float) -> list[Instruction]:
+        """To be called after every event while somebody waits."""
+        instructions: list[Instruction] = []
+        for bound in self.flow.dispatch(fleet, now):
+            instructions += send(bound, now)
+            if self._last > -inf:
+                self._gap += _PACE * (now - self._last - self._gap)
+            self._last = now
+        return instructions + self._timers(now)
+
+    def _timers(self, now: float) -> list[Instruction]:
+        timers: list[Instruction] = []
+        deadline = self.flow.next_deadline()
+        if deadline != self._deadline:
+            self._deadline = deadline
+            if deadline < inf:
+                timers.append(SetTimer(DEADLINE_TIMER, deadline))
+        look = now if self.flow.more else max(self.flow.look_again, now)
+        if len(self.flow) and look < inf and (look < self._look or self._look <= now):
+            self._look = look
+            timers.append(SetTimer(DISPATCH_TIMER, look))
+        return timers
+
+    def fired(self, name: str, fleet: Fleet, now: float) -> list[Instruction]:
+        """A timer is due; `dispatched` follows."""
+        if name == DISPATCH_TIMER:
+            self._look = inf
+        if name != DEADLINE_TIMER:
+            return []
+        self._deadline = inf
+        late = self.flow.expire(fleet, now)
+        return [i for waiting, why in late for i in self._refuse(waiting.request, why, now, waiting)]
+
+    def lost(self, request_id: int, now: float) -> list[Instruction]:
+        """The client went away; nothing if the request does not wait here."""
+        waiting = self.flow.cancel(request_id)
+        if waiting is None:
+            return []
+        gone = Refused("rejected-context-cancelled", "client disconnected", 503)
+        return [self._record(waiting.request, gone, now, waiting)]
+
+    def stopping(self, now: float) -> list[Instruction]:
+        """The process ends: those that wait are told to try again elsewhere, and so are all that come from now on."""
+        told = self.flow.stop()
+        return [i for waiting, why in told for i in self._refuse(waiting.request, why, now, waiting)]
+
+    def drain_s(self) -> float:
+        """Seconds that the queue will take at the pace of the last dispatches."""
+        return len(self.flow) * self._gap
+
+    def _refuse(self, request: Request, why: Refused, now: float, waiting: Waiting | None = None) -> list[Instruction]:
+        low, high = RETRY
+        reject = Reject(
+            request_id=request.id,
+            status=why.status,
+            reason=why.reason,
+            message=why.message,
+            retry_after_s=min(max(self.drain_s(), low), high),
+            api=request.api,
+        )
+        return [reject, self._record(request, why, now, waiting)]
+
+    def _record(self, request: Request, why: Refused, now: float, waiting: Waiting | None) -> Record:
+        return Record(
+            DecisionRecord(
+                request=request,
+                at=now,
+                policy=self.policy,
+                outcome=why.reason,
+                status=why.status,
+                queued_ms=(now - waiting.since) * 1e3 if waiting else 0.0,
+            )
+        )
+
+    def validate(self) -> None:
+        self.flow.validate()
+        assert self._deadline <= self.flow.next_deadline()

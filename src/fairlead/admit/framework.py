@@ -1,0 +1,130 @@
+"""The contracts of flow control: how requests wait, in which order a flow's requests go, and whose turn it is.
+
+    band      all requests of one priority. Strict: a lower band is served only when no higher one can be.
+    flow      the requests of one model and one tenant (fairness id) inside a band
+    ordering  within a flow: who is first                     `Ordering.key`, smallest first
+    fairness  between the flows of a band: whose turn it is   `Fairness.turns`, charged by `Fairness.spent`
+
+What the answers mean
+* An ordering's key must not change while a request waits: ageing is written as a key that grows with the arrival time,
+  which ranks alike. Keys of one ordering are compared with each other only.
+* Fairness does not take requests out; it says in which order flows may spend. Who chooses a request may pass over a
+  flow (its endpoints are all busy) and take one of a later flow: strictness must not become head-of-line blocking.
+* `spent` is told the predicted cost when a request leaves its queue for an endpoint, in the same unit for all flows
+  (uncached prompt tokens, or milliseconds). Requests that leave otherwise cost nothing.
+"""
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from fairlead.model.request import Request
+
+
+class FlowKey(Struct, frozen=True, order=True):
+    """Names a flow. `model` as the client named it; `tenant` = the request's fairness id, empty = none."""
+
+    priority: int
+    model: str
+    tenant: str
+
+
+class Waiting(Struct, eq=False):
+    """One request in a queue."""
+
+    request: Request
+    #: Clock seconds when it was queued, and when it must be answered at the latest; `inf` = never.
+    since: float
+    deadline: float
+    #: Predicted work, in uncached prompt tokens; at least 1.
+    work: float
+    #: Rises with each queued request: breaks ties, so equal keys go in the order of arrival.
+    number: int
+    #: The ordering's key.
+    key: float = 0.0
+    flow: "Flow | None" = None
+    #: The binder's memory of the request.
+    known: Any = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that waiting costs: the body, which is held."""
+        return self.request.body_bytes
+
+
+class Flow:
+    """The waiting requests of one flow, in the order of their keys. Only `Queues` adds and removes."""
+
+    __slots__ = ("bytes", "count", "credit", "dispatched", "key", "number", "seen", "served", "waiting")
+
+    def __init__(self, key: FlowKey, number: int, now: float) -> None:
+        self.key = key
+        #: Unique among all flows that there were.
+        self.number = number
+        #: (key, number, waiting), sorted.
+        self.waiting: list[tuple[float, int, Waiting]] = []
+        self.bytes = 0
+        #: Clock seconds of its last arrival or dispatch.
+        self.seen = now
+        #: For the fairness policy's use: what it may still spend, and what it has been served.
+        self.credit = 0.0
+        self.served = 0.0
+        #: Requests sent to an endpoint.
+        self.dispatched = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def first(self, count: int) -> list[Waiting]:
+        """Up to `count` requests, the first of the order first."""
+        return [entry[2] for entry in self.waiting[:count]]
+
+
+class Ordering(Protocol):
+    """Ranks the requests of one flow."""
+
+    @property
+    def name(self) -> str: ...
+
+    def key(self, waiting: Waiting) -> float:
+        """The smallest goes first."""
+        ...
+
+
+class Fairness(Protocol):
+    """Shares one band among its flows. One instance per band."""
+
+    @property
+    def name(self) -> str: ...
+
+    def queued(self, waiting: Waiting) -> None:
+        """A request joined its flow; it is in `waiting.flow.waiting` already."""
+
+    def left(self, waiting: Waiting) -> None:
+        """A request is no longer in its flow: sent, cancelled, expired."""
+
+    def turns(self, window: int) -> Iterable[list[Waiting]]:
+        """Windows of up to `window` requests each: those among which the next may be chosen; if none of them can go
+        now, those of the next window, and so on. Flows without waiting requests do not occur."""
+        ...
+
+    def spent(self, flow: Flow, cost: float) -> None:
+        """A request of the flow is sent to an endpoint; called before it leaves the queue."""
+
+
+class Refused(Struct, frozen=True):
+    """Why a request may not wait, or must not wait any longer. `reason` is the machine-readable drop reason."""
+
+    reason: str
+    message: str
+    status: int = 429
+
+
+#: Drop reasons.
+SATURATED = "rejected-saturated"
+EXPIRED = "rejected-ttl-expired"
+NO_ENDPOINTS = "rejected-no-endpoints"
+SHUTTING_DOWN = "rejected-shutting-down"
+NEVER = inf

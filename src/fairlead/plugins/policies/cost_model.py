@@ -1,0 +1,116 @@
+"""`cost-model`, the default: send a request where it costs the least time, its own and everybody's. In milliseconds.
+
+    J_i = TTFT_i + interference·B_i·P_i + decode·steps·S_i + memory·full_i·(1 + waiting_i + 0.3·B_i)·hold·u_i/capacity_i
+
+TTFT_i, P_i and S_i (time to first token, own prefill, a decode step), and the learned speeds behind them:
+`fairlead.fleet.predictor`.
+
+* `interference·B_i·P_i`: every one of the B_i running answers pauses while this prompt is computed.
+* `decode·steps·S_i`: the answer takes `steps` steps (learned), each as long as the batch there makes it.
+* The last term is the price of memory, charged only where there is too little. The prompt takes u_i new tokens of the
+  cache for `hold` ms (learned): the share u_i/capacity of what the endpoint can hold in that time. All that wait there
+  wait that much longer, and so do those who come before it is given back: by Little's law about as many as run there
+  now, but they can still go elsewhere, so each counts 0.3. This is what keeps a prompt from being copied to where it
+  pushes out what others need. `full_i` rises from 0 at 75 % of the capacity to 1 at 95 %, for the running answers grow.
+
+The candidates within 2 % of the best are equal, and one is drawn: several schedulers that see the same do not herd.
+With an SLO (request headers) the best of those that keep it; a batch request (priority < 0) takes the one that keeps
+it most tightly, and leaves the fast ones to others. Where none keeps it, the best J.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from fairlead.fleet.columns import FloatColumn, scalar
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.request import Request
+from fairlead.plugins.params import Params
+from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
+from fairlead.plugins.policies.ranked import Ranked
+from fairlead.schedule.cycle import Context, Cycle
+from fairlead.schedule.forecasts import estimate
+from fairlead.schedule.framework import Filter, Pick
+
+Weight = Annotated[float, Meta(ge=0, le=1000)]
+#: Share of the KV capacity from which memory has a price, and the inverse of the range over which it rises.
+FULL_FROM, FULL_SLOPE = 0.75, 5.0
+#: How much a request that is still to come counts beside one that waits already.
+PASSING = scalar(0.3)
+#: Where at least this many requests wait at every endpoint, more replicas are wanted: 80 % of vLLM's batch of 256.
+OVERLOADED = 200.0
+_ZERO, _ONE = scalar(0.0), scalar(1.0)
+
+
+class CostModelParams(Params, frozen=True, kw_only=True):
+    """The defaults suit all hardware: what is weighed is time in any case. Ablations set one to 0."""
+
+    interference: Weight = 0.1
+    decode: Weight = 0.03
+    memory: Weight = 1.0
+    #: Costs within this share of the best count as equal.
+    near_tie: Annotated[float, Meta(ge=0, lt=1)] = 0.02
+
+
+class CostModel(Ranked):
+    """The lowest J, within the request's SLO if it has one."""
+
+    type = "cost-model"
+    Params = CostModelParams
+
+    def __init__(self, params: CostModelParams | None = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        params = params or CostModelParams()
+        super().__init__(params, name, filters, WithinSlo(params.near_tie))
+        self._interference = scalar(params.interference)
+        self._decode = params.decode
+        self._memory = params.memory
+
+    def cost(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
+        table, terms = fleet.table, estimate(request, fleet, cycle)
+        decode = scalar(self._decode * fleet.predictor.answer_steps)
+        cost = terms.ttft + terms.prefill * (self._interference * table.active) + decode * terms.step
+        if terms.used[terms.used.argmax()] > FULL_FROM:
+            cost = cost + self.memory_price(terms.used, terms.uncached, fleet)
+        return cost
+
+    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
+        picks = super().choose(requests, fleet, context)
+        queue = fleet.table.queue
+        for pick in picks:
+            if pick.slot >= 0 and queue[pick.slot] >= OVERLOADED:
+                pick.overloaded = bool((queue[fleet.table.alive] >= OVERLOADED).all())
+        return picks
+
+    def memory_price(self, used: FloatColumn, tokens: FloatColumn, fleet: Fleet) -> FloatColumn:
+        """Milliseconds that others wait because `tokens` more are held there, which makes `used` of the capacity."""
+        table = fleet.table
+        full = np.minimum(np.maximum((used - FULL_FROM) * FULL_SLOPE, _ZERO), _ONE)
+        delayed = table.queue + PASSING * table.active + _ONE
+        price: FloatColumn = (
+            full * delayed * (scalar(self._memory * fleet.predictor.hold_ms) * tokens * table.per_capacity)
+        )
+        return price
+
+
+class WithinSlo(MaxScore):
+    """The lowest cost among those that keep the SLO; for batch requests the tightest fit."""
+
+    def __init__(self, near_tie: float) -> None:
+        super().__init__(MaxScoreParams(near_tie=near_tie))
+
+    def pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
+        if request.slo_ttft_ms > 0.0 or request.slo_tpot_ms > 0.0:
+            terms = estimate(request, fleet, cycle)
+            keeps = totals > -np.inf
+            ttft = terms.ttft + fleet.predictor.memory_wait(terms.used)
+            if request.slo_ttft_ms > 0.0:
+                keeps &= ttft <= request.slo_ttft_ms
+            if request.slo_tpot_ms > 0.0:
+                keeps &= fleet.predictor.tpot_kappa * terms.step <= request.slo_tpot_ms
+            if np.count_nonzero(keeps):
+                if request.priority < 0:
+                    return int(np.where(keeps, ttft, -np.inf).argmax())
+                totals = np.where(keeps, totals, -np.inf)
+        return super().pick(request, fleet, totals, cycle)

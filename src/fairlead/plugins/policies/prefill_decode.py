@@ -1,0 +1,123 @@
+"""`prefill-decode`: whether another endpoint should compute the prompt, and which pair, by what it would gain.
+
+With J as in `cost-model`, in milliseconds:
+
+    alone   = min over d of J_d                                           d computes the prompt itself
+    pair    = min over p of A_p + transfer(n) + min over d ≠ p of D_d
+    A_p     = TTFT_p + interference·B_p·P_p + memory at p of u_p tokens   prefill at p
+    D_d     = 1.5·S_d + decode·steps·S_d + memory at d of n tokens        KV cache taken over, then decode steps at d
+    transfer = fixed + per token
+
+The two minima are independent, so the best pair costs two passes over columns and not one per pair. A pair is taken
+only when it saves `margin` of the cost: a transfer is one more thing that can fail.
+
+d has a role that decodes (or none), p one that prefills; an endpoint that does both can be either, and both at once is
+"alone". A pool without pure prefill endpoints is never split: the plain cost model decides.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from fairlead.fleet.columns import FloatColumn, scalar
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.endpoint import ROLE_LABEL
+from fairlead.model.errors import PluginError
+from fairlead.model.request import Request
+from fairlead.plugins.filters.role import STAGES, Role, RoleParams
+from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
+from fairlead.schedule.cycle import Context, Cycle
+from fairlead.schedule.forecasts import estimate
+from fairlead.schedule.framework import Filter, Pick
+
+Millis = Annotated[float, Meta(ge=0)]
+#: Roles that prefill and do not decode.
+_PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
+
+
+class PrefillDecodeParams(CostModelParams, frozen=True, kw_only=True):
+    #: Handing over the KV cache of a prompt: once, and per 1000 tokens. 10 ms are 26 GB/s for a 32B model.
+    transfer_ms: Millis = 30.0
+    transfer_ms_per_1k_tokens: Millis = 10.0
+    #: Share of the cost that a pair must save.
+    margin: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+
+
+class PrefillDecode:
+    """Made of three cost models: alone, prefill part, decode part."""
+
+    type = "prefill-decode"
+    Params = PrefillDecodeParams
+    takes_filters = True
+
+    def __init__(
+        self, params: PrefillDecodeParams | None = None, name: str = type, filters: Sequence[Filter] = ()
+    ) -> None:
+        self.name = name
+        self._params = params = params or PrefillDecodeParams()
+        self._alone = CostModel(params, name, filters)
+        others = [plugin for plugin in filters if not isinstance(plugin, Role)]
+        prefills = [Role(RoleParams(stage="prefill")), *others]
+        self._prefill = PrefillPart(params, name, prefills)
+        self._decode = DecodePart(params, name, filters)
+
+    def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None:
+        """Where failures of filters go."""
+        for policy in (self._alone, self._prefill, self._decode):
+            policy.report_to(on_plugin_error)
+
+    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
+        if fleet.table.keeping(("role", "not prefill only"), _decodes) is None:
+            return self._alone.choose(requests, fleet, context)
+        return [self._choose(request, fleet, context) for request in requests]
+
+    def _choose(self, request: Request, fleet: Fleet, context: Context) -> Pick:
+        traced = Context(context.now, context.rng)  # totals stand in traces
+        alone, prefill, decode = (
+            policy.choose([request], fleet, traced)[0] for policy in (self._alone, self._prefill, self._decode)
+        )
+        if min(prefill.slot, decode.slot) >= 0 and prefill.slot != decode.slot:
+            transfer = self._params.transfer_ms + self._params.transfer_ms_per_1k_tokens * request.prompt_tokens / 1000
+            pair = _cost(prefill) + transfer + _cost(decode)
+            if pair < (1.0 - self._params.margin) * _cost(alone):
+                decode.prefill_slot = prefill.slot
+                decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
+                decode.overloaded |= prefill.overloaded
+                alone = decode
+        if not context.trace:
+            alone.trace = None
+        return alone
+
+
+class PrefillPart(CostModel):
+    """A_p. Its memory goes back as soon as the prompt is handed over, so no answer is decoded here."""
+
+    def __init__(self, params: PrefillDecodeParams, name: str, filters: Sequence[Filter]) -> None:
+        super().__init__(params, name, filters)
+        self._decode = 0.0
+
+
+class DecodePart(CostModel):
+    """D_d."""
+
+    def cost(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
+        terms = estimate(request, fleet, cycle)
+        whole = scalar(max(request.prompt_tokens, 1))
+        used = terms.used + (whole - terms.uncached) * fleet.table.per_capacity
+        steps = scalar(1.5 + self._decode * fleet.predictor.answer_steps)
+        return steps * terms.step + self.memory_price(used, whole, fleet)
+
+
+def _decodes(_: int, endpoint: object) -> bool:
+    labels = getattr(endpoint, "labels", {})
+    return labels.get(ROLE_LABEL, "") not in _PREFILL_ONLY
+
+
+def _cost(pick: Pick) -> float:
+    """Of a pick with its trace; infinite where that does not have it (a refusal, or the fallback of overload)."""
+    trace = pick.trace
+    if pick.slot < 0 or trace is None or trace.total is None:
+        return float(np.inf)
+    return -float(trace.total[pick.slot])

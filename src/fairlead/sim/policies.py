@@ -1,0 +1,38 @@
+"""The policies that there are, by the name that a configuration calls them."""
+
+from pathlib import Path
+
+from fairlead.config.builtins import BUILTINS
+from fairlead.config.defaults import POLICIES
+from fairlead.model.errors import FairleadError
+from fairlead.sim.run import policy_from
+
+
+def known_policies() -> dict[str, str]:
+    """Name → text of a configuration. `default` comes first; what cannot be made without parameters is left out."""
+    names = dict.fromkeys(["default", *POLICIES, *BUILTINS["policy"]])
+    texts = {name: f"policy: {name}\n" for name in names}
+    return {name: text for name, text in texts.items() if _works(text)}
+
+
+def policy_text(name: str) -> str:
+    """The configuration text of a known policy, or of the file of that name: `tuned=path.yaml` and `path.yaml` alike.
+
+    Raises `ValueError` when it is neither, `ConfigError` or `PluginError` when the file is wrong, `OSError`.
+    """
+    texts = known_policies()
+    if name in texts:
+        return texts[name]
+    path = Path(name.partition("=")[2] or name)
+    if not path.is_file():
+        raise ValueError(f"{name!r} is neither a policy nor a file; policies: {', '.join(texts)}")
+    policy_from(path)
+    return path.read_text()
+
+
+def _works(text: str) -> bool:
+    try:
+        policy_from(text)
+    except FairleadError:
+        return False
+    return True

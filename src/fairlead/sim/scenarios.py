@@ -1,0 +1,148 @@
+"""Scenarios by name: what policies are compared on. Sizes and rates are chosen for 8 servers of Qwen3-32B on H100."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec import structs
+
+from fairlead.sim.world import Replica, Scenario, replicas
+from fairlead.workload.conversation import Conversation, conversation
+from fairlead.workload.formats import azure as azure_format
+from fairlead.workload.formats import mooncake as mooncake_format
+from fairlead.workload.record import Workload, arranged
+from fairlead.workload.shared_prefix import SharedPrefix, shared_prefix
+
+MOONCAKE = "mooncake_conversation.jsonl"
+AZURE_CODE = "azure_2023_code.csv"
+#: Three of eight servers take 2.5 times as long.
+UNLIKE = (1.0, 0.4, 1.0, 1.0, 0.4, 1.0, 0.4, 1.0)
+#: Seconds of the shared-prefix workload at each rate. What the published comparison ran is not known; at these, round
+#: robin's mean TTFT comes out near its figures.
+HEADLINE_SECONDS = {10.0: 180.0, 14.0: 180.0, 20.0: 90.0}
+#: As long as the Mooncake trace.
+_LIKE_SECONDS = 3537.0
+
+
+def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
+    """150 groups of 5 users, 6000 + 1200 tokens in, 1000 out, on 8 servers."""
+    spec = SharedPrefix()
+    seconds = seconds or HEADLINE_SECONDS.get(rate, 120.0)
+    return Scenario(
+        name=f"shared-prefix-{rate:g}rps",
+        workload=shared_prefix(spec, rate=rate, seconds=seconds, seed=seed),
+        replicas=servers or replicas(8, block_size=spec.block_size),
+    )
+
+
+def mooncake(
+    path: Path, speedup: float = 1.0, servers: Sequence[Replica] = (), head: int = 0, block_size: int = 512
+) -> Scenario:
+    """A Mooncake trace at `speedup` times its pace, its first `head` requests. Raises `TraceError` or `OSError`."""
+    records = mooncake_format.read(path.read_bytes(), str(path))
+    return Scenario(
+        name=f"{path.stem.replace('_', '-')}-x{speedup:g}",
+        workload=arranged(path.stem, records[:head] if head else records),
+        replicas=servers or replicas(8, block_size=block_size),
+        speedup=speedup,
+    )
+
+
+def azure(path: Path, speedup: float = 10.0, servers: Sequence[Replica] = (), head: int = 0) -> Scenario:
+    """An Azure 2023 trace: no shared prefixes, short answers. Raises `TraceError` or `OSError`."""
+    records = azure_format.read(path.read_bytes(), str(path))
+    return Scenario(
+        name=f"{path.stem.replace('_', '-')}-x{speedup:g}",
+        workload=arranged(path.stem, records[:head] if head else records),
+        replicas=servers or replicas(8, block_size=64),
+        speedup=speedup,
+    )
+
+
+def agents(sessions: int = 320, rate: float = 0.8, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
+    """Agents with tools: long shared system prompts, many quick turns, each waiting for the one before."""
+    spec = Conversation(
+        systems=12,
+        system_tokens=6400,
+        turns=12,
+        first_tokens=1500,
+        turn_tokens=1200,
+        output_tokens=300,
+        gap_s=6.0,
+        spread=0.7,
+    )
+    workload = conversation(spec, sessions=sessions, rate=rate, seed=seed, name="agents")
+    return Scenario(name="agents", workload=workload, replicas=servers or replicas(8, block_size=64))
+
+
+def conversation_like(speedup: float, seed: int = 0) -> Scenario:
+    """A stand-in where the Mooncake trace is not at hand: about its rate, mean lengths and share of reuse, made up."""
+    spec = Conversation(
+        systems=40,
+        system_tokens=512,
+        turns=1.3,
+        first_tokens=9500,
+        turn_tokens=1500,
+        output_tokens=343,
+        gap_s=60.0,
+        spread=1.3,
+        block_size=512,
+    )
+    made = conversation(
+        spec, seconds=_LIKE_SECONDS, rate=2.3, seed=seed, dispatch="timestamp", name="conversation-like"
+    )
+    made.records = [record for record in made.records if record.arrival_us < _LIKE_SECONDS * 1e6]
+    return Scenario(
+        name=f"conversation-like-x{speedup:g}", workload=made, replicas=replicas(8, block_size=512), speedup=speedup
+    )
+
+
+def unlike(scenario: Scenario, speeds: Sequence[float] = UNLIKE) -> Scenario:
+    """The same on servers of these speeds."""
+    servers = tuple(
+        structs.replace(replica, speed=speeds[i % len(speeds)]) for i, replica in enumerate(scenario.replicas)
+    )
+    return structs.replace(scenario, name=f"unlike-{scenario.name}", replicas=servers)
+
+
+def cut(workload: Workload, head: int) -> Workload:
+    """Its first `head` records."""
+    return Workload(name=workload.name, records=workload.records[:head], dispatch=workload.dispatch)
+
+
+def _conversation(traces: Path | None, speedup: float) -> Scenario:
+    path = traces / MOONCAKE if traces else None
+    return mooncake(path, speedup) if path and path.is_file() else conversation_like(speedup)
+
+
+def _code(traces: Path | None) -> Scenario:
+    path = traces / AZURE_CODE if traces else None
+    if path and path.is_file():
+        return azure(path)
+    spec = Conversation(
+        systems=1, system_tokens=0, turns=1, first_tokens=2048, output_tokens=28, spread=0.9, block_size=64
+    )
+    made = conversation(spec, sessions=8800, rate=26.0, dispatch="timestamp", name="code-like")
+    return Scenario(name="code-like", workload=made, replicas=replicas(8, block_size=64))
+
+
+#: The nine of the comparison. Each takes the directory with the traces, or `None` where there is none.
+QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
+    "shared-prefix-10": lambda _: headline(10.0),
+    "shared-prefix-14": lambda _: headline(14.0),
+    "shared-prefix-20": lambda _: headline(20.0),
+    "conversation-1x": lambda traces: _conversation(traces, 1.0),
+    "conversation-1.5x": lambda traces: _conversation(traces, 1.5),
+    "conversation-2x": lambda traces: _conversation(traces, 2.0),
+    "azure-code": _code,
+    "agents": lambda _: agents(),
+    "unlike-hardware": lambda traces: unlike(_conversation(traces, 1.0)),
+}
+
+
+def scenario(name: str, traces: Path | None = None) -> Scenario:
+    """One of `QUALITY` by name. Raises `ValueError` that lists the names, `TraceError` or `OSError`."""
+    try:
+        make = QUALITY[name]
+    except KeyError:
+        raise ValueError(f"unknown scenario {name!r}; known: {', '.join(QUALITY)}") from None
+    return structs.replace(make(traces), name=name)

@@ -1,0 +1,296 @@
+"""One run: the workload's clients, the pipeline's driver and the gateway, all on one heap of timers.
+
+What the pipeline is told, and when (as the live server beside its embedded gateway would)
+* `RequestArrived` `decision_ms` after the client sent it. Whatever call answers it with `Route` or `Reject` counts: a
+  policy that holds requests back may answer at a later event.
+* `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log says so, with token
+  counts for the first few answers and a share of the others.
+* `MetricsSampled` each scrape interval per server that answers, `MetricsFailed` for one that does not. An idle server's
+  unchanged page is told once per second.
+* `StreamLost` for a client that left before its first token.
+
+Rules
+* Nothing here knows the policy; nothing in the pipeline knows that time is virtual.
+* Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
+  iterated, nothing is hashed by Python: two runs of one seed are equal on every version of it.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from xxhash import xxh3_64
+
+from fairlead.engine.engine import StepResult
+from fairlead.fleet.fleet import Fleet
+from fairlead.model import events as ev
+from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.endpoint import Sample
+from fairlead.model.errors import PluginError
+from fairlead.model.instructions import Instruction, Reject, Route, SetTimer
+from fairlead.model.instructions import Record as Note
+from fairlead.model.request import Usage
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.schedule.framework import Policy
+from fairlead.sim.faults import Faults
+from fairlead.sim.job import Job, Status
+from fairlead.sim.kernel import Kernel, Timer
+from fairlead.sim.prompts import Prompts
+from fairlead.sim.server import Server
+from fairlead.sim.world import WARM_UP, Scenario
+
+#: Kernel seconds at which the workload begins: no code may take 0 for "never", or for a wall clock.
+START = 1_000.0
+
+
+class Simulation:
+    """Run once. `watch` sees every decision and outcome record; `validate` checks all invariants after every event."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: Policy,
+        seed: int = 0,
+        *,
+        watch: Callable[[DecisionRecord | OutcomeRecord], None] | None = None,
+        validate: bool = False,
+    ) -> None:
+        self.scenario = scenario
+        world = scenario.world
+        self.world = world
+        self.kernel = Kernel(START)
+        self.plugin_errors: list[PluginError] = []
+        self.pipeline = Pipeline(
+            self.kernel,
+            Random(f"pipeline/{seed}"),
+            Fleet(staleness=world.staleness_s),
+            policy,
+            TokenEstimator(),
+            self.plugin_errors.append,
+        )
+        self._chance = Random(f"world/{seed}")
+        self._prompts = Prompts(scenario.workload, world.bytes_per_token)
+        self._watch = watch
+        self._validate = validate
+        self._network = world.network_ms * 1e-3
+        self.servers = [Server(i, replica, self.kernel, self._stepped) for i, replica in enumerate(scenario.replicas)]
+        self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
+        self.jobs = self._make_jobs()
+        self.open = len(self.jobs)
+        self._decided = xxh3_64()
+        self._timers: dict[str, Timer] = {}
+        self._told: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
+        self._usage_left = world.usage_first
+        self._children: dict[str, list[Job]] = {}
+
+    @property
+    def decision_hash(self) -> str:
+        """Of the sequence of (request, endpoint) in the order of the decisions."""
+        return self._decided.hexdigest()
+
+    def run(self) -> bool:
+        """To the end of the last request; False when `drain_s` after the last arrival some were not over."""
+        kernel, scenario = self.kernel, self.scenario
+        for server in self.servers:
+            self.feed(ev.EndpointUp(server.endpoint))
+        self._do(self.pipeline.start())
+        self._scrape_all()
+        self._dispatch()
+        Faults(self, scenario.faults).plan()
+        last = START + WARM_UP + scenario.workload.duration_s / scenario.speedup
+        over = kernel.run(lambda: self.open > 0, last + self.world.drain_s)
+        for job in self.jobs:
+            if job.status == "waiting":
+                self._over(job, "failed", "not over at the end")
+        # The last ends are still on their way to the scheduler.
+        kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self._network)
+        return over
+
+    # ---- clients ----
+
+    def _make_jobs(self) -> list[Job]:
+        begin = START + WARM_UP
+        speedup = self.scenario.speedup
+        return [
+            Job(index, record, begin + record.arrival_us * 1e-6 / speedup)
+            for index, record in enumerate(self.scenario.workload.records)
+        ]
+
+    def _dispatch(self) -> None:
+        """Set the arrivals; a follower in `think` dispatch waits for its parent."""
+        waits = self.scenario.workload.dispatch == "think"
+        known = {job.record.id for job in self.jobs} if waits else set()
+        for job in self.jobs:
+            if waits and job.record.parent in known:
+                self._children.setdefault(job.record.parent, []).append(job)
+            else:
+                self.kernel.call_at(job.arrived, self._arrive, job)
+
+    def _arrive(self, job: Job) -> None:
+        world = self.world
+        job.arrived = self.kernel.now
+        record = job.record
+        patience = record.cancel_after_ms * 1e-3 or world.patience_s
+        if patience:
+            self.kernel.call_at(job.arrived + patience, self._cancel, job)
+        self.kernel.call_at(job.arrived + world.decision_ms * 1e-3, self._decide, job)
+
+    def _decide(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        pipeline = self.pipeline
+        job.request = self._prompts.request(job.index, job.record, job.arrived, pipeline.tokens)
+        self.feed(ev.RequestArrived(job.request))
+
+    def _cancel(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        seen = job.first_at >= 0 and job.first_at <= self.kernel.now
+        self._over(job, "cancelled", "client gone")
+        if job.served is not None and job.server >= 0:
+            self.kernel.call_at(self.kernel.now + self._network, self._abort, job, self.servers[job.server].engine)
+        if job.request is not None:
+            gone = ev.ResponseEnded(request_id=job.request.id, status=200 if seen else 0, client_gone=True)
+            self.feed(gone if seen else ev.StreamLost(job.request.id))
+
+    def _abort(self, job: Job, engine: object) -> None:
+        server = self.servers[job.server]
+        if server.engine is engine and job.served is not None:
+            server.abort(job.served)
+
+    def _over(self, job: Job, status: Status, reason: str = "") -> None:
+        if job.status != "waiting":
+            return
+        job.status = status
+        job.reason = reason
+        job.ended_at = max(job.ended_at, self.kernel.now) if status != "done" else job.ended_at
+        self.open -= 1
+        for child in self._children.pop(job.record.id, ()):
+            self.kernel.call_at(job.ended_at + child.record.think_ms * 1e-3, self._arrive, child)
+
+    # ---- the pipeline's driver ----
+
+    def feed(self, event: ev.Event) -> None:
+        instructions = self.pipeline.handle(event)
+        if instructions:
+            self._do(instructions)
+        if self._validate:
+            self.pipeline.validate()
+            for server in self.servers:
+                server.engine.validate()
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            kind = type(instruction)
+            if kind is Note:
+                if self._watch is not None:
+                    self._watch(instruction.record)  # type: ignore[union-attr]
+            elif kind is Route:
+                self._route(instruction)  # type: ignore[arg-type]
+            elif kind is Reject:
+                self._reject(instruction)  # type: ignore[arg-type]
+            elif kind is SetTimer:
+                self._set_timer(instruction)  # type: ignore[arg-type]
+
+    def _route(self, route: Route) -> None:
+        job = self.jobs[route.request_id - 1]
+        self._decided.update(f"{job.index}>{route.endpoint.id};".encode())
+        if job.status != "waiting":
+            return
+        job.server = self._by_endpoint[route.endpoint.id]
+        job.routed_at = self.kernel.now
+        self.kernel.call_at(self.kernel.now + self._network, self._deliver, job)
+
+    def _reject(self, reject: Reject) -> None:
+        job = self.jobs[reject.request_id - 1]
+        self._decided.update(f"{job.index}>;".encode())
+        self._over(job, "shed", reject.reason)
+
+    def _set_timer(self, timer: SetTimer) -> None:
+        old = self._timers.get(timer.name)
+        if old is not None:
+            old.cancel()
+        self._timers[timer.name] = self.kernel.call_at(timer.at, self.feed, ev.TimerFired(timer.name))
+
+    # ---- servers ----
+
+    def _deliver(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        server = self.servers[job.server]
+        if not server.up:
+            self.broken(job, "connection refused")
+            return
+        served = self._prompts.engine_request(job.index, job.record, server.replica.engine.block_size)
+        try:
+            server.add(served)
+        except ValueError as error:
+            self.broken(job, str(error), status=400)
+            return
+        job.served = served
+
+    def broken(self, job: Job, reason: str, status: int = 503) -> None:
+        """The server did not answer, or broke off."""
+        if job.status == "waiting":
+            self._over(job, "failed", reason)
+            assert job.request is not None
+            self.feed(ev.ResponseEnded(request_id=job.request.id, status=status))
+
+    def _stepped(self, result: StepResult) -> None:
+        network, kernel = self._network, self.kernel
+        for served in result.first:
+            job = self.jobs[int(served.id)]
+            job.first_at = served.first_token_at + network
+            job.cached_tokens = served.cached_tokens
+            if served.limit > 1:
+                kernel.call_at(job.first_at, self._first_token, job)
+        for served in result.finished:
+            kernel.call_at(served.finished_at + network, self._finished, self.jobs[int(served.id)])
+
+    def _first_token(self, job: Job) -> None:
+        if job.status == "waiting" and job.record.stream:
+            self.feed(ev.FirstTokenSeen(job.index + 1))
+
+    def _finished(self, job: Job) -> None:
+        served = job.served
+        if job.status != "waiting" or served is None:
+            return
+        job.ended_at = served.finished_at + self._network
+        job.output_tokens = served.output
+        job.preemptions = served.preemptions
+        self._over(job, "done")
+        if served.limit == 1 or not job.record.stream:
+            self.feed(ev.FirstTokenSeen(job.index + 1))
+        self.kernel.call_at(self.kernel.now + self.world.end_report_ms * 1e-3, self._report_end, job)
+
+    def _report_end(self, job: Job) -> None:
+        usage = None
+        self._usage_left -= 1
+        if self._usage_left >= 0 or self._chance.random() < self.world.usage_share:
+            usage = Usage(
+                prompt_tokens=job.record.in_tokens,
+                completion_tokens=job.output_tokens,
+                cached_tokens=job.cached_tokens,
+            )
+        self.feed(
+            ev.ResponseEnded(
+                request_id=job.index + 1, status=200, usage=usage, ttft_ms=job.ttft_ms, duration_ms=job.e2e_ms
+            )
+        )
+
+    # ---- scrapes ----
+
+    def _scrape_all(self) -> None:
+        """All servers answer now; the scheduler hears of it `scrape_age_ms` later."""
+        now = self.kernel.now
+        age = self.world.scrape_age_ms * 1e-3
+        for index, server in enumerate(self.servers):
+            sample = server.sample()
+            before, at = self._told[index]
+            if sample is not None and sample == before and not (sample.running or sample.waiting) and now < at + 1.0:
+                continue
+            self._told[index] = (sample, now)
+            name = server.endpoint.id
+            event = ev.MetricsFailed(name, "no answer") if sample is None else ev.MetricsSampled(name, now, sample)
+            self.kernel.call_at(now + age, self.feed, event)
+        self.kernel.call_at(now + self.world.scrape_interval_ms * 1e-3, self._scrape_all)

@@ -1,0 +1,82 @@
+"""When requests arrive: seeded offsets in seconds. Chance comes in as a `random.Random`, time is only counted."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
+from random import Random
+
+#: Endless ascending seconds from 0.
+Arrivals = Callable[[Random], Iterator[float]]
+
+
+def poisson(rate: float) -> Arrivals:
+    """Independent users: exponential gaps, `rate` per second."""
+    _positive(rate)
+
+    def offsets(rng: Random) -> Iterator[float]:
+        at = 0.0
+        while True:
+            at += rng.expovariate(rate)
+            yield at
+
+    return offsets
+
+
+def constant(rate: float) -> Arrivals:
+    """Equal gaps, the first at 0."""
+    _positive(rate)
+
+    def offsets(_: Random) -> Iterator[float]:
+        index = 0
+        while True:
+            yield index / rate
+            index += 1
+
+    return offsets
+
+
+def bursty(rate: float, cv: float = 3.0) -> Arrivals:
+    """Gamma-distributed gaps with this coefficient of variation: 1 is Poisson, more comes in clumps."""
+    _positive(rate)
+    _positive(cv)
+    shape = 1.0 / (cv * cv)
+
+    def offsets(rng: Random) -> Iterator[float]:
+        at = 0.0
+        while True:
+            at += rng.gammavariate(shape, 1.0 / (rate * shape))
+            yield at
+
+    return offsets
+
+
+def ramp(first: float, last: float, seconds: float) -> Arrivals:
+    """Poisson whose rate goes straight from `first` to `last` in `seconds`, and stays there. By thinning."""
+    _positive(first)
+    _positive(last)
+    _positive(seconds)
+    most = max(first, last)
+
+    def offsets(rng: Random) -> Iterator[float]:
+        at = 0.0
+        while True:
+            at += rng.expovariate(most)
+            rate = first + (last - first) * min(at / seconds, 1.0)
+            if rng.random() * most <= rate:
+                yield at
+
+    return offsets
+
+
+def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0.0) -> list[float]:
+    """The first `count` offsets, or those within `seconds`, whichever is less; one of both must be given."""
+    if count <= 0 and seconds <= 0:
+        raise ValueError("give a count or a duration, arrivals have no end of their own")
+    offsets = arrivals(rng)
+    if seconds > 0:
+        offsets = takewhile(lambda at: at < seconds, offsets)
+    return list(islice(offsets, count) if count > 0 else offsets)
+
+
+def _positive(value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"rates, durations and variations must be above 0, not {value}")

@@ -1,0 +1,144 @@
+from math import inf
+
+import numpy as np
+import pytest
+
+from fairlead.admit.binding import AGEING, PATIENCE_MS, PairBinder
+from fairlead.admit.framework import Waiting
+from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.prefix import ChainHasher
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.request import Request
+
+NOW = 100.0
+HASHER = ChainHasher()
+ALL = np.array([True, True, True])
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet()
+    for i in range(3):
+        fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
+    return fleet
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, tokens: int, since: float = NOW, text: bytes = b"", session: str = "") -> Waiting:
+        self.count += 1
+        chain = HASHER.chain(b"", [text])
+        request = Request(
+            id=self.count,
+            arrived=since,
+            prompt_tokens=tokens,
+            prompt_bytes=len(text),
+            prefix=chain,
+            stream=True,
+            session=session,
+        )
+        return Waiting(request, since, 1e9, tokens, self.count)
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+class Binder(PairBinder):
+    """Looks at what it has not seen yet, as flow control does when a request arrives."""
+
+    def bind(self, window, fleet, opened, now):
+        for waiting in window:
+            if waiting.known is None:
+                _, waiting.known = self.look(waiting.request, fleet, now)
+        return super().bind(window, fleet, opened, now)
+
+
+def binder(able=lambda request, fleet, now: None) -> PairBinder:
+    return Binder(able)
+
+
+def test_the_least_work_goes_first_to_the_least_busy(fleet, queue):
+    long, short = queue(20_000), queue(100)
+    fleet.charge(queue(5000).request, 0, NOW, 0, 10)
+    bound = binder().bind([long, short], fleet, np.array([True, True, False]), NOW)
+    assert (bound.waiting, bound.slot) == (short, 1)
+    assert bound.cost == 100
+
+
+def test_waiting_makes_up_for_work(fleet, queue):
+    # 20,000 tokens cost about 1200 ms more than 100: with an ageing of 0.05 that is 24 s of waiting.
+    short = queue(100)
+    assert binder().bind([queue(20_000, NOW - 10), short], fleet, ALL, NOW).waiting is short
+    long = queue(20_000, NOW - 1.5 / AGEING)
+    assert binder().bind([long, short], fleet, ALL, NOW).waiting is long
+
+
+def test_a_request_goes_where_its_beginning_is(fleet, queue):
+    text = bytes(range(256)) * 100
+    fleet.charge(queue(6000, text=text).request, 2, NOW - 10, 0, 10)
+    fleet.ledger.release(1)
+    bound = binder().bind([queue(6000, text=text)], fleet, ALL, NOW)
+    assert bound.slot == 2
+    assert bound.hit_share > 0.9
+    assert bound.cost < 600
+
+
+def test_it_waits_for_that_endpoint_but_not_for_ever(fleet, queue):
+    text = bytes(range(256)) * 100
+    fleet.charge(queue(6000, text=text).request, 2, NOW - 10, 0, 10)
+    fleet.ledger.release(1)
+    waiting = queue(6000, text=text)
+    closed = np.array([True, True, False])
+    again = binder().bind([waiting], fleet, closed, NOW)
+    # 6000 tokens take about 290 ms: worth some 12 s of waiting.
+    assert 5 < again - NOW < 20
+    assert binder().bind([waiting], fleet, closed, again - 0.01) == pytest.approx(again)
+    assert binder().bind([waiting], fleet, closed, again).slot in (0, 1)
+    assert binder().bind([waiting], fleet, closed, NOW + 30.0).slot in (0, 1)
+
+
+def test_a_small_saving_is_not_waited_for(fleet, queue):
+    text = bytes(range(256)) * 10
+    fleet.charge(queue(600, text=text).request, 2, NOW - 10, 0, 10)
+    fleet.ledger.release(1)
+    assert 600 * fleet.predictor.rates.prior.c_pf < PATIENCE_MS
+    assert binder().bind([queue(600, text=text)], fleet, np.array([True, False, False]), NOW).slot == 0
+
+
+def test_only_endpoints_that_are_able_count(fleet, queue):
+    def able(request, fleet, now):
+        return np.array([False, True, False]) if request.session == "one" else None
+
+    pairs = binder(able)
+    assert pairs.bind([queue(100, session="one")], fleet, np.array([True, False, True]), NOW) == inf
+    bound = pairs.bind([queue(50, session="one"), queue(100)], fleet, np.array([True, False, False]), NOW)
+    assert (bound.waiting.request.session, bound.slot) == ("", 0)
+
+
+def test_where_an_endpoint_left_nobody_is_sent(fleet, queue):
+    fleet.down("e1")
+    bound = binder().bind([queue(100)], fleet, fleet.table.alive & np.array([False, True, True]), NOW)
+    assert bound.slot == 2
+
+
+def test_what_was_just_sent_somewhere_is_known_there_at_once(fleet, queue):
+    text = bytes(range(256)) * 100
+    first, second = queue(6000, text=text), queue(6000, text=text)
+    pairs = binder()
+    pairs.bind([first, second], fleet, ALL, NOW)
+    bound = pairs.bind([first, second], fleet, ALL, NOW)
+    fleet.charge(bound.waiting.request, bound.slot, NOW, 0, 10)
+    rest = [w for w in (first, second) if w is not bound.waiting]
+    again = pairs.bind(rest, fleet, ALL, NOW)
+    assert again.slot == bound.slot
+    assert again.hit_share > 0.9
+
+
+def test_one_endpoint_has_no_elsewhere(queue):
+    fleet = Fleet()
+    fleet.up(Endpoint("only", "10.0.0.1:80"))
+    assert binder().bind([queue(100)], fleet, np.array([True]), NOW).slot == 0

@@ -1,0 +1,185 @@
+"""The rules of others: each keeps the policy contract and decides by its own formula."""
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from fairlead.config.builtins import BUILTINS
+from fairlead.config.load import load
+from fairlead.config.registry import build_policy
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.endpoint import Sample
+from fairlead.model.request import Request
+from fairlead.plugins.filters.role import Role, RoleParams
+from fairlead.plugins.policies.consistent_hashing import ConsistentHashingBounded
+from fairlead.plugins.policies.dynamic_weights import HIGH, LOW, MIDDLE, DynamicWeights
+from fairlead.plugins.policies.dynamo import DynamoLinear
+from fairlead.plugins.policies.least_requests import LeastRequests
+from fairlead.plugins.policies.lmetric import Lmetric
+from fairlead.plugins.policies.lpwl import Lpwl
+from fairlead.plugins.policies.power_of_two import PowerOfTwo
+from fairlead.plugins.policies.sglang import SglangCacheAware
+from fairlead.plugins.policies.sticky import StickyUntilSaturated
+from fairlead.plugins.policies.weights import Weights322
+from fairlead.schedule.cycle import Context
+from fairlead.testing import assert_refused, assert_routed, busy, check_policy, endpoint, fleet, holds, request
+
+SHARED = "a beginning that many prompts share, long enough for a few blocks " * 60
+
+
+def spread(policy: Any, known: Fleet, asked: Request, times: int = 60) -> Counter[str]:
+    rng = Random(5)
+    return Counter(known.table.ids[policy.choose([asked], known, Context(0.0, rng))[0].slot] for _ in range(times))
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS["policy"]))
+def test_every_policy_keeps_the_contract_and_the_ability_filters(name: str) -> None:
+    policy = build_policy(load(f"policy: {name}\nendpoints: ['10.0.0.1:1']\n"))
+    check_policy(policy)
+    known = fleet(endpoint("e0", labels={"llm-d.ai/role": "encode"}), endpoint("e1"))
+    assert_routed(policy, request("hello"), known, "e1")
+    assert_refused(policy, request("hello", subset=frozenset()), known)
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS["policy"]))
+def test_same_seed_same_choices(name: str) -> None:
+    def run() -> list[int]:
+        policy = build_policy(load(f"policy: {name}\nendpoints: ['10.0.0.1:1']\n"))
+        known, rng, slots = fleet("e0", "e1", "e2", "e3"), Random(3), []
+        for number in range(40):
+            asked = Request(id=number, arrived=0.0, prompt_tokens=500 + 37 * number)
+            slots.append(policy.choose([asked], known, Context(0.0, rng))[0].slot)
+            known.charge(asked, slots[-1], 0.0, 0, 10.0)
+        return slots
+
+    first = run()
+    assert first == run()
+    assert len(set(first)) > 1
+
+
+def test_least_requests_counts_waiting_and_running() -> None:
+    known = fleet("e0", "e1", "e2", samples={"e0": {"waiting": 3, "running": 0}, "e1": {"waiting": 0, "running": 2}})
+    assert set(spread(LeastRequests(), known, request("x"))) == {"e2"}
+
+
+def test_power_of_two_takes_the_better_of_its_two() -> None:
+    known = fleet("e0", "e1", "e2")
+    busy(known, "e2", [request("x"), request("y")])
+    assert set(spread(PowerOfTwo(), known, request("x"))) == {"e0", "e1"}
+    only = fleet("e0", endpoint("e1", labels={"llm-d.ai/role": "prefill"}))
+    assert set(spread(PowerOfTwo(filters=[Role(RoleParams())]), only, request("x"))) == {"e0"}
+
+
+def test_lpwl_weighs_pending_tokens_against_cached_ones() -> None:
+    known, asked = fleet("e0", "e1"), request(SHARED)
+    holds(known, "e0", asked)
+    assert set(spread(Lpwl(), known, asked)) == {"e0"}
+    busy(known, "e0", [request(prompt_tokens=2000)])
+    assert set(spread(Lpwl(), known, asked)) == {"e1"}
+
+
+def test_lmetric_multiplies_work_and_batch() -> None:
+    known = fleet("e0", "e1", samples={"e0": {"running": 9}, "e1": {"running": 4}})
+    assert set(spread(Lmetric(), known, request(prompt_tokens=1000))) == {"e1"}
+    busy(known, "e1", [request(prompt_tokens=900)])
+    assert set(spread(Lmetric(), known, request(prompt_tokens=1000))) == {"e0"}
+
+
+def test_weights_322() -> None:
+    known, asked = fleet("e0", "e1", samples={"e0": {"kv_usage": 0.9}, "e1": {"kv_usage": 0.1}}), request(SHARED)
+    assert set(spread(Weights322(), known, asked)) == {"e1"}
+    holds(known, "e0", asked)
+    assert set(spread(Weights322(), known, asked)) == {"e0"}
+    busy(known, "e0", [request(prompt_tokens=9)])
+    assert set(spread(Weights322(), known, asked)) == {"e1"}
+
+
+def test_sticky_until_saturated() -> None:
+    known, asked = fleet("e0", "e1"), request(SHARED)
+    holds(known, "e0", asked)
+    busy(known, "e0", [request(prompt_tokens=200_000)])
+    assert set(spread(StickyUntilSaturated(), known, asked)) == {"e0"}
+    busy(known, "e0", [request(prompt_tokens=100_000)])
+    assert set(spread(StickyUntilSaturated(), known, asked)) == {"e1"}
+
+
+def test_sglang_follows_the_match_unless_loads_differ_too_much() -> None:
+    known, asked = fleet("e0", "e1"), request(SHARED)
+    holds(known, "e0", asked)
+    busy(known, "e0", [request(prompt_tokens=10) for _ in range(64)])
+    assert set(spread(SglangCacheAware(), known, asked)) == {"e0"}
+    busy(known, "e0", [request(prompt_tokens=10)])
+    assert set(spread(SglangCacheAware(), known, asked)) == {"e1"}
+
+
+def test_sglang_sends_what_nobody_has_to_the_smallest_tree() -> None:
+    known, policy, rng = fleet("e0", "e1", "e2"), SglangCacheAware(), Random(1)
+    sizes = Counter[str]()
+    for _ in range(30):
+        pick = policy.choose([request(prompt_tokens=1000)], known, Context(0.0, rng))[0]
+        sizes[known.table.ids[pick.slot]] += 1
+    assert max(sizes.values()) - min(sizes.values()) <= 2
+
+
+def test_sglang_forgets_endpoints_that_left() -> None:
+    known, policy, rng = fleet("e0"), SglangCacheAware(), Random(1)
+    for number in range(50):
+        known.down(f"e{number}")
+        known.up(endpoint(f"e{number + 1}"))
+        policy.choose([request(prompt_tokens=10)], known, Context(0.0, rng))
+    assert len(policy.trees) <= 4
+
+
+def test_consistent_hashing_keeps_beginnings_together_within_the_bound() -> None:
+    known = fleet(*(f"e{i}" for i in range(6)))
+    prompts = [request(f"{i} " + SHARED) for i in range(40)]
+    homes = [set(spread(ConsistentHashingBounded(), known, asked, 3)) for asked in prompts]
+    assert all(len(home) == 1 for home in homes)
+    assert len(set.union(*homes)) == 6
+    home = next(iter(homes[0]))
+    busy(known, home, [request(prompt_tokens=10) for _ in range(4)])
+    assert home not in spread(ConsistentHashingBounded(), known, prompts[0])
+
+
+def test_consistent_hashing_moves_only_what_was_there() -> None:
+    names = [f"e{i}" for i in range(6)]
+    full, less = fleet(*names), fleet(*names[:-1])
+    moved = 0
+    for i in range(60):
+        asked = request("x", session=f"s{i}")
+        before, after = (next(iter(spread(ConsistentHashingBounded(), known, asked, 1))) for known in (full, less))
+        assert before in ("e5", after)
+        moved += before != after
+    assert 0 < moved < 25
+
+
+def test_dynamo_adds_prefill_and_decode_blocks() -> None:
+    known, asked = fleet("e0", "e1"), request(SHARED)
+    holds(known, "e0", asked)
+    assert set(spread(DynamoLinear(), known, asked)) == {"e0"}
+    busy(known, "e0", [request(prompt_tokens=2000)])
+    assert set(spread(DynamoLinear(), known, asked)) == {"e1"}
+
+
+def test_dynamic_weights_follow_the_hit_rate() -> None:
+    known, policy, asked = fleet("e0"), DynamicWeights(), request(SHARED)
+
+    def weights() -> tuple[float, ...]:
+        return tuple(weight for _, weight, _ in policy._weighted)
+
+    spread(policy, known, request(prompt_tokens=100), 1)
+    assert weights() == MIDDLE
+    spread(policy, known, request(prompt_tokens=100), 2)
+    assert weights() == LOW
+    holds(known, "e0", asked)
+    spread(policy, known, asked, 400)
+    assert policy.hit_rate > 0.7
+    assert weights() == HIGH
+
+
+def test_samples_reach_policies_that_only_know_load() -> None:
+    known = fleet("e0", "e1")
+    known.sampled("e0", 0.0, 0.0, Sample(waiting=5, running=5))
+    assert set(spread(LeastRequests(), known, request("x"))) == {"e1"}

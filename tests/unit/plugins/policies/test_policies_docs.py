@@ -1,0 +1,30 @@
+"""docs/policies.md: the tutorial's policy works as printed, and every policy is explained."""
+
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fairlead.config.builtins import BUILTINS
+from fairlead.config.defaults import POLICIES
+from fairlead.schedule.cycle import Context
+from fairlead.testing import check_policy, fleet, request
+
+TEXT = (Path(__file__).parents[4] / "docs" / "policies.md").read_text()
+
+
+def test_the_tutorial_policy_works() -> None:
+    code = re.search(r"^```python\n(# shortest_wait\.py.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    made: dict[str, Any] = {}
+    exec(compile(code[1], "shortest_wait.py", "exec"), made)
+    policy = made["ShortestWait"]()
+    check_policy(policy)
+    known = fleet("e0", "e1", samples={"e0": {"running": 3}, "e1": {"running": 0}})
+    assert policy.choose([request("hello")], known, Context(0.0, Random(1)))[0].slot == 1
+    assert len(code[1].splitlines()) < 40
+
+
+def test_every_policy_is_explained() -> None:
+    missing = [name for name in [*BUILTINS["policy"], *POLICIES] if name != "default" and f"`{name}`" not in TEXT]
+    assert missing == []

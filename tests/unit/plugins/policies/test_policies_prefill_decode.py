@@ -1,0 +1,167 @@
+"""Prefill/decode pairs: when a prompt is computed elsewhere, where, and what the ledger makes of it."""
+
+from random import Random
+
+import pytest
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.model import events as ev
+from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.instructions import Instruction, Record, Route
+from fairlead.model.request import Request
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.plugins.filters.role import Role, RoleParams
+from fairlead.plugins.policies.prefill_decode import PrefillDecode, PrefillDecodeParams
+from fairlead.schedule.cycle import Context
+from fairlead.schedule.framework import Pick
+from fairlead.testing import SimClock, assert_refused, busy, check_policy, endpoint, fleet, holds, request
+
+LONG = "a long beginning that is worth a transfer " * 1500
+BUSY = {"waiting": 0, "running": 60}
+
+
+def labelled(name: str, role: str) -> Endpoint:
+    return endpoint(name, labels={"llm-d.ai/role": role} if role else None)
+
+
+def pool(*roles: str, running: int = 60) -> Fleet:
+    """`e0`, `e1`, … of these roles; those that decode are busy doing so."""
+    endpoints = [labelled(f"e{i}", role) for i, role in enumerate(roles)]
+    samples = {f"e{i}": {**BUSY, "running": running} for i, role in enumerate(roles) if role != "prefill"}
+    return fleet(*endpoints, samples=samples)
+
+
+def pick(known: Fleet, asked: Request, **params: float) -> Pick:
+    policy = PrefillDecode(PrefillDecodeParams(**params), filters=[Role(RoleParams())])
+    return policy.choose([asked], known, Context(1.0, Random(1)))[0]
+
+
+def test_keeps_the_contract_of_policies() -> None:
+    check_policy(PrefillDecode())
+
+
+@pytest.mark.parametrize("roles", [("", ""), ("decode", "prefill-decode"), ("both", "both")])
+def test_pools_without_pure_prefill_endpoints_are_not_split(roles: tuple[str, ...]) -> None:
+    assert pick(pool(*roles), request(LONG)).prefill_slot == -1
+
+
+def test_a_long_prompt_is_computed_where_no_answers_run() -> None:
+    found = pick(pool("prefill", "decode", "decode"), request(LONG))
+    assert found.prefill_slot == 0
+    assert found.slot in (1, 2)
+
+
+def test_a_short_prompt_is_not_worth_a_transfer() -> None:
+    found = pick(pool("prefill", "decode", running=2), request("hello", prompt_tokens=20))
+    assert (found.slot, found.prefill_slot) == (1, -1)
+
+
+def test_a_prompt_that_the_decoder_holds_stays_there() -> None:
+    known, asked = pool("prefill", "decode", "decode"), request(LONG)
+    holds(known, "e2", asked)
+    found = pick(known, asked)
+    assert (found.slot, found.prefill_slot) == (2, -1)
+
+
+def test_a_slow_transfer_is_avoided() -> None:
+    asked = request(LONG)
+    assert pick(pool("prefill", "decode"), asked, transfer_ms_per_1k_tokens=1e5).prefill_slot == -1
+
+
+def test_the_pair_is_the_better_of_each_kind() -> None:
+    known = pool("prefill", "prefill", "decode", "decode")
+    busy(known, "e0", [request(prompt_tokens=30_000, stream=True)])
+    known.sampled("e3", 0.0, 0.0, Sample(waiting=0, running=5))
+    found = pick(known, request(LONG))
+    assert (found.prefill_slot, found.slot) == (1, 3)
+
+
+def test_prefill_follows_the_cache() -> None:
+    known, asked = pool("prefill", "prefill", "decode"), request(LONG)
+    holds(known, "e1", asked)
+    found = pick(known, asked)
+    assert found.prefill_slot == 1
+    assert found.hit_share == found.best_share > 0.9
+
+
+def test_an_endpoint_that_does_both_is_never_both_ends() -> None:
+    found = pick(pool("prefill-decode", "prefill"), request(LONG))
+    assert found.slot == 0
+    assert found.prefill_slot in (-1, 1)
+
+
+def test_prefill_endpoints_alone_serve_nobody() -> None:
+    assert_refused(PrefillDecode(filters=[Role(RoleParams())]), request(LONG), pool("prefill", "prefill"))
+
+
+class Run:
+    """A pipeline over a prefill and a decode endpoint."""
+
+    def __init__(self) -> None:
+        self.clock = SimClock()
+        policy = PrefillDecode(filters=[Role(RoleParams())])
+        self.pipeline = Pipeline(self.clock, Random(1), Fleet(lease_ttl=100.0), policy, TokenEstimator())
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            self.pipeline.handle(ev.EndpointUp(labelled(name, role)))
+        self.table = self.pipeline.fleet.table
+        self.table.active[1] = 60.0
+        self.route, decision = self.send(7)
+        assert isinstance(decision, Record) and isinstance(decision.record, DecisionRecord)
+        self.decision = decision.record
+
+    def send(self, number: int) -> tuple[Route, Instruction]:
+        asked = request(LONG, id=number, stream=True)
+        route, decision = self.pipeline.handle(ev.RequestArrived(asked))
+        assert isinstance(route, Route)
+        self.pipeline.validate()
+        return route, decision
+
+    def loads(self) -> list[tuple[float, float]]:
+        self.pipeline.validate()
+        return [(self.table.pending_tokens[slot], self.table.inflight[slot]) for slot in (0, 1)]
+
+
+def test_both_ends_are_charged_each_for_its_part() -> None:
+    run = Run()
+    assert (run.route.endpoint.id, run.route.prefill) == ("d", "10.0.0.0:8000")
+    assert (run.decision.endpoint, run.decision.prefill) == ("d", "p")
+    (prefill, at_p), (decode, at_d) = run.loads()
+    assert (at_p, at_d, decode) == (1, 1, 1)
+    assert prefill > 10_000
+
+
+def test_the_first_token_frees_the_prefill_endpoint_and_the_end_the_other() -> None:
+    run = Run()
+    run.pipeline.handle(ev.FirstTokenSeen(7))
+    assert run.loads() == [(0, 0), (0, 1)]
+    records = run.pipeline.handle(ev.ResponseEnded(request_id=7, status=200))
+    assert run.loads() == [(0, 0), (0, 0)]
+    assert len(records) == 1
+
+
+@pytest.mark.parametrize("event", [ev.StreamLost(7), ev.ResponseEnded(request_id=7, status=500), ev.EndpointDown("d")])
+def test_every_other_end_frees_both(event: ev.Event) -> None:
+    run = Run()
+    records = run.pipeline.handle(event)
+    assert run.table.inflight.sum() == 0
+    assert [type(one.record) for one in records if isinstance(one, Record)] == [OutcomeRecord]
+    run.pipeline.validate()
+
+
+def test_an_expired_pair_ends_in_one_record() -> None:
+    run = Run()
+    run.clock.advance(500.0)
+    records = [one for one in run.pipeline.handle(ev.TimerFired("expire-leases")) if isinstance(one, Record)]
+    assert len(records) == 1
+    assert run.loads() == [(0, 0), (0, 0)]
+
+
+def test_a_prefill_endpoint_that_leaves_ends_no_request() -> None:
+    run = Run()
+    assert run.pipeline.handle(ev.EndpointDown("p")) == []
+    run.pipeline.validate()
+    assert run.table.inflight.sum() == 1
+    run.pipeline.handle(ev.ResponseEnded(request_id=7, status=200))
+    assert run.table.inflight.sum() == 0
