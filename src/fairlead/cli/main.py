@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from fairlead import __version__
 from fairlead.cli._options import FAILED, INTERRUPTED, WRONG_INPUT, complain
-from fairlead.model.errors import ConfigError, FairleadError
+from fairlead.model.errors import ConfigError, FairleadError, PluginError
 
 
 class Command(Struct, frozen=True):
@@ -32,9 +32,14 @@ COMMANDS: dict[str, Command] = {
         "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
     ),
     "validate": Command("fairlead.cli.validate", "validate", "Check a configuration and print every problem."),
+    "config": Command("fairlead.cli.config", "config", "Show the effective configuration, with origins."),
+    "schema": Command("fairlead.cli.schema", "schema", "Print the JSON Schema of the configuration, for editors."),
     "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
     "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
+    "simulate": Command("fairlead.cli.simulate", "simulate", "Run a policy on a workload in virtual time."),
+    "workload": Command("fairlead.cli.workload", "workload", "Look at, convert and generate workloads."),
+    "compare": Command("fairlead.cli.compare", "compare", "Simulate policies x workloads x loads; table and report."),
 }
 
 #: Optional dependencies, and the extra that brings each.
@@ -102,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback."""
     try:
         typer.main.get_command(build_app())(args=arguments, prog_name="fairlead")
-    except ConfigError as error:
+    except (ConfigError, PluginError) as error:
         complain(str(error))
         sys.exit(WRONG_INPUT)
     except FairleadError as error:

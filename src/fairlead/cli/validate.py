@@ -16,44 +16,47 @@ def validate(file: ConfigFile) -> None:
 
     Plugins are loaded and made, and an endpoints file is read too; nothing is started and no port is opened.
     """
-    from fairlead.config.load import load, problems
+    from fairlead.config.load import examine
 
-    found = [problem.render(str(file)) for problem in problems(file)]
-    if not found:
-        config = load(file)
-        for note in config.notes:
-            typer.echo(f"note: {note.render(str(file))}")
-        found, summary = _examine(config)
-        if not found:
-            typer.echo(f"{file}: valid. {summary}")
-    for line in found:
-        typer.echo(line)
-    if found:
-        typer.echo(f"{len(found)} problem{'s' if len(found) > 1 else ''}")
+    config, report = examine(file)
+    for problem in report.problems:
+        typer.echo(problem.render(str(file)))
+    for note in report.notes:
+        typer.echo(f"note: {note.render(str(file))}")
+    if config is None:
+        count = len(report.problems)
+        typer.echo(f"{count} problem{'s' if count > 1 else ''}")
         raise typer.Exit(WRONG_INPUT)
+    names = _names(config)
+    typer.echo(f"{file}: valid. {_summary(config)}{names}")
 
 
-def _examine(config: "Config") -> tuple[list[str], str]:
-    """(problems that only show when things are made of the configuration, what it amounts to)."""
+def _names(config: "Config") -> str:
+    """How much is defined of model names. Ends the command when something is wrong with them."""
+    if not config.models.file:
+        return ""
+    from fairlead.io.models_file import check_models
+
+    found, problems = check_models(config.models.file)
+    for line in problems:
+        typer.echo(line)
+    if problems:
+        typer.echo(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
+        raise typer.Exit(WRONG_INPUT)
+    return f" Models: {len(found.models)}, objectives: {len(found.objectives)}, rewrites: {len(found.rewrites)}."
+
+
+def _summary(config: "Config") -> str:
     from fairlead.config.load import read_bytes
-    from fairlead.config.registry import build_hasher, build_policy
-    from fairlead.model.errors import PluginError
     from fairlead.wire.endpoint_list import parse_endpoints_text
 
-    found: list[str] = []
-    try:
-        build_policy(config)
-        build_hasher(config)
-    except PluginError as error:
-        found.append(f"{config.source}: {error}")
     endpoints = config.endpoints.static
     if config.endpoints.file:
-        listing = parse_endpoints_text(read_bytes(Path(config.endpoints.file)))
-        endpoints = listing.entries
-        found += [problem.render(config.endpoints.file) for problem in listing.problems]
+        endpoints = parse_endpoints_text(read_bytes(Path(config.endpoints.file))).entries
     policy = config.policy
-    summary = (
-        f"Policy {policy.name}: {len(policy.filters)} filters, {len(policy.scorers)} scorers, "
-        f"picker {policy.picker.name}. Endpoints: {len(endpoints)}."
-    )
-    return found, summary
+    parts = f"{len(policy.filters)} filters"
+    if policy.picker is not None:
+        parts += f", {len(policy.scorers)} scorers, picker {policy.picker.name}"
+    if policy.plugin is not None:
+        parts += f", {policy.plugin.type}"
+    return f"Policy {policy.name}: {parts}. Endpoints: {len(endpoints)}."

@@ -13,6 +13,9 @@ ABILITY_FILTERS: tuple[Entry, ...] = (
     {"type": "health"},
 )
 
+#: Where the file names neither a policy nor scorers; see docs/policies.md.
+DEFAULT_POLICY = "cost-model"
+
 FILTERS: tuple[Entry, ...] = (
     # 80 % of vLLM's default max_num_seqs of 256.
     # No memory-pressure filter: under load every engine's cache is nearly full, and a filter that then takes away the
@@ -40,7 +43,6 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "default": {"filters": FILTERS, "scorers": SCORERS, "selection": SELECTION},
     "round-robin": {"filters": (), "scorers": (), "selection": {"picker": "round-robin"}},
     "random": {"filters": (), "scorers": (), "selection": {"picker": "random"}},
-    "least-requests": {"filters": (), "scorers": ({"type": "load-aware"},), "selection": {"picker": "max-score"}},
 }
 
 #: Prompt bytes per token when a block size in tokens becomes one in bytes.

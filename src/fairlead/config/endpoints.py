@@ -7,9 +7,11 @@ from typing import Annotated
 from msgspec import Meta
 
 from fairlead.config.check import INVALID, struct
+from fairlead.config.files import read_bytes
 from fairlead.config.problems import Report, describe
 from fairlead.config.schema import EndpointSource, Section
-from fairlead.wire.endpoint_list import read_endpoints
+from fairlead.model.errors import ConfigError
+from fairlead.wire.endpoint_list import parse_endpoints_text, read_endpoints
 from fairlead.wire.plain_yaml import Node
 from fairlead.wire.problem import Place
 
@@ -35,3 +37,14 @@ def read_source(value: object, node: Node, place: Place, report: Report, base: P
     if found is INVALID:
         return EndpointSource()
     return EndpointSource(file=str(base / found.file) if base else found.file, watch=found.watch)
+
+
+def check_file(path: str, place: Place, report: Report) -> None:
+    """Reports what is wrong with an endpoints file."""
+    try:
+        listing = parse_endpoints_text(read_bytes(Path(path)))
+    except ConfigError as error:
+        report.add(place, str(error))
+        return
+    for problem in listing.problems:
+        report.add(place, problem.render(path))

@@ -8,25 +8,49 @@ import msgspec
 
 from fairlead.config import yamltree
 from fairlead.config.check import INVALID, check, struct
-from fairlead.config.endpoints import read_source
+from fairlead.config.endpoints import check_file, read_source
 from fairlead.config.engines import check_engines
-from fairlead.config.policies import KEYS, Source, read_policy
+from fairlead.config.epp import document as epp
+from fairlead.config.epp.locate import ROUTER, Located, in_values, is_document
+from fairlead.config.epp.translate import FIELDS as DOCUMENT_FIELDS
+from fairlead.config.epp.translate import Translation, translate
+from fairlead.config.extras import KEYS as EXTRA_KEYS
+from fairlead.config.extras import METRIC_SOURCES, PARSERS, Extras, check_metric_names
+from fairlead.config.files import read_bytes
+from fairlead.config.plugin_reader import Source
+from fairlead.config.policies import KEYS, read_policy
 from fairlead.config.problems import InvalidConfig, Report, describe
-from fairlead.config.registry import Registry
-from fairlead.config.schema import SECTIONS, Als, Config, EndpointSource, ExtProc, Gateway, Metrics, Seed
-from fairlead.model.errors import ConfigError
-from fairlead.wire.plain_yaml import MAX_BYTES, Tree
+from fairlead.config.registry import Registry, check_made
+from fairlead.config.schema import (
+    SECTIONS,
+    Als,
+    Config,
+    EndpointSource,
+    ExtProc,
+    Gateway,
+    Metrics,
+    Models,
+    PolicySpec,
+    Seed,
+)
+from fairlead.wire.plain_yaml import Tree
 from fairlead.wire.problem import Place, Problem
 
 #: Where the scheduling part may stand instead: the values of the extension's Helm chart.
 CHART = "inferenceExtension"
 CUSTOM = "pluginsCustomConfig"
-FIELDS = (*KEYS, *SECTIONS, "endpoints", "seed", CHART)
+FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", CHART)
 
 #: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
 REPEAT = 1.0
-_FOREIGN = "configurations of other pickers are not read; list filters and scorers instead"
-_HINTS = {"apiVersion": _FOREIGN, "kind": _FOREIGN, "schedulingProfiles": _FOREIGN, "plugins": _FOREIGN}
+_IN_DOCUMENT = f"it belongs to a file with kind: {epp.KIND}"
+#: What may stand beside the fields of another picker's configuration.
+BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")
+_NO_ENDPOINTS = "list them under endpoints:, or name a file: there"
+_NO_DISCOVERY = "add endpoints: to this file, or a file-discovery plugin and dataLayer.discovery"
+
+
+__all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
 
 
 def load(source: Path | str, *, need_endpoints: bool = True, registry: Registry | None = None) -> Config:
@@ -48,16 +72,17 @@ def problems(source: Path | str, *, need_endpoints: bool = True, registry: Regis
     return _read(source, need_endpoints, registry)[1].problems
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a configuration file, or at least enough to see that it is too large."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", "$", str(path)) from None
+def examine(source: Path, registry: Registry | None = None) -> tuple[Config | None, Report]:
+    """As `load`, and further: plugins are made and an endpoints file is read, with what is wrong there in the report.
+
+    A configuration of the reference picker need not name endpoints: it usually takes them from Kubernetes.
+    """
+    return _read(source, True, registry, thorough=True)
 
 
-def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -> tuple[Config | None, Report]:
+def _read(
+    source: Path | str, need_endpoints: bool, registry: Registry | None, thorough: bool = False
+) -> tuple[Config | None, Report]:
     document = yamltree.parse(read_bytes(source) if isinstance(source, Path) else source)
     report = Report(document.tree.line)
     report.extend(document.problems)
@@ -69,7 +94,8 @@ def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -
         return None, report
     base = source.absolute().parent if isinstance(source, Path) else None
     name = str(source) if isinstance(source, Path) else ""
-    config = _Assembly(root, document.tree, report, base, registry or Registry()).config(name, need_endpoints)
+    assembly = _Assembly(root, document.tree, report, base, registry or Registry(), thorough)
+    config = assembly.config(name, need_endpoints)
     report.close()
     return (None if report.problems else config), report
 
@@ -77,27 +103,51 @@ def _read(source: Path | str, need_endpoints: bool, registry: Registry | None) -
 class _Assembly:
     """One pass over the root mapping."""
 
-    def __init__(self, root: dict[str, Any], tree: Tree, report: Report, base: Path | None, registry: Registry) -> None:
+    def __init__(
+        self,
+        root: dict[str, Any],
+        tree: Tree,
+        report: Report,
+        base: Path | None,
+        registry: Registry,
+        thorough: bool = False,
+    ) -> None:
         self._root = root
         self._tree = tree
         self._report = report
         self._base = base
         self._registry = registry
+        self._thorough = thorough
+        self._translation: Translation | None = None
 
     def config(self, source: str, need_endpoints: bool) -> Config | None:
-        for key in self._root:
-            if key not in FIELDS:
-                self._report.unknown((key,), "field", key, FIELDS, _HINTS.get(key, ""))
-        policy = read_policy(self._scheduling(), self._report, self._registry)
+        policy = self._policy()
+        # In a document of the reference `flowControl` is the reference's.
+        keys = [key for key in EXTRA_KEYS if key in self._root and not (self._translation and key in DOCUMENT_FIELDS)]
+        extras = Extras({key: self._root[key] for key in keys}, self._report, self._registry)
+        sources = extras.list("metric-source", METRIC_SOURCES)
+        parsers = extras.list("parser", PARSERS)
+        flow_control = extras.flow_control()
         sections = {key: self._section(key) for key in SECTIONS}
         self._resolve(sections)
         check_engines(sections["metrics"], ("metrics",), self._report)
+        if policy is not None:
+            check_metric_names(policy, extras.provided(sources), sections["metrics"], self._report)
         endpoints = self._endpoints(need_endpoints)
+        if self._thorough:
+            beside = (*sources, *parsers, *flow_control)
+            check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
+            if endpoints.file:
+                named = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
+                check_file(endpoints.file, named, self._report)
         seed = check(Seed | None, self._root.get("seed"), ("seed",), self._report)
         if policy is None or self._report.problems:
             return None
         return Config(
             policy=policy,
+            metric_sources=sources,
+            parsers=parsers,
+            flow_control=flow_control,
             gateway=sections["gateway"],
             ext_proc=sections["extProc"],
             als=sections["als"],
@@ -107,11 +157,44 @@ class _Assembly:
             ledger=sections["ledger"],
             parsing=sections["parsing"],
             inspect=sections["inspect"],
+            models=sections["models"],
+            headers=sections["headers"],
             log=sections["log"],
             seed=seed,
             source=source,
             notes=tuple(self._report.notes),
         )
+
+    def _policy(self) -> PolicySpec | None:
+        """From a configuration of the reference picker, wherever it stands, or from our own fields."""
+        if is_document(self._root):
+            for key in self._root:
+                if key not in (*DOCUMENT_FIELDS, *BESIDE):
+                    self._report.unknown((key,), "field", key, (*DOCUMENT_FIELDS, *BESIDE))
+            values = {key: value for key, value in self._root.items() if key in DOCUMENT_FIELDS}
+            return self._foreign(Located(values, self._report))
+        located = in_values(self._root, self._tree, self._report)
+        taken = {located.place[0]} if located else {ROUTER} if ROUTER in self._root else set()
+        known = BESIDE if taken else FIELDS
+        for key in self._root:
+            if key not in known and key not in taken:
+                self._report.unknown((key,), "field", key, known, _IN_DOCUMENT if key in DOCUMENT_FIELDS else "")
+        if located is not None:
+            for key in located.values:
+                if key not in DOCUMENT_FIELDS:
+                    located.report.unknown((key,), "field", key, DOCUMENT_FIELDS)
+            policy = self._foreign(located)
+            self._report.take(located.report)
+            return policy
+        if taken:
+            self._report.add((ROUTER,), f"no {epp.KIND} in it", "it is expected under epp.pluginsCustomConfig")
+            return None
+        return read_policy(self._scheduling(), self._report, self._registry)
+
+    def _foreign(self, located: Located) -> PolicySpec | None:
+        found = translate(located.values, located.report, self._registry, self._base)
+        self._translation = found
+        return found.policy
 
     def _scheduling(self) -> Source:
         """The keys of the scheduling part, from the top or from under the chart's values."""
@@ -152,6 +235,9 @@ class _Assembly:
         node = self._root.get(key)
         if key == "gateway" and key in self._root and not isinstance(node, dict):
             node = self._gateway_mode(node)
+        said = self._translation.settings.values.get(key) if self._translation else None
+        if said and (node is None or isinstance(node, dict)):
+            node = {**said, **(node or {})}
         found = struct(kind, node, (key,), self._report)
         return kind() if found is INVALID else found
 
@@ -173,6 +259,9 @@ class _Assembly:
             ext_proc = sections["extProc"] = msgspec.structs.replace(ext_proc, host=host)
         if not als.port:
             als = sections["als"] = msgspec.structs.replace(als, port=ext_proc.port)
+        models: Models = sections["models"]
+        if models.file and self._base:
+            sections["models"] = msgspec.structs.replace(models, file=str(self._base / models.file))
         self._ports(sections)
         metrics: Metrics = sections["metrics"]
         if metrics.staleness < metrics.idle_interval + REPEAT:
@@ -197,10 +286,15 @@ class _Assembly:
 
     def _endpoints(self, needed: bool) -> EndpointSource:
         value = self._root.get("endpoints")
+        named = self._translation.endpoints if self._translation else None
+        if value is None and named is not None:
+            return named
         if value is None or value == []:
-            if needed:
+            if needed and self._thorough and self._translation:
+                self._report.note((), f"no endpoints: to serve, {_NO_DISCOVERY}")
+            elif needed:
                 place: Place = ("endpoints",) if "endpoints" in self._root else ()
-                self._report.add(place, "no endpoints", "list them under endpoints:, or name a file: there")
+                self._report.add(place, "no endpoints", _NO_DISCOVERY if self._translation else _NO_ENDPOINTS)
             return EndpointSource()
         assert isinstance(self._tree.root.value, dict)
         return read_source(value, self._tree.root.value["endpoints"], ("endpoints",), self._report, self._base)

@@ -25,17 +25,29 @@ class InvalidConfig(ConfigError):
 class Report:
     """Collects problems and notes while a document is checked. Knows the line of each place, so that checkers need not.
 
-    `line` gives it: from 1, 0 = unknown.
+    `line` gives it: from 1, 0 = unknown. `prefix` is where the document stands if it is part of another one.
     """
 
-    def __init__(self, line: Callable[[Place], int]) -> None:
+    def __init__(self, line: Callable[[Place], int], prefix: Place = ()) -> None:
         self.problems: list[Problem] = []
         self._omitted = 0
         #: Not wrong, but worth knowing: what is accepted and has no effect.
         self.notes: list[Problem] = []
         #: Plugins that were found and could not be loaded; each is in `problems` too.
         self.plugin_errors: list[PluginError] = []
-        self._line = line
+        self.line = line
+        self._prefix = prefix
+
+    def path(self, place: Place) -> str:
+        """The JSON path of a place."""
+        return show((*self._prefix, *place))
+
+    def take(self, inner: "Report") -> None:
+        """What the report about a part of the document says."""
+        self.extend(inner.problems)
+        self._omitted += inner._omitted
+        self.notes += inner.notes
+        self.plugin_errors += inner.plugin_errors
 
     def add(self, place: Place, message: str, hint: str = "") -> None:
         self.extend([self._problem(place, message, hint)])
@@ -72,7 +84,7 @@ class Report:
         self.add(place, f"unknown {what} '{shorten(name)}'", hint)
 
     def _problem(self, place: Place, message: str, hint: str) -> Problem:
-        return Problem(show(place), self._line(place), message, hint)
+        return Problem(self.path(place), self.line(place), message, hint)
 
 
 def describe(node: object) -> str:

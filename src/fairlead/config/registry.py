@@ -5,88 +5,34 @@ Rules
   when a configured type is not in it, so that nothing foreign is imported unless it was asked for by name.
 * A foreign plugin that was asked for and cannot be loaded stops the start: `PluginError` names its distribution.
 * A plugin is a class with `Params` (a msgspec struct; none = no parameters) and one method that tells its kind: `keep`
-  (filter; also has `hard`), `score` (scorer) or `pick` (picker). It is called as `cls(params, name=…)`.
+  (filter; also has `hard`), `score` (scorer), `pick` (picker) or `choose` (policy). It is called as
+  `cls(params, name=…)`. A policy with `takes_filters = True` is also given `filters=[…]`: the configured ones, behind
+  the built-in ability filters.
 * Foreign scorers are wrapped in `Clamped`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from msgspec import Struct, field
 
+from fairlead.config.builtins import ALIASES, BUILTINS, METHODS, Kind
 from fairlead.config.defaults import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
+from fairlead.config.problems import Report
 from fairlead.config.schema import Config, PluginSpec
 from fairlead.fleet.prefix import ChainHasher
 from fairlead.model.errors import PluginError
-from fairlead.plugins.filters.health import Health
-from fairlead.plugins.filters.label_selector import LabelSelector
-from fairlead.plugins.filters.memory_pressure import MemoryPressure
-from fairlead.plugins.filters.model_compatibility import ModelCompatibility
-from fairlead.plugins.filters.queue_depth import QueueDepth
-from fairlead.plugins.filters.role import Role
-from fairlead.plugins.filters.subset import Subset
+from fairlead.parse.request import ParsedRequest, parse_request
+from fairlead.plugins.measuring import Measuring
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.max_score import MaxScore
-from fairlead.plugins.pickers.round_robin import RoundRobin, Uniform
-from fairlead.plugins.pickers.top_k import TopK
-from fairlead.plugins.pickers.weighted_random import WeightedRandom
-from fairlead.plugins.scorers.inflight_tokens import InflightTokens
-from fairlead.plugins.scorers.kv_utilization import KvUtilization
-from fairlead.plugins.scorers.load_aware import LoadAware
-from fairlead.plugins.scorers.lora_aware import LoraAware
-from fairlead.plugins.scorers.prefix_aware import PrefixAware, PrefixAwareParams
-from fairlead.plugins.scorers.session_affinity import SessionAffinity
-from fairlead.schedule.framework import Clamped, Filter, Picker, Scorer
+from fairlead.plugins.parsing import Parsing
+from fairlead.plugins.scorers.prefix_aware import PrefixAwareParams
+from fairlead.schedule.framework import Clamped, Filter, Picker, Policy, Scorer
 from fairlead.schedule.profile import Profile
+from fairlead.wire.problem import Problem
 
-Kind = Literal["filter", "scorer", "picker"]
 GROUP = "fairlead.plugins"
-#: The method that makes a class a plugin of a kind.
-METHODS: Mapping[Kind, str] = {"filter": "keep", "scorer": "score", "picker": "pick"}
-
-
-def _by_type(*classes: Any) -> dict[str, Any]:
-    return {cls.type: cls for cls in classes}
-
-
-BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
-    "filter": _by_type(Role, Subset, ModelCompatibility, Health, QueueDepth, MemoryPressure, LabelSelector),
-    "scorer": _by_type(PrefixAware, LoadAware, KvUtilization, InflightTokens, LoraAware, SessionAffinity),
-    "picker": _by_type(MaxScore, TopK, WeightedRandom, RoundRobin, Uniform),
-}
-
-#: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers whose
-#: formula differs (`lora-affinity-scorer`, `load-aware-scorer`) are left out on purpose.
-ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "filter": {
-        "queue-depth-filter": ("queue-depth", {}),
-        "memory-pressure-filter": ("memory-pressure", {}),
-        "model-compatibility-filter": ("model-compatibility", {}),
-        "health-filter": ("health", {}),
-        "label-selector-filter": ("label-selector", {}),
-        "by-label-selector": ("label-selector", {}),
-        "decode-filter": ("role", {"stage": "decode"}),
-        "prefill-filter": ("role", {"stage": "prefill"}),
-        "encode-filter": ("role", {"stage": "encode"}),
-    },
-    "scorer": {
-        "prefix-aware-scorer": ("prefix-aware", {}),
-        "prefix-cache-scorer": ("prefix-aware", {}),
-        "kv-utilization-scorer": ("kv-utilization", {}),
-        "kv-cache-utilization": ("kv-utilization", {}),
-        "kv-cache-utilization-scorer": ("kv-utilization", {}),
-        "inflight-tokens-scorer": ("inflight-tokens", {}),
-        "lora-aware-scorer": ("lora-aware", {}),
-    },
-    "picker": {
-        "max-score-picker": ("max-score", {}),
-        "top-k-picker": ("top-k", {}),
-        "random-picker": ("random", {}),
-        "weighted-random-picker": ("weighted-random", {}),
-        "round-robin-picker": ("round-robin", {}),
-    },
-}
 
 
 class Found(Struct, frozen=True):
@@ -124,7 +70,12 @@ class Registry:
         if any(name in table for table in (*BUILTINS.values(), *ALIASES.values())):
             return None
         foreign = self._foreign(name)
-        return Found(name, foreign, foreign=True) if foreign is not None and hasattr(foreign, METHODS[kind]) else None
+        if foreign is None or not hasattr(foreign, METHODS[kind]):
+            return None
+        fault = _lacks(foreign, kind)
+        if fault:
+            raise PluginError(name, f"of {self._sources(name)} {fault}")
+        return Found(name, foreign, foreign=True)
 
     def kind_of(self, name: str) -> Kind | None:
         """The kind that `name` does exist as."""
@@ -140,11 +91,15 @@ class Registry:
             self._points = list(self._list())
         return self._points
 
+    def _sources(self, name: str) -> str:
+        """The distributions that offer it."""
+        return " and ".join(sorted({_distribution(point) for point in self._installed() if point.name == name}))
+
     def _foreign(self, name: str) -> Any:
         points = [point for point in self._installed() if point.name == name]
         if not points:
             return None
-        sources = " and ".join(sorted({_distribution(point) for point in points}))
+        sources = self._sources(name)
         if len(points) > 1:
             raise PluginError(name, f"is offered more than once, by {sources}")
         try:
@@ -168,41 +123,106 @@ def _fault(cls: Any) -> str:
         return "is not a class"
     if not any(callable(getattr(cls, method, None)) for method in METHODS.values()):
         return f"has none of the methods {', '.join(METHODS.values())}"
-    if hasattr(cls, "keep") and not isinstance(getattr(cls, "hard", None), bool):
-        return "is a filter without `hard: bool`"
     if not (isinstance(params, type) and issubclass(params, Struct)):
         return "has a `Params` that is no msgspec.Struct"
     return ""
+
+
+def _lacks(cls: Any, kind: Kind) -> str:
+    """What a class of that kind has to have besides its method and has not."""
+    if kind == "filter" and not isinstance(getattr(cls, "hard", None), bool):
+        return "is a filter without `hard: bool`"
+    if kind == "metric-source" and not _names(getattr(cls, "provides", None)):
+        return "is a metric source without `provides: tuple[str, ...]`"
+    if kind == "parser" and not _names(getattr(cls, "paths", None)):
+        return "is a parser without `paths: tuple[str, ...]`"
+    return ""
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def build_policy(
     config: Config,
     on_plugin_error: Callable[[PluginError], None] | None = None,
     registry: Registry | None = None,
-) -> Profile:
-    """The profile that `config.policy` describes. Raises `PluginError` when a plugin cannot be made."""
+) -> Policy:
+    """The policy that `config.policy` describes: a profile, unless it names a policy plugin.
+
+    Raises `PluginError` when a plugin cannot be made.
+    """
     registry = registry or Registry()
     policy = config.policy
+    filters = [cast(Filter, make(spec, registry)) for spec in policy.filters]
+    if policy.plugin is not None:
+        more = {"filters": filters} if takes_filters(registry, policy.plugin.type) else {}
+        made = make(policy.plugin, registry, **more)
+        if hasattr(made, "report_to"):
+            made.report_to(on_plugin_error)
+        return cast(Policy, made)
+    assert policy.picker is not None
     return Profile(
         policy.name,
-        [cast(Filter, _make(spec, registry)) for spec in policy.filters],
-        [(cast(Scorer, _make(spec, registry)), spec.weight) for spec in policy.scorers],
-        cast(Picker, _make(policy.picker, registry)),
+        filters,
+        [(cast(Scorer, make(spec, registry)), spec.weight) for spec in policy.scorers],
+        cast(Picker, make(policy.picker, registry)),
         on_plugin_error,
     )
 
 
-def _make(spec: PluginSpec, registry: Registry) -> Filter | Scorer | Picker:
+def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) -> None:
+    """Reports plugins that refuse to be made."""
+    for spec in specs:
+        more: dict[str, Any] = {}
+        if spec.kind == "policy" and takes_filters(registry, spec.type):
+            more["filters"] = []
+        try:
+            make(spec, registry, **more)
+        except PluginError as error:
+            report.extend([Problem(spec.path, spec.lines.get("type", 0), str(error))])
+
+
+def takes_filters(registry: Registry, policy: str) -> bool:
+    """Whether the policy plugin wants the filters handed in."""
+    found = registry.find("policy", policy)
+    return found is not None and getattr(found.cls, "takes_filters", False) is True
+
+
+def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
+    """The plugin that a spec describes. Raises `PluginError`."""
     found = registry.find(spec.kind, spec.type)
     if found is None:
         raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
     try:
-        plugin = found.cls(spec.parameters, name=spec.name)
+        plugin = found.cls(spec.parameters, name=spec.name, **more)
     except Exception as error:
         raise PluginError(spec.name, f"({spec.path}) could not be made: {type(error).__name__}: {error}") from error
     if found.foreign and spec.kind == "scorer":
         return Clamped(plugin)
-    return cast(Filter | Scorer | Picker, plugin)
+    return plugin
+
+
+def build_measure(
+    config: Config,
+    on_plugin_error: Callable[[PluginError], None] | None = None,
+    registry: Registry | None = None,
+) -> Measuring | None:
+    """What reads further columns from metrics pages; `None` when nothing does. Raises `PluginError`."""
+    registry = registry or Registry()
+    sources = [make(spec, registry) for spec in config.metric_sources]
+    return Measuring(sources, on_plugin_error) if sources else None
+
+
+def build_parse(
+    config: Config,
+    on_plugin_error: Callable[[PluginError], None] | None = None,
+    registry: Registry | None = None,
+) -> Callable[..., ParsedRequest]:
+    """What reads request bodies. Raises `PluginError`."""
+    registry = registry or Registry()
+    parsers = [make(spec, registry) for spec in config.parsers]
+    return Parsing(parsers, on_plugin_error) if parsers else parse_request
 
 
 def build_hasher(config: Config) -> ChainHasher:

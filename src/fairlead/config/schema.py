@@ -136,6 +136,32 @@ class LedgerSettings(Section, frozen=True, kw_only=True):
 class Parsing(Section, frozen=True, kw_only=True):
     #: Larger request bodies are refused.
     max_body_bytes: Bytes = 64 << 20
+    #: Recognise a conversation by its prompts when the client names neither session nor user.
+    conversations: bool = True
+
+
+class Models(Section, frozen=True, kw_only=True):
+    """What model names mean: manifests of InferenceModel, InferenceObjective and InferenceModelRewrite."""
+
+    #: A file, or a directory of files; empty = nothing is defined. Relative to the configuration.
+    file: str = ""
+    #: Read it again when it changes.
+    watch: bool = True
+    #: Only objects for this pool, or of this namespace, count; empty = all.
+    pool: str = ""
+    namespace: str = ""
+    #: Requests for a name that nobody defined, once an InferenceModel is defined.
+    unmatched: Literal["reject", "pass"] = "reject"
+    #: `session`: requests of one session keep their target of a split.
+    sticky: Literal["none", "session"] = "none"
+
+
+Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "test-selection"]
+
+
+class Headers(Section, frozen=True, kw_only=True):
+    #: Which of a client's headers are listened to; see `fairlead.route.headers.TRUST`.
+    trust: tuple[Trust, ...] = ("objective", "fairness", "slo", "session", "model-rewrite")
 
 
 class Inspect(Section, frozen=True, kw_only=True):
@@ -151,7 +177,9 @@ class Log(Section, frozen=True, kw_only=True):
 class PluginSpec(Struct, frozen=True, kw_only=True):
     """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
 
-    kind: Literal["filter", "scorer", "picker"]
+    kind: Literal[
+        "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation"
+    ]
     type: str
     name: str
     parameters: Any
@@ -159,21 +187,36 @@ class PluginSpec(Struct, frozen=True, kw_only=True):
     weight: float = 0.0
     #: Where it stands in the file, e.g. `$.scorers[0]`.
     path: str = "$"
+    #: The lines of `type`, `weight` and those parameters that the file gives.
+    lines: dict[str, int] = field(default_factory=dict)
+    #: The type in the file, where that is another picker's.
+    stands_for: str = ""
 
 
 class PolicySpec(Struct, frozen=True, kw_only=True):
-    """A profile: filters (built-in ability filters first), scorers, picker."""
+    """A profile (filters, with the built-in ability filters first; scorers; a picker), or a policy plugin."""
 
     name: str
-    filters: tuple[PluginSpec, ...]
-    scorers: tuple[PluginSpec, ...]
-    picker: PluginSpec
+    filters: tuple[PluginSpec, ...] = ()
+    scorers: tuple[PluginSpec, ...] = ()
+    #: `None` exactly where there is a `plugin`.
+    picker: PluginSpec | None = None
+    #: A policy of its own. It gets the filters if it wants them.
+    plugin: PluginSpec | None = None
+
+    def plugins(self) -> tuple[PluginSpec, ...]:
+        """All of them."""
+        return (*self.filters, *self.scorers, *(one for one in (self.picker, self.plugin) if one is not None))
 
 
 class Config(Struct, frozen=True, kw_only=True):
     """A whole, valid configuration: defaults filled in, quantities in seconds and bytes."""
 
     policy: PolicySpec
+    metric_sources: tuple[PluginSpec, ...] = ()
+    parsers: tuple[PluginSpec, ...] = ()
+    #: `fairness`, `ordering`, `saturation`; checked and made, not asked yet.
+    flow_control: tuple[PluginSpec, ...] = ()
     gateway: Gateway
     ext_proc: ExtProc
     als: Als
@@ -183,6 +226,8 @@ class Config(Struct, frozen=True, kw_only=True):
     ledger: LedgerSettings
     parsing: Parsing
     inspect: Inspect
+    models: Models
+    headers: Headers
     log: Log
     #: Of the random generator; `None` = another one at each start.
     seed: int | None = None
@@ -202,6 +247,8 @@ SECTIONS: dict[str, type[Section]] = {
     "ledger": LedgerSettings,
     "parsing": Parsing,
     "inspect": Inspect,
+    "models": Models,
+    "headers": Headers,
     "log": Log,
 }
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -7,12 +7,17 @@ from msgspec import Meta
 
 from fairlead.plugins.durations import seconds
 
+#: In a JSON Schema: the key under which a number says how it may be written as text, see `json_schema`.
+AS_TEXT = "orText"
+_DURATION = {AS_TEXT: r"^\s*(\d+(\.\d+)?(ms|us|s|m|h))+\s*$|^0$"}
+SIZE = {AS_TEXT: r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B?\s*$"}
+
 #: Seconds in Python; in a file a number of seconds or a string such as `1m30s`.
-Seconds = Annotated[float, Meta(ge=0, extra={"unit": "duration"})]
+Seconds = Annotated[float, Meta(ge=0, extra={"unit": "duration"}, extra_json_schema=_DURATION)]
 #: The same, but 0 makes no sense.
-PositiveSeconds = Annotated[float, Meta(gt=0, extra={"unit": "duration"})]
+PositiveSeconds = Annotated[float, Meta(gt=0, extra={"unit": "duration"}, extra_json_schema=_DURATION)]
 #: Bytes in Python; in a file a whole number of bytes or a string such as `64MiB`.
-Bytes = Annotated[int, Meta(ge=1, extra={"unit": "size"})]
+Bytes = Annotated[int, Meta(ge=1, extra={"unit": "size"}, extra_json_schema=SIZE)]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGT])(i?))?B?")
 _POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -18,9 +18,9 @@ def validate(file: Path) -> int:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("minimal", "valid. Policy default: 5 filters, 6 scorers, picker max-score. Endpoints: 3."),
+        ("minimal", "valid. Policy default: 4 filters, cost-model. Endpoints: 3."),
         ("documents", "valid. Policy custom: 6 filters, 2 scorers, picker top-k. Endpoints: 2."),
-        ("file-discovery", "valid. Policy default: 5 filters, 6 scorers, picker max-score. Endpoints: 3."),
+        ("file-discovery", "valid. Policy default: 4 filters, cost-model. Endpoints: 3."),
     ],
 )
 def test_examples_are_valid(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFi
     file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
     file.write_text("endpoints: {file: e.yaml}")
     assert validate(file) == 2
-    assert f"error: {endpoints}: $: cannot be read: No such file" in capsys.readouterr().err
+    assert f"{file}:1: $.endpoints.file: {endpoints}: $: cannot be read: No such file" in capsys.readouterr().out
     endpoints.write_text("endpoints:\n- 10.0.0.1:1\n- localhost:nonsense\n")
     assert validate(file) == 2
     assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is no port (1 to 65535)" in capsys.readouterr().out
@@ -70,8 +70,12 @@ def test_a_plugin_that_cannot_be_made(
         raise ValueError("not today")
 
     monkeypatch.setattr(LoadAware, "__init__", refuse)
-    assert validate(EXAMPLES / "minimal.yaml") == 2
-    assert "ValueError: not today" in capsys.readouterr().out
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: ['10.0.0.1:1']\nscorers:\n- type: load-aware\nlog: {level: loud}\n")
+    assert validate(file) == 2
+    problem, other = capsys.readouterr().out.splitlines()[:2]
+    assert problem.startswith(f"{file}:3: $.scorers[0]: plugin load-aware") and "ValueError: not today" in problem
+    assert "$.log.level" in other
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

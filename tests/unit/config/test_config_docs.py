@@ -8,6 +8,7 @@ import pytest
 
 from fairlead.config.defaults import POLICIES
 from fairlead.config.endpoints import FileSource
+from fairlead.config.epp.catalogue import CATALOGUE
 from fairlead.config.load import FIELDS, load
 from fairlead.config.registry import ALIASES, BUILTINS, Found, build_policy
 from fairlead.config.schema import SECTIONS, EngineNames, ScrapeTls, Tls
@@ -47,8 +48,9 @@ def test_every_other_field_is_explained() -> None:
 
 
 def test_every_plugin_and_parameter_is_explained() -> None:
+    """Policies have a page of their own, see the tests of the documents."""
     for kind, table in BUILTINS.items():
-        for name, cls in table.items():
+        for name, cls in table.items() if kind != "policy" else ():
             assert f"`{name}`" in TEXT, f"{kind} {name}"
             missing = [field for field in names(Found(name, cls).params) if f"`{field}`" not in TEXT]
             assert missing == [], f"{kind} {name}"
@@ -58,3 +60,24 @@ def test_every_alias_and_policy_is_explained() -> None:
     irregular = [alias for table in ALIASES.values() for alias, (target, _) in table.items() if target not in alias]
     assert [alias for alias in irregular if f"`{alias.removesuffix('-scorer')}" not in TEXT] == []
     assert [name for name in POLICIES if f"`{name}`" not in TEXT] == []
+
+
+PLUGINS = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
+
+
+def test_every_plugin_of_the_reference_is_in_the_table() -> None:
+    for name, entry in CATALOGUE.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", PLUGINS, re.MULTILINE)
+        if isinstance(entry.refused, str) and entry.refused:
+            assert entry.refused in row
+        else:
+            assert entry.counterpart in row
+            assert not isinstance(entry.note, str) or entry.note in row
+
+
+def test_the_tutorial_shows_the_example_as_it_is() -> None:
+    source = (
+        Path(__file__).parents[3] / "examples/fairlead-example-plugin/src/fairlead_example_plugin/__init__.py"
+    ).read_text()
+    shown = re.findall(r"^```python\n(.*?)^```", PLUGINS, re.MULTILINE | re.DOTALL)[0]
+    assert shown in source

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fairlead.config.defaults import DEFAULT_POLICY
 from fairlead.config.load import load, problems
 from fairlead.config.problems import InvalidConfig
 from fairlead.config.registry import build_policy
@@ -36,20 +37,21 @@ def weights(config: Config) -> dict[str, float]:
     return {spec.name: spec.weight for spec in config.policy.scorers}
 
 
-def test_nothing_but_endpoints_gives_the_default_profile() -> None:
-    config = load(ONE)
-    policy = config.policy
+def test_nothing_but_endpoints_gives_the_default_policy() -> None:
+    policy = load(ONE).policy
     assert policy.name == "default"
-    assert types(policy.filters) == [
-        "role", "subset", "model-compatibility", "health", "queue-depth",
-    ]  # fmt: skip
-    assert policy.filters[4].parameters.max_queue_length == 200
+    assert types(policy.filters) == ["role", "subset", "model-compatibility", "health"]
+    assert policy.plugin is not None and policy.plugin.type == DEFAULT_POLICY
+    assert (policy.scorers, policy.picker) == ((), None)
+
+
+def test_a_selection_alone_has_the_default_scorers() -> None:
+    config = load(f"selection: {{topK: 1}}\n{ONE}")
     assert weights(config) == {
         "prefix-aware": 100, "load-aware": 50, "kv-utilization": 100, "inflight-tokens": 100, "lora-aware": 100,
         "session-affinity": 20,
     }  # fmt: skip
-    assert policy.scorers[0].parameters.hash_block_size == 64
-    assert policy.picker.type == "max-score"
+    assert config.policy.scorers[0].parameters.hash_block_size == 64
 
 
 def test_short_form_loads_as_it_stands_in_chart_values() -> None:
@@ -60,6 +62,7 @@ def test_short_form_loads_as_it_stands_in_chart_values() -> None:
     assert policy.filters[4].parameters.max_queue_length == 50
     assert weights(config) == {"prefix-aware": 100, "load-aware": 50}
     assert policy.scorers[0].parameters.hash_block_size == 5
+    assert policy.picker is not None
     assert (policy.picker.type, policy.picker.parameters.k) == ("top-k", 3)
     assert policy.scorers[1].path == "$.inferenceExtension.pluginsCustomConfig.scorers[1]"
     assert [(note.path, note.line) for note in config.notes] == [
@@ -76,6 +79,7 @@ def test_short_form_means_the_same_at_the_top_of_the_file() -> None:
     above = load("\n".join(line[4:] for line in custom.splitlines()), need_endpoints=False).policy
     assert [s.parameters for s in above.scorers] == [s.parameters for s in below.scorers]
     assert [s.parameters for s in above.filters] == [s.parameters for s in below.filters]
+    assert above.picker is not None and below.picker is not None
     assert above.picker.parameters == below.picker.parameters
 
 
@@ -95,16 +99,16 @@ def test_parameters_have_three_names_and_may_stand_beside_the_type(key: str) -> 
         ("selection: {picker: round-robin}", "round-robin"),
         ("selection: {picker: weighted-random-picker, parameters: {}}", "weighted-random"),
         ("scorers: [{type: load-aware}]", "top-k"),
-        ("filters: []", "max-score"),
         ("selection: {picker: top-k, k: 4, name: mine}", "top-k"),
     ],
 )
 def test_selection(selection: str, picker: str) -> None:
-    assert load(f"{selection}\n{ONE}").policy.picker.type == picker
+    found = load(f"{selection}\n{ONE}").policy.picker
+    assert found is not None and found.type == picker
 
 
 def test_an_absent_list_has_its_default_and_an_empty_one_is_empty() -> None:
-    assert len(load(f"filters: []\n{ONE}").policy.scorers) == 6
+    assert len(load(f"filters: []\n{ONE}").policy.filters) == 4
     assert load(f"scorers: []\n{ONE}").policy.scorers == ()
     assert len(load(f"scorers: []\n{ONE}").policy.filters) == 5
 
@@ -122,7 +126,6 @@ def test_ability_filters_come_first_unless_replaced_or_switched_off() -> None:
     [
         ("round-robin", [], "round-robin"),
         ("random", [], "random"),
-        ("least-requests", ["load-aware"], "max-score"),
     ],
 )
 def test_shorthand_policies(name: str, scorers: list[str], picker: str) -> None:
@@ -130,7 +133,7 @@ def test_shorthand_policies(name: str, scorers: list[str], picker: str) -> None:
     assert config.policy.name == name
     assert types(config.policy.filters) == ["role", "subset", "model-compatibility", "health"]
     assert types(config.policy.scorers) == scorers
-    assert config.policy.picker.type == picker
+    assert config.policy.picker is not None and config.policy.picker.type == picker
     assert build_policy(config).name == name
 
 
@@ -181,7 +184,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     ("a: [", [("$", 1, "not valid YAML", "")]),
     (ONE + "gatway: none", [("$.gatway", 2, "unknown field 'gatway'", "'gateway'")]),
     (ONE + "log: {}\nlog: {}", [("$.log", 3, "'log' is given twice", "line 2")]),
-    (ONE + "kind: EndpointPickerConfig", [("$.kind", 2, "unknown field 'kind'", "other pickers")]),
+    (ONE + "kind: EndpointPickerConfig", [("$", 1, "field 'apiVersion' is missing", "llm-d.ai/v1alpha1")]),
+    (ONE + "plugins: []", [("$.plugins", 2, "unknown field 'plugins'", "kind: EndpointPickerConfig")]),
     (ONE + "gateway: embeded", [("$.gateway", 2, "unknown value 'embeded'", "'embedded'")]),
     (ONE + "gateway: ~", [("$.gateway", 2, "got nothing", "")]),
     (ONE + "gateway: {hots: x}", [("$.gateway.hots", 2, "unknown field", "'host'")]),
@@ -355,7 +359,7 @@ def test_a_large_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["minimal", "documents", "file-discovery"])
 def test_examples_load(name: str) -> None:
     config = load(EXAMPLES / f"{name}.yaml")
-    assert build_policy(config).name == config.policy.name
+    build_policy(config)
     assert config.endpoints.static or config.endpoints.file == str(EXAMPLES / "endpoints.yaml")
 
 

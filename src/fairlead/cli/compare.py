@@ -1,0 +1,159 @@
+"""`fairlead compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fairlead.sim.grid import Cell, CellResult, Runner
+
+
+def compare(
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option("--scenario", "-s", help="Built-in scenario or workload file; repeat for more.", metavar="NAME"),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help="Policy, FILE or NAME=FILE; repeat for more.", metavar="NAME"),
+    ] = None,
+    load: Annotated[str, typer.Option(help="Speedups of each scenario, e.g. 0.5,1,2.")] = "1",
+    seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds.")] = 1,
+    traces: Annotated[str, typer.Option(envvar="FAIRLEAD_TRACES", help="Directory of the published traces.")] = "",
+    head: Annotated[int, typer.Option(min=0, help="Only the first so many requests of each.")] = 0,
+    servers: Annotated[int, typer.Option(min=0, help="Model servers; default: the scenario's own.")] = 0,
+    speeds: Annotated[str, typer.Option(help="Relative speeds of the servers, e.g. 1,1,0.4.")] = "",
+    out: Annotated[Path, typer.Option(help="Directory of results and report.")] = Path("out/compare"),
+    processes: Annotated[int, typer.Option(min=0, help="0 = one per processor.")] = 0,
+    cluster: Annotated[str, typer.Option(help="Address of a running Dask scheduler, e.g. tcp://host:8786.")] = "",
+    fresh: Annotated[bool, typer.Option(help="Do not take results of a former, interrupted run.")] = False,
+) -> None:
+    """Simulate every policy on every workload at every load.
+
+    Writes results.json, plots and a self-contained report.html to the output directory. A run that was interrupted
+    goes on where it stopped when it is started again.
+    """
+    from fairlead.sim.grid import run_grid
+    from fairlead.sim.report import print_comparison, write_report
+    from fairlead.workload.formats.problems import TraceError
+
+    try:
+        cells = _cells(scenario or [], policy or [], load, seeds, traces, head, servers, speeds)
+        out.mkdir(parents=True, exist_ok=True)
+        kept = out / "cells.jsonl"
+        if fresh:
+            kept.unlink(missing_ok=True)
+        runner = _dask(cluster) if cluster else None
+        with _Progress(len(cells)) as progress:
+            results = run_grid(cells, processes=processes, kept=kept, progress=progress.step, runner=runner)
+    except (TraceError, ValueError, OSError) as error:
+        complain(str(error))
+        raise typer.Exit(WRONG_INPUT) from None
+    print_comparison(results)
+    for path in write_report(results, cells, out):
+        typer.echo(f"written: {path}")
+    errors = [result for result in results if result.error]
+    for result in errors:
+        complain(f"{result.policy} on {result.scenario}: {result.error}")
+    if errors:
+        raise typer.Exit(FAILED)
+
+
+def _cells(
+    scenarios: list[str],
+    policies: list[str],
+    load: str,
+    seeds: int,
+    traces: str,
+    head: int,
+    servers: int,
+    speeds: str,
+) -> "list[Cell]":
+    from fairlead.sim.build import ScenarioSpec, names
+    from fairlead.sim.grid import Cell
+    from fairlead.sim.policies import known_policies, policy_text
+    from fairlead.sim.scenarios import QUALITY
+
+    for name in scenarios:
+        if name not in names() and not Path(name).is_file():
+            raise ValueError(f"{name!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")
+    texts = {name.partition("=")[0]: policy_text(name) for name in policies} or known_policies()
+    loads = [float(part) for part in load.split(",") if part.strip()]
+    if not loads or min(loads) <= 0:
+        raise ValueError(f"loads must be numbers above 0, got {load!r}")
+    relative = tuple(float(part) for part in speeds.split(",") if part.strip())
+    return [
+        Cell(
+            scenario=ScenarioSpec(
+                name=_label(source, factor, len(loads) > 1),
+                source=source,
+                traces=traces,
+                speedup=factor,
+                head=head,
+                servers=servers,
+                speeds=relative,
+            ),
+            policy=policy,
+            text=text,
+            seed=seed,
+        )
+        for source in scenarios or QUALITY
+        for factor in loads
+        for policy, text in texts.items()
+        for seed in range(seeds)
+    ]
+
+
+def _label(source: str, factor: float, several: bool) -> str:
+    name = Path(source).stem if Path(source).suffix and Path(source).is_file() else source
+    return f"{name} @{factor:g}" if several else name
+
+
+def _dask(address: str) -> "Runner":
+    """Runs cells on a Dask cluster. Raises `ValueError` when that cannot be."""
+    from importlib import import_module
+
+    from fairlead.sim.grid import run_cell
+
+    try:
+        dask = import_module("distributed")
+    except ImportError:
+        raise ValueError("--cluster needs Dask: pip install distributed, here and on the workers") from None
+    try:
+        client = dask.Client(address, timeout=10)
+    except OSError as error:
+        raise ValueError(f"no Dask scheduler answers at {address}: {error}") from None
+
+    def run(cells: "Sequence[tuple[Cell, str]]") -> "Iterator[CellResult]":
+        futures = [client.submit(run_cell, cell, key, pure=False) for cell, key in cells]
+        for future in dask.as_completed(futures):
+            yield future.result()
+
+    return run
+
+
+class _Progress:
+    """A bar on stderr where that is a terminal, else a line now and then."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("simulating", total=total)
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, result: "CellResult", count: int, total: int) -> None:
+        self._bar.update(self._task, completed=count, description=f"{result.scenario}: {result.policy}")

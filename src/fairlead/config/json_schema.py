@@ -1,0 +1,186 @@
+"""The configuration as a JSON Schema (draft 2020-12), for editors. What `fairlead validate` says is the last word.
+
+Everything comes from the structs that the loader uses: sections and parameters by `msgspec.json`, the rest around them.
+Installed plugins are in it as well, so it describes this installation.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from fairlead.config.builtins import ALIASES, BUILTINS, Kind
+from fairlead.config.defaults import POLICIES
+from fairlead.config.endpoints import FileSource
+from fairlead.config.epp.catalogue import CATALOGUE
+from fairlead.config.epp.document import API_VERSIONS, KIND, Document
+from fairlead.config.extras import FLOW_CONTROL, METRIC_SOURCES, PARSERS
+from fairlead.config.plugin_reader import PARAMETERS
+from fairlead.config.registry import Found, Registry
+from fairlead.config.schema import SECTIONS
+from fairlead.config.units import AS_TEXT
+from fairlead.model.errors import PluginError
+from fairlead.wire.endpoint_entry import KEYS as ENTRY_KEYS
+
+DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+_REF: Final = "#/$defs/{name}"
+Schema = dict[str, Any]
+
+
+def json_schema(registry: Registry | None = None) -> Schema:
+    """One schema for our own form and for an `EndpointPickerConfig`; `kind` tells them apart."""
+    registry = registry or Registry()
+    plugins = {kind: _plugins(kind, registry) for kind in BUILTINS}
+    structs: list[type[Struct]] = [*SECTIONS.values(), FileSource, Document]
+    structs += [found.params for table in plugins.values() for found in table.values() if found is not None]
+    unique = list(dict.fromkeys(structs))
+    refs, definitions = msgspec.json.schema_components(unique, ref_template=_REF)
+    _allow_text(definitions)
+    ref = dict(zip(unique, refs, strict=True))
+    entries = {_entry_name(kind): _entry(kind, table, ref) for kind, table in plugins.items()}
+    properties = _properties(plugins, ref)
+    document = _document(definitions[Document.__name__], properties)
+    own = {
+        "type": "object",
+        "properties": {**properties, "router": {"type": "object"}},
+        "additionalProperties": False,
+    }
+    schema = {
+        "$schema": DIALECT,
+        "title": "Fairlead configuration",
+        "type": "object",
+        "if": {"required": ["kind"]},
+        "then": {"$ref": "#/$defs/EndpointPickerConfig"},
+        "else": {"$ref": "#/$defs/Fairlead"},
+        "$defs": {**definitions, **entries, KIND: document, "Fairlead": own},
+    }
+    plain: Schema = msgspec.json.decode(msgspec.json.encode(schema))
+    return plain
+
+
+def _allow_text(node: Any) -> None:
+    """Quantities: a number, or a text of that form."""
+    if isinstance(node, dict):
+        pattern = node.pop(AS_TEXT, None)
+        if pattern is not None:
+            node |= {"type": [node["type"], "string"], "pattern": pattern}
+        node = list(node.values())
+    if isinstance(node, list):
+        for inner in node:
+            _allow_text(inner)
+
+
+def _plugins(kind: Kind, registry: Registry) -> dict[str, Found | None]:
+    """By every name that a file may use; `None` for an installed one that cannot be loaded."""
+    names: Iterable[str] = [*BUILTINS[kind], *ALIASES[kind], *sorted(registry.types(kind) - {*BUILTINS[kind]})]
+    found: dict[str, Found | None] = {}
+    for name in names:
+        try:
+            one = registry.find(kind, name)
+        except PluginError:
+            found[name] = None
+            continue
+        if one is not None:
+            found[name] = one
+    return found
+
+
+def _entry_name(kind: Kind) -> str:
+    return f"plugin-{kind}"
+
+
+def _entry(kind: Kind, table: Mapping[str, Found | None], ref: Mapping[type[Struct], Schema]) -> Schema:
+    """An entry of a list: parameters under one of three keys, or beside `type`."""
+    names = {"type": {"enum": sorted(table)}, "name": {"type": "string", "minLength": 1}}
+    if kind == "scorer":
+        names["weight"] = {"type": "number", "minimum": 0}
+    return {
+        "type": "object",
+        "required": ["type"],
+        "properties": names,
+        "allOf": [True, *(_parameters(name, found, ref) for name, found in table.items())],
+        "unevaluatedProperties": False,
+    }
+
+
+def _parameters(name: str, found: Found | None, ref: Mapping[type[Struct], Schema]) -> Schema:
+    condition = {"properties": {"type": {"const": name}}, "required": ["type"]}
+    if found is None:
+        return {"if": condition, "then": {"additionalProperties": True}}
+    schema = ref[found.params]
+    fields = [field.encode_name for field in msgspec.structs.fields(found.params)]
+    pointer = schema["$ref"]
+    beside: Schema = {field: {"$ref": f"{pointer}/properties/{_escaped(field)}"} for field in fields}
+    # Beside `type` a required parameter may be missing: it may stand under `parameters`.
+    return {"if": condition, "then": {"properties": {**beside, **{key: {"type": "object"} for key in PARAMETERS}}}}
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Struct], Schema]) -> Schema:
+    def listed(kind: Kind) -> Schema:
+        return {"type": "array", "items": {"$ref": f"#/$defs/{_entry_name(kind)}"}}
+
+    scheduling: Schema = {
+        "policy": {
+            "anyOf": [{"enum": sorted({*POLICIES, *plugins["policy"]})}, {"$ref": f"#/$defs/{_entry_name('policy')}"}]
+        },
+        "filters": listed("filter"),
+        "scorers": listed("scorer"),
+        "builtinFilters": {"type": "boolean"},
+        "selection": {
+            "type": "object",
+            "properties": {"topK": {"type": "integer", "minimum": 1}, "picker": {"enum": sorted(plugins["picker"])}},
+            "anyOf": [{"required": ["topK"]}, {"required": ["picker"]}],
+        },
+    }
+    sections = {key: _or_nothing(ref[kind]) for key, kind in SECTIONS.items()}
+    sections["gateway"] = {"anyOf": [{"enum": ["embedded", "none"]}, *sections["gateway"]["anyOf"]]}
+    flow = {kind: {"$ref": f"#/$defs/{_entry_name(kind)}"} for kind in ("fairness", "ordering", "saturation")}
+    return {
+        **scheduling,
+        METRIC_SOURCES: listed("metric-source"),
+        PARSERS: listed("parser"),
+        FLOW_CONTROL: {"type": "object", "properties": flow, "additionalProperties": False},
+        **sections,
+        "endpoints": {"anyOf": [{"type": "array", "items": _ENDPOINT}, ref[FileSource]]},
+        "seed": {"type": ["integer", "null"], "minimum": 0},
+        "inferenceExtension": {
+            "type": "object",
+            "properties": {"pluginsCustomConfig": {"type": "object", "properties": scheduling}},
+        },
+    }
+
+
+def _or_nothing(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _document(schema: Schema, own: Schema) -> Schema:
+    """The reference's fields, and those of ours that may stand beside them."""
+    beside = {key: own[key] for key in (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")}
+    known = {"apiVersion": {"enum": list(API_VERSIONS)}, "kind": {"const": KIND}}
+    properties = {**beside, **schema["properties"], **known}
+    types = {"type": "string", "examples": sorted(CATALOGUE)}
+    plugins = {"properties": {"plugins": {"anyOf": [{"items": {"properties": {"type": types}}}, {"type": "null"}]}}}
+    return {**schema, "properties": properties, "additionalProperties": False, "allOf": [plugins]}
+
+
+#: An entry of a list of endpoints.
+_ENDPOINT: Final[Schema] = {
+    "anyOf": [
+        {"type": "string", "examples": ["10.0.0.1:8000"]},
+        {
+            "type": "object",
+            "required": ["address"],
+            "properties": {
+                **{key: {"type": ["string", "number"]} for key in ENTRY_KEYS},
+                "labels": {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
+            },
+            "additionalProperties": False,
+        },
+    ]
+}

@@ -1,0 +1,127 @@
+"""Which changes of a configuration apply to a running scheduler.
+
+Rules
+* What can be swapped between two decisions applies: the policy, limits, log level, the list of endpoints.
+* What a socket, a process or a scrape connection was opened with is refused, with the reason; the old value stays, and
+  everything else in the same file still applies.
+* Nothing is compared by where it stands: a file that was only rearranged changes nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct, structs
+
+from fairlead.config.schema import Config, EndpointSource, Parsing, PluginSpec, PolicySpec, Section
+from fairlead.wire.problem import Problem
+
+_PORTS: Final = "its port is open already"
+_PLUGINS: Final = "these plugins are made at the start"
+#: Fields of `Config` that never apply, and why.
+_FIXED: Final[Mapping[str, str]] = {
+    "gateway": "the gateway was started with it",
+    "ext_proc": _PORTS,
+    "als": _PORTS,
+    "admin": _PORTS,
+    "metrics": "the scraper was started with it",
+    "models": "the files of models are followed on their own, these settings are not",
+    "headers": "sessions were begun with it",
+    "seed": "the random generator was seeded at the start",
+    "metric_sources": _PLUGINS,
+    "parsers": _PLUGINS,
+    "flow_control": _PLUGINS,
+}
+_HIGHER: Final = "the ports were opened for smaller bodies"
+#: Not settings.
+_IGNORED: Final = frozenset({"source", "notes"})
+
+
+class Changes(Struct, frozen=True):
+    """What applies. `config` is the old configuration with just that; `paths` are JSON paths for people."""
+
+    config: Config
+    paths: tuple[str, ...] = ()
+    #: A new policy must be made; the listed endpoints are others.
+    policy: bool = False
+    endpoints: bool = False
+
+
+def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
+    """(what applies, what is refused). Pure; neither configuration is touched."""
+    applied: dict[str, Any] = {"source": new.source, "notes": new.notes}
+    paths: list[str] = []
+    refused: list[Problem] = []
+    for field in structs.fields(Config):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if field.name in _IGNORED or _meaning(before) == _meaning(after):
+            continue
+        key = _camel(field.name)
+        if field.name in _FIXED:
+            refused += [_refusal(path, _FIXED[field.name]) for path in _differences(before, after, f"$.{key}")]
+            continue
+        kept, found = _section(field.name, before, after, refused)
+        if found:
+            applied[field.name] = kept
+            paths += found
+    changes = Changes(
+        structs.replace(old, **applied),
+        tuple(paths),
+        policy="policy" in applied,
+        endpoints="endpoints" in applied,
+    )
+    return changes, refused
+
+
+def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:
+    """(the new value with what is refused put back, paths that changed)."""
+    path = f"$.{_camel(name)}"
+    if isinstance(before, PolicySpec):
+        if _block_sizes(before) != _block_sizes(after):
+            refused.append(_refusal(f"{path}.hashBlockSize", "prompts are cut and known in blocks of the old size"))
+        return after, [path]
+    if isinstance(before, EndpointSource):
+        if before.file or after.file:
+            refused.append(_refusal(path, "another file, or a list in the place of a file, is not followed"))
+            return before, []
+        return after, [path]
+    if isinstance(before, Parsing) and after.max_body_bytes > before.max_body_bytes:
+        refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
+        after = structs.replace(after, max_body_bytes=before.max_body_bytes)
+    return after, _differences(before, after, path) if isinstance(before, Section) else [path]
+
+
+def _differences(before: Any, after: Any, path: str) -> list[str]:
+    """The fields of a section that differ; anything else differs as a whole."""
+    if not (isinstance(before, Section) and type(before) is type(after)):
+        return [path] if before != after else []
+    return [
+        difference
+        for field in structs.fields(type(before))
+        for difference in _differences(
+            getattr(before, field.name), getattr(after, field.name), f"{path}.{field.encode_name}"
+        )
+    ]
+
+
+def _meaning(value: Any) -> Any:
+    """A value without where it stands in the file."""
+    if isinstance(value, PolicySpec):
+        return value.name, *map(_meaning, (value.filters, value.scorers, value.picker, value.plugin))
+    if isinstance(value, PluginSpec):
+        return value.kind, value.type, value.name, value.weight, value.parameters
+    if isinstance(value, tuple):
+        return tuple(map(_meaning, value))
+    return value
+
+
+def _block_sizes(policy: PolicySpec) -> set[int]:
+    return {size for spec in policy.scorers if (size := getattr(spec.parameters, "hash_block_size", None))}
+
+
+def _refusal(path: str, reason: str) -> Problem:
+    return Problem(path, 0, f"does not apply while running: {reason}", "restart to apply it")
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)

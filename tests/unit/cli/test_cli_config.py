@@ -1,0 +1,100 @@
+"""`fairlead config show` and `fairlead schema`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fairlead.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    return int(stopped.value.code or 0)
+
+
+def show(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[object, str]]:
+    assert run("config", "show", str(file), "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {row["path"]: (row["value"], row["origin"]) for row in rows}
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "f.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_every_value_has_an_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """endpoints: ['10.0.0.1:1']
+gateway: none
+metrics:
+  interval: 50ms
+scorers:
+  - type: load-aware
+    weight: 7
+    parameters:
+      queueWeightFactor: 0.5
+"""
+    found = show(write(tmp_path, text), capsys)
+    assert found["$.policy"] == ("custom", "the lists of the file")
+    assert found["$.scorers[0].weight"] == (7.0, "line 7")
+    assert found["$.scorers[0].queueWeightFactor"] == (0.5, "line 9")
+    assert found["$.scorers[0].activeRequestsWeight"] == (0.3, "default")
+    assert found["$.filters[0].type"] == ("role", "built in")
+    assert found["$.filters[4].maxQueueLength"] == (200, "default")
+    assert found["$.selection.type"] == ("top-k", "default")
+    assert "$.policy.type" not in found
+    assert found["$.metrics.interval"] == (0.05, "line 4")
+    assert found["$.metrics.timeout"] == (1.0, "default")
+    assert found["$.gateway.mode"] == ("none", "line 2")
+    assert found["$.extProc.host"] == ("0.0.0.0", "from gateway.mode")
+    assert found["$.als.port"] == (9002, "from extProc.port")
+    assert found["$.endpoints[0]"] == ({"name": "10.0.0.1:1", "address": "10.0.0.1:1"}, "line 1")
+
+
+def test_shorthands_and_policies_are_origins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = show(write(tmp_path, "endpoints: ['10.0.0.1:1']\npolicy: round-robin\n"), capsys)
+    assert found["$.policy"] == ("round-robin", "line 2")
+    assert found["$.selection.type"] == ("round-robin", "policy: round-robin (line 2)")
+    plugin = show(write(tmp_path, "endpoints: ['10.0.0.1:1']\npolicy:\n  type: cost-model\n  nearTie: 0.03\n"), capsys)
+    assert plugin["$.policy.type"] == ("cost-model", "line 3")
+    assert plugin["$.policy.nearTie"] == (0.03, "line 4")
+    assert plugin["$.policy.name"] == ("cost-model", "line 3")
+
+
+def test_top_k_is_the_picker_of_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = show(write(tmp_path, "endpoints: ['10.0.0.1:1']\nselection:\n  topK: 2\n"), capsys)
+    assert (found["$.selection.type"], found["$.selection.k"]) == (("top-k", "line 3"), (2, "line 3"))
+
+
+def test_plugins_of_the_reference_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = show(ROOT / "tests/data/epp-configs/sticky-until-saturated.yaml", capsys)
+    assert found["$.policy"] == ("default", "schedulingProfiles")
+    assert found["$.filters[0].type"] == ("subset", "built in")
+    assert found["$.filters[2].affinityThreshold"] == (0.7, "line 7, prefix-cache-affinity-filter")
+    assert found["$.scorers[0].weight"][1].endswith("token-load-scorer")
+    assert found["$.metrics.interval"] == (0.1, "plugins")
+    files = show(ROOT / "tests/data/epp-configs/performance-profile.yaml", capsys)
+    assert files["$.endpoints.watch"] == (False, "file-discovery")
+
+
+def test_it_is_readable_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", str(ROOT / "examples/minimal.yaml")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("$.gateway.port ") and line.endswith("8080  # default") for line in lines)
+    assert all("  # " in line for line in lines)
+
+
+def test_a_configuration_that_does_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", str(write(tmp_path, "seed: x"))) == 2
+    assert "$.seed" in capsys.readouterr().err
+    assert run("config", "hide", "x") == 2
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("schema") == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Fairlead configuration"

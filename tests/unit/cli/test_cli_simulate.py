@@ -1,0 +1,106 @@
+"""`simulate`, `workload` and `compare` as a user calls them. The runs are tiny."""
+
+import csv
+import io
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fairlead.cli.main import build_app
+
+runner = CliRunner()
+
+
+def call(*arguments):
+    return runner.invoke(build_app(), [str(argument) for argument in arguments])
+
+
+def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):
+    made, table = tmp_path / "chat.jsonl", tmp_path / "chat.csv"
+    done = call("workload", "generate", "interactive-chat", made, "--count", 4, "--rate", 2, "--seed", 3)
+    assert done.exit_code == 0, done.output
+    assert "4 sessions" in done.output
+    again = call("workload", "show", made)
+    assert again.output == done.output
+    assert call("workload", "convert", made, table, "--to", "vidur").exit_code == 0
+    assert table.read_text().startswith("arrived_at,")
+    requests = tmp_path / "requests.csv"
+    ran = call("simulate", made, "--policy", "round-robin", "--servers", 2, "--json", "--requests", requests)
+    assert ran.exit_code == 0, ran.output
+    document = json.loads(ran.output)
+    rows = list(csv.DictReader(io.StringIO(requests.read_text())))
+    assert document["figures"]["done"] == len(rows) == document["figures"]["requests"]
+    assert {row["status"] for row in rows} == {"done"}
+    assert {row["server"] for row in rows} == {"0", "1"}
+    assert document["configuration"]["servers"] == 2
+
+
+def test_a_built_in_scenario_is_simulated_for_people():
+    done = call("simulate", "paced-prefix", "--head", 5)
+    assert done.exit_code == 0, done.output
+    assert "5: 5 done, 0 shed, 0 failed" in done.output
+    assert "TTFT ms" in done.output
+
+
+def test_what_there_is_can_be_listed():
+    listed = call("simulate", "--list").output
+    assert "shared-prefix-20" in listed
+    assert "round-robin" in listed
+    kinds = call("workload", "kinds").output
+    assert "deep-research" in kinds
+    assert "burstgpt" in kinds
+
+
+def test_policies_are_compared_and_reported(tmp_path):
+    arguments = ["compare", "-s", "paced-prefix", "-p", "default", "-p", "round-robin", "--head", "4", "--load", "1,2"]
+    arguments += ["--out", str(tmp_path), "--processes", "1"]
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "paced-prefix @2" in done.output
+    assert "regret" in done.output
+    assert (tmp_path / "report.html").is_file()
+    assert len((tmp_path / "cells.jsonl").read_bytes().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate",), "name a scenario"),
+        (("simulate", "nothing"), "neither a scenario nor a file"),
+        (("simulate", "agents", "--policy", "nothing"), "neither a policy nor a file"),
+        (("simulate", "agents", "--speeds", "1,fast"), "could not convert"),
+        (("simulate", "agents", "--preset", "abacus"), "unknown preset"),
+        (("workload", "show"), "show needs a file"),
+        (("workload", "show", "no-such-file"), "No such file"),
+        (("workload", "convert", "x"), "second file"),
+        (("workload", "generate", "magic", "out"), "count or seconds"),
+        (("workload", "generate", "magic", "out", "--count", "1"), "unknown kind"),
+        (("workload", "generate", "overload", "--set", "rate"), "expected NAME=VALUE"),
+        (("workload", "generate", "overload", "--dispatch", "never"), "unknown dispatch"),
+        (("compare", "-s", "nothing"), "neither a scenario nor a file"),
+        (("compare", "-s", "agents", "--load", "0"), "above 0"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, message):
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_bad_trace_names_its_line_and_field(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"input_length": 5, "output_length": 5}\n{"input_length": 5}\n')
+    done = call("workload", "show", path)
+    assert done.exit_code == 2
+    assert "bad.jsonl:2: output_length" in done.output
+
+
+def test_a_cluster_needs_its_library(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    done = call("compare", "-s", "agents", "-p", "default", "--cluster", "tcp://127.0.0.1:1", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "pip install distributed" in done.output

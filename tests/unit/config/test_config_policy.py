@@ -1,0 +1,99 @@
+"""Policies of their own: built from a name or from a mapping, with or without the configured filters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from fairlead.config import builtins
+from fairlead.config.load import load, problems
+from fairlead.config.registry import build_policy
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.request import Request
+from fairlead.schedule.cycle import Context
+from fairlead.schedule.framework import Filter, Pick
+from fairlead.schedule.profile import Profile
+from fairlead.testing import assert_routed, fleet, request
+
+ONE = "endpoints: ['127.0.0.1:8000']\n"
+
+
+class Last:
+    """Always the last slot."""
+
+    type = "last"
+
+    class Params(Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+        from_end: int = 1
+
+    def __init__(self, params: Params, name: str = type) -> None:
+        self.name = name
+        self._params = params
+
+    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
+        return [Pick(len(fleet.table) - self._params.from_end) for _ in requests]
+
+
+class Filtering(Last):
+    type = "filtering"
+    takes_filters = True
+
+    def __init__(self, params: Any, name: str = type, *, filters: Sequence[Filter]) -> None:
+        super().__init__(params, name)
+        self.filters = filters
+
+
+@pytest.fixture(autouse=True)
+def policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(builtins.BUILTINS, "policy", {"last": Last, "filtering": Filtering})  # type: ignore[arg-type]
+
+
+def test_by_name() -> None:
+    config = load(f"policy: last\n{ONE}")
+    assert (config.policy.name, config.policy.picker, config.policy.filters) == ("last", None, ())
+    policy = build_policy(config)
+    assert isinstance(policy, Last)
+    assert_routed(policy, request(), fleet(), "e2")
+
+
+@pytest.mark.parametrize("parameters", ["fromEnd: 2", "parameters: {fromEnd: 2}"])
+def test_with_parameters_and_a_name(parameters: str) -> None:
+    config = load(f"policy: {{type: last, name: mine, {parameters}}}\n{ONE}")
+    assert config.policy.name == "mine"
+    assert_routed(build_policy(config), request(), fleet(), "e1")
+
+
+def test_a_shorthand_may_stand_in_a_mapping() -> None:
+    config = load(f"policy: {{type: round-robin}}\n{ONE}")
+    assert (config.policy.name, config.policy.plugin) == ("round-robin", None)
+    assert isinstance(build_policy(config), Profile)
+
+
+def test_filters_are_handed_to_a_policy_that_takes_them() -> None:
+    policy = build_policy(load(f"policy: filtering\nfilters: [{{type: queue-depth}}]\n{ONE}"))
+    assert isinstance(policy, Filtering)
+    assert [one.name for one in policy.filters] == ["role", "subset", "model-compatibility", "health", "queue-depth"]
+    bare = build_policy(load(f"policy: filtering\nbuiltinFilters: false\n{ONE}"))
+    assert isinstance(bare, Filtering) and bare.filters == []
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "message", "hint"),
+    [
+        ("policy: lst", "$.policy", "unknown policy 'lst'", "'last'"),
+        ("policy: {type: lst}", "$.policy.type", "unknown policy 'lst'", "'last'"),
+        ("policy: {type: last, fromEn: 1}", "$.policy.fromEn", "unknown field", "'fromEnd'"),
+        ("policy: {}", "$.policy", "'type' is missing", ""),
+        ("policy: last\nscorers: []", "$.policy", "brings its own scorers", "leave out"),
+        ("policy: last\nfilters: []", "$.policy", "brings its own filters", "leave out"),
+        ("policy: filtering\nselection: {topK: 1}", "$.policy", "brings its own selection", ""),
+        ("policy: queue-depth", "$.policy", "unknown policy", "'queue-depth' is a filter"),
+        ("scorers: [{type: last}]", "$.scorers[0].type", "unknown scorer type", "'last' is a policy"),
+    ],
+)
+def test_mistakes(text: str, path: str, message: str, hint: str) -> None:
+    (problem,) = problems(f"{ONE}{text}")
+    assert (problem.path, problem.line) == (path, 2)
+    assert message in problem.message
+    assert hint in problem.hint

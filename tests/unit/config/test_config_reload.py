@@ -1,0 +1,103 @@
+"""Which changes of a configuration apply while it runs."""
+
+from fairlead.config.load import load
+from fairlead.config.reload import Changes, plan_reload
+from fairlead.config.schema import Config
+
+BASE = "endpoints: ['10.0.0.1:1']\nscorers: [{type: load-aware, weight: 2}, {type: prefix-aware}]\n"
+
+
+def plan(old: str, new: str) -> tuple[Changes, list[str]]:
+    changes, refused = plan_reload(load(old), load(new))
+    return changes, [problem.path for problem in refused]
+
+
+def strip(config: Config) -> object:
+    return (
+        config.gateway, config.ext_proc, config.admin, config.metrics, config.seed, config.ledger, config.parsing,
+        config.endpoints, [(spec.type, spec.weight) for spec in config.policy.scorers],
+    )  # fmt: skip
+
+
+def test_weights_apply() -> None:
+    changes, refused = plan(BASE, BASE.replace("weight: 2", "weight: 7"))
+    assert (changes.paths, changes.policy, changes.endpoints, refused) == (("$.policy",), True, False, [])
+    assert changes.config.policy.scorers[0].weight == 7
+
+
+def test_moving_things_about_changes_nothing() -> None:
+    moved = "# a comment\n" + "\n".join(reversed(BASE.splitlines())) + "\nlog: {}\n"
+    changes, refused = plan(BASE, moved)
+    assert (changes.paths, refused) == ((), [])
+    same, _ = plan(BASE, BASE.replace("weight: 2", "parameters: {}, weight: 2.0"))
+    assert same.paths == ()
+
+
+def test_limits_logs_and_listed_endpoints_apply() -> None:
+    new = BASE.replace("['10.0.0.1:1']", "['10.0.0.1:1', '10.0.0.2:1']")
+    new += "ledger: {leaseTtl: 1m}\nparsing: {maxBodyBytes: 1MiB}\ninspect: {usageSampling: 0.5}\nlog: {level: debug}\n"
+    changes, refused = plan(BASE, new)
+    assert changes.paths == (
+        "$.endpoints", "$.ledger.leaseTtl", "$.parsing.maxBodyBytes", "$.inspect.usageSampling", "$.log.level",
+    )  # fmt: skip
+    assert (changes.policy, changes.endpoints, refused) == (False, True, [])
+    assert changes.config.ledger.lease_ttl == 60.0
+    assert len(changes.config.endpoints.static) == 2
+
+
+def test_what_was_opened_with_it_is_refused_and_the_rest_applies() -> None:
+    new = BASE.replace("weight: 2", "weight: 3")
+    new += "gateway: {port: 8081}\nextProc: {port: 9100}\nadmin: {debug: false}\nmetrics: {interval: 1s}\nseed: 4\n"
+    changes, refused = plan(BASE, new)
+    assert refused == [
+        "$.gateway.port", "$.extProc.port", "$.als.port", "$.metrics.interval", "$.admin.debug", "$.seed",
+    ]  # fmt: skip
+    assert changes.paths == ("$.policy",)
+    expected = load(BASE.replace("weight: 2", "weight: 3"))
+    assert strip(changes.config) == strip(expected)
+
+
+def test_refusals_say_why_and_what_to_do() -> None:
+    _, (problem,) = plan_reload(load(BASE), load(BASE + "admin: {port: 9999}"))
+    assert str(problem) == (
+        "$.admin.port: does not apply while running: its port is open already (restart to apply it)"
+    )
+
+
+def test_larger_bodies_need_a_restart_smaller_ones_do_not() -> None:
+    small, large = BASE + "parsing: {maxBodyBytes: 1MiB}\n", BASE + "parsing: {maxBodyBytes: 2MiB}\n"
+    assert plan(large, small)[1] == []
+    changes, refused = plan(small, large)
+    assert (refused, changes.paths) == (["$.parsing.maxBodyBytes"], ())
+    assert changes.config.parsing.max_body_bytes == 1 << 20
+
+
+def test_a_finer_block_size_is_refused_but_the_weights_beside_it_apply() -> None:
+    changes, refused = plan(
+        BASE, BASE.replace("{type: prefix-aware}", "{type: prefix-aware, weight: 1, hashBlockSize: 9}")
+    )
+    assert (refused, changes.paths) == (["$.policy.hashBlockSize"], ("$.policy",))
+
+
+def test_files_of_endpoints_are_not_exchanged() -> None:
+    file = BASE.replace("['10.0.0.1:1']", "{file: a.yaml}")
+    for new in (BASE, file.replace("a.yaml", "b.yaml")):
+        changes, refused = plan(file, new)
+        assert (refused, changes.endpoints) == (["$.endpoints"], False)
+        assert changes.config.endpoints.file == "a.yaml"
+
+
+def test_another_policy_applies() -> None:
+    endpoints = "endpoints: ['10.0.0.1:1']\n"
+    changes, refused = plan(endpoints + "policy: random", endpoints + "policy: round-robin")
+    assert (changes.policy, refused, changes.config.policy.name) == (True, [], "round-robin")
+
+
+def test_every_field_is_decided_upon() -> None:
+    """A field that somebody adds is compared: by default it applies, which `Live` must then do."""
+    known = {
+        "policy", "endpoints", "ledger", "parsing", "inspect", "log",  # apply
+        "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers", "flow_control",
+        "models", "headers", "source", "notes",
+    }  # fmt: skip
+    assert {*Config.__struct_fields__} <= known
