@@ -42,10 +42,10 @@ check: $(VENV)/.dev ## ruff, mypy, import contracts
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-fuzz: $(VENV)/.dev ## every fuzzer for FUZZ_SECONDS (default 600) each
-	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -x
+fuzz: $(VENV)/.dev ## every fuzzer of tests/fuzz for FUZZ_SECONDS (default 600) each, one after the other
+	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -s -o faulthandler_timeout=$$(($(FUZZ_SECONDS) + 300))
 
-e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills (about five minutes)
+e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills (about two minutes)
 	$(BIN)/python -m pytest tests/e2e -q
 
 soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte

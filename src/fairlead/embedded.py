@@ -16,8 +16,11 @@ import sys
 from asyncio.subprocess import Process
 from pathlib import Path
 
+from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
+from fairlead.io.config_file import ConfigFile
 from fairlead.io.discovery import follow_endpoints
+from fairlead.io.endpoint_set import EndpointSet
 from fairlead.io.envoy import launcher
 from fairlead.io.envoy.gateway import Gateway
 from fairlead.io.envoy.options import Options, Tls
@@ -25,6 +28,7 @@ from fairlead.live import DRAIN_SECONDS
 from fairlead.model.errors import FairleadError
 from fairlead.model.events import EndpointDown, EndpointUp
 from fairlead.observe.log import get
+from fairlead.wire.endpoint_list import Listing
 
 log = get("serve")
 
@@ -57,7 +61,12 @@ class Embedded:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stopping.set)
                 stack.callback(loop.remove_signal_handler, number)
-            await follow_endpoints(stack, self._config.endpoints, self._endpoint, lambda problem: None)
+            listed = await follow_endpoints(stack, self._config.endpoints, self._endpoint, lambda problem: None)
+            if listed is not None:
+                # The scheduler follows the file too, and says what is wrong with it.
+                file = ConfigFile(self._file, lambda new: self._relist(listed, new), lambda problems: None)
+                stack.push_async_callback(file.close)
+                await file.start()
             await self._gateway.start()
             stack.push_async_callback(self._gateway.stop, 0.0)
             stack.push_async_callback(self._end_scheduler)
@@ -70,6 +79,13 @@ class Embedded:
                 keeper.result()
             # Clients first: while they finish, the scheduler still answers the gateway.
             await self._gateway.stop(DRAIN_SECONDS)
+
+    def _relist(self, listed: EndpointSet, new: Config) -> None:
+        """The configuration lists other endpoints now: the gateway balances over them when it is on its own."""
+        changes, _ = plan_reload(self._config, new)
+        self._config = changes.config
+        if changes.endpoints:
+            listed.apply(Listing(changes.config.endpoints.static))
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         if isinstance(event, EndpointUp):

@@ -16,12 +16,15 @@ from random import Random
 from typing import Any
 
 from fairlead.config.engines import engine_table
-from fairlead.config.registry import build_hasher, build_policy
+from fairlead.config.registry import build_hasher, build_measure, build_parse, build_policy
+from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
 from fairlead.fleet.fleet import Fleet
 from fairlead.io.admin import Admin, AdminSources
+from fairlead.io.config_file import ConfigFile
 from fairlead.io.discovery import follow_endpoints
 from fairlead.io.loop_lag import LoopLag
+from fairlead.io.models_file import follow_models
 from fairlead.io.receive.answers import Answers
 from fairlead.io.receive.driver import Driver
 from fairlead.io.receive.health import HealthService
@@ -31,12 +34,16 @@ from fairlead.io.receive.understand import Understanding
 from fairlead.io.scrape import Scraper
 from fairlead.io.scrape_target import ScrapeOptions
 from fairlead.io.tls import ServerTls
-from fairlead.model.errors import ConfigError
-from fairlead.model.events import EndpointDown, EndpointUp
+from fairlead.model.errors import ConfigError, PluginError
+from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged
+from fairlead.model.inference import ModelRules, ModelSet
 from fairlead.observe.log import get
+from fairlead.observe.log import setup as setup_log
 from fairlead.observe.watch import Watch
 from fairlead.parse.tokens import TokenEstimator
 from fairlead.pipeline import Pipeline
+from fairlead.wire.endpoint_list import Listing
+from fairlead.wire.problem import Problem
 
 log = get("serve")
 
@@ -46,6 +53,8 @@ _POLL = 0.05
 #: Streamed answers that are followed to their end at first, to learn token counts before sampling sets in.
 FIRST_INSPECTED = 20
 STREAM_GAP = 10.0
+#: Problems of a changed configuration that are logged; `fairlead validate` prints all.
+_SHOWN = 5
 
 
 class Live:
@@ -90,13 +99,21 @@ class Live:
         self.health = HealthService()
         self.host = Host(
             self.driver,
-            Understanding(tokens, build_hasher(config), loop.time),
+            Understanding(
+                tokens,
+                build_hasher(config),
+                loop.time,
+                conversations=config.parsing.conversations,
+                trusted=config.headers.trust,
+                parse=build_parse(config, self.watch.on_plugin_error),
+            ),
             Answers(secrets.token_hex(4)),
             self.watch,
             loop.time,
             config.parsing.max_body_bytes,
             sampler(config.inspect.usage_sampling, Random(rng.random()), loop.time),
         )
+        self.host.tells_served = "test-selection" in config.headers.trust
 
     async def _start(self, stack: contextlib.AsyncExitStack, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
@@ -109,18 +126,53 @@ class Live:
             _scrape_options(config),
             default_engine=config.metrics.default_engine,
             report=self.watch.on_page,
+            measure=build_measure(config, self.watch.on_plugin_error),
         )
         stack.push_async_callback(self.scraper.close)
         self.watch.on_routed = self.scraper.wake
         self.watch.scrapes = self.scraper.stats
         stack.callback(LoopLag(loop, self._turned).close)
-        await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        await follow_models(stack, config.models, self._models, self._models_problem)
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
         server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
         stack.push_async_callback(self._finish, server)
         log_port = config.als.port if config.als.enabled else 0
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
+        if config.source:
+            file = ConfigFile(config.source, self._changed, self._unusable)
+            stack.push_async_callback(file.close)
+            await file.start()
+
+    def _changed(self, new: Config) -> None:
+        """The configuration file says something else: take over what can be, between two decisions."""
+        changes, refused = plan_reload(self.config, new)
+        config = changes.config
+        for problem in refused:
+            log.warning("a change of the configuration is refused", file=new.source, problem=str(problem))
+        if not changes.paths:
+            return
+        try:
+            policy = build_policy(config, self.watch.on_plugin_error) if changes.policy else self.pipeline.policy
+        except PluginError as error:
+            self._unusable([str(error)])
+            return
+        self.config = config
+        self.pipeline.policy = policy
+        self.fleet.ledger.ttl = config.ledger.lease_ttl
+        self.host.max_body = config.parsing.max_body_bytes
+        if any(path.startswith("$.inspect") for path in changes.paths):
+            self.host.inspect = sampler(config.inspect.usage_sampling, Random(), asyncio.get_running_loop().time)
+        if any(path.startswith("$.log") for path in changes.paths):
+            setup_log(config.log.level, config.log.format)
+        if changes.endpoints and self._listed is not None:
+            self._listed.apply(Listing(config.endpoints.static))
+        log.info("the configuration changed", file=config.source, applied=" ".join(changes.paths))
+
+    def _unusable(self, problems: list[str]) -> None:
+        for problem in problems[:_SHOWN]:
+            log.error("the changed configuration cannot be used; the old one stays", problem=problem)
 
     async def _finish(self, server: Server) -> None:
         """Give requests in flight their time. A gateway's access log tells their ends and has none itself: it ends with
@@ -148,6 +200,20 @@ class Live:
         else:
             self.scraper.down(event.endpoint_id)
             log.info("endpoint down", endpoint=event.endpoint_id)
+
+    def _models(self, models: ModelSet) -> None:
+        """What is defined of model names has changed."""
+        settings = self.config.models
+        sticky = settings.sticky == "session"
+        rules = ModelRules(reject_unmatched=settings.unmatched == "reject", sticky_sessions=sticky)
+        self.driver.feed(ModelsChanged(models, rules))
+        catalogue = self.pipeline.models
+        self.watch.on_models(catalogue.known, catalogue.conflicts)
+        counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
+        log.info("model names defined", **counts)
+
+    def _models_problem(self, file: str, problem: Problem) -> None:
+        log.warning("a definition of model names has a problem", file=file, problem=str(problem))
 
     def _file_problem(self, problem: Any) -> None:
         source = self.config.endpoints.file or self.config.source

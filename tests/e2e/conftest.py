@@ -1,11 +1,9 @@
 """Fixtures for tests of the whole product: real Envoy, real `fairlead serve`, real upstreams."""
 
 import asyncio
-import gc
-import json
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from gw_processes import Child, Envoy, Serve, Stub, Upstream, free_ports
+from gw_live import running
+from gw_processes import Child, Envoy, Serve, Stub, Upstream, require_envoy
 from gw_traffic import Tally
 
-from fairlead.config.load import load
-from fairlead.io.envoy.binary import find_envoy
-from fairlead.io.envoy.errors import GatewayError
-from fairlead.io.receive.health import ServingStatus
 from fairlead.live import Live
 
 _tallies: list[Tally] = []
@@ -48,13 +43,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def envoy_binary() -> str:
-    """Without an Envoy these tests are skipped; `FAIRLEAD_REQUIRE_ALL=1` makes that a failure."""
-    try:
-        return find_envoy()
-    except GatewayError as error:
-        if os.environ.get("FAIRLEAD_REQUIRE_ALL"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+    return require_envoy()
 
 
 @pytest.fixture(scope="session")
@@ -124,35 +113,13 @@ def envoy(tmp_path: Path, ending: Children) -> Callable[..., Envoy]:
 
 @pytest.fixture
 async def live(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[tuple[Live, asyncio.Task[None]]]]]:
-    """`await live(config)` runs the scheduler in this process, where its ledger can be looked into; returns it and its
-    task. The gateway, if the configuration names one, is left to the test."""
-    running: list[tuple[Live, asyncio.Task[None]]] = []
-    collector = gc.get_threshold()
+    """`await live(config)` runs the scheduler in this process; see `gw_live`."""
+    async with AsyncExitStack() as stack:
 
-    async def start(config: dict[str, Any]) -> tuple[Live, asyncio.Task[None]]:
-        ext_proc, gateway = free_ports(2)
-        file = tmp_path / "live.yaml"
-        ports = {"extProc": {"host": "127.0.0.1", "port": ext_proc}, "admin": {"port": 0}}
-        file.write_text(json.dumps({**config, **ports, "gateway": {"port": gateway, **config.get("gateway", {})}}))
-        scheduler = Live(load(file))
-        task = asyncio.create_task(scheduler.run())
-        running.append((scheduler, task))
-        async with asyncio.timeout(30):
-            while not task.done():
-                await asyncio.sleep(0.01)
-                if scheduler.health.status("") is ServingStatus.SERVING:
-                    break
-            else:
-                await task
-        return scheduler, task
+        async def start(config: dict[str, Any]) -> tuple[Live, asyncio.Task[None]]:
+            return await stack.enter_async_context(running(config, tmp_path))
 
-    yield start
-    for scheduler, task in running:
-        scheduler.stop()
-        await task
-    # `Live` tunes the collector for a process of its own.
-    gc.unfreeze()
-    gc.set_threshold(*collector)
+        yield start
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from gw_http1 import Http1
@@ -19,7 +19,12 @@ from gw_processes import Serve, Upstream, sees_the_scheduler, stat
 
 #: For what must happen at some time. Times are measured and printed, not judged.
 PATIENCE = 30.0
-MODES = pytest.mark.parametrize("response_mode", ["streamed", "none"])
+RATE = 200.0
+#: The gateway must use a scheduler again this long after it is back. Told in requests that went past it.
+RETURN_SECONDS = 2.0
+#: Requests that went past the scheduler: as Envoy counts them, and as the scheduler learns of them.
+PAST = "cluster.all_endpoints.upstream_rq_total"
+COUNTED = "fairlead_fallback_requests_total"
 
 Note = Callable[[str], None]
 
@@ -46,15 +51,32 @@ async def listening(address: str) -> bool:
     return False
 
 
-@pytest.fixture
-async def start(upstream: Upstream, serve: Callable[..., Serve]) -> Callable[..., Awaitable[Serve]]:
-    async def started(response_mode: str = "streamed") -> Serve:
-        config = {"endpoints": upstream.addresses, "policy": "least-requests", "seed": 1}
-        scheduler = serve({**config, "gateway": {"responseMode": response_mode}})
-        await sees_the_scheduler(scheduler.gateway)
-        return scheduler
+def config(upstream: Upstream, response_mode: str = "streamed") -> dict[str, object]:
+    pool = {"endpoints": upstream.addresses, "policy": "least-requests", "seed": 1}
+    return {**pool, "gateway": {"responseMode": response_mode}}
 
+
+@pytest.fixture(scope="module", params=["streamed", "none"])
+def survivor(
+    request: pytest.FixtureRequest, upstream: Upstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serve]:
+    """One for all tests that it must survive."""
+    child = Serve(tmp_path_factory.mktemp(str(request.param)))
+    try:
+        yield child.start(config(upstream, request.param))
+    finally:
+        child.end()
+
+
+@pytest.fixture
+async def mortal(upstream: Upstream, serve: Callable[..., Serve]) -> Serve:
+    started = serve(config(upstream))
+    await sees_the_scheduler(started.gateway)
     return started
+
+
+def mode(serve: Serve) -> str:
+    return str(serve.config["gateway"]["responseMode"])
 
 
 async def next_scheduler(serve: Serve) -> int:
@@ -68,12 +90,12 @@ async def next_scheduler(serve: Serve) -> int:
 
 
 @pytest.mark.slow
-@MODES
-async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(
-    response_mode: str, start: Callable[..., Awaitable[Serve]], figures: list[str]
-) -> None:
-    serve = await start(response_mode)
+async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: Serve, figures: list[str]) -> None:
+    serve = survivor
+    await sees_the_scheduler(serve.gateway)
+    before = await stat(serve.gateway, PAST)
     back = 0.0
+    missed = 0
 
     async def decides() -> bool:
         with contextlib.suppress(OSError):  # its admin page is away as well
@@ -81,7 +103,7 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(
         return False
 
     async def script(note: Note) -> None:
-        nonlocal back
+        nonlocal back, missed
         note("the kill")
         os.kill(serve.scheduler_pid(), signal.SIGKILL)
         await asyncio.sleep(0.5)
@@ -89,36 +111,42 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(
         await next_scheduler(serve)
         await until(lambda: listening(serve.ext_proc), "a new scheduler")
         returned = time.monotonic()
+        past = await stat(serve.gateway, PAST)
         await until(decides, "a decision after the return")
         back = time.monotonic() - returned
-        await asyncio.sleep(1.0)
+        missed = await stat(serve.gateway, PAST) - past
+        await asyncio.sleep(0.5)
 
-    story = await under_load(f"http://127.0.0.1:{serve.port}", script)
-    past = await stat(serve.gateway, "cluster.all_endpoints.upstream_rq_total")
-    line = told(f"kill -9, twice ({response_mode})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
+    story = await under_load(f"http://127.0.0.1:{serve.port}", script, RATE)
+    past = await stat(serve.gateway, PAST) - before
+    line = told(f"kill -9, twice ({mode(serve)})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
     figures.append(line)
     assert story.failures == {}
+    assert missed <= RETURN_SECONDS * RATE, "requests went past a scheduler that was back"
     assert len(story.running("the kill")) > 50
     assert past > 100, "the pool was served meanwhile"
     assert await serve.settled(60.0) == {}
 
 
 @pytest.mark.slow
-@MODES
 async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
-    response_mode: str, start: Callable[..., Awaitable[Serve]], figures: list[str]
+    survivor: Serve, figures: list[str]
 ) -> None:
-    serve = await start(response_mode)
+    serve = survivor
+    await sees_the_scheduler(serve.gateway)
+    before, counted_before = await stat(serve.gateway, PAST), await serve.metric(COUNTED)
     back = 0.0
+    missed = 0
 
     async def script(note: Note) -> None:
-        nonlocal back
+        nonlocal back, missed
         note("the stop")
         os.kill(serve.scheduler_pid(), signal.SIGSTOP)
         await asyncio.sleep(3.0)
         os.kill(serve.scheduler_pid(), signal.SIGCONT)
         resumed = time.monotonic()
         chosen = await stat(serve.gateway, "cluster.dst.upstream_rq_total")
+        past = await stat(serve.gateway, PAST)
 
         async def chosen_again() -> bool:
             return await stat(serve.gateway, "cluster.dst.upstream_rq_total") > chosen + 5
@@ -126,15 +154,17 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
         # What waited in its socket is decided for nobody; its return shows in requests that go where it said.
         await until(chosen_again, "scheduled requests after the stop")
         back = time.monotonic() - resumed
-        await asyncio.sleep(1.0)
+        missed = await stat(serve.gateway, PAST) - past
+        await asyncio.sleep(0.5)
 
-    story = await under_load(f"http://127.0.0.1:{serve.port}", script)
-    past = await stat(serve.gateway, "cluster.all_endpoints.upstream_rq_total")
+    story = await under_load(f"http://127.0.0.1:{serve.port}", script, RATE)
+    past = await stat(serve.gateway, PAST) - before
     held = await serve.settled(60.0)
-    counted = await serve.metric("fairlead_fallback_requests_total")
-    line = told(f"SIGSTOP of 3 s ({response_mode})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
+    counted = await serve.metric(COUNTED) - counted_before
+    line = told(f"SIGSTOP of 3 s ({mode(serve)})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
     figures.append(line)
     assert story.failures == {}
+    assert missed <= RETURN_SECONDS * RATE, "requests went past a scheduler that was back"
     assert len(story.running("the stop")) > 50
     assert past > 100
     assert 0 < counted <= past
@@ -142,10 +172,9 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
     assert held == {}, held
 
 
-async def test_a_crashed_gateway_is_restarted_and_serves_again(
-    start: Callable[..., Awaitable[Serve]], figures: list[str]
-) -> None:
-    serve = await start()
+async def test_a_crashed_gateway_is_restarted_and_serves_again(survivor: Serve, figures: list[str]) -> None:
+    serve = survivor
+    await sees_the_scheduler(serve.gateway)
     first, scheduler = serve.envoy_pid(), serve.scheduler_pid()
     ask = Ask(
         fields=[("x-bench-mode", "json"), JSON],
@@ -170,17 +199,17 @@ async def test_a_crashed_gateway_is_restarted_and_serves_again(
         down = time.monotonic() - crashed
         await until(decided, "a decision after the crash")
     back = time.monotonic() - crashed
-    figures.append(f"kill -9 of Envoy: served again after {down:.2f} s, scheduled again after {back:.2f} s")
+    figures.append(
+        f"kill -9 of Envoy ({mode(serve)}): served again after {down:.2f} s, scheduled again after {back:.2f} s"
+    )
     assert serve.envoy_pid() not in (0, first)
     assert serve.scheduler_pid() == scheduler
     assert await serve.settled() == {}
 
 
 @pytest.mark.slow
-async def test_sigterm_under_load_finishes_what_runs(
-    start: Callable[..., Awaitable[Serve]], figures: list[str]
-) -> None:
-    serve = await start()
+async def test_sigterm_under_load_finishes_what_runs(mortal: Serve, figures: list[str]) -> None:
+    serve = mortal
     children = serve.envoy_pid(), serve.scheduler_pid()
     took = 0.0
 
@@ -192,7 +221,7 @@ async def test_sigterm_under_load_finishes_what_runs(
         assert await serve.wait() == 0
         took = time.monotonic() - told
 
-    story = await under_load(f"http://127.0.0.1:{serve.port}", script, workload=Mixed(chunks=60))
+    story = await under_load(f"http://127.0.0.1:{serve.port}", script, RATE, workload=Mixed(chunks=60))
     in_flight = [record for record in story.records if record.sent < story.moments["SIGTERM"] < record.end]
     later = [record for record in story.records if record.sent >= story.moments["SIGTERM"]]
     refused = [record for record in later if not record.status]
@@ -205,8 +234,8 @@ async def test_sigterm_under_load_finishes_what_runs(
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
 
 
-async def test_nothing_survives_a_killed_parent(start: Callable[..., Awaitable[Serve]]) -> None:
-    serve = await start()
+async def test_nothing_survives_a_killed_parent(mortal: Serve) -> None:
+    serve = mortal
     children = serve.envoy_pid(), serve.scheduler_pid()
     assert all(children)
     serve.signal(signal.SIGKILL)

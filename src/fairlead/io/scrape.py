@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from math import floor
 
+from msgspec.structs import replace
+
 from fairlead.io.scrape_http import BufferPool, PageConnection
 from fairlead.io.scrape_secure import ScrapeError, SecureFetcher
 from fairlead.io.scrape_state import ScrapeStats, Target
@@ -40,6 +42,8 @@ GROUP = 16
 Feed = Callable[[MetricsSampled | MetricsFailed], object]
 #: Called with an endpoint id and what its page lacks, whenever that changes; empty = all is well again.
 Report = Callable[[str, tuple[str, ...]], object]
+#: Reads further gauges from a page, for `Sample.extra`. Must not raise.
+Measure = Callable[[Endpoint, bytes], Mapping[str, float]]
 
 
 class Scraper:
@@ -55,6 +59,7 @@ class Scraper:
         default_engine: str = DEFAULT_ENGINE,
         rng: random.Random | None = None,
         report: Report | None = None,
+        measure: Measure | None = None,
     ) -> None:
         """Raises `ConfigError` for a bad spec in `engines`, which must have `default_engine`."""
         self.stats = ScrapeStats()
@@ -64,6 +69,7 @@ class Scraper:
         self._loop = loop
         self._feed = feed
         self._report = report
+        self._measure = measure
         self._options = options or ScrapeOptions()
         self._rng = rng or random.Random()
         self._pool = BufferPool()
@@ -259,6 +265,11 @@ class Scraper:
         news = reading is not target.reading or target.fails > 0
         target.fails = 0
         sample = reading.sample
+        if self._measure is not None:
+            more = self._measure(target.endpoint, page)
+            news = news or more != target.more
+            target.more = more
+            sample = replace(sample, extra={**sample.extra, **more})
         self._set_fast(target, now < target.awake_until or bool(sample.waiting or sample.running))
         self._schedule(target, max(target.started + self._interval(target), now + GRID))
         if news or target.fast or now - target.fed_at >= options.repeat_s - GRID:

@@ -1,6 +1,7 @@
 """The state of scraping one endpoint, and the scraper's totals."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Protocol
 
 from fairlead.io.scrape_http import PageConnection
@@ -38,7 +39,7 @@ class Target:
 
     __slots__ = (
         "address", "awake_until", "connection", "due", "endpoint", "engine", "fails", "fast", "fed_at", "full_at",
-        "in_flight", "owner", "problems", "reader", "reading", "retried", "started", "task",
+        "in_flight", "more", "owner", "problems", "reader", "reading", "retried", "started", "task",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, endpoint: Endpoint, address: PageAddress, engine: str, specs: EngineSpecs) -> None:
@@ -49,6 +50,8 @@ class Target:
         self.reader = PageReader(specs)
         self.reading: Reading | None = None
         self.problems: tuple[str, ...] = ()
+        #: What metric sources read from the last page.
+        self.more: Mapping[str, float] = {}
         self.connection: PageConnection | None = None
         self.task: asyncio.Task[None] | None = None
         #: When the scraper looks at it next: to scrape it, or, with a scrape in flight, to give that up.

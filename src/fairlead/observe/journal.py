@@ -84,6 +84,8 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "at": decision.at,
         "waited_ms": round((decision.at - request.arrived) * 1000, 3),
         "model": request.model,
+        "target_model": request.target_model,
+        "rewritten_by": request.rewritten_by or None,
         "api": request.api,
         "stream": request.stream,
         "priority": request.priority,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 
 from fairlead import __version__
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
-from fairlead.model.request import Request
 from fairlead.observe.exposition import Registry
 from fairlead.observe.fleet_gauges import FleetGauges
 from fairlead.observe.instruments import OTHER, Counter, Histogram, gauges
 from fairlead.observe.request_families import RequestFamilies
 from fairlead.observe.status import FleetStatus
+from fairlead.route.models import MODEL_NOT_FOUND
 
 SCALE_UP_HOLD_S = 60.0
 _MAX_LABEL = 200
@@ -91,7 +91,7 @@ class SchedulerMetrics:
         self._now = now
         self._status = status
         self._cap = cap
-        self._bundles: dict[tuple[str, str, int], _Bundle] = {}
+        self._bundles: dict[tuple[str, str, str, int], _Bundle] = {}
         self._overloaded_at: float | None = None
         self._scale_up = gauges()
         families = self.families
@@ -120,7 +120,10 @@ class SchedulerMetrics:
     def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
         """A decision was made; `duration_s` is the time it took."""
         request = record.request
-        bundle = self._bundles.get((request.model, request.fairness_id, request.priority)) or self._bundle_of(request)
+        key = (request.model, request.target or request.model, request.fairness_id, request.priority)
+        if record.outcome == MODEL_NOT_FOUND:  # nobody defined the model: names that clients make up get no labels
+            key = (OTHER, OTHER, "", 0)
+        bundle = self._bundles.get(key) or self._bundle(*key)
         bundle.requests.value += 1
         self._scheduling.observe(duration_s)
         if record.overloaded:
@@ -129,6 +132,8 @@ class SchedulerMetrics:
         if not record.endpoint:
             self._refused(record, bundle)
             return
+        if request.rewritten_by:
+            self.families.rewrites.child(request.rewritten_by, *bundle.labels[:2]).value += 1
         bundle.running.value += 1
         bundle.lookups.value += request.prompt_tokens
         bundle.hits.value += record.hit_tokens
@@ -140,7 +145,8 @@ class SchedulerMetrics:
     def on_outcome(self, record: OutcomeRecord) -> None:
         """A routed request ended."""
         request = record.request
-        bundle = self._bundles.get((request.model, request.fairness_id, request.priority)) or self._bundle_of(request)
+        key = (request.model, request.target or request.model, request.fairness_id, request.priority)
+        bundle = self._bundles.get(key) or self._bundle(*key)
         if bundle.running.value > 0:
             bundle.running.value -= 1
         status, cause = record.status, record.cause
@@ -172,7 +178,7 @@ class SchedulerMetrics:
 
     def on_client_error(self, model: str, status: int) -> None:
         """A request was refused before it was understood; it counts as an error, not as a request."""
-        self._error(self._bundle(model, "", 0), error_code(status))
+        self._error(self._bundle(model, model, "", 0), error_code(status))
 
     def on_fallback(self, address: str) -> None:
         """The gateway served a request at this address without asking."""
@@ -203,20 +209,20 @@ class SchedulerMetrics:
     def _error(self, bundle: _Bundle, code: str) -> None:
         self.families.errors.child(*bundle.labels, code).value += 1
 
-    def _bundle_of(self, request: Request) -> _Bundle:
-        return self._bundle(request.model, request.fairness_id, request.priority)
-
-    def _bundle(self, model: str, fairness_id: str, priority: int) -> _Bundle:
+    def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:
         """The bundle for these labels; past the cap, the one for all others."""
-        key = (model[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
+        key = (model[:_MAX_LABEL], target[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
         bundles = self._bundles
         if key not in bundles and len(bundles) >= self._cap:
-            key = (key[0] if key[0] in self._pinned else OTHER, OTHER, 0)
+            key = (self._pinned_or_other(key[0]), self._pinned_or_other(key[1]), OTHER, 0)
         bundle = bundles.get(key)
         if bundle is None:
-            labels = (key[0], key[0], key[1], str(key[2]))
+            labels = (*key[:3], str(key[3]))
             bundle = bundles[key] = _Bundle(self.families, labels)
         return bundle
+
+    def _pinned_or_other(self, model: str) -> str:
+        return model if model in self._pinned else OTHER
 
     def _refresh(self) -> None:
         since = self._overloaded_at

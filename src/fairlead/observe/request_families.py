@@ -10,7 +10,7 @@ from fairlead.observe.exposition import Registry
 from fairlead.observe.instruments import Counter, Family, Histogram, counters, gauges, histograms
 
 #: Label values that clients choose; they are folded into `other` past the cap.
-CLIENT_LABELS = ("model_name", "target_model_name", "fairness_id")
+CLIENT_LABELS = ("model_name", "target_model_name", "target_model", "fairness_id")
 REQUEST_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 _MODEL = {"model_name": "model_name", "target_model_name": "target_model_name"}
 _MODEL_PRIORITY = {**_MODEL, "priority": "priority"}
@@ -18,6 +18,8 @@ _MODEL_PRIORITY = {**_MODEL, "priority": "priority"}
 _LLMD = "llm_d_epp_"
 _OBJECTIVE = "inference_objective_"
 _EXTENSION = "inference_extension_"
+#: Of the time when models were defined by InferenceModel; dashboards of that time still ask for these names.
+_BY_MODEL = "inference_model_"
 
 
 class RequestFamilies:
@@ -47,10 +49,12 @@ class RequestFamilies:
         self.predicted_hits = counted("model_name", "target_model_name")
         self.reported_hits = counted("model_name", "target_model_name")
         self.attempts = counted("status", "target_model_name", "endpoint_name", "namespace", "port")
+        self.rewrites = counted("model_rewrite_name", "model_name", "target_model")
         self.rejected = counters("reason", cap=64, fold=("reason",))
         self.ends = counters("cause", cap=64, fold=("cause",))
         self.scheduling = histograms(bounds=buckets.SCHEDULING_LONG)
         self.plugin = histograms("extension_point", "plugin_type", "plugin_name", bounds=buckets.SCHEDULING)
+        self.plugin_errors = counters("plugin_name", cap=256, fold=("plugin_name",))
         self.overloaded = counters()
         self.expired = counters()
         self.fallbacks = counters("endpoint", cap=cap, fold=("endpoint",))
@@ -59,6 +63,7 @@ class RequestFamilies:
     def show(self, registry: Registry) -> None:
         """Give everything its names."""
         self._show_requests(registry)
+        self._show_by_model(registry)
         self._show_tokens(registry)
         self._show_scheduler(registry)
         self._show_own(registry)
@@ -86,6 +91,26 @@ class RequestFamilies:
         text = "[ALPHA] Time per output token after the first, of streamed responses."
         show(_LLMD + "request_streaming_tpot_seconds", text, self.tpot, bounds=buckets.TPOT)
         show(_OBJECTIVE + "request_tpot_seconds", text, self.tpot, labels=_MODEL)
+
+    def _show_by_model(self, registry: Registry) -> None:
+        show = registry.show
+        text = "[ALPHA] By the model asked for and the model that served: "
+        show(_BY_MODEL + "request_total", text + "requests.", self.requests, labels=_MODEL)
+        labels = {**_MODEL, "error_code": "error_code"}
+        show(_BY_MODEL + "request_error_total", text + "refused or failed requests.", self.errors, labels=labels)
+        show(_BY_MODEL + "running_requests", text + "requests now.", self.running, labels={"model_name": "model_name"})
+        for family, name, what in (
+            (self.duration, "request_duration_seconds", "durations."),
+            (self.ntpot, "normalized_time_per_output_token_seconds", "durations by output tokens."),
+            (self.request_size, "request_sizes", "sizes of requests."),
+            (self.response_size, "response_sizes", "sizes of responses."),
+            (self.input_tokens, "input_tokens", "prompt tokens."),
+            (self.output_tokens, "output_tokens", "output tokens."),
+        ):
+            show(_BY_MODEL + name, text + what, family, labels=_MODEL)
+        text = "[ALPHA] Requests whose target an InferenceModelRewrite decided."
+        for prefix in (_LLMD, _EXTENSION):
+            show(prefix + "model_rewrite_decisions_total", text, self.rewrites)
 
     def _show_tokens(self, registry: Registry) -> None:
         show = registry.show
@@ -124,6 +149,8 @@ class RequestFamilies:
         show = registry.show
         show("fairlead_rejected_total", "Requests refused, by reason.", self.rejected)
         show("fairlead_request_end_total", "Ends of routed requests, by cause.", self.ends)
+        text = "Times that a plugin failed and was left out."
+        show("fairlead_plugin_errors_total", text, self.plugin_errors)
         show("fairlead_all_overloaded_total", "Decisions with every candidate overloaded.", self.overloaded)
         show("fairlead_lease_expired_total", "Requests whose end was never told.", self.expired)
         show("fairlead_fallback_requests_total", "Requests the gateway served without asking.", self.fallbacks)

@@ -1,7 +1,7 @@
 """All observers of the scheduler behind one: metrics, the decision journal, the log."""
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from fairlead.fleet.fleet import Fleet
@@ -16,15 +16,17 @@ from fairlead.observe.status import EndpointStatus, FleetStatus, ScrapeTotals
 log = get("schedule")
 
 
-#: Decisions that wait to be counted, at most.
+#: Records that wait to be counted, at most.
 _BATCH = 64
+#: Seconds between two lines about requests that went past us: while we are away that is every request.
+_FALLBACK_GAP = 15.0
 
 
 class Watch:
     """Hears of every decision and outcome. `now` is the clock of their `at`.
 
-    Decisions are counted in batches: with the next outcomes (which come batched, with the access log), or when somebody
-    looks. One by one they would cost the most at the worst moment, while a request waits and the caches are cold.
+    Records are counted in batches, in their order, or when somebody looks: one by one each would pay for cold caches,
+    and a decision's at the worst moment, while its request waits. What is worth a line in the log is counted at once.
     """
 
     def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
@@ -32,7 +34,9 @@ class Watch:
         self._now = now
         self.journal = Journal()
         self.metrics = SchedulerMetrics(now, self.status)
-        self._uncounted: list[tuple[DecisionRecord, float]] = []
+        self._uncounted: list[tuple[DecisionRecord | OutcomeRecord, float]] = []
+        self._past = 0
+        self._past_told_at = -inf
         #: Told the endpoint of every routed request.
         self.on_routed: Callable[[str], object] = lambda endpoint_id: None
         #: Totals of scraping, once there is a scraper.
@@ -42,23 +46,26 @@ class Watch:
         if record.endpoint:
             self.on_routed(record.endpoint)
         self._uncounted.append((record, duration_s))
-        if len(self._uncounted) >= _BATCH:
+        if len(self._uncounted) >= _BATCH or record.overloaded or not record.endpoint:
             self._count()
 
     def on_outcome(self, record: OutcomeRecord) -> None:
-        if self._uncounted:
+        self._uncounted.append((record, 0.0))
+        if len(self._uncounted) >= _BATCH:
             self._count()
-        self.metrics.on_outcome(record)
-        self.journal.on_outcome(record)
 
     def _count(self) -> None:
         batch, self._uncounted = self._uncounted, []
         for record, duration_s in batch:
+            if isinstance(record, OutcomeRecord):
+                self.metrics.on_outcome(record)
+                self.journal.on_outcome(record)
+                continue
             self.metrics.on_decision(record, duration_s)
             self.journal.on_decision(record)
             if record.overloaded:
                 log.warning("all endpoints are overloaded; more replicas are wanted")
-            elif not record.endpoint:
+            elif not record.endpoint and record.status not in (400, 404):  # those are the client's own fault
                 log.warning("a request was refused", reason=record.outcome, status=record.status)
 
     def exposition(self) -> Iterable[bytes]:
@@ -74,6 +81,13 @@ class Watch:
     def on_endpoint(self, endpoint: Endpoint) -> None:
         """An endpoint joined or changed."""
         self.metrics.pin(endpoint.labels.get(MODEL_LABEL, ""))
+
+    def on_models(self, names: Iterable[str], conflicts: Iterable[tuple[str, str]]) -> None:
+        """Model names were defined (again): they keep their labels. `conflicts`: who lost its name to whom."""
+        for name in names:
+            self.metrics.pin(name)
+        for loser, owner in conflicts:
+            log.warning("a model name is defined twice; the older definition counts", unused=loser, used=owner)
 
     def on_page(self, endpoint_id: str, lacks: Sequence[str]) -> None:
         """What an endpoint's metrics page lacks has changed; empty = nothing any more."""
@@ -91,9 +105,16 @@ class Watch:
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request without asking us."""
         self.metrics.on_fallback(address)
-        log.warning("the gateway served requests without asking the scheduler", endpoint=address)
+        self._past += 1
+        now = self._now()
+        if now - self._past_told_at >= _FALLBACK_GAP:
+            self._past_told_at = now
+            # No field names the endpoint: that would make as many lines as there are endpoints.
+            log.warning("the gateway served requests without asking the scheduler", requests=self._past, last=address)
+            self._past = 0
 
     def on_plugin_error(self, error: PluginError) -> None:
+        self.metrics.families.plugin_errors.child(error.plugin).inc()
         log.error("a plugin failed and was left out of a decision", plugin=error.plugin, reason=str(error))
 
     def endpoints(self) -> Sequence[EndpointStatus]:

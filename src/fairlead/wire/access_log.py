@@ -18,22 +18,28 @@ from fairlead.wire.ext_proc import LB_NAMESPACE
 from fairlead.wire.protobuf import fields, read_struct, walk
 
 LEASE_KEY = "fairlead-lease"
+#: Header with the embedded gateway's own id of a request: new for each, whatever a client sends under this name.
+GATEWAY_ID = "x-fairlead-id"
 
 #: From the request's first byte to the first byte of the response *body*; the built-in durations end at its headers,
 #: which vLLM sends before the first token.
 TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
 
 #: Name and format of the custom tag that says everything: lease, status, µs to the first response body byte, ms to the
-#: end, response bytes, upstream, response flags.
+#: end, response bytes, upstream, response flags, the gateway's own id. That header is gone once a request was sent
+#: where we chose, for then the lease says it; it is there when the answer with the lease came too late.
 SUMMARY_TAG = "fairlead"
 SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
-    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS%;"
+    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS% %REQ({GATEWAY_ID}):36%;"
 )
 _SUMMARY = re.compile(
     rb"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
-    rb"(\S+) (\d{1,3}) (-|\d{1,18}) (-|\d{1,18}) (\d{1,18}) (\S+) ([A-Za-z,\-]+);"
+    # What Envoy does not know is `-` or nothing: without a response body the time to its first byte is empty.
+    rb"(\S*) (-|\d{0,3}) (-|\d{0,18}) (-|\d{0,18}) (-|\d{0,18}) (\S*) ([A-Za-z,\-]*)"
+    rb"(?: ([ -~\x80-\xff]{0,36}))?;"  # other gateways may let a client write it: any bytes that a header can have
 )
+_NOTHING = (b"", b"-")
 #: Short names of the flags in `_CLIENT_GONE`.
 _GONE_FLAGS = (b"DC", b"DR")
 TTFT_TAG = b"ttft_us"
@@ -55,6 +61,8 @@ class AccessLogEntry(Struct, frozen=True, kw_only=True):
     duration_ms: float = -1.0
     response_bytes: int = -1
     client_gone: bool = False
+    #: Only of the summary.
+    gateway_id: str = ""
 
 
 def read_entries(message: bytes) -> list[AccessLogEntry]:
@@ -70,16 +78,24 @@ def read_entries(message: bytes) -> list[AccessLogEntry]:
 
 
 def _read_summary(
-    lease: bytes, status: bytes, ttft_us: bytes, duration_ms: bytes, size: bytes, upstream: bytes, flags: bytes
+    lease: bytes,
+    status: bytes,
+    ttft_us: bytes,
+    duration_ms: bytes,
+    size: bytes,
+    upstream: bytes,
+    flags: bytes,
+    gateway_id: bytes,
 ) -> AccessLogEntry:
     return AccessLogEntry(
         lease="" if lease == b"-" else lease.decode("latin-1"),
-        status=int(status),
+        status=0 if status in _NOTHING else int(status),
         upstream="" if upstream == b"-" else upstream.decode("latin-1"),
-        ttft_ms=-1.0 if ttft_us == b"-" else int(ttft_us) / 1000.0,
-        duration_ms=-1.0 if duration_ms == b"-" else float(duration_ms),
-        response_bytes=int(size),
+        ttft_ms=-1.0 if ttft_us in _NOTHING else int(ttft_us) / 1000.0,
+        duration_ms=-1.0 if duration_ms in _NOTHING else float(duration_ms),
+        response_bytes=-1 if size in _NOTHING else int(size),
         client_gone=flags != b"-" and any(flag in flags.split(b",") for flag in _GONE_FLAGS),
+        gateway_id="" if gateway_id == b"-" else gateway_id.decode("latin-1"),
     )
 
 

@@ -67,12 +67,13 @@ CONTINUE = {
 #: Field of `ProcessingResponse` that answers each kind.
 _ANSWER = {kind: CONTINUE[kind][0] >> 3 for kind in Kind}
 
-#: Envoy refuses a streamed body answer of 64 KiB or more; the reference picker cuts at this.
+#: The protocol wants streamed body answers below 64 KiB (Envoy 1.40 takes 1 MB); the reference picker cuts at this.
 MAX_CHUNK = 62_000
 
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+SERVED_KEY = "x-gateway-destination-endpoint-served"
 LB_NAMESPACE = "envoy.lb"
 
 _CLEAR_ROUTE_CACHE = number(5, 1)
@@ -198,6 +199,16 @@ class Incoming:
                     return frozenset(entry.strip() for entry in hint if isinstance(entry, str))
         return None
 
+    def served(self) -> str:
+        """Who served, as the gateway says beside a response: `ip:port`; empty = it does not."""
+        if self._metadata is None or SERVED_KEY.encode() not in self.data:
+            return ""
+        for namespace, values in self._namespaces():
+            if namespace == LB_NAMESPACE:
+                served = values.get(SERVED_KEY)
+                return served if isinstance(served, str) else ""
+        return ""
+
     def _namespaces(self) -> Iterable[tuple[str, dict[str, Json]]]:
         assert self._metadata is not None
         for key, start, stop in fields(self.data, *self._metadata):
@@ -313,10 +324,13 @@ def echo(message: Incoming) -> list[bytes]:
     return [field(_ANSWER[message.kind], field(1, field(3, field(3, content))))]
 
 
-def immediate(status: int, headers: Mapping[str, str], body: bytes, details: str = "") -> bytes:
-    """Answer the client directly. `details` shows up in Envoy's response code details."""
+def immediate(status: int, headers: Mapping[str, str], body: bytes, details: str = "", grpc_status: int = -1) -> bytes:
+    """Answer the client directly. `details` shows up in Envoy's response code details. With a `grpc_status` a client
+    that speaks gRPC gets that, and the body as its message."""
     mutation = b"".join(set_header(name, value.encode("latin-1", "replace")) for name, value in headers.items())
     content = field(1, number(1, status)) + field(2, mutation) + field(3, body)
+    if grpc_status >= 0:
+        content += field(4, number(1, grpc_status))
     if details:
         content += field(5, details.encode())
     return field(7, content)

@@ -45,20 +45,48 @@ class Pair(NamedTuple):
         return self.own or self.request == "BUFFERED_PARTIAL"
 
 
+#: Every way to hand over a request, with every way to leave: at the pick, at the response headers, after the first
+#: chunk, and (where nobody else would tell the end) never. BUFFERED is `buffered`.
 PAIRS = (
-    Pair("whole", "first-chunk"),
     Pair("whole", "none"),
+    Pair("whole", "headers", log=False),
+    Pair("whole", "first-chunk"),
+    Pair("whole", "first-chunk", log=False),
+    Pair("buffered", "none"),
+    Pair("buffered", "headers", log=False),
     Pair("buffered", "first-chunk"),
-    Pair("buffered", "full"),
+    Pair("buffered", "full", log=False),
+    Pair("BUFFERED_PARTIAL", "NONE"),
+    Pair("BUFFERED_PARTIAL", "NONE", log=False),
     Pair("BUFFERED_PARTIAL", "STREAMED"),
+    Pair("BUFFERED_PARTIAL", "STREAMED", log=False),
+    Pair(FULL_DUPLEX, "NONE"),
+    Pair(FULL_DUPLEX, "NONE", log=False),
+    Pair(FULL_DUPLEX, "STREAMED"),
     Pair(FULL_DUPLEX, FULL_DUPLEX),
     Pair(FULL_DUPLEX, FULL_DUPLEX, log=False),
-    Pair(FULL_DUPLEX, "STREAMED"),
-    Pair(FULL_DUPLEX, "NONE"),
+    Pair("STREAMED", "NONE"),
+    Pair("STREAMED", "NONE", log=False),
     Pair("STREAMED", "STREAMED"),
+    Pair("STREAMED", "STREAMED", log=False),
     Pair("NONE", "NONE"),
-    Pair("whole", "first-chunk", log=False),
     Pair("NONE", "NONE", log=False),
+    Pair("NONE", "STREAMED"),
+    Pair("NONE", "STREAMED", log=False),
+)
+
+#: Full duplex for one direction only, and doubles of the above: for soaks.
+MORE_PAIRS = (
+    Pair("whole", "headers"),
+    Pair("buffered", "headers"),
+    Pair("whole", "full"),
+    Pair("whole", "full", log=False),
+    Pair("buffered", "full"),
+    Pair(FULL_DUPLEX, "STREAMED", log=False),
+    Pair("STREAMED", FULL_DUPLEX),
+    Pair("STREAMED", FULL_DUPLEX, log=False),
+    Pair("NONE", FULL_DUPLEX),
+    Pair("NONE", FULL_DUPLEX, log=False),
 )
 
 

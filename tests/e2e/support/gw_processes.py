@@ -19,8 +19,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 from fairlead.io.envoy.admin import EnvoyAdmin
 from fairlead.io.envoy.binary import find_envoy
+from fairlead.io.envoy.errors import GatewayError
 from fairlead.io.envoy.gateway import command
 
 REPOSITORY = Path(__file__).parents[3]
@@ -39,6 +42,16 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         for each in opened:
             each.bind((host, 0))
         return [int(each.getsockname()[1]) for each in opened]
+
+
+def require_envoy() -> str:
+    """Path of Envoy. Without one the tests are skipped; `FAIRLEAD_REQUIRE_ALL=1` makes that a failure."""
+    try:
+        return find_envoy()
+    except GatewayError as error:
+        if os.environ.get("FAIRLEAD_REQUIRE_ALL"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
 
 
 class Child:

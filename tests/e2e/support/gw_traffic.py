@@ -47,12 +47,12 @@ class Tally:
     def row(self) -> str:
         return (
             f"{self.pair:42} {self.streams:8,} {self.down / 1e6:10,.1f} {self.up / 1e6:10,.1f} "
-            f"{len(self.differences):12,} {self.seconds:8.1f}"
+            f"{self.streams - len(self.differences):10,} {self.seconds:8.1f}"
         )
 
     @staticmethod
     def head() -> str:
-        names = ("streams", 8), ("MB down", 10), ("MB up", 10), ("differences", 12), ("seconds", 8)
+        names = ("streams", 8), ("MB down", 10), ("MB up", 10), ("identical", 10), ("seconds", 8)
         return f"{'request/response':42} " + " ".join(f"{name:>{width}}" for name, width in names)
 
 

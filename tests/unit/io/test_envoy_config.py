@@ -13,7 +13,14 @@ from fairlead.io.envoy.binary import validate
 from fairlead.io.envoy.config import build, render
 from fairlead.io.envoy.errors import GatewayError
 from fairlead.io.envoy.options import Options, Tls
-from fairlead.route.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, READ_HEADERS, WHOLE_BODY_METADATA
+from fairlead.route.headers import (
+    ACCESS_LOG_METADATA,
+    CONTROL_HEADERS,
+    READ_HEADERS,
+    RESIZABLE_METADATA,
+    WHOLE_BODY_METADATA,
+)
+from fairlead.wire.access_log import GATEWAY_ID
 
 
 def manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +41,10 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
 def test_headers_that_name_a_machine_go_before_anything_reads_them() -> None:
     config = manager(build(Options()))
     (early,) = config["early_header_mutation_extensions"]
-    assert {m["remove"] for m in early["typed_config"]["mutations"]} == CONTROL_HEADERS
+    *removals, own_id = early["typed_config"]["mutations"]
+    assert {m["remove"] for m in removals} == CONTROL_HEADERS
+    assert own_id["append"]["header"] == {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
+    assert own_id["append"]["append_action"] == "OVERWRITE_IF_EXISTS_OR_ADD", "what a client sends is not believed"
     late = set(config["route_config"]["request_headers_to_remove"])
     assert "x-gateway-destination-endpoint" in late
     # What the scheduler sets for a sidecar must arrive there.
@@ -50,7 +60,7 @@ def test_the_destination_is_read_from_metadata_only() -> None:
 
 def test_the_scheduler_gets_every_header_that_it_reads_and_no_other() -> None:
     patterns = ext_proc(build(Options()))["forward_rules"]["allowed_headers"]["patterns"]
-    assert {pattern["exact"] for pattern in patterns} == {*READ_HEADERS, ":status"}
+    assert {pattern["exact"] for pattern in patterns} == {*READ_HEADERS, GATEWAY_ID, ":status"}
 
 
 def test_whole_mode_buffers_in_front_of_ext_proc() -> None:
@@ -85,9 +95,14 @@ def test_fail_open_and_closed() -> None:
 
 def test_the_access_log_is_announced_to_the_scheduler_by_the_name_it_knows() -> None:
     grpc = ext_proc(build(Options(als="127.0.0.1:9002")))["grpc_service"]
-    assert {item["key"] for item in grpc["initial_metadata"]} == {ACCESS_LOG_METADATA, WHOLE_BODY_METADATA}
+    assert {item["key"] for item in grpc["initial_metadata"]} == {
+        ACCESS_LOG_METADATA,
+        RESIZABLE_METADATA,
+        WHOLE_BODY_METADATA,
+    }
     plain = build(Options(request_mode="buffered"))
-    assert "initial_metadata" not in ext_proc(plain)["grpc_service"]
+    announced = {item["key"] for item in ext_proc(plain)["grpc_service"]["initial_metadata"]}
+    assert announced == {RESIZABLE_METADATA}
     assert "access_log" not in manager(plain)
     assert [c["name"] for c in plain["static_resources"]["clusters"]] == ["dst", "all_endpoints", "ext_proc"]
 

@@ -94,6 +94,16 @@ def test_fallback_traffic_is_counted_per_endpoint():
     assert value(watch, 'fairlead_fallback_requests_total{endpoint="10.0.0.1:80"}') == 1
 
 
+def test_fallback_traffic_is_told_in_few_lines_that_count(caplog):
+    now = [100.0]
+    watch = Watch(Fleet(), lambda: now[0])
+    with caplog.at_level("WARNING", "fairlead"):
+        for i in range(3000):
+            now[0] = 100.0 + i * 0.01
+            watch.on_fallback(f"10.0.0.{i % 9}:80", 200)
+    assert [record.fields["requests"] for record in caplog.records] == [1, 1500]
+
+
 def test_endpoints_show_what_was_scraped_and_how_old_it_is():
     watch, fleet = make(now=10.0)
     (unknown,) = watch.endpoints()

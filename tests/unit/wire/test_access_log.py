@@ -27,6 +27,27 @@ def test_a_summary_is_read_whatever_its_length_is_written_in(padding: int) -> No
     ]  # fmt: skip
 
 
+def test_what_envoy_does_not_know_is_empty_or_a_dash() -> None:
+    """Read off Envoy 1.40: a client that left before the pick, a refused connection, an answer without a body."""
+    own = "62540fd2-6505-4c19-b85c-da9a044eac44"
+    texts = f" 0  0 0  DC {own};", "x.1 503  38 176 127.0.0.1:1 UF ;", "x.2 405  22 0 127.0.0.1:2 - ;", "- - - - - - -;"
+    assert read_entries(message(*(tagged(text.encode()) for text in texts))) == [
+        AccessLogEntry(duration_ms=0.0, response_bytes=0, client_gone=True, gateway_id=own),
+        AccessLogEntry(lease="x.1", status=503, upstream="127.0.0.1:1", duration_ms=38.0, response_bytes=176),
+        AccessLogEntry(lease="x.2", status=405, upstream="127.0.0.1:2", duration_ms=22.0, response_bytes=0),
+        AccessLogEntry(),
+    ]
+
+
+@pytest.mark.parametrize("sent", ["-", "a b;c 200;", " ", ";;;;", "\xfe\xff", "x" * 36])
+def test_whatever_a_client_sends_as_id_hides_no_entry(sent: str) -> None:
+    """Where a gateway is not ours, the header is the client's."""
+    text = f"x.1 200 1 1 1 10.0.0.1:80 - {sent};".encode("latin-1")
+    first, second = read_entries(message(tagged(text), tagged(b"x.2 200 1 1 1 10.0.0.1:80 - -;")))
+    assert (first.lease, second.lease) == ("x.1", "x.2")
+    assert first.gateway_id == ("" if sent == "-" else sent)
+
+
 @pytest.mark.parametrize("text", [b"a %s - - 0 - -;", b"a 200 %s - 0 - -;", b"a 200 - %s 0 - -;", b"a 200 - - %s - -;"])
 def test_a_summary_with_an_endless_number_is_no_summary(text: bytes) -> None:
     assert read_entries(message(tagged(text % (b"9" * 5000)))) == [AccessLogEntry()]

@@ -28,6 +28,10 @@ class BlockTable:
         segments = max_blocks // 384 + 2
         self.table = Table(("u4", "u2", "u1"), min(segments, 1 << 16), 1 << 20)
         self.holders = HolderSets()
+        # Large arrays get huge pages, which take the kernel 0.5 ms each to clear: the first ones now, not with the first
+        # event.
+        for column in (self.table.keys, *self.table.columns):
+            column[0] = 0
 
     def store(self, shelf: Shelf, hashes: Sequence[int], keys: Sequence[int], depth: int, copies: bool) -> int:
         """Consecutive blocks from `depth` on lie on a shelf (once more, if `copies`). Returns how many are new there.

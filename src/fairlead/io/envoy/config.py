@@ -14,6 +14,7 @@ from fairlead.io.envoy.headers import AT_ENTRY
 from fairlead.io.envoy.logs import access_logs
 from fairlead.io.envoy.options import Options
 from fairlead.io.envoy.routes import local_replies, route_config
+from fairlead.wire.access_log import GATEWAY_ID
 
 Json = dict[str, Any]
 
@@ -76,7 +77,9 @@ def _listener(options: Options) -> Json:
 
 def _connection_manager(options: Options) -> Json:
     idle = seconds(options.stream_idle_timeout)
-    removals = [{"remove": name} for name in AT_ENTRY]
+    at_entry: list[Json] = [{"remove": name} for name in AT_ENTRY]
+    own_id = {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
+    at_entry.append({"append": {"header": own_id, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}})
     config: Json = {
         "@type": _HCM,
         "stat_prefix": STAT_PREFIX,
@@ -100,7 +103,7 @@ def _connection_manager(options: Options) -> Json:
         "early_header_mutation_extensions": [
             {
                 "name": "envoy.http.early_header_mutation.header_mutation",
-                "typed_config": {"@type": _EARLY, "mutations": removals},
+                "typed_config": {"@type": _EARLY, "mutations": at_entry},
             }
         ],
         "upgrade_configs": [

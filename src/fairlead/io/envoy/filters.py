@@ -19,12 +19,13 @@ from typing import Any
 
 from fairlead.io.envoy.clusters import EXT_PROC, seconds
 from fairlead.io.envoy.options import Options
-from fairlead.route.headers import ACCESS_LOG_METADATA, READ_HEADERS, WHOLE_BODY_METADATA
+from fairlead.route.headers import ACCESS_LOG_METADATA, READ_HEADERS, RESIZABLE_METADATA, WHOLE_BODY_METADATA
+from fairlead.wire.access_log import GATEWAY_ID
 from fairlead.wire.ext_proc import LB_NAMESPACE
 
 Json = dict[str, Any]
 
-_FORWARDED = sorted({*READ_HEADERS, ":status"})
+_FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, ":status"})
 
 _EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"
@@ -67,10 +68,9 @@ def router() -> Json:
 def _ext_proc(options: Options, body_mode: str) -> Json:
     headers, body = _RESPONSE[options.response_mode]
     whole = body_mode == "STREAMED"
-    announced = [WHOLE_BODY_METADATA] * whole + [ACCESS_LOG_METADATA] * bool(options.als)
+    announced = [RESIZABLE_METADATA] + [WHOLE_BODY_METADATA] * whole + [ACCESS_LOG_METADATA] * bool(options.als)
     grpc: Json = {"envoy_grpc": {"cluster_name": EXT_PROC, "authority": "fairlead"}}
-    if announced:
-        grpc["initial_metadata"] = [{"key": key, "value": "1"} for key in announced]
+    grpc["initial_metadata"] = [{"key": key, "value": "1"} for key in announced]
     config: Json = {
         "@type": _EXT_PROC,
         "grpc_service": grpc,

@@ -6,6 +6,8 @@ from fairlead.io.envoy.clusters import DESTINATION_CLUSTER, POOL, seconds
 from fairlead.io.envoy.headers import TOWARD_UPSTREAM
 from fairlead.io.envoy.options import Options
 from fairlead.parse.errors import TYPES
+from fairlead.route.headers import REWRITTEN
+from fairlead.wire.access_log import GATEWAY_ID
 from fairlead.wire.ext_proc import DESTINATION, LB_NAMESPACE
 
 Json = dict[str, Any]
@@ -29,7 +31,7 @@ def route_config(options: Options) -> Json:
 
 def _routes(options: Options) -> list[Json]:
     """The scheduler's answer carries the destination as metadata and has the route chosen anew."""
-    chosen = [{"filter": LB_NAMESPACE, "path": [{"key": DESTINATION}], "value": {"present_match": True}}]
+    chosen = [_present(DESTINATION)]
     limits = {"timeout": "0s", "idle_timeout": seconds(options.stream_idle_timeout)}
     rest: Json = {"match": {"prefix": "/"}}
     if options.fail_open:
@@ -53,11 +55,24 @@ def _routes(options: Options) -> list[Json]:
         }
     else:
         rest["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
-    return [
-        {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}},
-        {"match": {"prefix": "/", "dynamic_metadata": chosen}, "route": {"cluster": DESTINATION_CLUSTER, **limits}},
-        rest,
-    ]
+    picked: Json = {
+        "match": {"prefix": "/", "dynamic_metadata": chosen},
+        "route": {"cluster": DESTINATION_CLUSTER, **limits},
+        # Elsewhere it stays: it is what the access log tells requests by that have no lease.
+        "request_headers_to_remove": [GATEWAY_ID],
+    }
+    # The response will be changed, and ext_proc is not shown its headers: its length must go before it is too late.
+    rewritten = {
+        **picked,
+        "match": {"prefix": "/", "dynamic_metadata": [*chosen, _present(REWRITTEN)]},
+        "response_headers_to_remove": ["content-length"],
+    }
+    return [{"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}, rewritten, picked, rest]
+
+
+def _present(key: str) -> Json:
+    """The scheduler's answer has this key in its metadata."""
+    return {"filter": LB_NAMESPACE, "path": [{"key": key}], "value": {"present_match": True}}
 
 
 def local_replies() -> Json:

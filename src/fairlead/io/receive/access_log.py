@@ -46,8 +46,11 @@ class AccessLogStream:
                     served_by=entry.upstream,
                 )
             )
-        elif not entry.lease and entry.upstream:
-            self._host.incidents.on_fallback(entry.upstream, entry.status)
+        elif not entry.lease:
+            if entry.gateway_id:
+                self._host.departures.over(entry.gateway_id)
+            if entry.upstream:
+                self._host.incidents.on_fallback(entry.upstream, entry.status)
 
     def on_half_close(self) -> None:
         self._close()
@@ -55,6 +58,7 @@ class AccessLogStream:
 
     def on_lost(self, why: str) -> None:
         self._close()
+        self._host.departures.log_lost()
 
     def _close(self) -> None:
         if self._open:

@@ -1,19 +1,24 @@
 """Encoded answers, with what repeats encoded once."""
 
 import re
+from collections.abc import Mapping
 
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.instructions import Reject
-from fairlead.parse.errors import error_body
-from fairlead.route.headers import DESTINATION, DROPPED_REASON
+from fairlead.parse.errors import content_type, error_body, grpc_status
+from fairlead.route.headers import DESTINATION, DROPPED_REASON, PREFILLER, REWRITTEN, TEST_SERVED
 from fairlead.wire import ext_proc
 from fairlead.wire.access_log import LEASE_KEY
-from fairlead.wire.ext_proc import Kind
+from fairlead.wire.ext_proc import CONTINUE, BodyMode, Kind, Modes
+from fairlead.wire.ext_proc_bodies import rewrite_request
 
+#: Reasons that say that a good request was dropped; others say what is wrong with it.
+_DROPPED = ("rejected", "evicted")
 _NUMBER = re.compile("[0-9a-f]{16}")
 
 #: Templates kept; more than any pool needs.
 _CACHE = 16_384
+_NOTHING: Mapping[str, bytes] = {}
 
 
 class Answers:
@@ -24,7 +29,7 @@ class Answers:
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
-        self._templates: dict[tuple[Kind, str, frozenset[str]], tuple[bytes, bytes]] = {}
+        self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
 
     def lease(self, request_id: int) -> str:
         return f"{self._instance}.{request_id:016x}"
@@ -36,36 +41,93 @@ class Answers:
             return None
         return int(number, 16)
 
-    def pick(self, kind: Kind, endpoint: Endpoint, request_id: int, spoofed: frozenset[str]) -> bytes:
+    def pick(
+        self, kind: Kind, endpoint: Endpoint, request_id: int, spoofed: frozenset[str], prefill: str = ""
+    ) -> bytes:
         """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
-        metadata, and the client's control headers (`spoofed`) out."""
-        key = kind, endpoint.address, spoofed
+        metadata, the address of who computes the prompt if that is another one, and the client's control headers
+        (`spoofed`) out."""
+        key = kind, endpoint.address, spoofed, prefill
         template = self._templates.get(key)
         if template is None:
             if len(self._templates) > _CACHE:
                 self._templates.clear()
-            template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed)
+            template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed, prefill)
         return self.lease(request_id).encode().join(template)
 
-    def _template(self, kind: Kind, address: bytes, spoofed: frozenset[str]) -> tuple[bytes, bytes]:
-        mutation = ext_proc.set_header(DESTINATION, address)
-        mutation += ext_proc.remove_headers(sorted(spoofed - {DESTINATION}))
+    def _template(self, kind: Kind, address: bytes, spoofed: frozenset[str], prefill: str) -> tuple[bytes, bytes]:
         lease = self.lease(0).encode()
-        metadata = ext_proc.lb_metadata({DESTINATION: address, LEASE_KEY: lease})
+        mutation, metadata = _parts(address, lease, spoofed, prefill)
         before, _, after = ext_proc.answer(kind, mutation, metadata, reroute=True).rpartition(lease)
         return before, after
+
+    def pick_with_body(
+        self,
+        modes: Modes,
+        endpoint: Endpoint,
+        request_id: int,
+        removed: frozenset[str],
+        body: bytes,
+        trailers: bool,
+        mapped: bool,
+        prefill: str = "",
+    ) -> list[bytes]:
+        """All answers to a request that leaves with another body. `mapped`: its response is going to change as well."""
+        more: dict[str, bytes] = {}
+        if mapped:
+            # A compressed response could not be read.
+            removed |= {"accept-encoding"}
+            more[REWRITTEN] = b"1"
+        lease = self.lease(request_id).encode()
+        mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more)
+        return rewrite_request(modes, body, mutation, metadata, trailers)
+
+
+def _parts(
+    address: bytes, lease: bytes, removed: frozenset[str], prefill: str, more: Mapping[str, bytes] = _NOTHING
+) -> tuple[bytes, bytes]:
+    """HeaderMutation and metadata of a pick."""
+    mutation = ext_proc.set_header(DESTINATION, address)
+    removed -= {DESTINATION}
+    if prefill:
+        mutation += ext_proc.set_header(PREFILLER, prefill.encode())
+        removed -= {PREFILLER}
+    mutation += ext_proc.remove_headers(sorted(removed))
+    return mutation, ext_proc.lb_metadata({DESTINATION: address, **more, LEASE_KEY: lease})
+
+
+def rest_of_request(mode: BodyMode, body: bytes, chunks: int, trailers: bool) -> list[bytes]:
+    """Answers to the body messages (`chunks` of them, together `body`) and trailers that came before the pick."""
+    messages: list[bytes] = []
+    if mode is BodyMode.FULL_DUPLEX and chunks:
+        messages = ext_proc.streamed_body(Kind.REQUEST_BODY, body, end_of_stream=not trailers)
+    elif mode is BodyMode.STREAMED:
+        messages = [CONTINUE[Kind.REQUEST_BODY]] * chunks
+    if trailers:
+        messages.append(CONTINUE[Kind.REQUEST_TRAILERS])
+    return messages
 
 
 def refusal(reject: Reject) -> bytes:
     """ImmediateResponse for a request that was not scheduled."""
-    headers = {"content-type": "application/json", DROPPED_REASON: reject.reason}
+    headers = {"content-type": content_type(reject.api)}
+    if reject.reason.startswith(_DROPPED):
+        headers[DROPPED_REASON] = reject.reason
     if reject.retry_after_s >= 0:
         headers["retry-after"] = str(max(1, round(reject.retry_after_s)))
-    body = error_body(reject.api, reject.status, reject.message, code=reject.reason)
-    return ext_proc.immediate(reject.status, headers, body, details=f"fairlead.{reject.reason}")
+    body = error_body(reject.api, reject.status, reject.message, param=reject.param, code=reject.reason)
+    grpc = grpc_status(reject.api, reject.status)
+    return ext_proc.immediate(reject.status, headers, body, details=f"fairlead.{reject.reason}", grpc_status=grpc)
 
 
 def client_error(api: str, status: int, message: str, param: str | None, code: str | None) -> bytes:
     """ImmediateResponse for a request that could not be understood."""
     body = error_body(api, status, message, param=param, code=code)
-    return ext_proc.immediate(status, {"content-type": "application/json"}, body, details="fairlead.bad-request")
+    headers, grpc = {"content-type": content_type(api)}, grpc_status(api, status)
+    return ext_proc.immediate(status, headers, body, details="fairlead.bad-request", grpc_status=grpc)
+
+
+def client_is_told(served: str) -> bytes:
+    """Answer to response headers: let the client know who served."""
+    mutation = ext_proc.set_header(TEST_SERVED, served.encode("latin-1", "replace"))
+    return ext_proc.answer(Kind.RESPONSE_HEADERS, mutation)

@@ -1,5 +1,6 @@
 """Turns the pipeline's crank under asyncio: feeds events in, carries instructions out."""
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -7,7 +8,7 @@ from fairlead.model.clock import Clock, TimerHandle
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import Event, TimerFired
-from fairlead.model.instructions import Instruction, Record, Reject, Route, SetTimer
+from fairlead.model.instructions import Hold, Instruction, Record, Reject, Route, SetTimer
 from fairlead.pipeline import Pipeline
 
 
@@ -21,12 +22,26 @@ class Observer(Protocol):
         """A routed request ended."""
 
 
+class Incidents(Protocol):
+    """Who wants to know of requests that the pipeline never saw."""
+
+    def on_client_error(self, api: str, status: int) -> None:
+        """A request was answered with an error before it could be scheduled."""
+
+    def on_fallback(self, address: str, status: int) -> None:
+        """The gateway served a request at `address` without asking us."""
+
+
 class Waiting(Protocol):
     """A request that waits for its answer."""
 
-    def route(self, endpoint: Endpoint) -> None: ...
+    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "") -> None:
+        """All but the first: see `Route`."""
 
     def reject(self, reject: Reject) -> None: ...
+
+    def hold(self, seconds: float) -> None:
+        """It waits for so long at most."""
 
 
 class Driver:
@@ -42,6 +57,7 @@ class Driver:
         self._handlers: dict[type, Any] = {
             Route: self._route,
             Reject: self._reject,
+            Hold: self._hold,
             SetTimer: self._set_timer,
         }
 
@@ -60,6 +76,10 @@ class Driver:
         if instructions:
             self._carry_out(instructions, perf_counter() - started)
 
+    def later(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        """Call it in a turn of the event loop of its own."""
+        self._clock.call_at(self._clock.time() + seconds, callback, *args)
+
     def _carry_out(self, instructions: list[Instruction], duration: float) -> None:
         for instruction in instructions:
             if type(instruction) is Record:
@@ -74,12 +94,17 @@ class Driver:
     def _route(self, instruction: Route) -> None:
         waiting = self.waiting.pop(instruction.request_id, None)
         if waiting is not None:
-            waiting.route(instruction.endpoint)
+            waiting.route(instruction.endpoint, instruction.target, instruction.shown, prefill=instruction.prefill)
 
     def _reject(self, instruction: Reject) -> None:
         waiting = self.waiting.pop(instruction.request_id, None)
         if waiting is not None:
             waiting.reject(instruction)
+
+    def _hold(self, instruction: Hold) -> None:
+        waiting = self.waiting.get(instruction.request_id)
+        if waiting is not None:
+            waiting.hold(instruction.seconds)
 
     def _set_timer(self, instruction: SetTimer) -> None:
         old = self._timers.get(instruction.name)

@@ -3,6 +3,8 @@
 It costs about forty times the CPU of `h2_server` when busy, eight times at 200 exchanges/s (bench/transport.py). What
 differs for a handler:
 * `room()` is always 0: grpc does not tell its windows, so nothing may be assumed to leave in one write.
+* `connected()` is always true: grpc does not tell of connections either, so leases of a gateway that died wait for
+  their expiry, or for model servers that show themselves idle.
 * Status texts of errors that the transport finds itself are grpc's.
 * Binary metadata (`-bin`) is handed over in base64, as it travels; pseudo-headers, `content-type` and grpc's own
   headers are not handed over at all.
@@ -68,6 +70,9 @@ class AioStream:
 
     def room(self) -> int:
         return 0
+
+    def connected(self) -> bool:
+        return True
 
     def watch_cancel(self, on: bool) -> None:
         """grpc always tells at once."""

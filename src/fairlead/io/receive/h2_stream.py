@@ -107,6 +107,9 @@ class H2Stream:
             return 0
         return max(0, min(self.window, connection.window) - grpc.PREFIX_SIZE)
 
+    def connected(self) -> bool:
+        return not self._connection.closing
+
     def watch_cancel(self, on: bool) -> None:
         """Whether a reset or a half-close by the peer must reach the handler at once (the default) or may arrive
         together with the peer's next data. Only matters with merged wake-ups."""

@@ -5,22 +5,26 @@ from collections.abc import Callable, Mapping
 from fairlead.io.receive.driver import Driver
 from fairlead.model.events import FirstTokenSeen, ResponseEnded
 from fairlead.model.request import Usage
-from fairlead.parse.usage import UsageScanner
+from fairlead.parse.response import Scanner, scanner_for, scanner_unseen
 
 
 class ResponseWatch:
-    """Follows one response. `arrived`: clock seconds at which its request came; `streaming`: it asked for a stream."""
+    """Follows one response. `arrived`: clock seconds at which its request came; `streaming`: it asked for a stream;
+    `api`: see `parse.api`."""
 
-    __slots__ = ("_arrived", "_bytes", "_now", "_scanner", "_status", "_streaming", "_ttft_ms", "is_sse", "started")
+    __slots__ = (
+        "_api", "_arrived", "_bytes", "_now", "_scanner", "_status", "_streaming", "_ttft_ms", "is_sse", "started",
+    )  # fmt: skip
 
-    def __init__(self, arrived: float, streaming: bool, now: Callable[[], float]) -> None:
+    def __init__(self, arrived: float, streaming: bool, now: Callable[[], float], api: str = "") -> None:
+        self._api = api
         self._arrived = arrived
         self._streaming = streaming
         self._now = now
         self._status = 0
         self._bytes = 0
         self._ttft_ms = -1.0
-        self._scanner: UsageScanner | None = None
+        self._scanner: Scanner | None = None
         #: A response message was seen: the model server has the request.
         self.started = False
         self.is_sse = False
@@ -31,15 +35,14 @@ class ResponseWatch:
         self._status = int(status) if len(status) == 3 and status.isascii() and status.isdigit() else 0
         kind = headers.get("content-type", "")
         self.is_sse = kind.startswith("text/event-stream")
-        if (self.is_sse or "json" in kind) and "content-encoding" not in headers:
-            self._scanner = UsageScanner(stream=self.is_sse)
+        self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._api)
 
     def status(self, status: object) -> None:
         """Of a response whose headers are not shown; what it is shows in its request and in its first bytes."""
         self.started = True
         self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
         self.is_sse = self._streaming
-        self._scanner = UsageScanner(stream=self._streaming)
+        self._scanner = scanner_unseen(self._api, self._streaming)
 
     def chunk(self, chunk: bytes, driver: Driver, request_id: int) -> bool:
         """Note a piece of the body. True for the first one that has content."""

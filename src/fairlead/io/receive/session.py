@@ -17,92 +17,40 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
 * Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
   the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
   An answer that is not streamed is left at the pick: its first byte comes when all is done.
-* Whoever leaves last releases the lease: the access log if wired, else this session.
-* When this process hung, sockets hold requests that the gateway gave up meanwhile, each followed by its reset. Nobody
-  would end the lease of such a one, so for a moment after a hang no session leaves at the pick.
+* A request whose model has another name at its endpoint leaves with another body, and its response is followed to its
+  end, to map the name back (`renaming`).
+* Whoever leaves last releases the lease: the access log if wired, else this session. What the log cannot tell see
+  `departures`; why no session leaves at the pick for a moment after this process hung, `pulse`.
 """
 
 from collections.abc import Callable, Mapping
-from math import inf
-from typing import Protocol
 
-from fairlead.io.receive.answers import Answers, client_error, refusal
-from fairlead.io.receive.driver import Driver
+from fairlead.io.receive.answers import client_error, client_is_told, refusal, rest_of_request
+from fairlead.io.receive.models_page import models_page
+from fairlead.io.receive.renaming import Renaming
 from fairlead.io.receive.response import ResponseWatch
+from fairlead.io.receive.shared import Shared
 from fairlead.io.receive.stream import ServerStream
-from fairlead.io.receive.understand import Understanding
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.errors import ClientError, ProtocolError
 from fairlead.model.events import RequestArrived, StreamLost, UsageReported
 from fairlead.model.instructions import Reject
 from fairlead.model.request import Request
-from fairlead.route.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, WHOLE_BODY_METADATA
+from fairlead.parse.splice import splice_model
+from fairlead.route.headers import ACCESS_LOG_METADATA, REMOVED_HEADERS, RESIZABLE_METADATA, WHOLE_BODY_METADATA
 from fairlead.wire import ext_proc
+from fairlead.wire.access_log import GATEWAY_ID
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
 
 _INVALID_ARGUMENT = 3
-
-#: Seconds without a turn of the event loop after which requests may have been given up unseen: twice the period of its
-#: heartbeat, and no more than gateways wait for us. For as long afterwards they are looked at with doubt.
-HANG = 1.0
+_ANNOUNCED = (ACCESS_LOG_METADATA, WHOLE_BODY_METADATA, RESIZABLE_METADATA)
 
 
-class Incidents(Protocol):
-    """Who wants to know of requests that the pipeline never saw."""
-
-    def on_client_error(self, api: str, status: int) -> None:
-        """A request was answered with an error before it could be scheduled."""
-
-    def on_fallback(self, address: str, status: int) -> None:
-        """The gateway served a request at `address` without asking us."""
-
-
-class Host:
-    """What all sessions of a process share."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        understanding: Understanding,
-        answers: Answers,
-        incidents: Incidents,
-        now: Callable[[], float],
-        max_body: int = 64 << 20,
-        inspect: Callable[[bool], bool] = lambda stream: False,
-    ) -> None:
-        self.driver = driver
-        self.understanding = understanding
-        self.answers = answers
-        self.incidents = incidents
-        self.now = now
-        #: Bytes of a request body that are kept; more is answered 413.
-        self.max_body = max_body
-        #: Asked once per response that could be left early (is it a stream?): stay, to learn its token counts?
-        self.inspect = inspect
-        #: Access-log streams that are connected, and how to end each: they have no end of their own.
-        self.access_logs = 0
-        self.log_ends: set[Callable[[], None]] = set()
-        self._beat = inf
-        self._doubt_until = -inf
-
-    def end_access_logs(self) -> None:
-        for end in list(self.log_ends):
-            end()
-
-    def beat(self) -> None:
-        """Called twice a second or more often while the event loop turns. Who never calls it never hangs."""
-        now = self.now()
-        self.doubtful(now)  # after a hang, timers may come before what the sockets hold
-        self._beat = now
-
-    def doubtful(self, now: float) -> bool:
-        """Whether a request read now may have been given up by its gateway while we hung."""
-        if now - self._beat > HANG:
-            self._doubt_until = now + HANG
-        return now < self._doubt_until
+class Host(Shared):
+    """Opens sessions."""
 
     def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "Session":
-        return Session(stream, self, ACCESS_LOG_METADATA in metadata, WHOLE_BODY_METADATA in metadata)
+        return Session(stream, self, *(key in metadata for key in _ANNOUNCED))
 
 
 class Session:
@@ -110,15 +58,16 @@ class Session:
 
     __slots__ = (
         "_announced", "_awaited", "_begun", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host",
-        "_parts", "_request", "_request_mode", "_response_mode", "_size", "_stream", "_subset", "_trailers", "_watch",
-        "_whole",
+        "_parts", "_renaming", "_request", "_request_mode", "_resizable", "_response_mode", "_size", "_stream",
+        "_subset", "_trailers", "_watch", "_whole",
     )  # fmt: skip
 
-    def __init__(self, stream: ServerStream, host: Host, announced: bool, whole: bool) -> None:
+    def __init__(self, stream: ServerStream, host: Host, announced: bool, whole: bool, resizable: bool) -> None:
         self._stream = stream
         self._host = host
         self._announced = announced
         self._whole = whole
+        self._resizable = resizable
         self._request_mode = self._response_mode = BodyMode.FULL_DUPLEX  # what the protocol demands of gateways
         self._eager = False
         #: A message was taken. Only the first one may be the headers, or tell the modes.
@@ -137,6 +86,8 @@ class Session:
         self._request: Request | None = None
         self._closed = False
         self._watch: ResponseWatch | None = None
+        #: The response is going to be changed.
+        self._renaming: Renaming | None = None
 
     # ---- the transport calls ----
 
@@ -189,7 +140,7 @@ class Session:
             return
         self._parts.append(chunk)
         if mode is BodyMode.BUFFERED_PARTIAL and not eos:
-            self._wave_through(Kind.REQUEST_BODY)
+            self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
         elif mode is BodyMode.BUFFERED or mode is BodyMode.BUFFERED_PARTIAL:
             self._complete(Kind.REQUEST_BODY)
         elif eos or self._whole:
@@ -202,7 +153,8 @@ class Session:
         if self._collected:
             self._stream.send(CONTINUE[Kind.REQUEST_TRAILERS])
         elif self._request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
-            self._wave_through(Kind.REQUEST_TRAILERS)  # no body, and the headers are answered: nothing can carry a pick
+            # Waved through. There is no body, and the headers are answered: nothing can carry a pick.
+            self._answer(CONTINUE[Kind.REQUEST_TRAILERS])
         else:
             self._complete(Kind.REQUEST_HEADERS)
 
@@ -212,6 +164,10 @@ class Session:
         self._awaited = awaited
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         host = self._host
+        page = None if body else models_page(host.driver.pipeline.models, self._headers)
+        if page is not None:
+            self._answer(page)
+            return
         try:
             self._request = host.understanding.request(self._headers, body, self._subset)
         except ClientError as error:
@@ -219,58 +175,72 @@ class Session:
             return
         self._chunks = len(self._parts)
         self._parts.clear()
-        if self._request_mode is BodyMode.FULL_DUPLEX:
+        if self._request_mode is BodyMode.FULL_DUPLEX or host.driver.pipeline.models.may_rewrite(self._request):
             self._body = body
         host.driver.waiting[self._request.id] = self
         host.driver.feed(RequestArrived(self._request))
 
-    def _wave_through(self, kind: Kind) -> None:
-        """Let the gateway go on without a choice of ours."""
-        self._closed = True
-        self._stream.send(CONTINUE[kind])
-        self._stream.finish()
-
     def _fail(self, error: ClientError) -> None:
-        api = "chat" if "chat" in self._headers.get(":path", "") else "other"
-        self._closed = True
+        api = self._host.understanding.api(self._headers)
         self._host.incidents.on_client_error(api, error.status)
-        self._stream.send(client_error(api, error.status, error.message, error.param, error.code))
-        self._stream.finish()
+        self._answer(client_error(api, error.status, error.message, error.param, error.code))
 
     # ---- the answer ----
 
-    def reject(self, reject: Reject) -> None:
+    def hold(self, seconds: float) -> None:
+        if self._request_mode is not BodyMode.FULL_DUPLEX:  # which Envoy gives no time limit
+            self._stream.send(ext_proc.message_timeout(seconds))
+
+    def _answer(self, message: bytes) -> None:
+        """Say this, and no more."""
         self._closed = True
-        self._stream.send(refusal(reject))
+        self._stream.send(message)
         self._stream.finish()
 
-    def route(self, endpoint: Endpoint) -> None:
+    def reject(self, reject: Reject) -> None:
+        self._answer(refusal(reject))
+
+    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "") -> None:
         request = self._request
         assert request is not None
-        spoofed = CONTROL_HEADERS.intersection(self._headers)
-        messages = [self._host.answers.pick(self._awaited, endpoint, request.id, spoofed)]
-        if self._awaited is Kind.REQUEST_HEADERS:
-            messages += self._rest_of_request()
+        removed = REMOVED_HEADERS.intersection(self._headers)
+        if target:
+            messages = self._rewritten(request, endpoint, removed, target, shown, prefill)
+        else:
+            messages = [self._host.answers.pick(self._awaited, endpoint, request.id, removed, prefill)]
+            if self._awaited is Kind.REQUEST_HEADERS:
+                messages += rest_of_request(self._request_mode, self._body, self._chunks, self._trailers)
         self._body = b""
+        if not messages:
+            # In a turn of its own: the decision is not recorded yet.
+            self._host.driver.later(0.0, self._host.driver.feed, StreamLost(request.id))
+            self._fail(ClientError("the model's name cannot be replaced in this body", 400, "model"))
+            return
         leaving = self._may_leave_at_pick(messages)
         self._stream.send(*messages)
         if leaving:
+            self._host.departures.left(request.id, self._headers.get(GATEWAY_ID, ""), self._stream)
             self._leave()
         else:
             if self._wired():
                 self._stream.watch_cancel(False)  # the access log tells the end in any case
-            self._watch = ResponseWatch(request.arrived, request.stream, self._host.now)
+            self._watch = ResponseWatch(request.arrived, request.stream, self._host.now, request.api)
 
-    def _rest_of_request(self) -> list[bytes]:
-        """Answers to the body messages (and trailers) that came before the pick."""
-        messages: list[bytes] = []
-        if self._request_mode is BodyMode.FULL_DUPLEX and self._chunks:
-            messages = ext_proc.streamed_body(Kind.REQUEST_BODY, self._body, end_of_stream=not self._trailers)
-        elif self._request_mode is BodyMode.STREAMED:
-            messages = [CONTINUE[Kind.REQUEST_BODY]] * self._chunks
-        if self._trailers:
-            messages.append(CONTINUE[Kind.REQUEST_TRAILERS])
-        return messages
+    def _rewritten(
+        self, request: Request, endpoint: Endpoint, removed: frozenset[str], target: str, shown: str, prefill: str
+    ) -> list[bytes]:
+        """The pick with another model name in the body; nothing if there is no place for it."""
+        body = splice_model(self._body, target, self._headers.get("content-type", ""), request.api)
+        if body is None:
+            return []
+        mode = self._response_mode
+        if shown and mode is not BodyMode.NONE:
+            self._renaming = Renaming(target, shown, mode, request.stream, self._resizable)
+        modes = self._request_mode, mode, self._eager
+        mapped = self._renaming is not None
+        return self._host.answers.pick_with_body(
+            modes, endpoint, request.id, removed, body, self._trailers, mapped, prefill
+        )
 
     def _wired(self) -> bool:
         """The gateway will tell us the end of this request."""
@@ -278,7 +248,9 @@ class Session:
 
     def _may_leave_at_pick(self, messages: list[bytes]) -> bool:
         request = self._request
-        if request is None or not self._wired() or self._host.doubtful(request.arrived):
+        if self._renaming is not None or self._host.tells_served:
+            return False
+        if request is None or not self._wired() or self._host.pulse.doubtful(request.arrived):
             return False
         if self._response_mode is BodyMode.NONE:
             return self._request_mode is not BodyMode.STREAMED or self._eager
@@ -296,9 +268,15 @@ class Session:
             raise ProtocolError("response headers before the request was routed, or for the second time")
         headers, eos = message.headers()
         watch.headers(headers)
-        self._stream.send(CONTINUE[Kind.RESPONSE_HEADERS])
+        self._stream.send(self._response_head(message, headers))
         if eos or self._response_mode is BodyMode.NONE:
             self._end()
+
+    def _response_head(self, message: Incoming, headers: Mapping[str, str]) -> bytes:
+        if self._renaming is not None:
+            return self._renaming.headers(headers)
+        served = message.served() if self._host.tells_served else ""
+        return client_is_told(served) if served else CONTINUE[Kind.RESPONSE_HEADERS]
 
     def _response_body(self, message: Incoming) -> None:
         watch, request = self._watch, self._request
@@ -308,20 +286,21 @@ class Session:
         if not watch.started:  # no headers message came; the status is an attribute then
             watch.status(message.attributes().get("response.code"))
         first = watch.chunk(chunk, self._host.driver, request.id)
-        if self._response_mode is BodyMode.FULL_DUPLEX:
+        if self._renaming is not None:
+            self._stream.send(*self._renaming.chunk(chunk, eos))
+        elif self._response_mode is BodyMode.FULL_DUPLEX:
             self._stream.send(*ext_proc.echo(message))
         else:
             self._stream.send(CONTINUE[Kind.RESPONSE_BODY])
-        if eos:
+        may_leave = first and self._response_mode is BodyMode.STREAMED and self._wired() and self._renaming is None
+        if eos or (may_leave and not (watch.is_sse and self._host.inspect(True))):
             self._end()
-        elif first and self._response_mode is BodyMode.STREAMED and self._wired():
-            inspected = watch.is_sse and self._host.inspect(True)
-            if not inspected:
-                self._end()
 
     def _response_trailers(self, message: Incoming) -> None:
         if self._watch is None:
             raise ProtocolError("response trailers before the request was routed")
+        if self._renaming is not None:
+            self._stream.send(*self._renaming.rest())
         self._stream.send(CONTINUE[Kind.RESPONSE_TRAILERS])
         self._end()
 
@@ -332,8 +311,10 @@ class Session:
             usage = watch.usage()
             if not self._wired() or watch.error_status:
                 self._host.driver.feed(watch.ended(request.id))
-            elif usage is not None:
-                self._host.driver.feed(UsageReported(request.id, usage))
+            else:
+                self._host.departures.left(request.id, "", self._stream)
+                if usage is not None:
+                    self._host.driver.feed(UsageReported(request.id, usage))
         self._leave()
 
     def _leave(self) -> None:
@@ -353,7 +334,9 @@ class Session:
         self._host.driver.waiting.pop(request.id, None)
         if watch is None or not watch.started:
             self._host.driver.feed(StreamLost(request.id))
-        elif not self._wired():
+        elif self._wired():
+            self._host.departures.left(request.id, "", self._stream)
+        else:
             self._host.driver.feed(watch.ended(request.id, client_gone=True))
 
 

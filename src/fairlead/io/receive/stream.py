@@ -31,6 +31,11 @@ class ServerStream(Protocol):
         """Message bytes (without framing) that would leave in one write right now; 0 when anything is still queued."""
         ...
 
+    def connected(self) -> bool:
+        """Whether the connection that carries (or, once finished, carried) the stream is there. A transport that cannot
+        tell says yes."""
+        ...
+
 
 class StreamHandler(Protocol):
     """Our side of one gRPC stream."""

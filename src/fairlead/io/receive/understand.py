@@ -1,81 +1,98 @@
 """Headers and body of a request → `Request`: the one place where client input becomes something to schedule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
+from fairlead.fleet.conversations import Conversations
 from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.request import NO_PREFIX, Request
-from fairlead.parse.request import UNREAD_PATH, parse_request
+from fairlead.model.request import NO_PREFIX, PrefixChain, Request
+from fairlead.parse.api import STREAMING, api_of
+from fairlead.parse.request import ParsedRequest, parse_request, unread
 from fairlead.parse.tokens import TokenEstimator
 from fairlead.route import headers as names
-
-#: Client-chosen strings that are kept are cut to this.
-MAX_NAME = 256
+from fairlead.route.wishes import MAX_NAME, WishReader, first, within
 
 
 class Understanding:
-    """Makes `Request`s. `ids` are internal and rise by one; nothing a client sends can collide with them."""
+    """Makes `Request`s. `ids` are internal and rise by one; nothing a client sends can collide with them.
 
-    def __init__(self, tokens: TokenEstimator, hasher: ChainHasher, now: Callable[[], float]) -> None:
+    `conversations`: recognise a conversation by its prompts when the client names neither session nor user.
+    `trusted`: whose headers of a client are listened to, keys of `route.headers.TRUST`.
+    `parse`: called as `parse_request` is; parser plugins may stand before that.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenEstimator,
+        hasher: ChainHasher,
+        now: Callable[[], float],
+        conversations: bool = True,
+        trusted: Iterable[str] = names.TRUSTED,
+        parse: Callable[..., ParsedRequest] = parse_request,
+    ) -> None:
         self._tokens = tokens
         self._hasher = hasher
         self._now = now
+        self._parse = parse
+        self._wishes = WishReader(trusted)
         self._ids = count(1)
+        self._conversations = Conversations() if conversations else None
+
+    def api(self, headers: Mapping[str, str]) -> str:
+        """The API of a request, for answers to one that cannot be understood."""
+        return api_of(_path(headers))
 
     def request(self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None) -> Request:
         """Raises `ClientError` when the body cannot be understood by any model server either."""
-        path = headers.get(":path") or _first(headers, names.PATH_HEADERS)
+        path = _path(headers)
         if body:
-            parsed = parse_request(
+            parsed = self._parse(
                 path,
                 body,
                 headers.get("content-type", ""),
                 content_encoding=headers.get("content-encoding", ""),
             )
         else:  # none was sent, or the gateway does not show it: whether that is right the model server knows
-            parsed = UNREAD_PATH
-        session = fairness = ""
-        ttft = tpot = 0.0
-        if not names.RARE_HEADERS.isdisjoint(headers):
-            session = _first(headers, names.SESSION_HEADERS)
-            fairness = _first(headers, names.FAIRNESS_HEADERS)
-            ttft = _milliseconds(_first(headers, names.TTFT_SLO_HEADERS))
-            tpot = _milliseconds(_first(headers, names.TPOT_SLO_HEADERS))
+            parsed = unread(api_of(path), "no-body")
+        wishes = self._wishes.read(headers)
+        if wishes.selection is not None:
+            subset = within(subset, wishes.selection)
+        prefix, recognised = self._recognise(parsed, wishes.session or parsed.user)
         return Request(
             id=next(self._ids),
             arrived=self._now(),
             api=parsed.api,
             path=path,
             model=parsed.model,
+            rewrite=wishes.rewrite,
+            objective=wishes.objective,
             stream=parsed.stream,
             body_bytes=len(body),
             prompt_bytes=parsed.prompt_bytes,
             prompt_tokens=parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, parsed.api),
             max_tokens=parsed.max_tokens,
-            prefix=self._hasher.chain(parsed.root, parsed.prompt) if parsed.prompt else NO_PREFIX,
-            session=session,
-            fairness_id=fairness,
+            prefix=prefix,
+            media=parsed.media,
+            unread=parsed.unread,
+            session=recognised,
+            fairness_id=wishes.fairness_id,
             subset=subset,
-            slo_ttft_ms=ttft,
-            slo_tpot_ms=tpot,
+            slo_ttft_ms=wishes.slo_ttft_ms,
+            slo_tpot_ms=wishes.slo_tpot_ms,
             external_id=headers.get(names.REQUEST_ID, "")[:MAX_NAME],
         )
 
+    def _recognise(self, parsed: ParsedRequest, named: str) -> tuple[PrefixChain, str]:
+        """The prompt's chain, and the session: as `named`, else recognised by the prompt."""
+        segments = parsed.prompt
+        if not segments:
+            return NO_PREFIX, named[:MAX_NAME]
+        text = segments[0] if len(segments) == 1 else b"".join(segments)
+        prefix = self._hasher.chain(parsed.root, (text,))
+        if named or self._conversations is None or parsed.api not in STREAMING:
+            return prefix, named[:MAX_NAME]
+        return prefix, self._conversations.of(prefix, text)
 
-def _first(headers: Mapping[str, str], candidates: tuple[str, ...]) -> str:
-    for name in candidates:
-        value = headers.get(name)
-        if value:
-            return value[:MAX_NAME] if name[0] != ":" else value
-    return ""
 
-
-def _milliseconds(text: str) -> float:
-    """A positive number of ms; anything else is no SLO."""
-    if not text:
-        return 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0 < value < 1e9 else 0.0
+def _path(headers: Mapping[str, str]) -> str:
+    return headers.get(":path") or first(headers, names.PATH_HEADERS)

@@ -57,6 +57,11 @@ class Wire:
     def watch_cancel(self, on):
         self.watching = on
 
+    up = True
+
+    def connected(self):
+        return self.up
+
 
 class Seen:
     def __init__(self):
@@ -486,6 +491,43 @@ def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
     assert (outcome.status, outcome.ttft_ms, outcome.duration_ms, outcome.response_bytes) == (200, 51.9, 2005.0, 123)
     log.on_lost("gone")
     assert rig.host.access_logs == 1
+
+
+@pytest.mark.parametrize("inspect", [True, False])
+@pytest.mark.parametrize("left_at", ["pick", "first chunk"])
+def test_a_gateway_that_dies_takes_the_leases_with_it_that_its_log_would_have_ended(pb, inspect, left_at):
+    """Also those whose session stayed to read the answer, and saw a part of it."""
+    rig = Rig(pb, inspect=inspect)
+    log = AccessLogStream(Wire(), rig.host)
+    wire, session = rig.open(BUFFERED, NONE if left_at == "pick" else STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    if left_at == "first chunk":
+        rig.response_headers(session)
+        rig.chunk(session, b"data: {}\n\n")
+    if wire.status is None:
+        session.on_lost("the connection was lost")
+    assert rig.leases() == 1
+    timers = []
+    rig.clock.call_at = lambda when, callback, *args: timers.append((callback, args))
+    log.on_lost("the connection was lost")
+    wire.up = False
+    for callback, args in timers:
+        callback(*args)
+    assert rig.leases() == 0
+
+
+def test_an_entry_without_a_lease_ends_the_one_that_was_given_under_its_id(rig):
+    from fairlead.wire.protobuf import field
+
+    for name in ("one", "two"):
+        _, session = rig.open(BUFFERED, NONE)
+        rig.request_headers(session, x_fairlead_id=name)
+        rig.body(session)
+    entry = field(22, field(1, b"fairlead") + field(2, b" 0  0 0  DC two;"))
+    AccessLogStream(Wire(), rig.host).on_message(field(2, field(1, field(1, entry))))
+    assert rig.leases() == 1
+    assert [outcome.request.id for outcome in rig.seen.outcomes] == [2]
 
 
 def test_the_gateway_cannot_begin_a_second_request(rig):

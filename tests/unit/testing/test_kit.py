@@ -1,0 +1,174 @@
+"""The kit for plugin authors finds what is wrong, and builds what it says."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fairlead.fleet.columns import BoolColumn, FloatColumn
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.request import Request
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
+from fairlead.plugins.pickers.round_robin import Uniform
+from fairlead.schedule.cycle import Context, Cycle
+from fairlead.schedule.framework import Pick
+from fairlead.schedule.profile import Profile
+from fairlead.testing import (
+    SimClock,
+    assert_refused,
+    assert_routed,
+    busy,
+    check_filter,
+    check_picker,
+    check_policy,
+    check_scorer,
+    choose,
+    cycle,
+    endpoint,
+    fleet,
+    holds,
+    request,
+)
+
+
+class Plugin:
+    """A filter, scorer and picker with an answer of one's own."""
+
+    def __init__(self, answer: Callable[..., Any], name: str = "mine", hard: Any = False) -> None:
+        self.name = name
+        self.hard = hard
+        self.answer = answer
+
+    def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
+        return self.answer(fleet, cycle)  # type: ignore[no-any-return]
+
+    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
+        return self.answer(fleet, cycle)  # type: ignore[no-any-return]
+
+    def pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
+        return self.answer(totals)  # type: ignore[no-any-return]
+
+
+def spoil(fleet: Fleet, cycle: Cycle) -> FloatColumn:
+    fleet.table.queue += 1
+    return np.zeros(len(fleet.table))
+
+
+GLOBAL = np.random.default_rng(1)
+
+BAD_SCORERS: list[tuple[Callable[..., Any], str]] = [
+    (lambda fleet, cycle: np.zeros(3), "shape"),
+    (lambda fleet, cycle: [0.0] * len(fleet.table), "list is no numpy array"),
+    (lambda fleet, cycle: np.zeros(len(fleet.table), dtype=np.float32), "dtype float32"),
+    (lambda fleet, cycle: np.full(len(fleet.table), 1.5), "scores from 1.5"),
+    (lambda fleet, cycle: np.full(len(fleet.table), np.nan), "NaN"),
+    (lambda fleet, cycle: GLOBAL.random(len(fleet.table)), "answered differently"),
+    (spoil, "changed table.queue"),
+]
+
+
+@pytest.mark.parametrize(("answer", "complaint"), BAD_SCORERS)
+def test_scorers_that_break_the_contract(answer: Callable[..., Any], complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        check_scorer(Plugin(answer))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "complaint"),
+    [
+        (Plugin(lambda fleet, cycle: np.zeros(len(fleet.table))), "dtype float64"),
+        (Plugin(lambda fleet, cycle: np.ones(2, dtype=bool)), "shape"),
+        (Plugin(lambda fleet, cycle: None, hard=None), "hard is None"),
+        (Plugin(lambda fleet, cycle: None, name=""), "name is ''"),
+    ],
+)
+def test_filters_that_break_the_contract(plugin: Plugin, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        check_filter(plugin)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [(lambda totals: -1, "picked slot -1"), (lambda totals: 0, "filtered out"), (lambda totals: 1000, "slot 1000")],
+)
+def test_pickers_that_break_the_contract(answer: Callable[..., Any], complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        check_picker(Plugin(answer))
+
+
+class Chooser:
+    name = "chooser"
+
+    def __init__(self, answer: Callable[[Fleet], list[Pick]]) -> None:
+        self.answer = answer
+
+    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
+        return self.answer(fleet)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (lambda fleet: [Pick(0)], "1 answers for 2 requests"),
+        (lambda fleet: [Pick(-1), Pick(-1)], "without a reason"),
+        (lambda fleet: [Pick(7), Pick(7)], "slot 7"),
+        (lambda fleet: [Pick(0), Pick(0)], "has no endpoint|slot 0 of 0"),
+    ],
+)
+def test_policies_that_break_the_contract(answer: Callable[[Fleet], list[Pick]], complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        check_policy(Chooser(answer))
+
+
+def test_good_ones_pass() -> None:
+    check_scorer(Plugin(lambda fleet, cycle: None))
+    check_filter(Plugin(lambda fleet, cycle: fleet.table.alive.copy()))
+    check_picker(Plugin(lambda totals: int(totals.argmax())))
+    check_policy(Profile("p", [], [], MaxScore(MaxScoreParams())))
+
+
+def test_where_requests_go() -> None:
+    best = Profile(
+        "p", [], [(Plugin(lambda fleet, cycle: np.arange(len(fleet.table)) / 3), 1.0)], MaxScore(MaxScoreParams())
+    )
+    assert_routed(best, request("hi"), fleet(), "e2")
+    with pytest.raises(AssertionError, match="went to e2, not to e0"):
+        assert_routed(best, request("hi"), fleet(), "e0")
+    anybody = Profile("p", [], [], Uniform(NoParams()))
+    assert_routed(anybody, request("hi"), fleet(), {"e0", "e1", "e2"})
+    with pytest.raises(AssertionError, match="never went to e2"):
+        assert_routed(best_of_two(), request("hi"), fleet(), {"e0", "e1", "e2"})
+    with pytest.raises(AssertionError, match="went to"):
+        assert_refused(anybody, request("hi"), fleet())
+    nobody = Profile("p", [Plugin(lambda fleet, cycle: ~fleet.table.alive, hard=True)], [], Uniform(NoParams()))
+    assert_refused(nobody, request("hi"), fleet(), "rejected-no-endpoints")
+    assert choose(nobody, request("hi"), fleet()).slot == -1
+
+
+def best_of_two() -> Profile:
+    two = Plugin(lambda fleet, cycle: np.array([True, True, False]))
+    return Profile("p", [two], [], Uniform(NoParams()))
+
+
+def test_builders() -> None:
+    assert endpoint("e300").address == "10.0.1.44:8000"
+    assert endpoint("x", "[::1]:9", {"a": "b"}).labels == {"a": "b"}
+    asked = request("hello " * 100, model="m", session="s")
+    assert (asked.model, asked.session, asked.prompt_tokens) == ("m", "s", 150)
+    assert asked.prefix.hashes
+    assert request().id != request().id
+    pool = fleet("e0", "e1", samples={"e1": {"waiting": 3}})
+    assert pool.table.queue.tolist() == [0.0, 3.0]
+    holds(pool, "e0", asked)
+    share = pool.match(asked)
+    assert share is not None and 0.8 < share[0] <= 1.0 and share[1] == 0.0
+    busy(pool, "e0", [request(), request()])
+    assert pool.table.inflight.tolist() == [2.0, 0.0]
+    pool.validate()
+    assert cycle(5.0).now == 5.0
+    assert SimClock(3.0).time() == 3.0
+    for call in (lambda: holds(pool, "e9", asked), lambda: busy(pool, "e9", []), lambda: fleet(samples={"e9": {}})):
+        with pytest.raises(ValueError, match="no endpoint 'e9'"):
+            call()
