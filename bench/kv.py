@@ -248,7 +248,7 @@ def main() -> int:
     options = parser.parse_args()
     blocks_per_s, events_per_s = throughput()
     held = asyncio.run(holds(options.seconds))
-    index = KvIndex(max_blocks=2 * options.blocks + 10 * ENDPOINTS * CHAIN)
+    index = KvIndex(max_blocks=2 * options.blocks + 40 * ENDPOINTS * CHAIN)
     for slot in range(ENDPOINTS):
         index.add_slot(slot)
     size = fill(index, options.blocks)

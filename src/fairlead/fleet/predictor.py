@@ -33,6 +33,9 @@ from fairlead.model.forecast import Forecast
 #: Bounds of `kappa`, and the weight of the newest ratio.
 KAPPA = (0.5, 4.0)
 KAPPA_SHARE = 0.03
+#: The same of the time per output token.
+TPOT_KAPPA = (0.1, 10.0)
+TPOT_SHARE = 0.1
 #: What all endpoints have in common is for the bands' middle: `kappa` leaks back to 1 where nothing holds it.
 KAPPA_LEAK = 0.01
 #: Milliseconds that a request holds its memory after the first token; to begin with, and the newest one's weight.
@@ -165,13 +168,15 @@ class Predictor:
         busy = min(int(table.pending[slot]), 2) + 1 if queued or running else 0
         kind = KINDS * (uncached < prompt) + (KINDS - 1 if short > 0.0 else busy)
         band = self._bands[kind]
-        ttft *= float(self.kappa[slot])
-        tpot = float(self.tpot_kappa[slot]) * (step + float(rates.step[slot]) * rates.prior.c_seq)
+        kappa = float(self.kappa[slot])
+        tpot = step + float(rates.step[slot]) * rates.prior.c_seq
         return Forecast(
-            ttft_ms=ttft * exp(band.middle.value),
-            low_ms=ttft * exp(band.low.value),
-            high_ms=ttft * exp(band.high.value),
-            tpot_ms=tpot,
+            ttft_ms=ttft * kappa * exp(band.middle.value),
+            low_ms=ttft * kappa * exp(band.low.value),
+            high_ms=ttft * kappa * exp(band.high.value),
+            tpot_ms=tpot * float(self.tpot_kappa[slot]),
+            model_ttft_ms=ttft,
+            model_tpot_ms=tpot,
             kind=kind,
         )
 
@@ -191,15 +196,14 @@ class Predictor:
 
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
         """A first token took so long."""
-        if not (0.0 < took_ms < 1e8 and forecast.ttft_ms > 0.0):
+        if not (0.0 < took_ms < 1e8 and forecast.model_ttft_ms > 0.0):
             return
         band = self._bands[forecast.kind]
-        ratio = min(max(took_ms / forecast.ttft_ms, 1e-2), 1e2)
-        off = log(ratio)
-        band.add(off + band.middle.value)
-        bounded = min(max(off, -0.3), 0.3)
-        low, high = KAPPA
         kappa = float(self.kappa[slot])
+        off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
+        bounded = min(max(off - band.middle.value, -0.3), 0.3)
+        band.add(off)
+        low, high = KAPPA
         self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)
 
     def _stretch(self, slot: int, uncached: float, work_ms: float, now: float) -> None:
@@ -232,13 +236,15 @@ class Predictor:
         if not 0.0 < held_ms < 1e8:
             return
         self.hold_ms += HOLD_SHARE * (held_ms - self.hold_ms)
-        if forecast.tpot_ms > 0.0:
-            steps = min(held_ms / forecast.tpot_ms, 1e6)
-            self.answer_steps += HOLD_SHARE * (steps - self.answer_steps)
-        if completion_tokens > 1 and forecast.tpot_ms > 0.0:
-            ratio = min(max(held_ms / (completion_tokens - 1) / forecast.tpot_ms, 0.25), 4.0)
-            low, high = 0.1, 10.0
-            self.tpot_kappa[slot] = min(max(float(self.tpot_kappa[slot]) * ratio**0.1, low), high)
+        kappa, model = float(self.tpot_kappa[slot]), forecast.model_tpot_ms
+        if model <= 0.0:
+            return
+        steps = min(held_ms / (kappa * model), 1e6)
+        self.answer_steps += HOLD_SHARE * (steps - self.answer_steps)
+        if completion_tokens > 1:
+            ratio = held_ms / (completion_tokens - 1) / (kappa * model)
+            low, high = TPOT_KAPPA
+            self.tpot_kappa[slot] = min(max(kappa * min(max(ratio, 0.25), 4.0) ** TPOT_SHARE, low), high)
 
     def validate(self) -> None:
         self.rates.validate()

@@ -12,5 +12,9 @@ class Forecast(Struct, frozen=True, gc=False):
     high_ms: float = 0.0
     #: Between output tokens.
     tpot_ms: float = 0.0
+    #: Both as the model has them, before what was learned of its errors. Errors are judged by these: what is learned
+    #: moves while requests are in flight, and judged by it the corrections would chase each other.
+    model_ttft_ms: float = 0.0
+    model_tpot_ms: float = 0.0
     #: Which forecasts it is compared with.
     kind: int = 0

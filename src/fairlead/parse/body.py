@@ -111,6 +111,8 @@ class Reader(Generic[B]):
                 setattr(read, name, Raw(json.dumps(value).encode()))
         except RecursionError:
             raise ClientError("The request body is nested too deeply.") from None
+        except UnicodeEncodeError:  # an unpaired surrogate, as raw bytes, where something else than text is expected
+            raise ClientError("A field of the request body is not valid Unicode text.") from None
         except ValidationError as exc:
             raise _wrong_type(str(exc)) from None
         return read

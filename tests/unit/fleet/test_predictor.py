@@ -174,3 +174,21 @@ def test_a_first_token_that_only_the_log_tells_of_is_judged() -> None:
         fleet.completed(lease, number + 3.0, 50, ttft_ms=400.0)
     assert fleet.predictor.forecast(0, 2000.0, 2000.0, 999.0).ttft_ms == pytest.approx(400.0, rel=0.1)
     assert fleet.predictor.hold_ms < 4000.0
+
+
+def test_corrections_do_not_chase_each_other_while_many_are_in_flight() -> None:
+    fleet = pool(1)
+    flying: list[tuple[float, int]] = []
+    worst = 1.0
+    for number in range(4000):
+        now = 0.05 * number
+        for due, other in flying[:-150]:
+            fleet.first_token(other, due)
+            fleet.ledger.release(other)
+        flying = flying[-150:]
+        forecast = fleet.charge(sent(number, 400), 0, now, 0, 10.0).forecast
+        flying.append((now + 7.5, number))
+        if number > 1500:
+            worst = max(worst, forecast.ttft_ms / 7500.0, 7500.0 / forecast.ttft_ms)
+    fleet.validate()
+    assert worst < 2.0

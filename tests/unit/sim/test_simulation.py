@@ -8,6 +8,7 @@ from msgspec import structs
 
 from fairlead.model import events as ev
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.instructions import SetTimer
 from fairlead.sim.simulation import START, Simulation
 from fairlead.sim.world import WARM_UP, Fault, World, replicas
 from fairlead.workload.conversation import Conversation, conversation
@@ -288,3 +289,42 @@ def test_a_storm_of_everything_keeps_every_invariant(scenario, workload, least_p
     )
     assert all(job.status in ("done", "cancelled", "failed") for job in simulation.jobs)
     assert simulation.open == 0
+
+
+def test_a_request_may_be_held_back_and_routed_at_a_later_event(scenario, workload, always):
+    """Whoever binds late answers an arrival with nothing but a timer."""
+    simulation = Simulation(scenario(workload(1, tokens=640), servers=1), always())
+    handle = simulation.pipeline.handle
+    held = []
+
+    def late(event):
+        if isinstance(event, ev.RequestArrived):
+            held.append(handle(event))
+            return [SetTimer("late", simulation.kernel.now + 0.25)]
+        if isinstance(event, ev.TimerFired) and event.name == "late":
+            return held.pop()
+        return handle(event)
+
+    plain, _ = run(scenario(workload(1, tokens=640), servers=1), always())
+    simulation.pipeline.handle = late
+    simulation.run()
+    assert simulation.jobs[0].ttft_ms == pytest.approx(plain.jobs[0].ttft_ms + 250.0)
+    assert simulation.jobs[0].status == "done"
+
+
+def test_a_client_that_goes_while_its_request_is_held_is_never_served(scenario, workload, always):
+    simulation = Simulation(scenario(workload(1, cancel_after_ms=100.0), servers=1), always())
+    handle = simulation.pipeline.handle
+    held = []
+
+    def late(event):
+        if isinstance(event, ev.RequestArrived):
+            held.append(handle(event))
+            return [SetTimer("late", simulation.kernel.now + 0.25)]
+        return held.pop() if isinstance(event, ev.TimerFired) and event.name == "late" else handle(event)
+
+    simulation.pipeline.handle = late
+    simulation.run()
+    simulation.kernel.run(lambda: True, simulation.kernel.now + 1.0)
+    assert simulation.jobs[0].status == "cancelled"
+    assert simulation.servers[0].engine.stats.prefix_queries == 0

@@ -28,8 +28,7 @@ class BlockTable:
         segments = max_blocks // 384 + 2
         self.table = Table(("u4", "u2", "u1"), min(segments, 1 << 16), 1 << 20)
         self.holders = HolderSets()
-        # Large arrays get huge pages, which take the kernel 0.5 ms each to clear: the first ones now, not with the first
-        # event.
+        # Large arrays get huge pages, which take the kernel 0.5 ms each to clear: the first ones now, not with events.
         for column in (self.table.keys, *self.table.columns):
             column[0] = 0
 
