@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e fuzz soak bench clean
+.PHONY: help demo test check unit e2e fuzz soak bench quality clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -52,7 +52,10 @@ soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by b
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
-	@for b in decision parse idle transport extproc; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in decision parse idle transport flow kv extproc; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+
+quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
+	$(BIN)/python bench/quality.py --out out/quality $(if $(TRACES),--traces $(TRACES))
 
 clean: ## remove the virtual environment, caches and out/
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
