@@ -25,9 +25,9 @@ def summary_of(results: Sequence[CellResult]) -> Summary:
 
 
 def print_table(summary: Summary, regret: Mapping[str, Mapping[str, float]]) -> None:
-    console = Console(width=200)
     order = sorted(regret, key=lambda policy: regret[policy]["ttft_mean_ms"] * regret[policy]["e2e_mean_ms"])
     order += [p for p in dict.fromkeys(p for row in summary.values() for p in row) if p not in regret]
+    console = Console(width=max(120, 30 + sum(max(len(policy), 8) + 3 for policy in order)))
     for title, figure in (("mean TTFT, ms", "ttft_mean_ms"), ("mean E2E, ms", "e2e_mean_ms")):
         console.print(_table(title, figure, summary, order))
     table = Table(title="regret over the nine: geometric mean (worst ratio)")

@@ -16,8 +16,8 @@ Examples:
 
 
 def demo(
-    requests: Annotated[int, typer.Option(min=1, help="Requests per policy.")] = 3750,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second of model time.")] = 12.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per policy.")] = 4500,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second of model time.")] = 13.5,
     time_ratio: Annotated[float, typer.Option(min=0.1, help="How many times faster than real replicas.")] = 7.5,
     replicas: Annotated[int, typer.Option(min=1, max=64, help="Stub replicas.")] = 8,
     port: Annotated[int, typer.Option(min=1, max=65000, help="The gateway's; 1, 2 and 10.. above it are used too.")] = (

@@ -18,10 +18,10 @@ POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
 class Plan(Struct, frozen=True, kw_only=True):
     """One demo. Rates and times are in model time unless a name says `wall`."""
 
-    #: Requests per policy. Five passes over the workload: the first fills the caches.
-    requests: int = 3750
+    #: Requests per policy. Six passes over the workload: the first fills the caches.
+    requests: int = 4500
     #: Poisson arrivals per second of model time, over the whole pool. Round robin saturates at about 7.
-    rate: float = 12.0
+    rate: float = 13.5
     #: Model seconds per wall-clock second.
     time_ratio: float = 7.5
     replicas: int = 8

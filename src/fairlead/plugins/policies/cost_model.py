@@ -15,7 +15,7 @@ TTFT_i, P_i and S_i (time to first token, own prefill, a decode step), and the l
 
 The candidates within 2 % of the best are equal, and one is drawn: several schedulers that see the same do not herd.
 With an SLO (request headers) the best of those that keep it; a batch request (priority < 0) takes the one that keeps
-it most tightly, and leaves the fast ones to others. Where none keeps it, the best J.
+it most tightly without more work than elsewhere, and leaves the fast ones to others. Where none keeps it, the best J.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fairlead.fleet.columns import FloatColumn, scalar
+from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 from fairlead.plugins.params import Params
@@ -41,6 +41,8 @@ FULL_FROM, FULL_SLOPE = 0.75, 5.0
 PASSING = scalar(0.3)
 #: Where at least this many requests wait at every endpoint, more replicas are wanted: 80 % of vLLM's batch of 256.
 OVERLOADED = 200.0
+#: Own prefill within this share, and so many milliseconds, of the least is about the least.
+LITTLE, LITTLE_MS = 0.1, 5.0
 _ZERO, _ONE = scalar(0.0), scalar(1.0)
 
 
@@ -94,8 +96,16 @@ class CostModel(Ranked):
         return price
 
 
+def _tightest(keeps: BoolColumn, work: FloatColumn, ttft: FloatColumn) -> int:
+    """The longest TTFT among those that keep the SLO with about the least work: who has to compute the prompt first
+    only because it is busy would be busier for it, and hold one more copy."""
+    own = np.where(keeps, work, np.inf)
+    little = own <= own.min() * (1.0 + LITTLE) + LITTLE_MS
+    return int(np.where(little, ttft, -np.inf).argmax())
+
+
 class WithinSlo(MaxScore):
-    """The lowest cost among those that keep the SLO; for batch requests the tightest fit."""
+    """The lowest cost among those that keep the SLO; for batch requests the tightest fit, see `_tightest`."""
 
     def __init__(self, near_tie: float) -> None:
         super().__init__(MaxScoreParams(near_tie=near_tie))
@@ -111,6 +121,6 @@ class WithinSlo(MaxScore):
                 keeps &= fleet.predictor.tpot_kappa * terms.step <= request.slo_tpot_ms
             if np.count_nonzero(keeps):
                 if request.priority < 0:
-                    return int(np.where(keeps, ttft, -np.inf).argmax())
+                    return _tightest(keeps, terms.prefill, ttft)
                 totals = np.where(keeps, totals, -np.inf)
         return super().pick(request, fleet, totals, cycle)

@@ -106,6 +106,14 @@ def test_a_batch_request_takes_the_tightest_fit() -> None:
     assert_routed(CostModel(), request(**wanted), known, "e0")
 
 
+def test_a_batch_request_does_not_copy_a_prompt_to_fit_more_tightly() -> None:
+    known = pool()
+    asked = request(LONG, slo_ttft_ms=5000.0, priority=-1)
+    holds(known, "e0", asked)
+    busy(known, "e1", [request(prompt_tokens=8000, stream=True)])
+    assert_routed(CostModel(), asked, known, "e0")
+
+
 def test_an_slo_that_nobody_keeps_changes_nothing() -> None:
     known = pool()
     busy(known, "e0", [request(prompt_tokens=8000, stream=True)])
