@@ -17,7 +17,7 @@ from fairlead.io.envoy.config import build
 from fairlead.io.envoy.options import Options
 
 #: Cluster names of the generated configuration; each side gets its own.
-_CLUSTERS = ("ext_proc", "als", "dst", "all_endpoints")
+_CLUSTERS = ("ext_proc", "als", "dst", "all_endpoints", "dst_grpc", "all_endpoints_grpc")
 
 
 class Side(Struct, frozen=True):

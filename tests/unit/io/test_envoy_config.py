@@ -104,7 +104,8 @@ def test_the_access_log_is_announced_to_the_scheduler_by_the_name_it_knows() -> 
     announced = {item["key"] for item in ext_proc(plain)["grpc_service"]["initial_metadata"]}
     assert announced == {RESIZABLE_METADATA}
     assert "access_log" not in manager(plain)
-    assert [c["name"] for c in plain["static_resources"]["clusters"]] == ["dst", "all_endpoints", "ext_proc"]
+    names = [c["name"] for c in plain["static_resources"]["clusters"]]
+    assert names == ["dst", "all_endpoints", "dst_grpc", "all_endpoints_grpc", "ext_proc"]
 
 
 def test_admin_is_local_or_absent() -> None:

@@ -13,6 +13,9 @@ EXT_PROC = "ext_proc"
 ALS = "als"
 DESTINATION_CLUSTER = "dst"
 POOL = endpoints_file.CLUSTER
+#: The same endpoints over cleartext HTTP/2, for gRPC. Everything else goes by HTTP/1.1: vLLM's HTTP server has no other.
+GRPC_DESTINATION = "dst_grpc"
+GRPC_POOL = "all_endpoints_grpc"
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TLS_CONTEXT = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
@@ -26,33 +29,39 @@ def seconds(value: float) -> str:
 
 
 def clusters(options: Options) -> list[Json]:
-    found = [_destination(options), _pool(options), _ext_proc(options)]
+    found = [
+        _destination(DESTINATION_CLUSTER, _http1(options)),
+        _pool(options, POOL, _http1(options)),
+        _destination(GRPC_DESTINATION, _http2(options)),
+        _pool(options, GRPC_POOL, _http2(options)),
+        _ext_proc(options),
+    ]
     if options.als:
         found.append(_grpc(ALS, options.als, options.tls))
     return found
 
 
-def _destination(options: Options) -> Json:
+def _destination(name: str, protocol: Json) -> Json:
     """Dials what the scheduler named. By metadata: a header could be set by a client."""
     return {
-        "name": DESTINATION_CLUSTER,
+        "name": name,
         "type": "ORIGINAL_DST",
         "connect_timeout": "5s",
         "lb_policy": "CLUSTER_PROVIDED",
         "circuit_breakers": _WIDE,
         "original_dst_lb_config": {"metadata_key": {"key": LB_NAMESPACE, "path": [{"key": DESTINATION}]}},
-        "typed_extension_protocol_options": _http1(options),
+        "typed_extension_protocol_options": protocol,
     }
 
 
-def _pool(options: Options) -> Json:
+def _pool(options: Options, name: str, protocol: Json) -> Json:
     """Serves what nobody scheduled. Nobody watches these requests, so dead endpoints are found by failing connects."""
     cluster: Json = {
-        "name": POOL,
+        "name": name,
         "connect_timeout": "5s",
         "lb_policy": "ROUND_ROBIN",
         "circuit_breakers": _WIDE,
-        "typed_extension_protocol_options": _http1(options),
+        "typed_extension_protocol_options": protocol,
         "outlier_detection": {
             "split_external_local_origin_errors": True,
             "consecutive_local_origin_failure": 2,
@@ -84,11 +93,19 @@ def _pool(options: Options) -> Json:
 
 
 def _http1(options: Options) -> Json:
+    return _protocol(options, {"http_protocol_options": {}})
+
+
+def _http2(options: Options) -> Json:
+    return _protocol(options, {"http2_protocol_options": {}})
+
+
+def _protocol(options: Options, explicit: Json) -> Json:
     return {
         _HTTP_OPTIONS: {
             "@type": f"type.googleapis.com/{_HTTP_OPTIONS}",
             "common_http_protocol_options": {"idle_timeout": seconds(options.upstream_idle_timeout)},
-            "explicit_http_config": {"http_protocol_options": {}},
+            "explicit_http_config": explicit,
         }
     }
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fairlead.io.envoy.clusters import DESTINATION_CLUSTER, POOL, seconds
+from fairlead.io.envoy.clusters import DESTINATION_CLUSTER, GRPC_DESTINATION, GRPC_POOL, POOL, seconds
 from fairlead.io.envoy.headers import TOWARD_UPSTREAM
 from fairlead.io.envoy.options import Options
 from fairlead.parse.errors import TYPES
@@ -67,7 +67,18 @@ def _routes(options: Options) -> list[Json]:
         "match": {"prefix": "/", "dynamic_metadata": [*chosen, _present(REWRITTEN)]},
         "response_headers_to_remove": ["content-length"],
     }
-    return [{"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}, rewritten, picked, rest]
+    refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
+    # A model server's name never stands in a gRPC message, so nothing is rewritten there.
+    grpc = [_for_grpc(picked, GRPC_DESTINATION), _for_grpc(rest, GRPC_POOL)]
+    return [refused, *grpc, rewritten, picked, rest]
+
+
+def _for_grpc(route: Json, cluster: str) -> Json:
+    """The same for requests of content type `application/grpc`."""
+    made = {**route, "match": {**route["match"], "grpc": {}}}
+    if "route" in made:
+        made["route"] = {**made["route"], "cluster": cluster}
+    return made
 
 
 def _present(key: str) -> Json:
