@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.model.decision import DecisionRecord, OutcomeRecord, Trace
+from fairlead.model.forecast import Forecast
 
 #: Candidates shown per decision, the best first; the chosen one always.
 MAX_SHOWN = 100
@@ -83,6 +84,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "external_id": request.external_id,
         "at": decision.at,
         "waited_ms": round((decision.at - request.arrived) * 1000, 3),
+        "queued_ms": round(decision.queued_ms, 3),
         "model": request.model,
         "target_model": request.target_model,
         "rewritten_by": request.rewritten_by or None,
@@ -99,6 +101,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "predicted_hit_tokens": decision.hit_tokens,
         "best_hit_tokens": decision.best_hit_tokens,
         "overloaded": decision.overloaded,
+        "forecast": None if decision.forecast is None else _forecast(decision.forecast),
         "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
         "result": None if outcome is None else _result(outcome),
     }
@@ -127,6 +130,14 @@ def _trace(trace: Trace, chosen: str, max_shown: int) -> dict[str, Any]:
             }
             for i in shown
         ],
+    }
+
+
+def _forecast(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "ttft_ms": round(forecast.ttft_ms, 3),
+        "band_ms": [round(forecast.low_ms, 3), round(forecast.high_ms, 3)],
+        "tpot_ms": round(forecast.tpot_ms, 3),
     }
 
 

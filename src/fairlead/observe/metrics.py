@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from fairlead import __version__
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.forecast import Forecast
 from fairlead.observe.exposition import Registry
 from fairlead.observe.fleet_gauges import FleetGauges
 from fairlead.observe.instruments import OTHER, Counter, Histogram, gauges
@@ -163,6 +164,8 @@ class SchedulerMetrics:
             (bundle.ttft_stream if request.stream else bundle.ttft).observe(ttft)
             if request.stream and output > 1 and duration >= ttft:
                 bundle.tpot.observe((duration - ttft) / (output - 1))
+            if request.stream and record.forecast is not None:
+                self._judge(record.forecast, record.ttft_ms)
         if record.request_bytes >= 0:
             bundle.request_size.observe(record.request_bytes)
         if record.response_bytes >= 0:
@@ -175,6 +178,14 @@ class SchedulerMetrics:
             bundle.cached.observe(record.cached_tokens)
             bundle.reported.value += record.cached_tokens
             bundle.predicted.value += record.hit_tokens
+
+    def _judge(self, forecast: Forecast, ttft_ms: float) -> None:
+        """How good the forecast was. Only of streams: in other answers the first byte is the last."""
+        if forecast.ttft_ms <= 0.0:
+            return
+        place = "below" if ttft_ms < forecast.low_ms else "above" if ttft_ms > forecast.high_ms else "inside"
+        self.families.forecasts.child(place).value += 1
+        self.families.forecast_ratio.child().observe(ttft_ms / forecast.ttft_ms)
 
     def on_client_error(self, model: str, status: int) -> None:
         """A request was refused before it was understood; it counts as an error, not as a request."""

@@ -59,6 +59,8 @@ class RequestFamilies:
         self.expired = counters()
         self.fallbacks = counters("endpoint", cap=cap, fold=("endpoint",))
         self.loop_lag = histograms(bounds=buckets.LAG)
+        self.forecasts = counters("result")
+        self.forecast_ratio = histograms(bounds=buckets.RATIO)
 
     def show(self, registry: Registry) -> None:
         """Give everything its names."""
@@ -125,6 +127,10 @@ class RequestFamilies:
             show(_OBJECTIVE + twin, "[ALPHA] " + text, family, labels=_MODEL)
         show("kv_cache_lookup_total", "Prompt tokens of routed requests, looked up in the prefix index.", self.lookups)
         show("kv_cache_hit_total", "Of those, tokens predicted to be cached at the chosen endpoint.", self.hits)
+        text = "Predicted times to first token, by where the observed one was in the stated 90 % band."
+        show("fairlead_ttft_forecasts_total", text, self.forecasts)
+        text = "Observed time to first token, divided by the predicted one."
+        show("fairlead_ttft_observed_to_predicted_ratio", text, self.forecast_ratio)
         text = "Prompt tokens predicted to be cached, of responses that reported the real number."
         show("fairlead_predicted_hit_tokens_total", text, self.predicted_hits)
         text = "Prompt tokens reported to have been cached, of the same responses."

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.forecast import Forecast
 from fairlead.model.request import Request
 from fairlead.observe.metrics import SCALE_UP_HOLD_S, SchedulerMetrics
 from fairlead.observe.status import EndpointStatus, FleetStatus
@@ -302,3 +303,15 @@ def test_fallbacks_plugins_lag_and_info(watched: Watched) -> None:
     assert found[f"inference_extension_plugin_duration_seconds_count{{{labels}}}"] == 1
     assert found["fairlead_loop_lag_seconds_bucket{le=0.005}"] == 1
     assert any(key.startswith("llm_d_epp_info{build_ref=") for key in found)
+
+
+def test_forecasts_are_judged_by_streamed_answers(watched: Watched) -> None:
+    forecast = Forecast(ttft_ms=100.0, low_ms=80.0, high_ms=150.0)
+    for ttft in (90.0, 140.0, 50.0, 400.0):
+        watched.metrics.on_outcome(ended(ttft_ms=ttft, forecast=forecast))
+    watched.metrics.on_outcome(ended(request(stream=False), ttft_ms=900.0, forecast=forecast))
+    watched.metrics.on_outcome(ended(ttft_ms=900.0))
+    samples = watched.samples()
+    assert [samples[f"fairlead_ttft_forecasts_total{{result={r}}}"] for r in ("below", "inside", "above")] == [1, 2, 1]
+    assert samples["fairlead_ttft_observed_to_predicted_ratio_count"] == 4
+    assert samples["fairlead_ttft_observed_to_predicted_ratio_bucket{le=1.0}"] == 2
