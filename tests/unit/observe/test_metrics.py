@@ -314,4 +314,4 @@ def test_forecasts_are_judged_by_streamed_answers(watched: Watched) -> None:
     samples = watched.samples()
     assert [samples[f"fairlead_ttft_forecasts_total{{result={r}}}"] for r in ("below", "inside", "above")] == [1, 2, 1]
     assert samples["fairlead_ttft_observed_to_predicted_ratio_count"] == 4
-    assert samples["fairlead_ttft_observed_to_predicted_ratio_bucket{le=1.0}"] == 2
+    assert samples["fairlead_ttft_observed_to_predicted_ratio_bucket{le=1}"] == 2
