@@ -1,10 +1,14 @@
 """`fairlead stub`: model servers that cost nothing, for trying and testing a gateway."""
 
+from enum import StrEnum
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from fairlead.stub.kv_publisher import KvEventsConfig
 
 _EXAMPLES = """
 \b
@@ -13,22 +17,86 @@ Examples:
   fairlead stub --preset llama-8b-l40s --time-ratio 20
   fairlead stub --lora sql --lora chat --max-loras 1
   curl localhost:8000/fault --json '{"slow_factor": 5}'
+  fairlead stub --replicas 2 --kv-events
+  curl localhost:8000/kv_event_sources
+  curl localhost:8000/fault/kv_events --json '{"lose": 3}'
+  curl localhost:8000/fault/kv_events --json '{"restart": true}'
+  curl localhost:8000/fault/kv_events --json '{"offload": 8, "medium": "CPU"}'
 """
 
 
+class KvEncoding(StrEnum):
+    """Ways to write KV events; several can be combined."""
+
+    MAP = "map"
+    ARRAY = "array"
+    V0_9 = "v0.9"
+    V0_11 = "v0.11"
+    V0_16 = "v0.16"
+    V0_18 = "v0.18"
+    V0_20 = "v0.20"
+    V0_23 = "v0.23"
+    MAP_BATCH = "map-batch"
+    NO_RANK = "no-rank"
+    SIGNED = "signed"
+    BYTES = "bytes"
+    BIN = "bin"
+
+
+#: What each changes of `wire.kv_events_encode.Encoding`.
+_ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
+    KvEncoding.MAP: {"events": "map"},
+    KvEncoding.ARRAY: {"events": "array"},
+    KvEncoding.V0_9: {"events": "array", "fields": 6},
+    KvEncoding.V0_11: {"events": "array", "fields": 7},
+    KvEncoding.V0_16: {"events": "array", "fields": 8},
+    KvEncoding.V0_18: {"events": "array", "fields": 9},
+    KvEncoding.V0_20: {"events": "array", "fields": 10},
+    KvEncoding.V0_23: {"events": "array", "fields": 12},
+    KvEncoding.MAP_BATCH: {"batch": "map"},
+    KvEncoding.NO_RANK: {"rank": False},
+    KvEncoding.SIGNED: {"hashes": "signed"},
+    KvEncoding.BYTES: {"hashes": "bytes"},
+    KvEncoding.BIN: {"wrapped": True},
+}
+#: vLLM's port, and how many batches it keeps.
+_KV_PORT, _KV_BUFFER = 5557, 10_000
+
 _Preset = Annotated[str, typer.Option(help="Model and GPU whose speed and memory are imitated; `list` shows them.")]
 _MaxModelLen = Annotated[
-    int, typer.Option(min=0, help="Prompt plus output tokens. [default: the preset's]", show_default=False)
+    int, typer.Option(min=0, help="Prompt plus output tokens. Default: the preset's.", show_default=False)
 ]
 _KvTokens = Annotated[
-    int, typer.Option(min=0, help="Size of the KV cache in tokens. [default: the preset's]", show_default=False)
+    int, typer.Option(min=0, help="Size of the KV cache in tokens. Default: the preset's.", show_default=False)
 ]
 _MaxLoras = Annotated[
-    int, typer.Option(min=0, help="Adapters in one batch. [default: 1 with --lora, else off]", show_default=False)
+    int, typer.Option(min=0, help="Adapters in one batch. Default: 1 with --lora, else off.", show_default=False)
 ]
 _OutputTokens = Annotated[
     int, typer.Option(min=0, help="Mean answer length when the client sets no limit; 0 = up to the model length.")
 ]
+_KvEvents = Annotated[bool, typer.Option("--kv-events", help="Publish KV-cache events over ZMQ, as vLLM does.")]
+_KvPort = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="First port of KV events. Each replica takes two, events and replays, on the address of --host. 0 = any.",
+    ),
+]
+_KvConnect = Annotated[
+    str, typer.Option(help="Dial this subscriber, tcp://host:port, instead of listening.", show_default=False)
+]
+_KvEncoding = Annotated[
+    list[KvEncoding] | None,
+    typer.Option(
+        help="How KV events are written; repeat it to combine. map (default): vLLM since 0.24. array: before, and"
+        " SGLang. v0.9 to v0.23: arrays with the fields of that vLLM, and its replays. bin: each event in a byte"
+        " string, as llm-d's storage back end. signed, bytes: the hashes.",
+        show_default=False,
+    ),
+]
+_KvBuffer = Annotated[int, typer.Option(min=0, help="Batches that each replica keeps for replays.")]
 _WriteEndpoints = Annotated[
     Path | None, typer.Option(help="Write the replicas as a YAML endpoints file.", dir_okay=False)
 ]
@@ -38,7 +106,7 @@ def stub(
     port: Annotated[int, typer.Option(help="First port; replicas take this one and those after it. 0 = any.")] = 8000,
     replicas: Annotated[int, typer.Option(min=1, max=1000, help="Model servers in this process.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    model: Annotated[str, typer.Option(help="Served model name. [default: the preset's]", show_default=False)] = "",
+    model: Annotated[str, typer.Option(help="Served model name. Default: the preset's.", show_default=False)] = "",
     preset: _Preset = ("qwen3-32b-h100"),
     time_ratio: Annotated[float, typer.Option(help="1 = as slow as the real one, 20 = twenty times faster.")] = 1.0,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per streamed event.")] = 1,
@@ -52,13 +120,19 @@ def stub(
     output_tokens: _OutputTokens = 256,
     identity_headers: Annotated[bool, typer.Option(help="Send x-inference-pod and x-inference-port.")] = False,
     request_id_headers: Annotated[bool, typer.Option(help="Send x-request-id.")] = False,
+    kv_events: _KvEvents = False,
+    kv_events_port: _KvPort = _KV_PORT,
+    kv_events_connect: _KvConnect = "",
+    kv_encoding: _KvEncoding = None,
+    kv_buffer_steps: _KvBuffer = _KV_BUFFER,
     seed: Annotated[int, typer.Option(help="Of ids and of random faults.")] = 0,
     write_endpoints: _WriteEndpoints = None,
 ) -> None:
     """Serve stub model servers that speak and behave like vLLM 0.32.
 
     Each replica batches, queues, caches prefixes and takes its time as the real server of the chosen preset would, and
-    exposes the same API, metrics and errors. Faults are set at run time through POST /fault. Ctrl-C or SIGTERM ends it.
+    exposes the same API, metrics and errors. Faults are set at run time through POST /fault, those of KV events through
+    POST /fault/kv_events. Ctrl-C or SIGTERM ends it.
     """
     from fairlead.stub.config import StubConfig
     from fairlead.stub.run import run
@@ -82,11 +156,40 @@ def stub(
             natural_output=output_tokens,
             identity_headers=identity_headers,
             request_id_headers=request_id_headers,
+            kv_events=_events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps),
             seed=seed,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    problem = run(config, replicas, host, port, write_endpoints, typer.echo)
+    _end(run(config, replicas, host, port, write_endpoints, typer.echo))
+
+
+def _events(
+    on: bool, host: str, port: int, connect: str, encodings: list[KvEncoding], buffer_steps: int
+) -> "KvEventsConfig | None":
+    if not on:
+        if encodings or connect or (port, buffer_steps) != (_KV_PORT, _KV_BUFFER):
+            raise typer.BadParameter("options of KV events need --kv-events too")
+        return None
+    from fairlead.stub.kv_publisher import KvEventsConfig
+    from fairlead.wire.kv_events_encode import Encoding
+
+    host = f"[{host}]" if ":" in host else host
+    changes: dict[str, Any] = {}
+    for encoding in encodings:
+        changes |= _ENCODINGS[encoding]
+    return KvEventsConfig(
+        events=connect or f"tcp://{host}:{port or '*'}",
+        replay=f"tcp://{host}:{port + 1 if port else '*'}",
+        connect=bool(connect),
+        buffer_steps=buffer_steps,
+        # Replays have the topic since vLLM 0.26.
+        replay_topic=not any(encoding.startswith("v0.") for encoding in encodings),
+        encoding=Encoding(**changes),
+    )
+
+
+def _end(problem: str) -> None:
     if problem:
         typer.echo(f"fairlead stub: {problem}", err=True)
         raise typer.Exit(1)

@@ -1,12 +1,20 @@
 """What a stub replica is configured with. Defaults follow `vllm serve`, with the flag on that reports cached tokens."""
 
+from typing import TYPE_CHECKING
+
+import msgspec
 from msgspec import Struct
 
 from fairlead.engine.presets import DEFAULT_PRESET, Preset, preset
 from fairlead.engine.spec import EngineSpec
 from fairlead.stub.http_parse import MAX_BODY, MAX_HEAD
 
+if TYPE_CHECKING:  # it brings ZMQ, which only pools with events need
+    from fairlead.stub.kv_publisher import KvEventsConfig
+
 VERSION = "0.32.0"
+#: Ports from one replica's publisher to the next one's: one for events, one for replays.
+KV_PORTS = 2
 
 
 class StubConfig(Struct, frozen=True, kw_only=True):
@@ -54,6 +62,9 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     namespace: str = "default"
     #: Also the process_*, python_* and http_* families on /metrics, about 50 KB as the real page.
     full_metrics: bool = True
+    #: Publish what the KV cache stores and forgets; `None` = do not (`--kv-events-config`). Fixed ports are those of
+    #: the first replica, see `kv_events_of`.
+    kv_events: "KvEventsConfig | None" = None
 
     seed: int = 0
     max_head: int = MAX_HEAD
@@ -78,6 +89,16 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     def served_model(self) -> str:
         return self.model or self.the_preset().model
 
+    def kv_events_of(self, index: int) -> "KvEventsConfig | None":
+        """With the ports of one of several replicas, each `KV_PORTS` above those of the one before. Free ports stay
+        free; an address that is dialled is the same for all. Raises `ValueError` beyond port 65535."""
+        config = self.kv_events
+        if config is None:
+            return None
+        more = KV_PORTS * index
+        events = config.events if config.connect else _shifted(config.events, more)
+        return msgspec.structs.replace(config, events=events, replay=_shifted(config.replay, more))
+
     def spec(self) -> EngineSpec:
         if self.engine is not None:
             return self.engine
@@ -89,3 +110,12 @@ class StubConfig(Struct, frozen=True, kw_only=True):
             max_loras=self.max_loras or (1 if self.loras else 0),
             kv_tokens=self.kv_tokens,
         )
+
+
+def _shifted(address: str, ports: int) -> str:
+    head, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return address
+    if int(port) + ports > 65535:
+        raise ValueError(f"KV events need ports above 65535, {ports} after {address}")
+    return f"{head}:{int(port) + ports}"

@@ -1,10 +1,14 @@
 """Many replicas in one process: start them, reach them, stop and restart single ones."""
 
 import asyncio
+import errno
+import resource
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from fairlead.stub.config import StubConfig
 from fairlead.stub.exposition import Part
@@ -13,16 +17,34 @@ from fairlead.stub.process_stats import process_parts
 from fairlead.stub.replica import Replica
 from fairlead.stub.server import ReplicaServer
 
+if TYPE_CHECKING:
+    from fairlead.stub.kv_publisher import KvEventsConfig
+
 
 class PortTaken(Exception):
-    """A port could not be listened on."""
+    """A port could not be listened on. `cure`: what a user of the command can do."""
+
+    def __init__(self, message: str, cure: str) -> None:
+        super().__init__(message)
+        self.cure = cure
+
+
+_ANOTHER = "is another server running there? Choose another --port"
+_EVENT_CURES = {
+    errno.EADDRINUSE: "is another server running there? Choose another --kv-events-port",
+    errno.ENODEV: "for KV events --host must be an IPv4 address of this machine",
+}
+_NO_ADDRESS = "--kv-events-connect is an address as tcp://127.0.0.1:5557"
+#: A publisher needs ten, its subscriber two more (libzmq 4.3, measured).
+_FILES_PER_PUBLISHER = 12
+_OTHER_FILES = 100
 
 
 class StubPool:
     """`async with StubPool(config, replicas=8) as pool:` serves until the block is left.
 
     `ports` is 0 for free ones, a first port (then one after the other), or a list. `configs` overrides the
-    configuration of single replicas by index, for unlike hardware.
+    configuration of single replicas by index, for unlike hardware. Raises `ValueError` for ports that are none.
     """
 
     def __init__(
@@ -47,11 +69,15 @@ class StubPool:
             raise ValueError(f"{replicas} replicas need as many ports, not {len(self._ports)}")
         self.host = host
         self.names = [f"{name}-{index}" for index in range(replicas)]
+        # Ports of events count up over the replicas of the base configuration; single configurations name their own.
+        self._kv_events = [one.kv_events_of(index if one is base else 0) for index, one in enumerate(self._configs)]
         self._process: list[Part] = []
         self._servers: list[ReplicaServer | None] = [None] * replicas
 
     async def __aenter__(self) -> Self:
         self._process = process_parts(time.time())
+        if any(self._kv_events):
+            _have_files(len(self._servers))
         try:
             for index in range(len(self._servers)):
                 await self._start(index)
@@ -100,6 +126,8 @@ class StubPool:
         server, self._servers[index] = self._servers[index], None
         if server is not None:
             await server.stop()
+            if server.replica.kv_events is not None:
+                await server.replica.kv_events.close()
 
     async def restart(self, index: int) -> None:
         """Kill it if it runs, and start it fresh on the same port."""
@@ -113,11 +141,45 @@ class StubPool:
         try:
             self._ports[index] = await server.start(self.host, self._ports[index])
         except OSError as error:
-            raise PortTaken(f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}") from error
+            taken = f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}"
+            raise PortTaken(taken, _ANOTHER) from error
         self._servers[index] = server
+        events = self._kv_events[index]
+        if events is not None:
+            try:
+                self._kv_events[index] = self._publish(replica, server.address, events)
+            except PortTaken:
+                await self.stop(index)
+                raise
+
+    def _publish(self, replica: Replica, address: str, config: "KvEventsConfig") -> "KvEventsConfig":
+        """Give a replica its publisher. Returns the configuration with the ports that it got, for after a restart."""
+        import zmq
+
+        from fairlead.stub.kv_publisher import KvPublisher
+
+        model = replica.config.served_model
+        named = msgspec.structs.replace(config, topic=config.topic or f"kv@{address}@{model}")
+        try:
+            publisher = KvPublisher(named, address, model, replica.unix)
+        except zmq.ZMQError as error:
+            cure = _NO_ADDRESS if config.connect else _EVENT_CURES.get(error.errno or 0, "choose other addresses")
+            raise PortTaken(f"cannot publish KV events: {error}", cure) from error
+        replica.publish(publisher)
+        return msgspec.structs.replace(named, events=publisher.events_address, replay=publisher.replay_address)
 
     def _running(self, index: int) -> ReplicaServer:
         server = self._servers[index]
         if server is None:
             raise LookupError(f"{self.names[index]} is stopped")
         return server
+
+
+def _have_files(publishers: int) -> None:
+    """Raise the limit of open files if need be and allowed: libzmq ends the process when it finds none left."""
+    needed = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        raise PortTaken(f"KV events of {publishers} replicas need {needed} open files", f"raise the limit of {hard}")
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -10,6 +10,7 @@ Rules
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from fairlead.engine.engine import Engine, StepResult
 from fairlead.engine.request import EngineRequest, Phase
@@ -17,11 +18,14 @@ from fairlead.stub.api_errors import BUSY, DEAD, UNAVAILABLE, ApiError
 from fairlead.stub.clock import EngineClock
 from fairlead.stub.config import VERSION, StubConfig
 from fairlead.stub.connection import Connection
-from fairlead.stub.faults import NO_FAULTS, Faults
+from fairlead.stub.faults import NO_FAULTS, Faults, changed
 from fairlead.stub.generation import Choice, Generation
 from fairlead.stub.lora_info import LoraInfo
 from fairlead.stub.plans import Models, Plan
 from fairlead.stub.streaming import StreamGeneration
+
+if TYPE_CHECKING:
+    from fairlead.stub.kv_publisher import KvPublisher
 
 _TICK_S = 0.001
 #: Share of refused streams that had their 503 inside a 200 (vLLM 0.32.0: 11 of 20 and 17 of 20).
@@ -49,6 +53,8 @@ class Replica:
         self.engine = Engine(self.spec, self.clock.now())
         self.unix = unix
         self.rejections = 0
+        #: `None` = nobody is told what the cache holds.
+        self.kv_events: KvPublisher | None = None
         self._loop = loop
         self._faults = NO_FAULTS
         self._generations: dict[Generation, None] = {}
@@ -101,8 +107,8 @@ class Replica:
                         tokens,
                         plan.max_tokens[prompt],
                         seed=seed,
-                        lora=plan.lora,
-                        salt=plan.salt,
+                        lora=_speakable(plan.lora),
+                        salt=_speakable(plan.salt),
                         stop_after=max(1, natural // 2 + seed % natural) if plan.stops else 0,
                         params_n=plan.n if sibling == 0 else 0,
                     ),
@@ -222,9 +228,28 @@ class Replica:
         if faults.engine_dead:
             self.fail_all(ApiError(DEAD, 500))
         elif before.engine_dead:
-            self.engine = Engine(self.spec, self.clock.now())
-            self.engine.slow_factor = faults.slow_factor
+            self._revive()
         self._arm()
+
+    def restart_engine(self) -> None:
+        """Kill the engine process and start another: running requests fail, the cache is empty, KV events count from
+        their first number again. The HTTP server and the faults stay; an engine that a fault keeps dead stays dead."""
+        faults = self._faults
+        # Dead for a moment, so that a request which follows a failed one on its connection is not taken either.
+        self.faults = changed(faults, {"engine_dead": True})
+        self.faults = faults
+
+    def publish(self, publisher: "KvPublisher") -> None:
+        """Tell what the cache does from now on, in every life of the engine."""
+        self.kv_events = publisher
+        publisher.attach(self.engine.blocks, self.block_size)
+
+    def _revive(self) -> None:
+        self.engine = Engine(self.spec, self.clock.now())
+        self.engine.slow_factor = self._faults.slow_factor
+        if self.kv_events is not None:
+            self.kv_events.attach(self.engine.blocks, self.block_size)
+            self.kv_events.restart()
 
     def fail_all(self, error: ApiError) -> None:
         """Tell every client that waits, and forget its request."""
@@ -242,3 +267,8 @@ class Replica:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _speakable(text: str) -> str:
+    """KV events carry it as UTF-8, in which a lone surrogate, legal in JSON, cannot be written."""
+    return text.encode("utf-8", "backslashreplace").decode()

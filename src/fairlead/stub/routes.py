@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
+from msgspec import Meta, Struct
 
 from fairlead.engine import tokens as tk
 from fairlead.stub import fields
@@ -18,6 +19,9 @@ from fairlead.stub.orca import REQUEST_HEADER
 from fairlead.stub.plans import plan_chat, plan_completion
 from fairlead.stub.prompts import id_tokens, prompts_of, render_chat
 from fairlead.stub.replica import Replica
+
+if TYPE_CHECKING:
+    from fairlead.stub.kv_publisher import KvPublisher
 
 
 class Site(Protocol):
@@ -160,6 +164,77 @@ def faults(site: Site, connection: Connection, request: HttpRequest) -> None:
     connection.reply(200, msgspec.json.encode(replica.faults))
 
 
+# ---------------------------------------------------------------- KV events
+
+_Count = Annotated[int, Meta(ge=0, le=100_000)]
+#: What vLLM's publisher is configured with by default; the stub's sockets are no different.
+_HWM = _QUEUE = 100_000
+
+
+class KvFaults(Struct, forbid_unknown_fields=True):
+    """What can be done to a replica's KV events, in this order."""
+
+    #: A new engine with an empty cache, which numbers its batches from the start, unsaid. Running requests fail.
+    restart: bool = False
+    #: So many batches from now on are numbered and can be replayed, but are not sent; 0 = send again.
+    lose: _Count | None = None
+    #: Say that the blocks which were stored last lie in another tier too.
+    offload: _Count = 0
+    #: Say that these blocks (hashes, as `offload` answers them) no longer lie in that tier.
+    drop: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=100_000)] = []
+    medium: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "CPU"
+
+
+def kv_event_sources(site: Site, connection: Connection, request: HttpRequest) -> None:
+    """Where this replica publishes, in vLLM's form. The addresses are those that were bound, with their real ports."""
+    publisher = site.replica.kv_events
+    if publisher is None:
+        connection.reply(404, b'{"detail":"Not Found"}')
+        return
+    config = publisher.config
+    source = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": publisher.events_address,
+        "replay_endpoint": publisher.replay_address or None,
+        "buffer_steps": config.buffer_steps,
+        "hwm": _HWM,
+        "max_queue_size": _QUEUE,
+        "topic": "" if config.topic == "-" else config.topic,
+    }
+    connection.reply(200, _json({str(config.rank): source}))
+
+
+def kv_faults(site: Site, connection: Connection, request: HttpRequest) -> None:
+    """POST loses batches, restarts the engine, offloads or drops blocks; GET only says how far the events are."""
+    publisher = site.replica.kv_events
+    if publisher is None:
+        raise ApiError("This server publishes no KV events; start it with --kv-events.", 404)
+    answer: dict[str, object] = {}
+    if request.method == "POST":
+        try:
+            asked = msgspec.convert(dict(_body(request)), KvFaults)
+        except msgspec.ValidationError as error:
+            raise ApiError(str(error)) from None
+        answer = _do(asked, site.replica, publisher)
+    connection.reply(200, _json({"next_sequence": publisher.next_sequence, **answer}))
+
+
+def _do(asked: KvFaults, replica: Replica, publisher: "KvPublisher") -> dict[str, object]:
+    if any(digest >> 64 for digest in asked.drop):
+        raise ApiError("Hashes in `drop` must fit into 64 bits.")
+    if asked.restart:
+        replica.restart_engine()
+    if asked.lose is not None:
+        publisher.lose(asked.lose)
+    offloaded = publisher.offload(asked.offload, asked.medium)
+    if asked.drop:
+        publisher.drop(asked.drop, asked.medium)
+    if offloaded or asked.drop:
+        publisher.flush()  # now, so that the number in the answer counts it
+    return {"offloaded": offloaded} if asked.offload else {}
+
+
 _GET, _POST = ("GET",), ("POST",)
 
 #: Path to methods and handler. `_ADAPTERS` exist only on a server that was started with adapters.
@@ -181,7 +256,9 @@ ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
     "/is_sleeping": (_GET, is_sleeping),
     "/reset_prefix_cache": (_POST, reset_prefix_cache),
     "/metrics": (_GET, metrics),
+    "/kv_event_sources": (_GET, kv_event_sources),
     "/fault": (("GET", "POST", "DELETE"), faults),
+    "/fault/kv_events": (("GET", "POST"), kv_faults),
 }
 
 _ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})

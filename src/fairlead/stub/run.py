@@ -9,6 +9,7 @@ import yaml
 
 from fairlead.stub.config import StubConfig
 from fairlead.stub.pool import PortTaken, StubPool
+from fairlead.stub.replica import Replica
 
 
 def run(
@@ -28,7 +29,11 @@ async def _serve(
     if port + replicas - 1 > 65535:
         return f"{replicas} replicas from port {port} on need ports above 65535"
     try:
-        async with StubPool(config, replicas, host, port) as pool:
+        pool = StubPool(config, replicas, host, port)
+    except ValueError as error:
+        return str(error)
+    try:
+        async with pool:
             if endpoints is not None:
                 await asyncio.to_thread(endpoints.write_text, endpoints_yaml(pool, config))
             spec = config.spec()
@@ -36,14 +41,22 @@ async def _serve(
                 f"{config.served_model} ({config.preset}): KV cache {spec.kv_tokens:,} tokens,"
                 f" {spec.max_num_seqs} sequences, time ratio {config.time_ratio:g}"
             )
-            for name, address in zip(pool.names, pool.addresses, strict=True):
-                say(f"{name}  http://{address}")
+            for index, (name, address) in enumerate(zip(pool.names, pool.addresses, strict=True)):
+                say(f"{name}  http://{address}{_sources(pool.replica(index))}")
             await asked_to_stop.wait()
     except PortTaken as error:
-        return f"{error}; is another server running there? Choose another --port"
+        return f"{error}; {error.cure}"
     except OSError as error:
         return f"cannot write {endpoints}: {error.strerror or error}"
     return ""
+
+
+def _sources(replica: Replica) -> str:
+    publisher = replica.kv_events
+    if publisher is None:
+        return ""
+    replay = f"  replay {publisher.replay_address}" if publisher.replay_address else ""
+    return f"  events {publisher.events_address}{replay}"
 
 
 def endpoints_yaml(pool: StubPool, config: StubConfig) -> str:

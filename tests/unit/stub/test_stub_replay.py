@@ -13,6 +13,7 @@ import pytest
 
 from fairlead.engine.spec import EngineSpec, LatencyModel
 from fairlead.stub.config import StubConfig
+from fairlead.stub.kv_publisher import KvEventsConfig
 from fairlead.stub.pool import StubPool
 
 _DATA = Path(__file__).parents[2] / "data" / "vllm-0.32"
@@ -38,6 +39,8 @@ _FREE = {
     "total_tokens": "the tokeniser",
     "cached_tokens": "the tokeniser",
     "created_cache_tokens": "the tokeniser",
+    "endpoint": "the address that was bound",
+    "replay_endpoint": "the address that was bound",
 }
 _FREE_HEADERS = {"date": "time", "content-length": "length of the above", "x-request-id": "random"}
 
@@ -47,7 +50,6 @@ _OUT_OF_SCOPE = {
     "inference_generate": "the stub has no token-in-token-out API",
     "completion_logprobs": "the stub has no probabilities",
     "completion_per_request_metrics": "the stub has no --enable-per-request-metrics",
-    "get_kv_event_sources": "the stub publishes no KV events",
     "messages_anthropic": "the stub has no /v1/messages",
     "responses": "the stub has no /v1/responses",
 }
@@ -55,6 +57,7 @@ _OTHER_SERVER = {
     "lora": [case for case in _CASES if case.startswith("lora_")],
     "full": [case for case in _CASES if case.startswith("err_503_")],
     "keep-alive": ["completion_stream_queued_keepalive"],
+    "events": ["get_kv_event_sources"],
 }
 
 #: The captured server: context of 1024 tokens, blocks of 32, a vocabulary of 4096.
@@ -220,3 +223,12 @@ async def test_a_queued_stream_is_kept_alive_as_on_the_real_server(http):
     request = request.replace(b'"max_tokens": 200', b'"max_tokens":   3')
     async with StubPool(config) as pool:
         _assert_same(http.split, "keepalive", await http.ask(pool.addresses[0], request), expected)
+
+
+async def test_sources_of_events_are_told_as_by_the_real_server(http):
+    events = KvEventsConfig(topic="kv@127.0.0.1:8000@tiny")
+    config = StubConfig(engine=_SPEC, model="tiny", request_id_headers=True, kv_events=events)
+    async with StubPool(config) as pool:
+        (case,) = _OTHER_SERVER["events"]
+        request, expected = (text.encode("latin-1") for text in _CASES[case])
+        _assert_same(http.split, case, await http.ask(pool.addresses[0], request), expected)

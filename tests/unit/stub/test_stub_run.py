@@ -1,6 +1,7 @@
 """`fairlead stub` as a process: it says where it is, writes the endpoints, answers, and ends on a signal."""
 
 import asyncio
+import json
 import signal
 import socket
 import sys
@@ -66,6 +67,16 @@ async def test_a_taken_port_is_a_clear_error():
         (["--time-ratio", "0"], 2, "time_ratio must be positive"),
         (["--kv-tokens", "100"], 2, "does not fit into a KV cache"),
         (["--port", "65535", "--replicas", "2"], 1, "need ports above 65535"),
+        (["--kv-encoding", "morse", "--kv-events"], 2, "'morse' is not one of 'map', 'array'"),
+        (["--kv-events-port", "0"], 2, "need --kv-events too"),
+        (["--kv-encoding", "array"], 2, "need --kv-events too"),
+        (["--port", "0", "--kv-events", "--kv-events-port", "65534", "--replicas", "2"], 1, "need ports above 65535"),
+        (
+            ["--port", "0", "--kv-events", "--kv-events-connect", "hub"],
+            1,
+            "--kv-events-connect is an address as tcp://",
+        ),
+        (["--port", "0", "--kv-events", "--host", "::1"], 1, "must be an IPv4 address"),
         (["--port", "0", "--write-endpoints", "/nonexistent/x.yaml"], 1, "cannot write /nonexistent/x.yaml"),
     ],
 )
@@ -76,3 +87,33 @@ async def test_options_explain_themselves(arguments, status, says):
     text = (output + errors).decode()
     assert says in text
     assert "Traceback" not in text
+
+
+async def test_replicas_say_where_their_events_are(http):
+    process = await _start(
+        *("--port", "0", "--replicas", "2", "--model", "tiny", "--kv-events", "--kv-events-port", "0"),
+        *("--kv-encoding", "v0.16", "--kv-encoding", "bytes", "--kv-buffer-steps", "7"),
+    )
+    assert process.stdout is not None
+    lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(3)]
+    for line in lines[1:]:
+        _, url, *where = line.split()
+        (source,) = json.loads((await http.get(url.removeprefix("http://"), "/kv_event_sources"))[1]).values()
+        assert where == ["events", source["endpoint"], "replay", source["replay_endpoint"]]
+        assert source["buffer_steps"] == 7
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.communicate(), 30) == (b"", b"")
+    assert process.returncode == 0
+
+
+async def test_a_taken_port_of_events_is_a_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await _start("--port", "0", "--kv-events", "--kv-events-port", str(port))
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1
+    assert f"Address already in use (addr='tcp://127.0.0.1:{port}')" in errors.decode()
+    assert "Choose another --kv-events-port" in errors.decode()
+    assert "Traceback" not in errors.decode()
