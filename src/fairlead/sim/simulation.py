@@ -20,6 +20,7 @@ from random import Random
 
 from xxhash import xxh3_64
 
+from fairlead.admit.desk import Desk
 from fairlead.engine.engine import StepResult
 from fairlead.fleet.fleet import Fleet
 from fairlead.model import events as ev
@@ -54,11 +55,13 @@ class Simulation:
         *,
         watch: Callable[[DecisionRecord | OutcomeRecord], None] | None = None,
         validate: bool = False,
+        desk: Desk | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
         self.scenario = scenario
         world = scenario.world
         self.world = world
-        self.kernel = Kernel(START)
+        self.kernel = kernel or Kernel(START)
         self.plugin_errors: list[PluginError] = []
         self.pipeline = Pipeline(
             self.kernel,
@@ -67,6 +70,7 @@ class Simulation:
             policy,
             TokenEstimator(),
             self.plugin_errors.append,
+            desk,
         )
         self._chance = Random(f"world/{seed}")
         self._prompts = Prompts(scenario.workload, world.bytes_per_token)
