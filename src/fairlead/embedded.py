@@ -24,7 +24,7 @@ from fairlead.io.endpoint_set import EndpointSet
 from fairlead.io.envoy import launcher
 from fairlead.io.envoy.gateway import Gateway
 from fairlead.io.envoy.options import Options, Tls
-from fairlead.live import DRAIN_SECONDS
+from fairlead.live import DRAIN_SECONDS, ENDING
 from fairlead.model.errors import FairleadError
 from fairlead.model.events import EndpointDown, EndpointUp
 from fairlead.observe.log import get
@@ -77,7 +77,8 @@ class Embedded:
             await asyncio.wait((keeper, stopped), return_when=asyncio.FIRST_COMPLETED)
             if keeper.done():
                 keeper.result()
-            # Clients first: while they finish, the scheduler still answers the gateway.
+            # Clients first: while they finish, the scheduler still answers the gateway. Whoever waits is told to go.
+            self._tell_scheduler()
             await self._gateway.stop(DRAIN_SECONDS)
 
     def _relist(self, listed: EndpointSet, new: Config) -> None:
@@ -116,6 +117,13 @@ class Embedded:
         tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *fairlead)
         # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
         return await asyncio.create_subprocess_exec(*tied, start_new_session=True)
+
+    def _tell_scheduler(self) -> None:
+        """The end is near."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(ENDING)
 
     async def _end_scheduler(self) -> None:
         process = self._process

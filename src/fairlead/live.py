@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from fairlead.config.engines import engine_table
+from fairlead.config.flow import able_by, build_desk
 from fairlead.config.registry import build_hasher, build_measure, build_parse, build_policy
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
@@ -35,7 +36,7 @@ from fairlead.io.scrape import Scraper
 from fairlead.io.scrape_target import ScrapeOptions
 from fairlead.io.tls import ServerTls
 from fairlead.model.errors import ConfigError, PluginError
-from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged
+from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged, StopAsked
 from fairlead.model.inference import ModelRules, ModelSet
 from fairlead.observe.log import get
 from fairlead.observe.log import setup as setup_log
@@ -47,6 +48,8 @@ from fairlead.wire.problem import Problem
 
 log = get("serve")
 
+#: Tells a scheduler that the gateway is about to end, and itself after that.
+ENDING = signal.SIGUSR1
 #: Seconds that requests in flight get to finish at shutdown.
 DRAIN_SECONDS = 30.0
 _POLL = 0.05
@@ -78,6 +81,8 @@ class Live:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
                 stack.callback(loop.remove_signal_handler, number)
+            loop.add_signal_handler(ENDING, self._empty_queue)
+            stack.callback(loop.remove_signal_handler, ENDING)
             await self._start(stack, loop)
             _settle_memory()
             self._set_ready("start", "")
@@ -85,6 +90,11 @@ class Live:
             await self._stopping.wait()
             log.info("stopping", grace_s=DRAIN_SECONDS)
             self._set_ready("stop", "shutting down")
+            self._empty_queue()
+
+    def _empty_queue(self) -> None:
+        """We end, or all of us do: nobody waits any longer."""
+        self.driver.feed(StopAsked())
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
         """The pure core and what listens to it."""
@@ -94,7 +104,9 @@ class Live:
         self.watch = Watch(self.fleet, loop.time)
         tokens = TokenEstimator()
         policy = build_policy(config, self.watch.on_plugin_error)
-        self.pipeline = Pipeline(loop, rng, self.fleet, policy, tokens, self.watch.on_plugin_error)
+        desk = build_desk(config, policy, self.watch.on_plugin_error)
+        self.pipeline = Pipeline(loop, rng, self.fleet, policy, tokens, self.watch.on_plugin_error, desk)
+        self.watch.watch_queue(desk)
         self.driver = Driver(self.pipeline, loop, self.watch)
         self.health = HealthService()
         self.host = Host(
@@ -160,6 +172,8 @@ class Live:
             return
         self.config = config
         self.pipeline.policy = policy
+        if changes.policy and self.pipeline.desk is not None:
+            self.pipeline.desk.follow(policy.name, able_by(config, policy))
         self.fleet.ledger.ttl = config.ledger.lease_ttl
         self.host.max_body = config.parsing.max_body_bytes
         if any(path.startswith("$.inspect") for path in changes.paths):

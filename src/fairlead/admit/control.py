@@ -28,6 +28,9 @@ from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 
+#: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
+PAIRS, FEWEST = 4800, 16
+
 
 class Gate(Protocol):
     """Soft saturation: which endpoints may be sent one more request now."""
@@ -55,12 +58,16 @@ class Binder(Protocol):
     """Chooses the pair. May keep all of them waiting although something is open: a cached prefix can be worth it."""
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, Any]:
-        """Predicted work in uncached prompt tokens, at the endpoint that holds most; and what to remember of it
-        (`Waiting.known`)."""
+        """Predicted work in uncached prompt tokens, at the endpoint that holds most (`inf` = there are endpoints, and
+        none can serve it), and what to remember of it (`Waiting.known`)."""
         ...
 
     def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
         """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
+        ...
+
+    def follow(self, able: Any) -> None:
+        """Other rules about where requests can be served, `able(request, fleet, now)`."""
         ...
 
 
@@ -70,6 +77,8 @@ class Times(Struct, frozen=True):
     ttl: float = 60.0
     #: While the pool has no endpoint at all.
     no_endpoints: float = 60.0
+    #: Whatever a request says.
+    longest: float = inf
 
 
 class FlowControl:
@@ -81,12 +90,12 @@ class FlowControl:
         gate: Gate,
         binder: Binder,
         times: Times | None = None,
-        window: int = 64,
+        window: int = 256,
         batch: int = 1,
     ) -> None:
         self.queues = queues
         self.gate = gate
-        self._binder = binder
+        self.binder = binder
         self._times = times or Times()
         self._window = window
         self._batch = batch
@@ -103,19 +112,22 @@ class FlowControl:
         return len(self.queues)
 
     def arrived(self, request: Request, fleet: Fleet, now: float) -> "Refused | tuple[Waiting, list[Waiting]] | None":
-        """`None` = it goes at once, by the policy; else why it is refused, or that it waits and who gave way for it."""
-        if self._stopping:
-            return Refused(SHUTTING_DOWN, "the scheduler is shutting down", 503)
+        """`None` = the policy decides at once: endpoints are open, or nobody can ever serve it. Else why it is refused,
+        or that it waits, and who gave way for it."""
         if not len(self.queues) and fleet.table.count and self.gate.open(fleet, now) is None:
             return None
-        work, known = self._binder.look(request, fleet, now)
+        work, known = self.binder.look(request, fleet, now)
+        if work == inf:
+            return None
+        if self._stopping:
+            return Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again", 503)
         outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work)
         if isinstance(outcome, Waiting):
             outcome.known = known
         return outcome if isinstance(outcome, Refused) else (outcome, displaced)
 
     def _ttl(self, request: Request, fleet: Fleet) -> float:
-        own = request.ttl_s if request.ttl_s > 0 else self._times.ttl
+        own = min(request.ttl_s if request.ttl_s > 0 else self._times.ttl, self._times.longest)
         return own if fleet.table.count else min(own, self._times.no_endpoints)
 
     def dispatch(self, fleet: Fleet, now: float) -> Iterator[Bound]:
@@ -159,17 +171,18 @@ class FlowControl:
         return now < self.look_again and not np.count_nonzero(opened & ~before)
 
     def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
-        turns = self.queues.turns(band, self._window)
+        most = min(self._window, max(PAIRS // len(fleet.table), FEWEST))
+        turns = self.queues.turns(band, most)
         rest: list[Waiting] = []
         for window in turns:
-            found = self._binder.bind(window, fleet, opened, now)
+            found = self.binder.bind(window, fleet, opened, now)
             if isinstance(found, Bound):
                 return found
             self.look_again = min(self.look_again, found)
             # Whose turn it is cannot go. Among the others the best pair may: their flows pay for it all the same.
-            rest = list(islice(chain.from_iterable(turns), self._window))
+            rest = list(islice(chain.from_iterable(turns), most))
         if rest:
-            found = self._binder.bind(rest, fleet, opened, now)
+            found = self.binder.bind(rest, fleet, opened, now)
             if isinstance(found, Bound):
                 return found
             self.look_again = min(self.look_again, found)

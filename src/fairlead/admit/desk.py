@@ -8,10 +8,11 @@ Rules
 """
 
 from collections.abc import Callable
-from math import inf
+from math import ceil, inf
 
 from fairlead.admit.control import Bound, FlowControl
 from fairlead.admit.framework import Refused, Waiting
+from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord
 from fairlead.model.instructions import Hold, Instruction, Record, Reject, SetTimer
@@ -23,19 +24,25 @@ DISPATCH_TIMER = "queue-dispatch"
 MARGIN = 1.0
 #: Bounds of `Retry-After`, in seconds.
 RETRY = (1.0, 60.0)
+#: More endpoints than so many times those that are there are never asked for at once.
+GROWTH = 4.0
 #: Weight of the newest gap between two dispatches.
 _PACE = 0.05
 
+#: (request, fleet, now): where it can be served at all; `None` = everywhere.
+Able = Callable[[Request, Fleet, float], BoolColumn | None]
 #: (what goes where, now): charge it, and route it.
 Send = Callable[[Bound, float], list[Instruction]]
 
 
 class Desk:
-    """One per pipeline. `policy` is the name under which its decisions are recorded."""
+    """One per pipeline. `policy` is the name under which its decisions are recorded, `target_s` how long requests may
+    wait before more endpoints are wanted."""
 
-    def __init__(self, flow: FlowControl, policy: str = "") -> None:
+    def __init__(self, flow: FlowControl, policy: str = "", target_s: float = 1.0) -> None:
         self.flow = flow
         self.policy = policy
+        self._target_s = target_s
         self._deadline = inf
         self._look = inf
         self._gap = 0.05
@@ -43,6 +50,11 @@ class Desk:
 
     def __len__(self) -> int:
         return len(self.flow)
+
+    def follow(self, policy: str, able: Able) -> None:
+        """Another policy decides from now on; its rules about who can serve what hold for those that wait too."""
+        self.policy = policy
+        self.flow.binder.follow(able)
 
     def arrived(self, request: Request, fleet: Fleet, now: float) -> list[Instruction] | None:
         """`None` = schedule it now."""
@@ -64,6 +76,8 @@ class Desk:
             if self._last > -inf:
                 self._gap += _PACE * (now - self._last - self._gap)
             self._last = now
+        if not len(self.flow):
+            self._last = -inf  # the time until somebody waits again says nothing about the pace
         return instructions + self._timers(now)
 
     def _timers(self, now: float) -> list[Instruction]:
@@ -105,6 +119,13 @@ class Desk:
     def drain_s(self) -> float:
         """Seconds that the queue will take at the pace of the last dispatches."""
         return len(self.flow) * self._gap
+
+    def wanted(self, endpoints: int, now: float) -> int:
+        """How many endpoints would keep the queue below `target_s` seconds, at `GROWTH` times as many at most."""
+        if not len(self.flow):
+            return endpoints
+        delay = max(self.drain_s(), now - self.flow.oldest())
+        return max(ceil(endpoints * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def _refuse(self, request: Request, why: Refused, now: float, waiting: Waiting | None = None) -> list[Instruction]:
         low, high = RETRY

@@ -4,6 +4,7 @@
   uncomputed prompt, or eight requests, only make a queue that nobody can reorder any more. Scrapes correct it; without
   them it goes on. Memory is not judged: an engine that runs short of it lets requests wait, which shows as the former.
   (Closing at promised instead of used memory took TTFT from 0.40 to 3.7 s on the headline workload at 14 requests/s.)
+  Half as many tokens make requests wait that had better go: there 0.28 instead of 0.19 s.
 * `utilization` and `concurrency` are the reference's detectors, for those who know and want them: one number for the
   pool, all endpoints open below 1, none from 1 on.
 """
@@ -41,11 +42,11 @@ class PoolGate:
 
     def __init__(self, name: str, saturation: Callable[[Fleet, float], float], ceiling: float = 1.0) -> None:
         self.name = name
-        self._saturation = saturation
+        self.level = saturation
         self._ceiling = ceiling
 
     def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
-        if self._saturation(fleet, now) < self._ceiling:
+        if self.level(fleet, now) < self._ceiling:
             return None
         return np.zeros(len(fleet.table), dtype=np.bool_)
 

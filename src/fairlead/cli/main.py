@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
     "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
+    "bench": Command("fairlead.cli.bench", "bench", "Send load to a live OpenAI endpoint and measure it."),
     "simulate": Command("fairlead.cli.simulate", "simulate", "Run a policy on a workload in virtual time."),
     "workload": Command("fairlead.cli.workload", "workload", "Look at, convert and generate workloads."),
     "compare": Command("fairlead.cli.compare", "compare", "Simulate policies x workloads x loads; table and report."),

@@ -76,13 +76,14 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
 
     from fairlead.sim.build import ScenarioSpec, build
     from fairlead.sim.result import request_table, summarise
-    from fairlead.sim.run import policy_from
+    from fairlead.sim.run import scheduling_from
     from fairlead.sim.simulation import Simulation
 
     assert isinstance(spec, ScenarioSpec)
     scenario = build(spec)
     begun = perf_counter()
-    simulation = Simulation(scenario, policy_from(text), seed, validate=validate)
+    made, desk = scheduling_from(text)
+    simulation = Simulation(scenario, made, seed, validate=validate, desk=desk)
     simulation.run()
     took = perf_counter() - begun
     if requests is not None:

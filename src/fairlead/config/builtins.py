@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from fairlead.plugins.fairness import DeficitFairness, GlobalStrict, LeastAttainedFairness, RoundRobinFairness
 from fairlead.plugins.filters.by_label import ByLabel
 from fairlead.plugins.filters.concurrency import Concurrency
 from fairlead.plugins.filters.context_length import ContextLength
@@ -17,6 +18,7 @@ from fairlead.plugins.filters.role import Role
 from fairlead.plugins.filters.slo_tier import SloTier
 from fairlead.plugins.filters.subset import Subset
 from fairlead.plugins.filters.utilization import Utilization
+from fairlead.plugins.orderings import Deadline, FirstCome, LeastWorkOrdering
 from fairlead.plugins.pickers.max_score import MaxScore
 from fairlead.plugins.pickers.round_robin import RoundRobin, Uniform
 from fairlead.plugins.pickers.top_k import TopK
@@ -33,6 +35,7 @@ from fairlead.plugins.policies.prefill_decode import PrefillDecode
 from fairlead.plugins.policies.sglang import SglangCacheAware
 from fairlead.plugins.policies.sticky import StickyUntilSaturated
 from fairlead.plugins.policies.weights import Weights322
+from fairlead.plugins.saturations import ConcurrencyDetector, UtilizationDetector
 from fairlead.plugins.scorers.active_requests import ActiveRequests
 from fairlead.plugins.scorers.context_length import ContextLengthScorer
 from fairlead.plugins.scorers.inflight_tokens import InflightTokens
@@ -64,8 +67,6 @@ METHODS: Mapping[Kind, str] = {
     "ordering": "key",
     "saturation": "level",
 }
-#: Kinds that can be configured and are not asked by anybody yet.
-UNUSED_KINDS: frozenset[Kind] = frozenset({"fairness", "ordering", "saturation"})
 
 
 def _by_type(*classes: Any) -> dict[str, Any]:
@@ -125,9 +126,9 @@ BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
     ),
     "metric-source": {},
     "parser": {},
-    "fairness": {},
-    "ordering": {},
-    "saturation": {},
+    "fairness": _by_type(DeficitFairness, LeastAttainedFairness, RoundRobinFairness, GlobalStrict),
+    "ordering": _by_type(LeastWorkOrdering, FirstCome, Deadline),
+    "saturation": _by_type(UtilizationDetector, ConcurrencyDetector),
 }
 
 #: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers whose
@@ -163,7 +164,14 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "policy": {},
     "metric-source": {},
     "parser": {},
-    "fairness": {},
-    "ordering": {},
+    "fairness": {
+        "global-strict-fairness-policy": ("global-strict", {}),
+        "round-robin-fairness-policy": ("round-robin", {}),
+    },
+    "ordering": {
+        "fcfs-ordering-policy": ("fcfs", {}),
+        "edf-ordering-policy": ("edf", {}),
+        "slo-deadline-ordering-policy": ("edf", {}),
+    },
     "saturation": {},
 }

@@ -3,19 +3,23 @@
 from collections.abc import Collection
 from typing import Any
 
-from fairlead.config.builtins import UNUSED_KINDS, Kind
+import msgspec
+
+from fairlead.config.builtins import Kind
+from fairlead.config.check import INVALID, struct
 from fairlead.config.engines import engine_table
 from fairlead.config.plugin_reader import PluginReader, Source
 from fairlead.config.problems import Report, describe
 from fairlead.config.registry import Registry
-from fairlead.config.schema import SECTIONS, Metrics, PluginSpec, PolicySpec
+from fairlead.config.schema import SECTIONS, FlowSettings, FlowSpec, Metrics, PluginSpec, PolicySpec
 from fairlead.plugins.metric_columns import COLUMNS
 from fairlead.wire.problem import Problem, shorten
 
 METRIC_SOURCES, PARSERS, FLOW_CONTROL = "metricSources", "parsers", "flowControl"
 #: Names in the file that belong here.
 KEYS = tuple(key for key in (METRIC_SOURCES, PARSERS, FLOW_CONTROL) if key not in SECTIONS)
-_FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation")
+FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation")
+FLOW_FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(FlowSettings))
 
 
 class Extras:
@@ -36,25 +40,21 @@ class Extras:
         found = [self._registry.find(source.kind, source.type) for source in sources]
         return {name for one in found if one for name in one.cls.provides}
 
-    def flow_control(self) -> tuple[PluginSpec, ...]:
+    def flow_control(self) -> FlowSpec | None:
         node = self._root.get(FLOW_CONTROL)
-        if node is None or FLOW_CONTROL in SECTIONS:
-            return ()
+        if FLOW_CONTROL not in self._root or node is None:
+            return None
         if not isinstance(node, dict):
             self._report.add((FLOW_CONTROL,), f"expected a mapping, got {describe(node)}")
-            return ()
-        found = []
-        for key, entry in node.items():
-            if key not in _FLOW_KINDS:
-                self._report.unknown((FLOW_CONTROL, key), "field", key, _FLOW_KINDS)
-                continue
-            kind: Kind = key
-            spec = self._reader.plugin(kind, entry, (FLOW_CONTROL, key))
-            if spec is not None:
-                found.append(spec)
-                if kind in UNUSED_KINDS:
-                    self._report.note((FLOW_CONTROL, key), f"not used yet: no {kind} policy is asked by this version")
-        return tuple(found)
+            return None
+        plain = {key: value for key, value in node.items() if key not in FLOW_KINDS}
+        settings = struct(FlowSettings, plain, (FLOW_CONTROL,), self._report, siblings=FLOW_KINDS)
+        plugins = {
+            kind: self._reader.plugin(kind, node[kind], (FLOW_CONTROL, kind))
+            for kind in FLOW_KINDS
+            if node.get(kind) is not None
+        }
+        return FlowSpec(settings=FlowSettings() if settings is INVALID else settings, **plugins)
 
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:

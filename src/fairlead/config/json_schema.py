@@ -15,10 +15,10 @@ from fairlead.config.defaults import POLICIES
 from fairlead.config.endpoints import FileSource
 from fairlead.config.epp.catalogue import CATALOGUE
 from fairlead.config.epp.document import API_VERSIONS, KIND, Document
-from fairlead.config.extras import FLOW_CONTROL, METRIC_SOURCES, PARSERS
+from fairlead.config.extras import FLOW_CONTROL, FLOW_FIELDS, FLOW_KINDS, METRIC_SOURCES, PARSERS
 from fairlead.config.plugin_reader import PARAMETERS
 from fairlead.config.registry import Found, Registry
-from fairlead.config.schema import SECTIONS
+from fairlead.config.schema import SECTIONS, FlowSettings
 from fairlead.config.units import AS_TEXT
 from fairlead.model.errors import PluginError
 from fairlead.wire.endpoint_entry import KEYS as ENTRY_KEYS
@@ -32,7 +32,7 @@ def json_schema(registry: Registry | None = None) -> Schema:
     """One schema for our own form and for an `EndpointPickerConfig`; `kind` tells them apart."""
     registry = registry or Registry()
     plugins = {kind: _plugins(kind, registry) for kind in BUILTINS}
-    structs: list[type[Struct]] = [*SECTIONS.values(), FileSource, Document]
+    structs: list[type[Struct]] = [*SECTIONS.values(), FlowSettings, FileSource, Document]
     structs += [found.params for table in plugins.values() for found in table.values() if found is not None]
     unique = list(dict.fromkeys(structs))
     refs, definitions = msgspec.json.schema_components(unique, ref_template=_REF)
@@ -139,12 +139,15 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Str
     }
     sections = {key: _or_nothing(ref[kind]) for key, kind in SECTIONS.items()}
     sections["gateway"] = {"anyOf": [{"enum": ["embedded", "none"]}, *sections["gateway"]["anyOf"]]}
-    flow = {kind: {"$ref": f"#/$defs/{_entry_name(kind)}"} for kind in ("fairness", "ordering", "saturation")}
+    pointer = ref[FlowSettings]["$ref"]
+    flow: Schema = {field: {"$ref": f"{pointer}/properties/{field}"} for field in FLOW_FIELDS}
+    for kind in FLOW_KINDS:
+        flow[kind] = _or_nothing({"$ref": f"#/$defs/{_entry_name(kind)}"})
     return {
         **scheduling,
         METRIC_SOURCES: listed("metric-source"),
         PARSERS: listed("parser"),
-        FLOW_CONTROL: {"type": "object", "properties": flow, "additionalProperties": False},
+        FLOW_CONTROL: _or_nothing({"type": "object", "properties": flow, "additionalProperties": False}),
         **sections,
         "endpoints": {"anyOf": [{"type": "array", "items": _ENDPOINT}, ref[FileSource]]},
         "seed": {"type": ["integer", "null"], "minimum": 0},

@@ -14,8 +14,8 @@ from fairlead.config.epp import document as epp
 from fairlead.config.epp.locate import ROUTER, Located, in_values, is_document
 from fairlead.config.epp.translate import FIELDS as DOCUMENT_FIELDS
 from fairlead.config.epp.translate import Translation, translate
+from fairlead.config.extras import FLOW_CONTROL, METRIC_SOURCES, PARSERS, Extras, check_metric_names
 from fairlead.config.extras import KEYS as EXTRA_KEYS
-from fairlead.config.extras import METRIC_SOURCES, PARSERS, Extras, check_metric_names
 from fairlead.config.files import read_bytes
 from fairlead.config.plugin_reader import Source
 from fairlead.config.policies import KEYS, read_policy
@@ -41,6 +41,8 @@ CHART = "inferenceExtension"
 CUSTOM = "pluginsCustomConfig"
 FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", CHART)
 
+#: The policy that gives a request two endpoints; the queue gives it one.
+SPLITTING = "prefill-decode"
 #: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
 REPEAT = 1.0
 _IN_DOCUMENT = f"it belongs to a file with kind: {epp.KIND}"
@@ -127,15 +129,19 @@ class _Assembly:
         extras = Extras({key: self._root[key] for key in keys}, self._report, self._registry)
         sources = extras.list("metric-source", METRIC_SOURCES)
         parsers = extras.list("parser", PARSERS)
-        flow_control = extras.flow_control()
+        flow_control = self._translation.flow if self._translation else extras.flow_control()
         sections = {key: self._section(key) for key in SECTIONS}
         self._resolve(sections)
         check_engines(sections["metrics"], ("metrics",), self._report)
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), sections["metrics"], self._report)
         endpoints = self._endpoints(need_endpoints)
+        plugin = policy.plugin if policy else None
+        if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
+            hint = "take another policy, or leave flowControl out"
+            self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
         if self._thorough:
-            beside = (*sources, *parsers, *flow_control)
+            beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
             if endpoints.file:
                 named = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import Struct, structs
 
-from fairlead.config.schema import Config, EndpointSource, Parsing, PluginSpec, PolicySpec, Section
+from fairlead.config.schema import Config, EndpointSource, FlowSpec, Parsing, PluginSpec, PolicySpec, Section
 from fairlead.wire.problem import Problem
 
 _PORTS: Final = "its port is open already"
@@ -29,7 +29,7 @@ _FIXED: Final[Mapping[str, str]] = {
     "seed": "the random generator was seeded at the start",
     "metric_sources": _PLUGINS,
     "parsers": _PLUGINS,
-    "flow_control": _PLUGINS,
+    "flow_control": "its queues were made at the start, and requests may wait in them",
 }
 _HIGHER: Final = "the ports were opened for smaller bodies"
 #: Not settings.
@@ -109,6 +109,8 @@ def _meaning(value: Any) -> Any:
         return value.name, *map(_meaning, (value.filters, value.scorers, value.picker, value.plugin))
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
+    if isinstance(value, FlowSpec):
+        return value.settings, *map(_meaning, (value.fairness, value.ordering, value.saturation))
     if isinstance(value, tuple):
         return tuple(map(_meaning, value))
     return value

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from fairlead.config.units import Bytes, PositiveSeconds
+from fairlead.config.units import DURATION, Bytes, PositiveSeconds
 from fairlead.wire.endpoint_entry import Listed
 from fairlead.wire.problem import Problem
 
@@ -174,6 +174,42 @@ class Log(Section, frozen=True, kw_only=True):
     format: Literal["logfmt", "json"] = "logfmt"
 
 
+#: Requests, in a limit.
+Count = Annotated[int, Meta(ge=1)]
+#: The embedded gateway waits for 600 s at most; a gateway that is told more does not wait at all.
+LONGEST_WAIT = 590.0
+Wait = Annotated[float, Meta(gt=0, le=LONGEST_WAIT, extra={"unit": "duration"}, extra_json_schema=DURATION)]
+
+
+class QueueLimit(Section, frozen=True, kw_only=True):
+    """What may wait at most; `None` = any number."""
+
+    requests: Count | None = None
+    bytes: Bytes | None = None
+
+
+class QueueLimits(Section, frozen=True, kw_only=True):
+    total: QueueLimit = QueueLimit()
+    #: Of one priority.
+    band: QueueLimit = QueueLimit(requests=5000, bytes=1_000_000_000)
+    #: Of one model and one tenant in a band.
+    flow: QueueLimit = QueueLimit()
+
+
+class FlowSettings(Section, frozen=True, kw_only=True):
+    """Of `flowControl`, what is no plugin."""
+
+    enabled: bool = True
+    #: How long a request may wait, unless it says otherwise itself; the latter while the pool is empty.
+    ttl: Wait = 60.0
+    no_endpoint_ttl: Wait = 60.0
+    #: Requests of the flow in turn among which the pair (request, endpoint) is chosen.
+    window: Annotated[int, Meta(ge=1, le=1024)] = 256
+    limits: QueueLimits = QueueLimits()
+    #: Waiting for longer than this means that more replicas are wanted.
+    target_delay: PositiveSeconds = 1.0
+
+
 class PluginSpec(Struct, frozen=True, kw_only=True):
     """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
 
@@ -209,14 +245,27 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
         return (*self.filters, *self.scorers, *(one for one in (self.picker, self.plugin) if one is not None))
 
 
+class FlowSpec(Struct, frozen=True, kw_only=True):
+    """The mapping `flowControl`. A plugin that is `None` has its default."""
+
+    settings: FlowSettings = FlowSettings()
+    fairness: PluginSpec | None = None
+    ordering: PluginSpec | None = None
+    saturation: PluginSpec | None = None
+
+    def plugins(self) -> tuple[PluginSpec, ...]:
+        """Those that are named."""
+        return tuple(one for one in (self.fairness, self.ordering, self.saturation) if one is not None)
+
+
 class Config(Struct, frozen=True, kw_only=True):
     """A whole, valid configuration: defaults filled in, quantities in seconds and bytes."""
 
     policy: PolicySpec
     metric_sources: tuple[PluginSpec, ...] = ()
     parsers: tuple[PluginSpec, ...] = ()
-    #: `fairness`, `ordering`, `saturation`; checked and made, not asked yet.
-    flow_control: tuple[PluginSpec, ...] = ()
+    #: `None` = the mapping is absent: requests are never queued.
+    flow_control: FlowSpec | None = None
     gateway: Gateway
     ext_proc: ExtProc
     als: Als

@@ -45,8 +45,11 @@ class _Show:
             ("parsers", self._config.parsers),
         ):
             yield from (value for i, spec in enumerate(specs) for value in self._plugin(f"$.{plural}[{i}]", spec))
-        for spec in self._config.flow_control:
-            yield from self._plugin(f"$.flowControl.{spec.kind}", spec)
+        flow = self._config.flow_control
+        if flow is not None:
+            yield from self._section(("flowControl",), flow.settings)
+            for spec in flow.plugins():
+                yield from self._plugin(f"$.flowControl.{spec.kind}", spec)
         yield from self._endpoints()
         for key, kind in SECTIONS.items():
             yield from self._section((key,), getattr(self._config, _attribute(kind)))

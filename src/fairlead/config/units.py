@@ -9,13 +9,13 @@ from fairlead.plugins.durations import seconds
 
 #: In a JSON Schema: the key under which a number says how it may be written as text, see `json_schema`.
 AS_TEXT = "orText"
-_DURATION = {AS_TEXT: r"^\s*(\d+(\.\d+)?(ms|us|s|m|h))+\s*$|^0$"}
+DURATION = {AS_TEXT: r"^\s*(\d+(\.\d+)?(ms|us|s|m|h))+\s*$|^0$"}
 SIZE = {AS_TEXT: r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B?\s*$"}
 
 #: Seconds in Python; in a file a number of seconds or a string such as `1m30s`.
-Seconds = Annotated[float, Meta(ge=0, extra={"unit": "duration"}, extra_json_schema=_DURATION)]
+Seconds = Annotated[float, Meta(ge=0, extra={"unit": "duration"}, extra_json_schema=DURATION)]
 #: The same, but 0 makes no sense.
-PositiveSeconds = Annotated[float, Meta(gt=0, extra={"unit": "duration"}, extra_json_schema=_DURATION)]
+PositiveSeconds = Annotated[float, Meta(gt=0, extra={"unit": "duration"}, extra_json_schema=DURATION)]
 #: Bytes in Python; in a file a whole number of bytes or a string such as `64MiB`.
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": "size"}, extra_json_schema=SIZE)]
 

@@ -4,16 +4,20 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite
 from typing import Any
 
+from fairlead.admit.desk import Desk
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import MODEL_LABEL, Endpoint
 from fairlead.model.errors import PluginError
+from fairlead.observe.flow_metrics import FlowMetrics
 from fairlead.observe.journal import Journal
 from fairlead.observe.log import get
 from fairlead.observe.metrics import SchedulerMetrics
 from fairlead.observe.status import EndpointStatus, FleetStatus, ScrapeTotals
 
 log = get("schedule")
+#: The pool's name in published metrics.
+POOL = "default"
 
 
 #: Records that wait to be counted, at most.
@@ -34,6 +38,7 @@ class Watch:
         self._now = now
         self.journal = Journal()
         self.metrics = SchedulerMetrics(now, self.status)
+        self.queue = FlowMetrics(self.metrics.registry, POOL, fleet, now)
         self._uncounted: list[tuple[DecisionRecord | OutcomeRecord, float]] = []
         self._past = 0
         self._past_told_at = -inf
@@ -62,6 +67,7 @@ class Watch:
                 self.journal.on_outcome(record)
                 continue
             self.metrics.on_decision(record, duration_s)
+            self.queue.on_decision(record)
             self.journal.on_decision(record)
             if record.overloaded:
                 log.warning("all endpoints are overloaded; more replicas are wanted")
@@ -77,6 +83,10 @@ class Watch:
         """The newest `count` decisions, as the journal renders them."""
         self._count()
         return self.journal.last(count)
+
+    def watch_queue(self, desk: Desk | None) -> None:
+        """Show what waits there; `None` = flow control is off."""
+        self.queue.desk = desk
 
     def on_endpoint(self, endpoint: Endpoint) -> None:
         """An endpoint joined or changed."""

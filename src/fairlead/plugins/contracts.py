@@ -1,8 +1,7 @@
 """Contracts of plugins beside the policy.
 
 Those of filters, scorers, pickers and policies are in `schedule.framework`, of fairness and ordering in
-`admit.framework`. Fairness, ordering and saturation can be configured and are made at the start, but nobody asks those
-of other distributions yet.
+`admit.framework`. What goes wrong in those of other distributions is done without, see `plugins.guarding`.
 """
 
 from collections.abc import Mapping

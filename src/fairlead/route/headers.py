@@ -44,6 +44,8 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 REWRITE_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 TTFT_SLO_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+#: Milliseconds that the request may wait in our queue.
+TTL_HEADERS = ("x-fairlead-ttl-ms",)
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 REQUEST_ID = "x-request-id"
 
@@ -55,7 +57,7 @@ TEST_SERVED = "x-conformance-test-served-endpoint"
 TRUST: Mapping[str, tuple[str, ...]] = {
     "objective": OBJECTIVE_HEADERS,
     "fairness": FAIRNESS_HEADERS,
-    "slo": (*TTFT_SLO_HEADERS, *TPOT_SLO_HEADERS),
+    "slo": (*TTFT_SLO_HEADERS, *TPOT_SLO_HEADERS, *TTL_HEADERS),
     "session": SESSION_HEADERS,
     "model-rewrite": REWRITE_HEADERS,
     "test-selection": (TEST_SELECTION,),
@@ -69,6 +71,7 @@ STEERING_HEADERS = frozenset(
         *FAIRNESS_HEADERS,
         *TTFT_SLO_HEADERS,
         *TPOT_SLO_HEADERS,
+        *TTL_HEADERS,
         *REWRITE_HEADERS,
         TEST_SELECTION,
         "x-llm-d-video-fps",
@@ -95,6 +98,7 @@ READ_HEADERS = (
     *FAIRNESS_HEADERS,
     *TTFT_SLO_HEADERS,
     *TPOT_SLO_HEADERS,
+    *TTL_HEADERS,
     *REWRITE_HEADERS,
     TEST_SELECTION,
 )

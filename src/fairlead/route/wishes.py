@@ -20,6 +20,8 @@ class Wishes(Struct, frozen=True, kw_only=True, gc=False):
     rewrite: str = ""
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
+    #: Seconds that it may wait in a queue.
+    ttl_s: float = 0.0
     #: Addresses to choose from; `None` = any.
     selection: frozenset[str] | None = None
 
@@ -39,6 +41,7 @@ class WishReader:
         self._rewrite = names.REWRITE_HEADERS if "model-rewrite" in trusted else ()
         self._ttft = names.TTFT_SLO_HEADERS if "slo" in trusted else ()
         self._tpot = names.TPOT_SLO_HEADERS if "slo" in trusted else ()
+        self._ttl = names.TTL_HEADERS if "slo" in trusted else ()
         self._selection = (names.TEST_SELECTION,) if "test-selection" in trusted else ()
 
     def read(self, headers: Mapping[str, str]) -> Wishes:
@@ -52,6 +55,7 @@ class WishReader:
             rewrite=_text(first(headers, self._rewrite)),
             slo_ttft_ms=_milliseconds(first(headers, self._ttft)),
             slo_tpot_ms=_milliseconds(first(headers, self._tpot)),
+            ttl_s=_milliseconds(first(headers, self._ttl)) / 1000.0,
             selection=_addresses(selection) if selection else None,
         )
 
@@ -97,7 +101,7 @@ def _text(value: str) -> str:
 
 
 def _milliseconds(text: str) -> float:
-    """A positive number of ms; anything else is no SLO."""
+    """A positive number of ms; anything else is none."""
     if not text:
         return 0.0
     try:

@@ -106,6 +106,29 @@ class Profile:
                 available = left
         return kept, available, None
 
+    def able(self, request: Request, fleet: Fleet, context: Context) -> BoolColumn | None:
+        """Where the request can be served at all, busy or not: the hard filters, then those of availability. `None` =
+        everywhere; nowhere = it would be refused. For flow control, which chooses among open endpoints itself."""
+        cycle = Cycle(context)
+        table = fleet.table
+        kept = None if table.count == len(table) else table.alive
+        for plugin, stage in self._stages:
+            if stage == _LOAD:
+                break
+            cycle.left = kept
+            try:
+                mask = plugin.keep(request, fleet, cycle)
+                if mask is None:
+                    continue
+                _check(mask, len(table))
+            except Exception as error:
+                self._failed(plugin.name, error)
+                continue
+            left = mask if kept is None else kept & mask
+            if stage == _ABILITY or np.count_nonzero(left):
+                kept = left
+        return kept
+
     def _totals(self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None) -> FloatColumn:
         totals: FloatColumn | None = None
         shape = (len(fleet.table),)

@@ -9,6 +9,8 @@ print(summary.ttft_mean_ms, summary.e2e_mean_ms, summary.prefix_hit_rate, summar
 from collections.abc import Callable
 from pathlib import Path
 
+from fairlead.admit.desk import Desk
+from fairlead.config.flow import build_desk
 from fairlead.config.load import load
 from fairlead.config.registry import build_policy
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
@@ -26,6 +28,13 @@ def policy_from(text: str | Path) -> Policy:
     return build_policy(load(text, need_endpoints=False))
 
 
+def scheduling_from(text: str | Path) -> tuple[Policy, Desk | None]:
+    """The policy and, where `flowControl` is configured, the queue before it."""
+    config = load(text, need_endpoints=False)
+    policy = build_policy(config)
+    return policy, build_desk(config, policy)
+
+
 def simulate(
     scenario: Scenario,
     policy: str | Policy = "policy: default",
@@ -37,7 +46,7 @@ def simulate(
     """Run a scenario to its end. `policy` is a configuration's text, or a policy that has not been used yet: policies
     remember. `watch` is called with each decision and outcome record. `validate` checks every invariant after every
     event, at about a hundred times the cost."""
-    made = policy_from(policy) if isinstance(policy, str) else policy
-    simulation = Simulation(scenario, made, seed, watch=watch, validate=validate)
+    made, desk = scheduling_from(policy) if isinstance(policy, str) else (policy, None)
+    simulation = Simulation(scenario, made, seed, watch=watch, validate=validate, desk=desk)
     simulation.run()
     return summarise(simulation)

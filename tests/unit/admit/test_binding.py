@@ -142,3 +142,32 @@ def test_one_endpoint_has_no_elsewhere(queue):
     fleet = Fleet()
     fleet.up(Endpoint("only", "10.0.0.1:80"))
     assert binder().bind([queue(100)], fleet, np.array([True]), NOW).slot == 0
+
+
+def test_new_tokens_go_where_there_is_memory(fleet, queue):
+    table = fleet.table
+    table.capacity_tokens[:] = 100_000.0
+    table.per_capacity[:] = 1e-5
+    table.kv[:] = [0.95, 0.2, 0.95]
+    for i, slot in enumerate((1, 1, 1, 1)):  # more to do there, but room
+        fleet.charge(queue(500 + i).request, slot, NOW, 0, 10)
+    assert binder().bind([queue(4000)], fleet, ALL, NOW).slot == 1
+    table.kv[:] = 0.2
+    assert binder().bind([queue(4000)], fleet, ALL, NOW).slot != 1
+
+
+def test_an_endpoint_without_memory_is_not_taken_while_another_has_some(fleet, queue):
+    """Open or not: waiting a little for room is cheaper than making all wait that are there."""
+    table = fleet.table
+    table.capacity_tokens[:] = 100_000.0
+    table.per_capacity[:] = 1e-5
+    table.kv[:] = [1.0, 0.2, 1.0]
+    table.active[:] = 50.0
+    again = binder().bind([queue(4000)], fleet, np.array([True, False, True]), NOW)
+    assert isinstance(again, float) and again > NOW
+
+
+def test_work_that_nobody_can_do_is_infinite(fleet, queue):
+    nobody = binder(lambda request, fleet, now: np.zeros(len(fleet.table), dtype=np.bool_))
+    assert nobody.look(queue(100).request, fleet, NOW)[0] == inf
+    assert nobody.look(queue(100).request, Fleet(), NOW)[0] == 100, "somebody may come who can"

@@ -199,3 +199,34 @@ def test_who_waits_longest_is_known(waiting):
         desk.now += 1
         desk.arrive()
     assert desk.flow.oldest() == (101.0 if waiting else inf)
+
+
+def test_on_large_pools_fewer_requests_are_compared():
+    desk = Desk(endpoints=100)
+    seen = []
+    inner = desk.flow.binder
+
+    class Counting(FirstForFirst):
+        def bind(self, window, fleet, opened, now):
+            seen.append(len(window))
+            return inner.bind(window, fleet, opened, now)
+
+    desk.flow.binder = Counting()
+    for _ in range(400):
+        desk.arrive()
+    desk.fleet.ledger.release(1)
+    desk.dispatch()
+    assert max(seen) == 48
+
+
+def test_a_client_may_not_ask_for_more_than_the_longest_wait():
+    desk = Desk(endpoints=0, times=Times(ttl=5, no_endpoints=50, longest=20))
+    assert desk.arrive(ttl=1000)[1][0].deadline == desk.now + 20
+    assert desk.arrive()[1][0].deadline == desk.now + 5
+
+
+def test_while_stopping_whoever_need_not_wait_still_goes():
+    desk = Desk(endpoints=1)
+    desk.flow.stop()
+    assert desk.arrive()[1] is None
+    assert isinstance(desk.arrive()[1], Refused)

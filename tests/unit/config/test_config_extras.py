@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fairlead.config.flow import build_desk
 from fairlead.config.load import load, problems
-from fairlead.config.registry import build_measure, build_parse
+from fairlead.config.registry import build_measure, build_parse, build_policy
 from fairlead.model.errors import PluginError
 from fairlead.parse.request import parse_request
 from fairlead.testing import endpoint
@@ -95,16 +96,15 @@ def test_a_parser_stands_before_the_built_in_one() -> None:
 
 
 @pytest.mark.parametrize(("kind", "type"), [("fairness", "fair"), ("ordering", "order"), ("saturation", "full")])
-def test_flow_control_plugins_are_made_known_and_said_not_to_be_used(kind: str, type: str) -> None:
-    from fairlead.config.extras import FLOW_CONTROL
-    from fairlead.config.schema import SECTIONS
-
-    if FLOW_CONTROL in SECTIONS:
-        pytest.skip("flowControl is a section of its own now")
+def test_flow_control_plugins_of_other_distributions_are_used(kind: str, type: str) -> None:
     config = load(f"flowControl: {{{kind}: {{type: {type}}}}}\n{ONE}")
-    assert [spec.kind for spec in config.flow_control] == [kind]
-    assert [note.path for note in config.notes] == [f"$.flowControl.{kind}"]
-    assert "not used yet" in config.notes[0].message
+    assert config.flow_control is not None and config.notes == ()
+    assert [(spec.kind, spec.type) for spec in config.flow_control.plugins()] == [(kind, type)]
+    desk = build_desk(config, build_policy(config))
+    assert desk is not None
+    band = desk.flow.queues._band(0)
+    used = {"fairness": band.fairness.name, "ordering": band.ordering.name, "saturation": desk.flow.gate.name}
+    assert used[kind] == type
 
 
 @pytest.mark.parametrize(

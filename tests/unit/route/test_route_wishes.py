@@ -88,3 +88,10 @@ def test_what_is_removed() -> None:
     assert not names.REMOVED_HEADERS & {*names.SESSION_HEADERS, names.REQUEST_ID, "traceparent", "content-type"}
     assert names.CONTROL_HEADERS.isdisjoint(names.READ_HEADERS)
     assert all(name in names.READ_HEADERS for group in names.TRUST.values() for name in group)
+
+
+def test_time_in_the_queue() -> None:
+    assert WishReader().read({"x-fairlead-ttl-ms": "1500"}).ttl_s == 1.5
+    for odd in ("", "-3", "nan", "inf", "1e12", "soon"):
+        assert WishReader().read({"x-fairlead-ttl-ms": odd}).ttl_s == 0.0
+    assert WishReader(["objective"]).read({"x-fairlead-ttl-ms": "1500"}).ttl_s == 0.0

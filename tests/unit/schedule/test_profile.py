@@ -269,3 +269,32 @@ def test_scorers_see_who_can_serve() -> None:
     choose(profile([], scorers), fleet)
     choose(profile([Fixed(mask(1, 1, 0), hard=True), Fixed(mask(0, 1, 1))], scorers), fleet)
     assert seen == [None, [True, True, False]], "load filters are not in it"
+
+
+class Available(Fixed):
+    availability = True
+
+
+def able(plan: Profile, fleet: Fleet) -> list[bool] | None:
+    found = plan.able(REQUEST, fleet, Context(0.0, Random(1)))
+    return None if found is None else found.tolist()
+
+
+def test_able_asks_for_ability_and_availability_and_not_for_load() -> None:
+    fleet = fleet_of(3)
+    hard, there, busy = (
+        Fixed(mask(1, 1, 0), hard=True),
+        Available(mask(0, 1, 1), "there"),
+        Fixed(mask(0, 0, 0), "busy"),
+    )
+    assert able(profile([busy, there, hard]), fleet) == [False, True, False]
+    assert able(profile([busy]), fleet) is None
+    assert able(profile([hard, Available(mask(0, 0, 1))]), fleet) == [True, True, False], "passed over"
+    assert able(profile([Fixed(mask(0, 0, 0), hard=True)]), fleet) == [False, False, False]
+
+
+def test_able_leaves_out_a_filter_that_fails() -> None:
+    errors: list[PluginError] = []
+    plan = profile([Fixed(ValueError("x"), hard=True), Fixed(mask(1, 0), "short", hard=True)], errors=errors)
+    assert able(plan, fleet_of(3)) is None
+    assert len(errors) == 2

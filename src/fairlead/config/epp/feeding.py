@@ -131,17 +131,22 @@ PRODUCERS: Table = {
     ),
 }
 
-_ADMIT = "requests are not shed by it: without a queue here, endpoints over their limits are avoided, never refused"
+_ADMIT = "requests are not shed by it; flow control has limits and times to live"
 
 FLOW: Table = {
     "latency-slo-admitter": Entry(role="control", counterpart="none", note=_ADMIT),
     "probabilistic-admitter": Entry(role="control", counterpart="none", params=ref.ProbabilisticAdmitter, note=_ADMIT),
-    "global-strict-fairness-policy": Entry(role="flow", counterpart="none"),
-    "round-robin-fairness-policy": Entry(role="flow", counterpart="none"),
-    "program-aware-fairness": Entry(role="flow", counterpart="none", params=ref.ProgramAwareFairness),
-    "fcfs-ordering-policy": Entry(role="flow", counterpart="none"),
-    "edf-ordering-policy": Entry(role="flow", counterpart="none"),
-    "slo-deadline-ordering-policy": Entry(role="flow", counterpart="none"),
+    "global-strict-fairness-policy": Entry(role="flow", counterpart="fairness global-strict"),
+    "round-robin-fairness-policy": Entry(role="flow", counterpart="fairness round-robin"),
+    "program-aware-fairness": Entry(
+        role="flow",
+        counterpart="fairness least-attained-service",
+        params=ref.ProgramAwareFairness,
+        note="service is uncached prompt tokens, and does not fade; waiting is not weighed",
+    ),
+    "fcfs-ordering-policy": Entry(role="flow", counterpart="ordering fcfs"),
+    "edf-ordering-policy": Entry(role="flow", counterpart="ordering edf"),
+    "slo-deadline-ordering-policy": Entry(role="flow", counterpart="ordering edf"),
     "static-usage-limit-policy": Entry(role="flow", counterpart="none", params=ref.StaticLimit),
     "priority-holdback-policy": Entry(role="flow", status="alpha", refused="use static-usage-limit-policy"),
     "soft-reflective-ceiling-policy": Entry(role="flow", status="alpha", refused="use static-usage-limit-policy"),

@@ -120,8 +120,6 @@ class Instances:
         remark = entry.remark(parameters)
         if remark:
             self._report.note(place, f"{plugin.type}: {remark}")
-        if entry.role == "flow":
-            self._report.note(place, f"{plugin.type}: not used yet, requests are scheduled at once")
         if entry.settings is not None:
             entry.settings(parameters, self.settings)
         return Instance(name, plugin.type, place, parameters, entry)

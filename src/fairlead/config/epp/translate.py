@@ -18,6 +18,7 @@ from fairlead.config.epp.document import (
     API_VERSIONS,
     GATES,
     KIND,
+    Band,
     DataLayer,
     Document,
     FlowControl,
@@ -26,12 +27,14 @@ from fairlead.config.epp.document import (
     SchedulingProfile,
 )
 from fairlead.config.epp.entry import Settings
+from fairlead.config.epp.flow import AT as FLOW
+from fairlead.config.epp.flow import Named, flow_spec
 from fairlead.config.epp.instances import Instance, Instances
 from fairlead.config.epp.parameters import FileDiscovery
 from fairlead.config.epp.profiles import Profiles
 from fairlead.config.problems import Report, describe
 from fairlead.config.registry import Registry
-from fairlead.config.schema import EndpointSource, PolicySpec
+from fairlead.config.schema import EndpointSource, FlowSpec, PolicySpec
 from fairlead.wire.problem import Place, shorten
 
 FIELDS: tuple[str, ...] = Document.__struct_encode_fields__
@@ -43,6 +46,8 @@ class Translation(Struct):
     settings: Settings = field(default_factory=Settings)
     #: `None` = the document names no discovery of its own.
     endpoints: EndpointSource | None = None
+    #: `None` = its flow control is off.
+    flow: FlowSpec | None = None
 
 
 def translate(root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> Translation:
@@ -57,6 +62,7 @@ class _Translator:
         self._base = base
         self._registry = registry
         self._instances = Instances(report, registry)
+        self._flow_gate = GATES["flowControl"]
 
     def translation(self) -> Translation:
         before = len(self._report.problems)
@@ -65,8 +71,7 @@ class _Translator:
         self._instances.read(self._root.get("plugins"), ("plugins",))
         policy = self._policy()
         flow: FlowControl | None = self._field("flowControl")
-        if flow is not None:
-            self._flow(flow)
+        control = self._flow(flow) if flow is not None else self._flow(FlowControl()) if self._flow_gate else None
         handler: RequestHandler | None = self._field("requestHandler")
         for i, parser in enumerate((handler.parsers or ()) if handler else ()):
             self._ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
@@ -74,7 +79,7 @@ class _Translator:
         self._top_level_ref("saturationDetector", "saturation")
         endpoints = self._data_layer()
         failed = len(self._report.problems) > before
-        return Translation(None if failed else policy, self._instances.settings, endpoints)
+        return Translation(None if failed else policy, self._instances.settings, endpoints, control)
 
     def _field(self, key: str) -> Any:
         """A field of the document, checked; `None` when it is absent or wrong."""
@@ -101,6 +106,8 @@ class _Translator:
                 self._report.unknown(place, "feature gate", name, GATES)
             elif equals and value not in ("true", "false"):
                 self._report.add(place, f"expected {name}=true or {name}=false, got {describe(text)}")
+            elif name == "flowControl":
+                self._flow_gate = value != "false"
 
     def _policy(self) -> PolicySpec | None:
         nodes = self._root.get("schedulingProfiles")
@@ -127,22 +134,29 @@ class _Translator:
         if ref is not None:
             self._ref(ref.plugin_ref, (key, "pluginRef"), role)
 
-    def _flow(self, flow: FlowControl) -> None:
-        at: Place = ("flowControl",)
+    def _flow(self, flow: FlowControl) -> FlowSpec | None:
+        """`None` while the gate is off, as in the reference."""
+        named = Named()
         if flow.saturation_detector:
-            self._ref(flow.saturation_detector.plugin_ref, (*at, "saturationDetector", "pluginRef"), "saturation")
+            place: Place = (*FLOW, "saturationDetector", "pluginRef")
+            named.saturation = self._ref(flow.saturation_detector.plugin_ref, place, "saturation")
         if flow.usage_limit_policy_plugin_ref:
-            self._ref(flow.usage_limit_policy_plugin_ref, (*at, "usageLimitPolicyPluginRef"), "flow")
-        named = [("defaultPriorityBand", flow.default_priority_band)]
-        named += [("defaultNegativePriorityBand", flow.default_negative_priority_band)]
-        bands: list[tuple[Place, Any]] = [((*at, key), band) for key, band in named if band is not None]
-        bands += [((*at, "priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
-        for place, band in bands:
+            named.limit = self._ref(flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow")
+        places = [("defaultPriorityBand", flow.default_priority_band)]
+        places += [("defaultNegativePriorityBand", flow.default_negative_priority_band)]
+        bands: list[tuple[Place, Band]] = [((*FLOW, key), band) for key, band in places if band is not None]
+        bands += [((*FLOW, "priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
+        for at, band in bands:
             if band.fairness_policy_ref:
-                self._ref(band.fairness_policy_ref, (*place, "fairnessPolicyRef"), "flow")
+                one = self._ref(band.fairness_policy_ref, (*at, "fairnessPolicyRef"), "flow")
+                named.fairness = named.fairness or one
             if band.ordering_policy_ref:
-                self._ref(band.ordering_policy_ref, (*place, "orderingPolicyRef"), "flow")
-        self._report.note(at, "not used yet: requests are scheduled at once, none is queued or shed")
+                one = self._ref(band.ordering_policy_ref, (*at, "orderingPolicyRef"), "flow")
+                named.ordering = named.ordering or one
+        if not self._flow_gate:
+            self._report.note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
+            return None
+        return flow_spec(flow, named, [band for _, band in bands], self._report)
 
     def _data_layer(self) -> EndpointSource | None:
         layer: DataLayer | None = self._field("dataLayer")

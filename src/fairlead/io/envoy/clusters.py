@@ -13,7 +13,7 @@ EXT_PROC = "ext_proc"
 ALS = "als"
 DESTINATION_CLUSTER = "dst"
 POOL = endpoints_file.CLUSTER
-#: The same endpoints over cleartext HTTP/2, for gRPC. Everything else goes by HTTP/1.1: vLLM's HTTP server has no other.
+#: The same endpoints over cleartext HTTP/2, for gRPC. All else goes by HTTP/1.1: vLLM's HTTP server has no other.
 GRPC_DESTINATION = "dst_grpc"
 GRPC_POOL = "all_endpoints_grpc"
 

@@ -79,6 +79,7 @@ class Understanding:
             subset=subset,
             slo_ttft_ms=wishes.slo_ttft_ms,
             slo_tpot_ms=wishes.slo_tpot_ms,
+            ttl_s=wishes.ttl_s,
             external_id=headers.get(names.REQUEST_ID, "")[:MAX_NAME],
         )
 

@@ -1,0 +1,152 @@
+"""What waits, for how long, and what became of it. Nothing is shown while flow control is off.
+
+Rules
+* Gauges are set anew from the queues at every rendering; the counter and the histogram with each decision.
+* Tenants and models are the clients' words: past `CAP` label sets they become `other`.
+* `requests_total` and the histogram count every request that flow control has seen, also those that went at once.
+* Published names and their deprecated twins as in `request_families`; `fairlead_flow_*` are our own.
+"""
+
+from collections.abc import Callable
+from math import inf, nan
+
+from fairlead.admit.desk import Desk
+from fairlead.admit.framework import Flow
+from fairlead.admit.queues import Band, Limit
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.decision import DecisionRecord
+from fairlead.observe import buckets
+from fairlead.observe.exposition import Registry
+from fairlead.observe.instruments import counters, gauges, histograms
+
+CAP = 1000
+_CLIENTS = ("fairness_id", "model_name", "target_model_name")
+_FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
+_MAX_LABEL = 200
+_PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
+
+#: Reason → the published outcome of a request that had not waited, and of one that had.
+_OUTCOMES = {
+    "routed": ("Dispatched", "Dispatched"),
+    "rejected-saturated": ("RejectedCapacity", "EvictedOther"),
+    "rejected-no-endpoints": ("RejectedNoEndpoints", "EvictedNoEndpoints"),
+    "rejected-ttl-expired": ("EvictedTTL", "EvictedTTL"),
+    "rejected-context-cancelled": ("EvictedContextCancelled", "EvictedContextCancelled"),
+    "rejected-shutting-down": ("RejectedOther", "EvictedOther"),
+}
+_OTHERWISE = ("RejectedOther", "EvictedOther")
+
+
+class FlowMetrics:
+    """`desk` is set once there is flow control."""
+
+    def __init__(self, registry: Registry, pool: str, fleet: Fleet, now: Callable[[], float]) -> None:
+        self.desk: Desk | None = None
+        self._fleet = fleet
+        self._now = now
+        self._requests = counters("outcome", "priority", cap=256, fold=("priority",))
+        self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE, cap=CAP, fold=_CLIENTS)
+        self._size = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._bytes = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._saturation = gauges("stage")
+        self._used = {kind: gauges("priority", cap=256, fold=("priority",)) for kind in ("requests", "bytes")}
+        self._used_all = {kind: gauges("unused", cap=2) for kind in ("requests", "bytes")}
+        self._age = gauges("priority", cap=256, fold=("priority",))
+        self._jain = gauges("priority", cap=256, fold=("priority",))
+        self._delay = gauges("unused", cap=2)
+        self._wanted = gauges("unused", cap=2)
+        registry.before(self._refresh)
+        self._show(registry, {"constant": {"inference_pool": pool}})
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        if self.desk is None:
+            return
+        request = record.request
+        outcome = _OUTCOMES.get(record.outcome, _OTHERWISE)[record.queued_ms > 0.0]
+        priority = str(request.priority)
+        self._requests.child(outcome, priority).value += 1
+        model, target = request.model[:_MAX_LABEL], request.target_model[:_MAX_LABEL]
+        labels = request.fairness_id[:_MAX_LABEL], priority, model, target, outcome
+        self._waits.child(*labels).observe(record.queued_ms * 1e-3)
+
+    def _refresh(self) -> None:
+        desk = self.desk
+        if desk is None:
+            return
+        for family in (self._size, self._bytes, self._age, self._jain, *self._used.values()):
+            family.children.clear()
+        now, queues = self._now(), desk.flow.queues
+        for band in queues.bands():
+            self._band(band, queues.limits.band, now)
+        for kind, count in (("requests", len(queues)), ("bytes", queues.bytes)):
+            self._used_all[kind].child("").set(_share(count, getattr(queues.limits.total, kind)))
+        self._saturation.child("effective").set(self._saturated(desk, now))
+        endpoints = self._fleet.table.count
+        self._delay.child("").set(desk.drain_s())
+        self._wanted.child("").set(desk.wanted(endpoints, now))
+
+    def _band(self, band: Band, limit: Limit, now: float) -> None:
+        priority = str(band.priority)
+        self._used["requests"].child(priority).set(_share(band.count, limit.requests))
+        self._used["bytes"].child(priority).set(_share(band.bytes, limit.bytes))
+        oldest = band.oldest()
+        self._age.child(priority).set(0.0 if oldest == inf else now - oldest)
+        served = [flow.served for flow in band.flows.values() if flow.served > 0.0 or len(flow)]
+        self._jain.child(priority).set(_jain(served))
+        for flow in band.flows.values():
+            if len(flow):
+                labels = _labels(flow)
+                self._size.child(*labels).inc(len(flow))
+                self._bytes.child(*labels).inc(flow.bytes)
+
+    def _saturated(self, desk: Desk, now: float) -> float:
+        """Of detectors their level, else the share of endpoints that are closed; 1 without endpoints."""
+        level = getattr(desk.flow.gate, "level", None)
+        if level is not None:
+            return float(level(self._fleet, now))
+        count = self._fleet.table.count
+        opened = desk.flow.gate.open(self._fleet, now)
+        if not count:
+            return 1.0
+        return 0.0 if opened is None else 1.0 - float(opened.sum()) / count
+
+    def _show(self, registry: Registry, pool: dict[str, dict[str, str]]) -> None:
+        show = registry.show
+        for prefix in _PREFIXES:
+            text = "[ALPHA] Time from a request's arrival at flow control to its outcome."
+            show(prefix + "request_queue_duration_seconds", text, self._waits, **pool)
+            show(prefix + "queue_size", "[ALPHA] Requests that wait, by flow.", self._size, **pool)
+            show(prefix + "queue_bytes", "[ALPHA] Bytes of their bodies, by flow.", self._bytes, **pool)
+            text = "[ALPHA] 1 = no endpoint may be sent one more request; above, oversubscribed."
+            show(prefix + "pool_saturation", text, self._saturation, **pool)
+        prefix = _PREFIXES[0]
+        show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
+        for kind in ("requests", "bytes"):
+            text = f"[ALPHA] Share of the limit of {kind} that is used, by band."
+            show(f"{prefix}capacity_utilization_{kind}", text, self._used[kind], **pool)
+            text = f"[ALPHA] Share of the global limit of {kind} that is used."
+            show(f"{prefix}global_capacity_utilization_{kind}", text, self._used_all[kind], labels={}, **pool)
+        text = "Age of the request that waits longest, by band."
+        show("fairlead_flow_head_age_seconds", text, self._age)
+        text = "Jain's index of the work that the flows of a band were given out of the queue; 1 = all the same."
+        show("fairlead_flow_fairness_index", text, self._jain)
+        text = "How long the queue will take at the pace of the last dispatches."
+        show("fairlead_flow_delay_seconds", text, self._delay, labels={})
+        text = "Endpoints with which requests would wait no longer than the target."
+        show("fairlead_desired_replicas", text, self._wanted, labels={})
+
+
+def _labels(flow: Flow) -> tuple[str, ...]:
+    key = flow.key
+    target = flow.waiting[0][2].request.target_model
+    return key.tenant[:_MAX_LABEL], str(key.priority), key.model[:_MAX_LABEL], target[:_MAX_LABEL]
+
+
+def _share(used: float, limit: float) -> float:
+    return 0.0 if limit == inf else used / limit
+
+
+def _jain(work: list[float]) -> float:
+    """(Σx)² / (n·Σx²), 1/n..1; NaN where nobody got anything."""
+    squares = sum(x * x for x in work)
+    return sum(work) ** 2 / (len(work) * squares) if squares else nan

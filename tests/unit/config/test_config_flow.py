@@ -1,0 +1,151 @@
+"""`flowControl` → limits, times, plugins, and who may be refused at once."""
+
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from fairlead.admit.framework import Refused
+from fairlead.admit.gates import LedgerGate
+from fairlead.admit.queues import Limit
+from fairlead.config.builtins import BUILTINS
+from fairlead.config.flow import able_by, build_desk
+from fairlead.config.load import examine, load, problems
+from fairlead.config.registry import build_policy
+from fairlead.config.reload import plan_reload
+from fairlead.config.show import effective
+from fairlead.config.yamltree import parse
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.request import Request
+
+ONE = "endpoints: ['127.0.0.1:8000']\n"
+
+
+def desk(text: str):
+    config = load(text + ONE)
+    return build_desk(config, build_policy(config))
+
+
+def request(number: int = 1, **fields) -> Request:
+    return Request(id=number, arrived=0.0, prompt_tokens=100, **fields)
+
+
+@pytest.mark.parametrize("text", ["", "flowControl:\n", "flowControl: {enabled: false, ttl: 3s}\n"])
+def test_off_unless_asked_for(text: str) -> None:
+    assert desk(text) is None
+
+
+def test_a_mapping_with_nothing_in_it_turns_it_on() -> None:
+    found = desk("flowControl: {}\n")
+    assert found.policy == "cost-model"
+    assert isinstance(found.flow.gate, LedgerGate)
+    band = found.flow.queues._band(0)
+    assert (band.fairness.name, band.ordering.name) == ("deficit-round-robin", "least-work")
+    assert found.flow.queues.limits.band == Limit(5000, 1e9)
+    assert found.flow.queues.limits.total == Limit(inf, inf)
+
+
+def test_limits_and_times() -> None:
+    limits = "limits: {total: {requests: 1, bytes: 1MiB}, flow: {bytes: 5}}"
+    found = desk(f"flowControl: {{ttl: 2s, noEndpointTtl: 1s, {limits}}}\n")
+    assert found.flow.queues.limits.total == Limit(1, 1 << 20)
+    assert found.flow.queues.limits.flow == Limit(inf, 5)
+    fleet = Fleet()
+    waits, _ = found.flow.arrived(request(), fleet, 10.0)
+    assert waits.deadline == 11.0, "the pool is empty"
+    assert isinstance(found.flow.arrived(request(2), fleet, 10.0), Refused)
+
+
+def test_a_client_may_not_wait_for_longer_than_a_gateway_does() -> None:
+    found = desk("flowControl: {noEndpointTtl: 590}\n")
+    waits, _ = found.flow.arrived(request(ttl_s=1e6), Fleet(), 10.0)
+    assert waits.deadline == 600.0
+
+
+@pytest.mark.parametrize("kind", ["fairness", "ordering"])
+def test_every_built_in_plugin_can_be_named(kind: str) -> None:
+    for name in BUILTINS[kind]:  # type: ignore[index]
+        found = desk(f"flowControl: {{{kind}: {{type: {name}}}}}\n")
+        bands = [found.flow.queues._band(priority) for priority in (0, 1)]
+        assert [getattr(band, kind).name for band in bands] == [name, name]
+        assert bands[0].fairness is not bands[1].fairness
+
+
+def test_detectors_close_the_whole_pool() -> None:
+    found = desk("flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 2}}\n")
+    fleet = Fleet()
+    for i in range(2):
+        fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
+    for i in range(1, 5):
+        assert found.flow.gate.open(fleet, 1.0) is None
+        fleet.charge(request(i), i % 2, 1.0, 0, 10)
+    assert not found.flow.gate.open(fleet, 1.0).any()
+    assert desk("flowControl: {saturation: {type: utilization-detector}}\n").flow.gate.open(fleet, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("flowControl: 3", "$.flowControl"),
+        ("flowControl: {tll: 3}", "$.flowControl.tll"),
+        ("flowControl: {ttl: 20m}", "$.flowControl.ttl"),
+        ("flowControl: {limits: {band: {requests: 0}}}", "$.flowControl.limits.band.requests"),
+        ("flowControl: {fairness: {type: fcfs}}", "$.flowControl.fairness.type"),
+        ("flowControl: {ordering: {type: least-work, ageing: 0}}", "$.flowControl.ordering.ageing"),
+        ("flowControl: {}\npolicy: prefill-decode", "$.flowControl"),
+    ],
+)
+def test_problems_have_their_place(text: str, path: str) -> None:
+    assert [problem.path for problem in problems(f"{text}\n{ONE}")] == [path]
+
+
+def test_a_request_that_nobody_can_serve_does_not_wait() -> None:
+    found = desk("flowControl: {}\n")
+    fleet = Fleet()
+    fleet.up(Endpoint("e0", "10.0.0.1:80"))
+    for i in range(1, 9):
+        fleet.charge(request(i), 0, 1.0, 0, 10)
+    assert found.flow.arrived(request(20, subset=frozenset({"10.9.9.9:1"})), fleet, 1.0) is None
+    assert isinstance(found.flow.arrived(request(21, subset=frozenset({"10.0.0.1"})), fleet, 1.0), tuple)
+    assert len(found) == 1
+
+
+def test_another_policy_brings_its_rules_to_those_that_wait() -> None:
+    found = desk("flowControl: {}\n")
+    fleet = Fleet()
+    for i in range(2):
+        fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80", labels={"zone": "ab"[i]}))
+    for i in range(1, 17):
+        fleet.charge(request(i), i % 2, 1.0, 0, 10)
+    found.flow.arrived(request(20), fleet, 1.0)
+    only_b = "filters: [{type: by-label, label: zone, validValues: [b]}]\nscorers: []\n"
+    config = load(only_b + ONE)
+    policy = build_policy(config)
+    found.follow(policy.name, able_by(config, policy))
+    for i in range(2, 17, 2):
+        fleet.ledger.release(i)
+    assert list(found.flow.dispatch(fleet, 2.0)) == []
+    for i in range(1, 17, 2):
+        fleet.ledger.release(i)
+    (bound,) = found.flow.dispatch(fleet, 3.0)
+    assert bound.slot == 1
+
+
+def test_a_change_needs_a_restart_and_says_so() -> None:
+    changes, (refused,) = plan_reload(load(ONE), load(f"flowControl: {{}}\n{ONE}"))
+    assert (changes.paths, refused.path) == ((), "$.flowControl")
+    assert "queues were made at the start" in refused.message
+    text = f"flowControl: {{ordering: {{type: fcfs}}}}\n{ONE}"
+    assert plan_reload(load(text), load(f"\n# moved\n{text}")) == plan_reload(load(text), load(text))
+
+
+def test_what_is_in_force_is_shown(tmp_path: Path) -> None:
+    text = f"flowControl: {{ttl: 5s, ordering: {{type: fcfs}}}}\n{ONE}"
+    shown = {value.path: (value.value, value.origin) for value in effective(load(text), parse(text).tree)}
+    assert shown["$.flowControl.ttl"] == (5.0, "line 1")
+    assert shown["$.flowControl.limits.band.requests"] == (5000, "default")
+    assert shown["$.flowControl.ordering.type"] == ("fcfs", "line 1")
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    assert examine(file)[1].problems == []
