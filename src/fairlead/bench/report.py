@@ -12,6 +12,7 @@ Rules
   wall-clock.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -28,8 +29,13 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "body_error_503": "503"}
 
 
-def summarise(result: RunResult, time: Time = "wall") -> Summary:
-    """One run as JSON-ready figures with stable keys. Durations in ms, except where a key says `_s`."""
+def summarise(
+    result: RunResult, time: Time = "wall", slo_ttft_ms: float = math.inf, slo_tpot_ms: float = math.inf
+) -> Summary:
+    """One run as JSON-ready figures with stable keys. Durations in ms, except where a key says `_s`.
+
+    The service levels are in the time of the summary; infinite = none.
+    """
     ratio = result.time_ratio if time == "model" else 1.0
     records = result.records
     good = [record for record in records if not record.error]
@@ -51,6 +57,7 @@ def summarise(result: RunResult, time: Time = "wall") -> Summary:
         "tpot_ms": _spread([tpot * ratio for record in good if (tpot := _tpot(record)) is not None]),
         "itl_ms": _gaps(result, ratio),
         **_tokens(good, duration),
+        **_goodput(records, ratio, duration, slo_ttft_ms, slo_tpot_ms),
         "send_lag_ms": _spread([record.sent - record.scheduled for record in records if record.sent]),
         "client": {
             "cpu_s": result.cpu_s,
@@ -83,6 +90,21 @@ def _tokens(good: Sequence[Record], duration: float) -> Summary:
         "input_tokens_per_s": _rate(prompt, duration),
         "prefix_hit_rate": cached / base if cached is not None and base else None,
         "usage_missing": sum(record.completion_tokens < 0 for record in good),
+    }
+
+
+def _goodput(records: Sequence[Record], ratio: float, duration: float, ttft_ms: float, tpot_ms: float) -> Summary:
+    """Share of all requests that succeeded within both levels; a response without a second token has no TPOT."""
+    levels = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+    within = sum(
+        record.ttft() * ratio * 1000 <= ttft_ms and (_tpot(record) or 0.0) * ratio * 1000 <= tpot_ms
+        for record in records
+        if not record.error
+    )
+    return {
+        "slo": {name: None if math.isinf(level) else level for name, level in levels.items()},
+        "goodput": within / len(records) if records else None,
+        "good_requests_per_s": _rate(within, duration),
     }
 
 
@@ -151,6 +173,16 @@ def table(summaries: Sequence[Summary]) -> Table:
     return out
 
 
+def _goodput_row(summaries: Sequence[Summary]) -> tuple[str, list[str]]:
+    """Without a service level every success would be good: that is no figure of its own."""
+    levels = {(summary["slo"]["ttft_ms"], summary["slo"]["tpot_ms"]) for summary in summaries}
+    words = [f"{name} {level:g} ms" for name, level in zip(("TTFT", "TPOT"), levels.pop(), strict=True) if level]
+    shown = bool(words) and not levels
+    values = [summary["goodput"] if shown else None for summary in summaries]
+    label = f"goodput ({', '.join(words)})" if shown else "goodput"
+    return label, ["-" if value is None else percent(value) for value in values]
+
+
 def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
     def row(label: str, *path: str, write: Callable[[float], str] = figure) -> tuple[str, list[str]]:
         values = []
@@ -173,6 +205,7 @@ def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
             yield row(f"{label} {name}, ms", key, name)
     yield row("output tokens/s", "output_tokens_per_s")
     yield row("input tokens/s", "input_tokens_per_s")
+    yield _goodput_row(summaries)
     yield row("prefix hit rate", "prefix_hit_rate", write=percent)
     yield row("requests/s", "requests_per_s")
     yield row("duration, s", "duration_s")

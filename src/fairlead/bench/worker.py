@@ -23,7 +23,7 @@ EXIT_CONFIG = 2
 
 def main(result_path: str) -> int:
     """Returns the process's exit code."""
-    _allow_many_sockets()
+    allow_many_sockets()
     output = sys.stdout.fileno()
     os.set_blocking(output, False)
 
@@ -46,7 +46,7 @@ def main(result_path: str) -> int:
     return 0
 
 
-def _allow_many_sockets() -> None:
+def allow_many_sockets() -> None:
     """Each request in flight holds a socket; a common soft limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20

@@ -56,7 +56,8 @@ class BenchProgress:
 def line(look: "Look") -> str:
     """How it goes, in a few words."""
     done = f"{look.done:,} of {look.total:,}" if look.total else f"{look.done:,} done"
-    parts = [done, f"{look.in_flight:,} in flight", f"{look.rate:.1f}/s"]
+    # Of the whole run so far: a quarter of a second holds too few to tell a rate.
+    parts = [done, f"{look.in_flight:,} in flight", f"{look.done / max(look.elapsed_s, 1e-9):.1f}/s"]
     if look.waiting:
         parts.append(f"{look.waiting:,} held back")
     if look.ttft_p50_ms is not None:

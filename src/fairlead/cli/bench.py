@@ -1,0 +1,241 @@
+"""`fairlead bench`: open-loop load against any OpenAI endpoint, and what came of it."""
+
+import math
+from inspect import cleandoc
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+
+if TYPE_CHECKING:
+    from fairlead.bench.report import Summary
+    from fairlead.bench.spec import Options, RunResult
+    from fairlead.cli._bench_load import Load, Wish
+
+_EXAMPLES = """
+\b
+Examples:
+  fairlead bench http://localhost:8080
+  fairlead bench localhost:8080 --rate 12 --seconds 60 --out out/bench
+  fairlead bench localhost:8080 --arrivals ramp --rate 2 --to-rate 30 --seconds 90
+  fairlead bench localhost:8080 -w conversation -n 500 --slo-ttft-ms 500
+  fairlead bench localhost:8080 -w traffic.jsonl --speedup 4 --output-tokens 64
+  fairlead bench localhost:8000 -w chat --closed 32 -n 1000 --json
+\b
+The workload of most published figures on prefix-aware routing:
+  fairlead bench localhost:8080 --rate 14 -n 3000 --output-tokens 1000 \\
+    --set groups=150 --set prompts=5 \\
+    --set system_tokens=6000 --set question_tokens=1200
+\b
+A real vLLM stops where the model likes; for answers of the length asked for:
+  fairlead bench localhost:8000 --extra '{"ignore_eos": true}'
+\b
+Latencies count from the moment a request was due, not from when it was sent:
+a server that stalls cannot hide it. Look at "send lag" first: unless it is
+small beside the TTFT, this machine was the bottleneck.
+\b
+Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage.
+More: docs/bench.md.
+"""
+
+_Url = Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT of a gateway or model server.")]
+_Workload = Annotated[
+    str,
+    typer.Option("--workload", "-w", help="shared-prefix, conversation, chat, a kind of docs/workloads.md, or a FILE."),
+]
+_Rate = Annotated[
+    float, typer.Option(min=0, help="Requests per second. Default: 5; a file's own times.", show_default=False)
+]
+_Arrivals = Annotated[
+    str, typer.Option(help="poisson, constant, bursty (with --cv) or ramp (to --to-rate).", show_default="poisson")
+]
+_Closed = Annotated[
+    int, typer.Option(min=0, help="Closed loop: so many clients, each waits for its answer.", show_default=False)
+]
+_Requests = Annotated[
+    int, typer.Option("--requests", "-n", min=0, help="How many. Default: 200; all of a file.", show_default=False)
+]
+_Seconds = Annotated[float, typer.Option(min=0, help="Send for so long.", show_default=False)]
+_Speedup = Annotated[float, typer.Option(min=0, help="Replay a file so many times as fast.", show_default="1")]
+_Model = Annotated[str, typer.Option(help="Default: the file's, else the first of /v1/models.", show_default=False)]
+_Output = Annotated[int, typer.Option(min=0, help="max_tokens of every request.", show_default="the workload's")]
+_Header = Annotated[
+    list[str] | None, typer.Option("--header", "-H", help="NAME=VALUE, sent with every request; repeat.", metavar="K=V")
+]
+_Set = Annotated[
+    list[str] | None, typer.Option(help="A parameter of the workload; a wrong name lists them.", metavar="K=V")
+]
+_Extra = Annotated[str, typer.Option(help="JSON object of further fields for every request.", show_default=False)]
+_Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds from the send to the end of an answer.")]
+_MaxInFlight = Annotated[int, typer.Option(min=1, help="Requests that are open at a time; further ones wait.")]
+_Out = Annotated[
+    Path | None, typer.Option(help="Folder for summary.json and bench.png.", file_okay=False, show_default=False)
+]
+
+
+def bench(
+    url: _Url,
+    workload: _Workload = "shared-prefix",
+    rate: _Rate = 0.0,
+    arrivals: _Arrivals = "",
+    closed: _Closed = 0,
+    requests: _Requests = 0,
+    seconds: _Seconds = 0.0,
+    speedup: _Speedup = 0.0,
+    cv: Annotated[float, typer.Option(min=0.01, help="Of bursty arrivals: 1 is Poisson, more comes in clumps.")] = 3.0,
+    to_rate: Annotated[float, typer.Option(min=0, help="Of a ramp: the last rate.", show_default=False)] = 0.0,
+    model: _Model = "",
+    output_tokens: _Output = 0,
+    set: _Set = None,
+    extra: _Extra = "",
+    header: _Header = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and texts; another seed asks what no cache holds.")] = 0,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Good service, for goodput; 0 = any.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0, help="Good service, for goodput; 0 = any.")] = 50.0,
+    timeout: _Timeout = 300.0,
+    max_in_flight: _MaxInFlight = 2000,
+    out: _Out = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Send load to a live OpenAI endpoint; TTFT, TPOT, E2E, tokens/s, goodput, prefix hits, failures.
+
+    Requests leave when they are due, whether or not earlier ones were answered (open loop).
+    """
+    from fairlead.cli._bench_load import Wish, build
+    from fairlead.workload.formats.problems import TraceError
+
+    wish = Wish(
+        workload=workload,
+        parameters=_pairs(set, "--set", underscores=True),
+        rate=rate,
+        arrivals=arrivals,
+        cv=cv,
+        to_rate=to_rate,
+        closed=closed,
+        requests=requests,
+        seconds=seconds,
+        speedup=speedup,
+        output_tokens=output_tokens,
+        extra=_object(extra),
+        seed=seed,
+    )
+    try:
+        load = build(wish)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except (TraceError, OSError) as error:
+        complain(str(error))
+        raise typer.Exit(WRONG_INPUT) from None
+    options = _options(load, _pairs(header, "--header"), timeout, max_in_flight)
+    result = _run(url, load, model, options)
+    summary = _summarise(result, wish, slo_ttft_ms or math.inf, slo_tpot_ms or math.inf)
+    _show(summary, out, json)
+    if summary["failed"] or not summary["requests"]:
+        raise typer.Exit(FAILED)
+
+
+def _pairs(settings: list[str] | None, option: str, underscores: bool = False) -> dict[str, str]:
+    from fairlead.model.errors import ConfigError
+
+    found = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"expected NAME=VALUE, got {setting!r}", option)
+        found[name.strip().replace("-", "_") if underscores else name.strip()] = value.strip()
+    return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    import msgspec
+
+    from fairlead.model.errors import ConfigError
+
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{text!r} is no JSON object: {error}", "--extra") from None
+
+
+def _options(load: "Load", headers: dict[str, str], timeout: float, max_in_flight: int) -> "Options":
+    from fairlead.bench.spec import Options
+
+    return Options(
+        requests=load.requests,
+        duration_s=load.seconds,
+        max_in_flight=max_in_flight,
+        timeout_s=timeout,
+        # Every request has its own bound; this one only has to be later than any trace.
+        time_limit_s=7 * 86400.0,
+        headers=headers,
+    )
+
+
+def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
+    """Ask for the model's name, send everything, show how it goes."""
+    import asyncio
+
+    from fairlead.bench.probe import ask_models, normal_target
+    from fairlead.bench.runner import run
+    from fairlead.bench.worker import allow_many_sockets
+    from fairlead.cli._bench_progress import BenchProgress
+    from fairlead.model.errors import ConfigError
+
+    target = normal_target(url)
+    status, served = ask_models(target, options.headers)
+    if not (model or served or load.names_models):
+        raise ConfigError(f"{target}/v1/models names no model (status {status}): say which one to ask for", "--model")
+    fallback = served[0] if served else model
+    workload = load.workload(model, fallback)
+    allow_many_sockets()
+    with BenchProgress(f"{load.described} → {target}, model {model or fallback or 'of the file'}") as progress:
+        return asyncio.run(run(target, workload, load.arrivals, options, progress.step, load.described))
+
+
+def _summarise(result: "RunResult", wish: "Wish", slo_ttft_ms: float, slo_tpot_ms: float) -> "Summary":
+    import msgspec
+
+    from fairlead.bench.report import summarise
+
+    summary = summarise(result, slo_ttft_ms=slo_ttft_ms, slo_tpot_ms=slo_tpot_ms)
+    # Values of headers are left out: one of them may be a key.
+    options = summary["config"]["options"]
+    options["headers"] = dict.fromkeys(options["headers"], "(not shown)")
+    summary["config"]["command"] = msgspec.to_builtins(wish)
+    return summary
+
+
+def _show(summary: "Summary", out: Path | None, as_json: bool) -> None:
+    from json import dumps
+
+    from rich.console import Console
+
+    from fairlead.bench.report import table
+    from fairlead.cli._bench_progress import hints
+
+    if as_json:
+        typer.echo(dumps(summary, indent=2))
+    else:
+        Console().print(table([summary]))
+    for hint in hints(summary):
+        typer.echo(hint, err=True)
+    if out is not None:
+        (out / "summary.json").write_text(dumps(summary, indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"written: {', '.join(map(str, [out / 'summary.json', *_plot(summary, out)]))}", err=True)
+
+
+def _plot(summary: "Summary", out: Path) -> list[Path]:
+    from fairlead.bench.plot import plot
+
+    path = out / "bench.png"
+    try:
+        plot([summary], path, f"Load on {summary['target']}")
+    except ImportError:
+        typer.echo("no plot: it needs matplotlib, which fairlead[report] brings", err=True)
+        return []
+    return [path]
+
+
+bench.__doc__ = f"{cleandoc(bench.__doc__ or '')}\n{_EXAMPLES}"

@@ -1,0 +1,151 @@
+"""What `fairlead bench` understands of its command line. What it sends is in the integration tests."""
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fairlead.bench.arrivals import ClosedLoop
+from fairlead.bench.replay import Paced, Recorded
+from fairlead.bench.spec import Progress
+from fairlead.cli._bench_load import DEFAULT_REQUESTS, KINDS, Load, Wish, build
+from fairlead.cli._bench_progress import hints, line
+from fairlead.cli.main import build_app
+from fairlead.model.errors import ConfigError
+
+TRACE = """{"fairlead_workload":1,"name":"t"}
+{"id":"a","in_tokens":20,"out_tokens":2,"arrival_us":0,"block_size":10,"hash_ids":[1,2]}
+{"id":"b","in_tokens":20,"out_tokens":3,"arrival_us":4000000,"block_size":10,"hash_ids":[1,3],"model":"m"}
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "t.jsonl"
+    path.write_text(TRACE)
+    return str(path)
+
+
+def offsets(load: Load, count: int) -> list[float]:
+    assert not isinstance(load.arrivals, ClosedLoop)
+    return list(islice(load.arrivals.offsets(), count))
+
+
+def sent(load: Load, count: int, model: str = "", fallback: str = "served") -> list[dict[str, Any]]:
+    return [json.loads(call.body) for call in islice(load.workload(model, fallback).calls(), count)]
+
+
+def test_the_default_is_a_bounded_open_loop() -> None:
+    load = build(Wish())
+    assert (load.requests, load.seconds) == (DEFAULT_REQUESTS, 0.0)
+    assert isinstance(load.arrivals, Paced)
+    assert offsets(load, 500)[-1] == pytest.approx(100, rel=0.2)
+    systems = Counter(body["messages"][0]["content"] for body in sent(load, 200))
+    assert sorted(systems.values()) == [10] * 20
+    assert sent(load, 1)[0]["model"] == "served"
+
+
+def test_a_file_keeps_its_times_unless_told_otherwise(trace: str) -> None:
+    load = build(Wish(workload=trace, speedup=4))
+    assert isinstance(load.arrivals, Recorded)
+    assert offsets(load, 5) == [0.0, 1.0]
+    assert load.requests == 2
+    assert [body["model"] for body in sent(load, 5)] == ["served", "m"]
+    assert not load.names_models
+    assert isinstance(build(Wish(workload=trace, rate=3)).arrivals, Paced)
+    assert isinstance(build(Wish(workload=trace, closed=3)).arrivals, ClosedLoop)
+    assert build(Wish(workload=trace, requests=1)).requests == 1
+    assert build(Wish(workload=trace, requests=9)).requests == 2
+
+
+def test_options_reach_the_requests(trace: str) -> None:
+    for name in ("shared-prefix", "chat", "conversation", trace):
+        load = build(Wish(workload=name, requests=1, output_tokens=5, extra={"top_k": 3}))
+        (body,) = sent(load, 1, model="x")
+        assert (body["max_tokens"], body["top_k"], body["model"]) == (5, 3, "x")
+    (small,) = sent(build(Wish(parameters={"system_tokens": "3", "stream": "false"})), 1)
+    assert len(small["messages"][0]["content"]) == 12
+    assert "stream" not in small
+
+
+def test_conversations_hold_as_many_requests_as_wanted_and_later_turns_among_them() -> None:
+    load = build(Wish(workload="conversation", requests=120, seed=2))
+    assert load.records is not None and len(load.records) == load.requests == 120
+    assert sum(bool(record.parent) for record in load.records) > 40
+    assert isinstance(load.arrivals, Paced)
+    timed = build(Wish(workload="interactive-chat", rate=10, seconds=20))
+    assert timed.records is not None and len(timed.records) >= 300
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "code-generation"])
+def test_every_kind_can_be_sent(kind: str) -> None:
+    load = build(Wish(workload=kind, requests=3))
+    assert load.requests <= 3
+    assert len(sent(load, 2)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Wish(workload="no-such"), "neither a file nor one of"),
+        (Wish(closed=3, rate=2), "closed"),
+        (Wish(workload="conversation", closed=3), "--requests"),
+        (Wish(arrivals="ramp"), "--to-rate"),
+        (Wish(arrivals="odd"), "known: poisson"),
+        (Wish(speedup=2), "--speedup"),
+        (Wish(rate=-1), "--rate"),
+        (Wish(parameters={"groupz": "1"}), "known: groups"),
+        (Wish(parameters={"groups": "x"}), "--set"),
+        (Wish(parameters={"groups": "0"}), "at least 1"),
+        (Wish(workload="conversation", parameters={"turnz": "1"}), "known: systems"),
+        (Wish(workload="overload", parameters={"x": "1"}), "no parameters"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_says_what_to_do(wish: Wish, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(wish)
+
+
+@pytest.mark.parametrize("arguments", [["--extra", "[1]"], ["--extra", "{"], ["-H", "a"], ["--set", "=3"]])
+def test_bad_options_are_wrong_usage(arguments: list[str]) -> None:
+    done = CliRunner().invoke(build_app(), ["bench", "127.0.0.1:1", *arguments])
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_a_bad_file_is_wrong_usage(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"id":"a","in_tokens":0,"out_tokens":1}\n\xff')
+    done = CliRunner().invoke(build_app(), ["bench", "127.0.0.1:1", "-w", str(bad)])
+    assert done.exit_code == 2, done.output
+    assert "bad.jsonl:1" in done.output
+
+
+def test_help_tells_how_latency_counts_and_gives_examples() -> None:
+    text = CliRunner().invoke(build_app(), ["bench", "--help"]).output
+    assert "Examples:" in text
+    assert "a request was due, not from when it was sent" in " ".join(text.split())
+
+
+def test_the_line_of_a_running_run() -> None:
+    look = Progress(30, 100, 2, 5, 7, 99.0, 3.0, 41.6)
+    assert line(look) == "30 of 100, 5 in flight, 10.0/s, 7 held back, TTFT p50 42 ms, 2 failed"
+    assert line(Progress(0, 0, 0, 0, 0, 0.0, 0.0, None)) == "0 done, 0 in flight, 0.0/s"
+
+
+def test_hints_name_the_cure() -> None:
+    summary = {
+        "failed_by_reason": {"status_404": 3, "odd": 1},
+        "send_lag_ms": {"p99": 900.0},
+        "ttft_ms": {"p50": 20.0},
+        "succeeded": 5,
+        "usage_missing": 5,
+    }
+    found = list(hints(summary))
+    assert len(found) == 3
+    assert "--model" in found[0] and "bottleneck" in found[1] and "usage" in found[2]
+    quiet = {"failed_by_reason": {}, "send_lag_ms": {"p99": None}, "ttft_ms": {"p50": None}, "succeeded": 0}
+    assert list(hints({**quiet, "usage_missing": 0})) == []
