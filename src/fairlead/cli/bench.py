@@ -19,9 +19,9 @@ _EXAMPLES = """
 Examples:
   fairlead bench http://localhost:8080
   fairlead bench localhost:8080 --rate 12 --seconds 60 --out out/bench
-  fairlead bench localhost:8080 --arrivals ramp --rate 2 --to-rate 30 --seconds 90
+  fairlead bench HOST:8080 --arrivals ramp --rate 2 --to-rate 30 --seconds 90
   fairlead bench localhost:8080 -w conversation -n 500 --slo-ttft-ms 500
-  fairlead bench localhost:8080 -w traffic.jsonl --speedup 4 --output-tokens 64
+  fairlead bench localhost:8080 -w traffic.jsonl --speedup 4 --model mine
   fairlead bench localhost:8000 -w chat --closed 32 -n 1000 --json
 \b
 The workload of most published figures on prefix-aware routing:
