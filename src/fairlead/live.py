@@ -55,7 +55,7 @@ DRAIN_SECONDS = 30.0
 _POLL = 0.05
 #: Streamed answers that are followed to their end at first, to learn token counts before sampling sets in.
 FIRST_INSPECTED = 20
-STREAM_GAP = 10.0
+STREAM_GAP = 60.0
 #: Problems of a changed configuration that are logged; `fairlead validate` prints all.
 _SHOWN = 5
 
