@@ -1,25 +1,19 @@
 """The configuration file, followed while it changes.
 
 Rules
-* It is looked at each `poll_s` by stat, as endpoints files are: renames over it and swapped symlinks (ConfigMap
-  volumes) show like plain writes. File work and loading happen in a thread.
-* A change counts once the file held still for `SETTLE_S`, and is loaded once: the same bytes again are no change.
+* Followed as `watched_files` says; loading happens in a thread too. The same bytes again are no change.
 * The first content is told too: the file may have changed since somebody loaded it.
 * A file that cannot be read or has problems changes nothing; it is reported, once per content.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from fairlead.config.load import load, read_bytes
 from fairlead.config.schema import Config
+from fairlead.io.watched_files import WatchedFiles
 from fairlead.model.errors import ConfigError, FairleadError
-
-SETTLE_S = 0.1
-
-_Stamp = tuple[int, int, int, int]
 
 
 class ConfigFile:
@@ -37,30 +31,15 @@ class ConfigFile:
         self._path = Path(path)
         self._changed = changed
         self._refused = refused
-        self._poll_s = poll_s
         self._need_endpoints = need_endpoints
-        self._stamp: _Stamp | None = None
         self._seen: bytes | str | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._watched = WatchedFiles(lambda: [str(self._path)], self._take, poll_s, "configuration file")
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._follow(), name="configuration file")
+        self._watched.start()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            stamp = await asyncio.to_thread(self._look)
-            if stamp != self._stamp:
-                await asyncio.sleep(SETTLE_S)
-                if await asyncio.to_thread(self._look) == stamp:
-                    self._stamp = stamp
-                    await self._take()
+        await self._watched.close()
 
     async def _take(self) -> None:
         content = await asyncio.to_thread(self._read)
@@ -90,10 +69,3 @@ class ConfigFile:
             return read_bytes(self._path)
         except ConfigError as error:
             return str(error)
-
-    def _look(self) -> _Stamp | None:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_dev

@@ -1,10 +1,7 @@
 """Endpoints from a file, followed while it changes: discovery without Kubernetes.
 
 Rules
-* The file is looked at each `poll_s` by stat, so renames over it and swapped symlinks (ConfigMap volumes) show like
-  plain writes, and no inotify is needed. All file work happens in a thread: a hung network mount blocks nothing.
-* A change counts once the file held still for `SETTLE_S`: half of a file that is being written can be valid YAML, and
-  taking it at its word would drop endpoints.
+* Followed as `watched_files` says.
 * What cannot be read or parsed changes nothing and is reported, once per cause.
 """
 
@@ -14,14 +11,11 @@ import stat
 from pathlib import Path
 
 from fairlead.io.endpoint_set import EndpointSet, Feed, Report, Resolver, resolve_host
+from fairlead.io.watched_files import WatchedFiles
 from fairlead.model.endpoint import Endpoint
 from fairlead.wire.endpoint_list import Listing, parse_endpoints_text
 from fairlead.wire.plain_yaml import MAX_BYTES
 from fairlead.wire.problem import Problem
-
-SETTLE_S = 0.1
-
-_Stamp = tuple[int, int, int, int]
 
 
 class EndpointsFile:
@@ -41,29 +35,25 @@ class EndpointsFile:
         self._path = Path(path)
         self._report = report
         self._watch = watch
-        self._poll_s = poll_s
         self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
-        self._stamp: _Stamp | None = None
+        self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s)
         self._text: bytes | None = None
         self._complaint = ""
-        self._task: asyncio.Task[None] | None = None
         #: The file was read and understood at least once.
         self.loaded = False
 
     async def start(self) -> tuple[Problem, ...]:
         """Load, resolve names once (bounded in time), and begin to watch. Returns the first load's problems."""
+        await self._watched.note()
         listing = await self._load()
         await self._set.start()
         if self._watch:
-            self._task = asyncio.create_task(self._follow())
+            self._watched.start()
         return listing.problems if listing else (Problem("", 0, self._complaint),)
 
     async def close(self) -> None:
         """Stop watching. What is up stays up."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await self._watched.close()
         await self._set.close()
 
     @property
@@ -71,26 +61,14 @@ class EndpointsFile:
         """What is up."""
         return self._set.endpoints
 
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            stamp = await asyncio.to_thread(self._look)
-            if stamp != self._stamp:
-                await asyncio.sleep(SETTLE_S)
-                if await asyncio.to_thread(self._look) == stamp:
-                    await self._load()
-
     async def _load(self) -> Listing | None:
         """Read and apply, unless the content is what it was. `None` = the file could not be read."""
-        stamp = await asyncio.to_thread(self._look)
         try:
             text = await asyncio.to_thread(self._read)
         except OSError as error:
             self._complain(f"cannot read {self._path}: {error.strerror or error}")
-            self._stamp = stamp
             return None
         self._complaint = ""
-        self._stamp = stamp
         if text == self._text:
             return None
         self._text = text
@@ -98,13 +76,6 @@ class EndpointsFile:
         self.loaded = self.loaded or listing.ok
         self._set.apply(listing)
         return listing
-
-    def _look(self) -> _Stamp | None:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_dev
 
     def _read(self) -> bytes:
         if not stat.S_ISREG(os.stat(self._path).st_mode):

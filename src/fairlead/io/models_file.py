@@ -1,7 +1,7 @@
 """Manifests of model names from a file, or from the files of a directory, followed while they change.
 
 Rules
-* Looked at each `poll_s` by stat, read once it held still, all in a thread: the rules of `endpoints_file` hold.
+* Followed as `watched_files` says.
 * A directory's files are those with a name in `.yaml`, `.yml` or `.json` that does not begin with a dot (ConfigMap
   volumes have such beside their files), in the order of their names; what is below it is not looked at.
 * A file with any problem changes nothing: what it said before stays in force, and its problems are reported once.
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from fairlead.config.manifests import Manifests, read_manifests
 from fairlead.config.schema import Models
-from fairlead.io.endpoints_file import SETTLE_S
+from fairlead.io.watched_files import WatchedFiles
 from fairlead.model.errors import ConfigError
 from fairlead.model.inference import InferenceModel, InferenceModelRewrite, InferenceObjective, ModelSet
 from fairlead.wire.plain_yaml import MAX_BYTES
@@ -32,7 +32,6 @@ MAX_FILES = 1000
 
 #: File and what is wrong (or, as a warning, worth knowing) in it.
 Report = Callable[[str, Problem], object]
-_Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class ModelsFile:
@@ -51,14 +50,12 @@ class ModelsFile:
         self._feed = feed
         self._report = report
         self._watch = watch
-        self._poll_s = poll_s
-        self._stamp: _Stamp | None = None
+        self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s)
         #: By file: the content that was last looked at, and the last that could be used.
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
         self._complaint = ""
         self._models: ModelSet | None = None
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def models(self) -> ModelSet | None:
@@ -67,28 +64,16 @@ class ModelsFile:
 
     async def start(self) -> None:
         """Load, and begin to watch. Whether it worked shows in `models`."""
+        await self._watched.note()
         await self._load()
         if self._watch:
-            self._task = asyncio.create_task(self._follow())
+            self._watched.start()
 
     async def close(self) -> None:
         """Stop watching. What is defined stays defined."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            stamp = await asyncio.to_thread(self._look)
-            if stamp != self._stamp:
-                await asyncio.sleep(SETTLE_S)
-                if await asyncio.to_thread(self._look) == stamp:
-                    await self._load()
+        await self._watched.close()
 
     async def _load(self) -> None:
-        self._stamp = await asyncio.to_thread(self._look)
         try:
             texts = await asyncio.to_thread(read_files, self._path)
         except OSError as error:
@@ -139,13 +124,6 @@ class ModelsFile:
                 tuple(one for one in found.rewrites if first(name, one)),
             )
         return joined
-
-    def _look(self) -> _Stamp | None:
-        try:
-            found = [(name, os.stat(name)) for name in files_of(self._path)]
-        except OSError:
-            return None
-        return tuple((name, one.st_mtime_ns, one.st_ino, one.st_size, one.st_dev) for name, one in found)
 
     def _complain(self, message: str) -> None:
         if message != self._complaint:

@@ -45,6 +45,7 @@ class Profile:
         self.scorers = tuple(scorers)
         self.picker = picker
         self._stages = sorted(((f, _stage(f)) for f in filters), key=lambda entry: entry[1])
+        self._lasting = [entry for entry in self._stages if entry[1] != _LOAD]
         self._weighted = tuple((scorer, weight, scalar(weight)) for scorer, weight in scorers)
         self._points = sum(abs(weight) for _, weight in scorers)
         self._demoters: tuple[tuple[str, Demoter], ...] = tuple((f.name, d) for f in filters if (d := _demoter(f)))
@@ -62,7 +63,7 @@ class Profile:
         trace = Trace(endpoints=table.ids) if context.trace else None
         if not table.count:
             return self._none(trace, "the pool has no endpoints")
-        kept, available, culprit = self._filter(request, fleet, cycle, trace)
+        kept, available, culprit = self._filter(request, fleet, cycle, trace, self._stages)
         if culprit is not None:
             if culprit.hard:
                 return self._none(trace, f"no endpoint can serve the request: filter {culprit.name} left none")
@@ -79,12 +80,12 @@ class Profile:
         return self._picked(self._pick(request, fleet, totals, cycle), request, fleet, cycle, trace)
 
     def _filter(
-        self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None
+        self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None, stages: Sequence[tuple[Filter, int]]
     ) -> tuple[BoolColumn | None, BoolColumn | None, Filter | None]:
         """(preferred, available, the filter that left nothing). `None` = all slots."""
         table = fleet.table
         kept = available = None if table.count == len(table) else table.alive
-        for plugin, stage in self._stages:
+        for plugin, stage in stages:
             cycle.left = kept
             try:
                 mask = plugin.keep(request, fleet, cycle)
@@ -109,25 +110,8 @@ class Profile:
     def able(self, request: Request, fleet: Fleet, context: Context) -> BoolColumn | None:
         """Where the request can be served at all, busy or not: the hard filters, then those of availability. `None` =
         everywhere; nowhere = it would be refused. For flow control, which chooses among open endpoints itself."""
-        cycle = Cycle(context)
-        table = fleet.table
-        kept = None if table.count == len(table) else table.alive
-        for plugin, stage in self._stages:
-            if stage == _LOAD:
-                break
-            cycle.left = kept
-            try:
-                mask = plugin.keep(request, fleet, cycle)
-                if mask is None:
-                    continue
-                _check(mask, len(table))
-            except Exception as error:
-                self._failed(plugin.name, error)
-                continue
-            left = mask if kept is None else kept & mask
-            if stage == _ABILITY or np.count_nonzero(left):
-                kept = left
-        return kept
+        kept, _, culprit = self._filter(request, fleet, Cycle(context), None, self._lasting)
+        return kept if culprit is None else np.zeros(len(fleet.table), dtype=np.bool_)
 
     def _totals(self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None) -> FloatColumn:
         totals: FloatColumn | None = None

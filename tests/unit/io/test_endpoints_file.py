@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.io import endpoint_set, endpoints_file
+from fairlead.io import endpoint_set, watched_files
 from fairlead.io.endpoint_set import EndpointSet, resolve_host
 from fairlead.io.endpoints_file import EndpointsFile
 from fairlead.model.endpoint import Endpoint
@@ -80,7 +80,7 @@ Follow = Callable[..., EndpointsFile]
 @pytest.fixture
 async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Follow]:
     """Make followers of a path that look often; all are closed at the end."""
-    monkeypatch.setattr(endpoints_file, "SETTLE_S", 0.01)
+    monkeypatch.setattr(watched_files, "SETTLE_S", 0.01)
     made: list[EndpointsFile] = []
 
     def make(path: Path, names: Names | None = None, **options: bool) -> EndpointsFile:

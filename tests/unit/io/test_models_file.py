@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.io import models_file
+from fairlead.io import watched_files
 from fairlead.io.models_file import ModelsFile, check_models
 from fairlead.model.inference import ModelSet
 from fairlead.wire.problem import Problem
@@ -49,7 +49,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Path], ModelsFile]]:
-    monkeypatch.setattr(models_file, "SETTLE_S", 0.02)
+    monkeypatch.setattr(watched_files, "SETTLE_S", 0.02)
     files: list[ModelsFile] = []
 
     def make(path: Path) -> ModelsFile:
