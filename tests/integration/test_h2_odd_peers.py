@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from echo_server import MADE, PATH, Serve, until
 from h2.config import H2Configuration
 from h2.connection import H2Connection as Client
 from h2.events import (
@@ -21,61 +22,6 @@ from h2.events import (
 from h2.settings import SettingCodes
 
 from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.stream import ServerStream
-
-PATH = "/test.Service/Echo"
-
-
-class Echo:
-    """Sends every message back, ends when the peer ends."""
-
-    def __init__(self, stream: ServerStream, headers: Mapping[str, str]) -> None:
-        self.stream = stream
-        self.lost: list[str] = []
-        MADE.append(self)
-
-    def on_message(self, message: bytes) -> None:
-        self.stream.send(message)
-
-    def on_half_close(self) -> None:
-        self.stream.finish()
-
-    def on_lost(self, why: str) -> None:
-        self.lost.append(why)
-
-
-MADE: list[Echo] = []
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    MADE.clear()
-
-
-Serve = Callable[..., Awaitable[tuple[H2Server, str]]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Starts an echo server on a free port; gives it and its target."""
-    servers: list[H2Server] = []
-
-    async def start(limits: H2Limits | None = None, **options: Any) -> tuple[H2Server, str]:
-        server = H2Server({PATH: Echo}, limits, **options)
-        servers.append(server)
-        return server, f"127.0.0.1:{await server.listen('127.0.0.1')}"
-
-    yield start
-    for server in servers:
-        await server.close()
-        assert server.stats().connections == 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def request_headers(path: str = PATH) -> list[tuple[str, str]]:

@@ -5,73 +5,16 @@ import contextlib
 import os
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from echo_server import PATH, Serve, until
 
-from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.stream import ServerStream
 from fairlead.io.tls import ServerTls
 from fairlead.model.errors import ConfigError
-
-PATH = "/test.Service/Echo"
-NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-
-
-class Echo:
-    """Sends every message back, ends when the peer ends."""
-
-    def __init__(self, stream: ServerStream, headers: Mapping[str, str]) -> None:
-        self.stream = stream
-        self.lost: list[str] = []
-        MADE.append(self)
-
-    def on_message(self, message: bytes) -> None:
-        self.stream.send(message)
-
-    def on_half_close(self) -> None:
-        self.stream.finish()
-
-    def on_lost(self, why: str) -> None:
-        self.lost.append(why)
-
-
-MADE: list[Echo] = []
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    MADE.clear()
-
-
-Serve = Callable[..., Awaitable[tuple[H2Server, str]]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Starts an echo server on a free port; gives it and its target."""
-    servers: list[H2Server] = []
-
-    async def start(limits: H2Limits | None = None, **options: Any) -> tuple[H2Server, str]:
-        server = H2Server({PATH: Echo}, limits, **options)
-        servers.append(server)
-        return server, f"127.0.0.1:{await server.listen('127.0.0.1')}"
-
-    yield start
-    for server in servers:
-        await server.close()
-        assert server.stats().connections == 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def echo(channel: grpc.aio.Channel, *messages: bytes) -> list[bytes]:
