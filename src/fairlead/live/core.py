@@ -1,0 +1,50 @@
+"""The pure core and what listens to it, built from a configuration."""
+
+import asyncio
+import secrets
+from random import Random
+
+from fairlead.config.flow import build_desk
+from fairlead.config.registry import build_hasher, build_parse, build_policy
+from fairlead.config.schema import Config
+from fairlead.fleet.fleet import Fleet
+from fairlead.io.receive.answers import Answers
+from fairlead.io.receive.driver import Driver
+from fairlead.io.receive.session import Host
+from fairlead.io.receive.understand import Understanding
+from fairlead.live.sampling import sampler
+from fairlead.observe.watch import Watch
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+
+
+class Core:
+    """Fleet, pipeline, driver, and the host of the gateway's streams. Nothing here listens on a port."""
+
+    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+        rng = Random(config.seed)
+        self.fleet = Fleet(lease_ttl=config.ledger.lease_ttl, staleness=config.metrics.staleness)
+        self.watch = Watch(self.fleet, loop.time)
+        tokens = TokenEstimator()
+        policy = build_policy(config, self.watch.on_plugin_error)
+        desk = build_desk(config, policy, self.watch.on_plugin_error)
+        self.pipeline = Pipeline(loop, rng, self.fleet, policy, tokens, self.watch.on_plugin_error, desk)
+        self.watch.watch_queue(desk)
+        self.driver = Driver(self.pipeline, loop, self.watch)
+        self.host = Host(
+            self.driver,
+            Understanding(
+                tokens,
+                build_hasher(config),
+                loop.time,
+                conversations=config.parsing.conversations,
+                trusted=config.headers.trust,
+                parse=build_parse(config, self.watch.on_plugin_error),
+            ),
+            Answers(secrets.token_hex(4)),
+            self.watch,
+            loop.time,
+            config.parsing.max_body_bytes,
+            sampler(config.inspect.usage_sampling, Random(rng.random()), loop.time),
+        )
+        self.host.tells_served = "test-selection" in config.headers.trust
