@@ -1,0 +1,107 @@
+"""The shipped alert rules and dashboards: valid, tested both ways, explained, and made of metrics that exist."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy" / "alerts"
+RULES = sorted(path for path in ALERTS.glob("*.yaml") if not path.stem.endswith("_test"))
+TESTS = sorted(ALERTS.glob("*_test.yaml"))
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if not found:
+        how = "promtool is missing: on Debian and Ubuntu `apt-get install prometheus`"
+        if os.environ.get("FAIRLEAD_REQUIRE_ALL"):
+            pytest.fail(how)
+        pytest.skip(how)
+    return found
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_rules(promtool: str) -> None:
+    assert RULES
+    run(promtool, "check", "rules", *map(str, RULES))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_rules_fire_and_keep_silent_as_written(promtool: str, path: Path) -> None:
+    run(promtool, "test", "rules", str(path))
+
+
+def test_each_alert_is_tested_firing_and_silent() -> None:
+    fired: dict[str, set[bool]] = defaultdict(set)
+    for path in TESTS:
+        for group in yaml.safe_load(path.read_text())["tests"]:
+            for case in group["alert_rule_test"]:
+                fired[case["alertname"]].add(bool(case["exp_alerts"]))
+    assert {rule["alert"]: fired[rule["alert"]] for rule in alerts()} == {
+        rule["alert"]: {True, False} for rule in alerts()
+    }
+
+
+def test_each_alert_has_its_runbook_section_and_layer() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    for rule in alerts():
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert page == "docs/runbook.md"
+        assert anchor in anchors, rule["alert"]
+        assert rule["labels"]["layer"] in ("business", "application", "resource", "infrastructure")
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+    assert anchors == {rule["annotations"]["runbook"].partition("#")[2] for rule in alerts()}
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_are_what_grafana_reads(promtool: str, path: Path, tmp_path: Path) -> None:
+    dashboard = json.loads(path.read_text())
+    assert dashboard["uid"]
+    assert dashboard["title"]
+    assert dashboard["schemaVersion"] >= 36
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies on another panel"
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["targets"], panel["title"]
+            assert panel["description"], panel["title"]
+    rules = [{"record": f"panel:{i}", "expr": expr} for i, expr in enumerate(expressions(dashboard))]
+    parsed = tmp_path / "panels.yaml"
+    parsed.write_text(yaml.safe_dump({"groups": [{"name": path.stem, "rules": rules}]}))
+    run(promtool, "check", "rules", str(parsed))
