@@ -33,26 +33,37 @@ def body(tokens: int, model: str = MODEL, stream: bool = True) -> bytes:
     ).encode()
 
 
-async def ask(at: Serve, tokens: int, model: str = MODEL, **headers: str) -> Got:
+async def ask(at: Serve, tokens: int, model: str = MODEL, stream: bool = True, **headers: str) -> Got:
     fields = [JSON, *((name.replace("_", "-"), value) for name, value in headers.items())]
     async with Http1(at.port) as client:
-        return await client.ask(Ask(fields=fields, pieces=[body(tokens, model)]))
+        return await client.ask(Ask(fields=fields, pieces=[body(tokens, model, stream)]))
 
 
 class Block:
     """Keeps the model server busy with one long answer for as long as the block lasts, or `tokens` take."""
 
-    def __init__(self, at: Serve, tokens: int = 4000) -> None:
+    def __init__(self, at: Serve, tokens: int = 4000, model: str = MODEL) -> None:
         self._client = Http1(at.port)
-        self._tokens = tokens
+        self._body = body(tokens, model)
 
     async def __aenter__(self) -> asyncio.StreamReader:
-        reader = await self._client.begin(Ask(fields=[JSON], pieces=[body(self._tokens)]))
+        reader = await self._client.begin(Ask(fields=[JSON], pieces=[self._body]))
         await reader.readuntil(b"data: ")
         return reader
 
     async def __aexit__(self, *_: object) -> None:
         self._client.abort()
+
+
+async def whole(answer: asyncio.StreamReader) -> bool:
+    """Whether it comes to its end."""
+    seen = b""
+    while b"[DONE]" not in seen:
+        chunk = await answer.read(65_536)
+        if not chunk:
+            return False
+        seen = seen[-8:] + chunk
+    return True
 
 
 async def decisions(at: Serve) -> list[dict[str, Any]]:
@@ -141,6 +152,37 @@ async def test_those_that_wait(one_by_one: Serve) -> None:
     assert await at.metric("fairlead_fallback_requests_total") == 0
     assert await at.settled() == {}
     assert await at.metric("llm_d_epp_flow_control_requests_total", outcome="EvictedContextCancelled") == 1
+
+
+async def test_what_runs_makes_way(shop: Callable[..., Serve]) -> None:
+    """An answer that has begun (a stream begins before its first token) is cut, another is refused instead; the model
+    server is free both times."""
+    at = await asyncio.to_thread(
+        shop, saturation={"type": "concurrency-detector", "maxConcurrency": 2}, eviction={"after": "200ms"}
+    )
+    async with Block(at, 4000, "idle") as begun:
+        queued = asyncio.create_task(ask(at, 2, "idle", stream=False))
+        while await at.metric("fairlead_leases") < 2:
+            await asyncio.sleep(0.02)
+        assert (await ask(at, 2, "urgent")).status == 200, "the only place was taken for another 50 s"
+        check_refusal(await queued, 429, "evicted")
+        assert not await whole(begun)
+    assert await at.settled() == {}
+    outcomes = [d for d in await decisions(at) if d["priority"] == -10]
+    assert len(outcomes) == 2
+
+
+async def test_nobody_of_the_same_urgency_makes_way(shop: Callable[..., Serve]) -> None:
+    at = await asyncio.to_thread(
+        shop, saturation={"type": "concurrency-detector", "maxConcurrency": 1}, eviction={"after": "100ms"}
+    )
+    async with Block(at, 100, "idle") as begun:
+        assert (await ask(at, 2, "idle")).status == 200
+        assert await whole(begun)
+    async with Block(at, 100, "usual") as begun:
+        assert (await ask(at, 2, "urgent")).status == 200
+        assert await whole(begun)
+    assert await at.settled() == {}
 
 
 async def test_whoever_waits_when_it_ends_is_told(one_by_one: Serve) -> None:

@@ -10,12 +10,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fairlead.admit.binding import PairBinder
-from fairlead.admit.control import FlowControl, Times
+from fairlead.admit.control import FlowControl
 from fairlead.admit.desk import Desk
 from fairlead.admit.fairness import DeficitRoundRobin
+from fairlead.admit.framework import Limit
 from fairlead.admit.gates import LedgerGate
+from fairlead.admit.limits import Limits, Times
 from fairlead.admit.ordering import LeastWork
-from fairlead.admit.queues import Limit, Limits, Queues
+from fairlead.admit.queues import Queues
 from fairlead.fleet.fleet import Fleet
 from fairlead.io.receive.driver import Driver
 from fairlead.model import events as ev

@@ -1,6 +1,7 @@
 """The queues against a plain list of what waits: nothing is lost, doubled or stuck, and every count is right."""
 
 import os
+import tracemalloc
 from math import inf
 
 from hypothesis import settings
@@ -8,14 +9,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fairlead.admit.fairness import DeficitRoundRobin, LeastAttained, RoundRobin, Strict
-from fairlead.admit.framework import Refused, Waiting
+from fairlead.admit.framework import Limit, Refused, Waiting
+from fairlead.admit.limits import FlowRule, Limits
 from fairlead.admit.ordering import EarliestDeadline, Fcfs, LeastWork
-from fairlead.admit.queues import FLOW_MEMORY, Limit, Limits, Queues
+from fairlead.admit.queues import FLOW_MEMORY, MOST_IDLE, Queues
 from fairlead.model.request import Request
 
 FAIRNESS = {10: Strict, 0: DeficitRoundRobin, -10: LeastAttained, -20: RoundRobin}
 ORDERING = {10: Fcfs, 0: LeastWork, -10: EarliestDeadline, -20: Fcfs}
-LIMITS = Limits(total=Limit(12, 4000), band=Limit(8, 3000), flow=Limit(5, 2500))
+LIMITS = Limits(
+    total=Limit(12, 4000),
+    band=Limit(8, 3000),
+    flow=Limit(5, 2500),
+    bands={-20: Limit(3)},
+    rules=(FlowRule(tenant="b", limit=Limit(2), weight=2.0),),
+)
 STEPS = int(os.environ.get("FAIRLEAD_QUEUE_STEPS", "2000"))
 
 
@@ -52,9 +60,10 @@ class QueuesAgainstAList(RuleBasedStateMachine):
         same = [w for w in self.model.values() if w.request.priority == request.priority]
         flow = [w for w in same if w.request.fairness_id == request.fairness_id]
         keep = [w for w in self.model.values() if w.request.priority >= request.priority]
+        of_flow = LIMITS.rule("", request.fairness_id).limit or LIMITS.flow
         return any(
             limit.full(len(group), sum(w.size for w in group), request.body_bytes)
-            for limit, group in ((LIMITS.flow, flow), (LIMITS.band, same), (LIMITS.total, keep))
+            for limit, group in ((of_flow, flow), (LIMITS.of_band(request.priority), same), (LIMITS.total, keep))
         )
 
     @precondition(lambda self: self.model)
@@ -96,3 +105,24 @@ class QueuesAgainstAList(RuleBasedStateMachine):
 
 TestQueues = QueuesAgainstAList.TestCase
 TestQueues.settings = settings(max_examples=max(STEPS // 50, 1), stateful_step_count=50, deadline=None)
+
+
+def test_a_burst_of_a_hundred_thousand_stays_within_the_limits():
+    """Of as many tenants, half of whom give up at once."""
+    queues = Queues(lambda priority: (DeficitRoundRobin(), LeastWork()), Limits(total=Limit(500), band=Limit(400)))
+    tracemalloc.start()
+    try:
+        for number in range(100_000):
+            request = Request(
+                id=number, arrived=0.0, priority=number % 2, fairness_id=f"tenant-{number}", body_bytes=10_000
+            )
+            queues.put(request, number * 1e-5, 60.0, 100.0)
+            if number % 4 == 0:
+                queues.cancel(number)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    queues.validate()
+    assert len(queues) <= 500
+    assert sum(len(band.flows) for band in queues.bands()) <= MOST_IDLE + 500
+    assert peak < 32e6

@@ -1,6 +1,6 @@
 """Flow control as a whole: go at once, wait, or be refused; and who goes when something has changed.
 
-    arrived ──► nobody waits, all endpoints open ──► goes at once: nothing is added to its path but two comparisons
+    arrived ──► nobody waits, and the policy's choice is open ──► goes there at once
             └─► waits ──► dispatched: a pair (request, open endpoint) was chosen
                       ├─► refused: over a limit, out of time, shutting down
                       └─► cancelled: the client is gone
@@ -9,6 +9,8 @@ Rules
 * Late: an endpoint is chosen when a request leaves the queue, never before. `Binder` chooses among a window of requests
   and all open endpoints; fairness says whose window it is.
 * Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
+  Two settings bend that: minimum shares (`shares`) let a lower band go first now and then, ceilings (`ceilings`) keep
+  it waiting although something is open.
 * Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
   most `batch` requests; `more` then says that it is not done, so that a long queue does not hold up everybody else.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
@@ -22,14 +24,17 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from fairlead.admit.framework import EXPIRED, NO_ENDPOINTS, SHUTTING_DOWN, Refused, Waiting
+from fairlead.admit.framework import EXPIRED, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN, Ceiling, Refused, Waiting
+from fairlead.admit.limits import Times
 from fairlead.admit.queues import Band, Queues
+from fairlead.admit.shares import Shares
+from fairlead.admit.shedding import EarlyShedding
 from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 
 #: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
-PAIRS, FEWEST = 4800, 16
+PAIRS, FEWEST = 2400, 16
 
 
 class Gate(Protocol):
@@ -40,6 +45,10 @@ class Gate(Protocol):
 
     def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
         """`None` = all of them."""
+        ...
+
+    def level(self, fleet: Fleet, now: float) -> float:
+        """The pool's saturation: 1 = no endpoint may be sent one more, on average; above, oversubscribed."""
         ...
 
 
@@ -71,16 +80,6 @@ class Binder(Protocol):
         ...
 
 
-class Times(Struct, frozen=True):
-    """Seconds that a request may wait, if neither it nor its band says otherwise; `inf` = for ever."""
-
-    ttl: float = 60.0
-    #: While the pool has no endpoint at all.
-    no_endpoints: float = 60.0
-    #: Whatever a request says.
-    longest: float = inf
-
-
 class FlowControl:
     """Owns the queues."""
 
@@ -92,6 +91,9 @@ class FlowControl:
         times: Times | None = None,
         window: int = 256,
         batch: int = 1,
+        shares: Shares | None = None,
+        ceiling: Ceiling | None = None,
+        shedding: EarlyShedding | None = None,
     ) -> None:
         self.queues = queues
         self.gate = gate
@@ -99,10 +101,15 @@ class FlowControl:
         self._times = times or Times()
         self._window = window
         self._batch = batch
+        self._shares = shares or Shares({})
+        self._ceiling = ceiling
+        self._shedding = shedding
         self._stopping = False
         #: The last look that found nobody to go: what was open, and the newest request then.
         self._in_vain: BoolColumn | None = None
         self._newest = (0, 0)
+        #: Priority → requests that a look which is not done has passed over, behind those whose turn it is.
+        self._passed: dict[int, int] = {}
         #: Whether a look at the queues ended before it was done, and else the clock seconds at which one more look is
         #: worth it even if nothing happens; `inf` = never.
         self.more = False
@@ -111,11 +118,21 @@ class FlowControl:
     def __len__(self) -> int:
         return len(self.queues)
 
-    def arrived(self, request: Request, fleet: Fleet, now: float) -> "Refused | tuple[Waiting, list[Waiting]] | None":
-        """`None` = the policy decides at once: endpoints are open, or nobody can ever serve it. Else why it is refused,
-        or that it waits, and who gave way for it."""
-        if not len(self.queues) and fleet.table.count and self.gate.open(fleet, now) is None:
-            return None
+    def asks(self, fleet: Fleet, now: float) -> bool:
+        """Whether `arrived` depends on the policy's choice."""
+        return not len(self.queues) and fleet.table.count > 0 and self.gate.open(fleet, now) is not None
+
+    def arrived(
+        self, request: Request, fleet: Fleet, now: float, slot: int = -1
+    ) -> "Refused | tuple[Waiting, list[Waiting]] | None":
+        """`None` = the policy decides at once: what it chose is open, or nobody can ever serve it. Else why it is
+        refused, or that it waits, and who gave way for it. `slot`: the policy's choice, if `asks`; < 0 = none."""
+        if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
+            return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable")
+        if not len(self.queues) and fleet.table.count and self._below_ceiling(request.priority, fleet, now):
+            opened = self.gate.open(fleet, now)
+            if opened is None or (slot >= 0 and opened[slot]):
+                return None
         work, known = self.binder.look(request, fleet, now)
         if work == inf:
             return None
@@ -127,8 +144,24 @@ class FlowControl:
         return outcome if isinstance(outcome, Refused) else (outcome, displaced)
 
     def _ttl(self, request: Request, fleet: Fleet) -> float:
-        own = min(request.ttl_s if request.ttl_s > 0 else self._times.ttl, self._times.longest)
-        return own if fleet.table.count else min(own, self._times.no_endpoints)
+        rule = self.queues.limits.rule(request.model, request.fairness_id)
+        return self._times.of(request, rule, fleet.table.count)
+
+    def _below_ceiling(self, priority: int, fleet: Fleet, now: float) -> bool:
+        """Whether a request that nobody waits in front of may go, as far as ceilings matter."""
+        if self._ceiling is None:
+            return True
+        priorities = sorted({priority, *(band.priority for band in self.queues.bands())}, reverse=True)
+        return self._ceiling.allowed(self.gate.level(fleet, now), priorities)[priorities.index(priority)]
+
+    def _served(self, fleet: Fleet, now: float) -> tuple[Sequence[Band], bool]:
+        """Bands in the order in which they may send now, and whether ceilings hold some back."""
+        bands = self.queues.bands()
+        if self._ceiling is None or not bands:
+            return self._shares.order(bands), False
+        allowed = self._ceiling.allowed(self.gate.level(fleet, now), [band.priority for band in bands])
+        free = [band for band, may in zip(bands, allowed, strict=True) if may]
+        return self._shares.order(free), any(band.count for band in bands if band not in free)
 
     def dispatch(self, fleet: Fleet, now: float) -> Iterator[Bound]:
         """Who goes now, one by one. Each must be charged to the ledger before the next is asked for."""
@@ -137,6 +170,7 @@ class FlowControl:
             bound = self._next(fleet, now)
             if bound is None:
                 return
+            self._shares.spent(self.queues.bands(), bound.waiting.request.priority, bound.cost)
             self.queues.dispatch(bound.waiting, now, bound.cost)
             yield bound
         self.more = bool(len(self.queues))
@@ -150,13 +184,19 @@ class FlowControl:
         if self._would_be_in_vain(opened, fleet.table.version, now):
             return None
         self.look_again = inf
-        for band in self.queues.bands():
+        bands, held_back = self._served(fleet, now)
+        for band in bands:
             if band.count:
                 bound = self._of_band(band, fleet, opened, now)
                 if bound is not None:
                     self._in_vain = None
+                    self._passed.clear()
                     return bound
-        self._in_vain, self._newest = opened, (self.queues.newest, fleet.table.version)
+        if self._passed:
+            self.more = True
+            return None
+        # A ceiling looks at how full the pool is, which may change though nothing opens.
+        self._in_vain, self._newest = None if held_back else opened, (self.queues.newest, fleet.table.version)
         return None
 
     def _would_be_in_vain(self, opened: BoolColumn, version: int, now: float) -> bool:
@@ -171,21 +211,22 @@ class FlowControl:
         return now < self.look_again and not np.count_nonzero(opened & ~before)
 
     def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
+        """One look is two choices at most: among those whose turn it is, then among as many others. Where there are
+        more, the next look goes on behind them."""
         most = min(self._window, max(PAIRS // len(fleet.table), FEWEST))
         turns = self.queues.turns(band, most)
-        rest: list[Waiting] = []
-        for window in turns:
-            found = self.binder.bind(window, fleet, opened, now)
+        passed = self._passed.pop(band.priority, 0)
+        windows = [next(turns, [])]
+        # Whose turn it is cannot go. Among the others the best pair may: their flows pay for it all the same.
+        rest = islice(chain.from_iterable(turns), passed, passed + most)
+        for window in chain(windows if not passed else [], [rest]):
+            among = list(window)
+            found = self.binder.bind(among, fleet, opened, now) if among else inf
             if isinstance(found, Bound):
                 return found
             self.look_again = min(self.look_again, found)
-            # Whose turn it is cannot go. Among the others the best pair may: their flows pay for it all the same.
-            rest = list(islice(chain.from_iterable(turns), most))
-        if rest:
-            found = self.binder.bind(rest, fleet, opened, now)
-            if isinstance(found, Bound):
-                return found
-            self.look_again = min(self.look_again, found)
+        if len(among) == most:
+            self._passed[band.priority] = passed + most
         return None
 
     def cancel(self, request_id: int) -> Waiting | None:

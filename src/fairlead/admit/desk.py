@@ -4,18 +4,21 @@ Rules
 * A request that waits is told so once (`Hold`): its gateway must be patient for as long as it may wait.
 * Two timers, both exact: the earliest deadline, and the moment at which a request stops waiting for the endpoint that
   holds its prompt's beginning (or at once, when one look was not enough for all that can go).
-* Refusals carry `Retry-After`: how long the queue will take at the pace of the last dispatches.
+* Refusals carry `Retry-After`: how long those of the same or a higher priority that wait will take at the pace of the
+  last dispatches.
 """
 
 from collections.abc import Callable
 from math import ceil, inf
 
 from fairlead.admit.control import Bound, FlowControl
+from fairlead.admit.eviction import Eviction
 from fairlead.admit.framework import Refused, Waiting
 from fairlead.fleet.columns import BoolColumn
 from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.ledger import Lease
 from fairlead.model.decision import DecisionRecord
-from fairlead.model.instructions import Hold, Instruction, Record, Reject, SetTimer
+from fairlead.model.instructions import Evict, Hold, Instruction, Record, Reject, SetTimer
 from fairlead.model.request import Request
 
 DEADLINE_TIMER = "queue-deadline"
@@ -26,6 +29,8 @@ MARGIN = 1.0
 RETRY = (1.0, 60.0)
 #: More endpoints than so many times those that are there are never asked for at once.
 GROWTH = 4.0
+#: Seconds between two looks for somebody to evict, at least.
+_MOMENT = 0.05
 #: Weight of the newest gap between two dispatches.
 _PACE = 0.05
 
@@ -39,8 +44,11 @@ class Desk:
     """One per pipeline. `policy` is the name under which its decisions are recorded, `target_s` how long requests may
     wait before more endpoints are wanted."""
 
-    def __init__(self, flow: FlowControl, policy: str = "", target_s: float = 1.0) -> None:
+    def __init__(
+        self, flow: FlowControl, policy: str = "", target_s: float = 1.0, eviction: Eviction | None = None
+    ) -> None:
         self.flow = flow
+        self._eviction = eviction
         self.policy = policy
         self._target_s = target_s
         self._deadline = inf
@@ -56,9 +64,13 @@ class Desk:
         self.policy = policy
         self.flow.binder.follow(able)
 
-    def arrived(self, request: Request, fleet: Fleet, now: float) -> list[Instruction] | None:
-        """`None` = schedule it now."""
-        outcome = self.flow.arrived(request, fleet, now)
+    def asks(self, fleet: Fleet, now: float) -> bool:
+        """Whether `arrived` must be told what the policy chooses."""
+        return self.flow.asks(fleet, now)
+
+    def arrived(self, request: Request, fleet: Fleet, now: float, slot: int = -1) -> list[Instruction] | None:
+        """`None` = schedule it now. `slot`: the policy's choice for it, if it `asks`; < 0 = none."""
+        outcome = self.flow.arrived(request, fleet, now, slot)
         if outcome is None:
             return None
         if isinstance(outcome, Refused):
@@ -78,7 +90,21 @@ class Desk:
             self._last = now
         if not len(self.flow):
             self._last = -inf  # the time until somebody waits again says nothing about the pace
+        if self._eviction is not None and not self.flow.more:
+            instructions += [self._evict(lease) for lease in self._eviction.victims(self.flow, fleet, now)]
         return instructions + self._timers(now)
+
+    def _evict(self, lease: Lease) -> Evict:
+        why = Refused("evicted", "the request made way for a more important one; try again")
+        return Evict(self._answer(lease.request, why))
+
+    def may_evict(self, request: Request) -> bool:
+        """Whether it may have to make way once it runs."""
+        return self._eviction is not None and request.priority < 0
+
+    def evicted(self, request_id: int) -> bool:
+        """Whether a request that was lost had been told to make way."""
+        return self._eviction is not None and request_id in self._eviction
 
     def _timers(self, now: float) -> list[Instruction]:
         timers: list[Instruction] = []
@@ -88,6 +114,8 @@ class Desk:
             if deadline < inf:
                 timers.append(SetTimer(DEADLINE_TIMER, deadline))
         look = now if self.flow.more else max(self.flow.look_again, now)
+        if self._eviction is not None:
+            look = min(look, max(self._eviction.look_at(self.flow), now + _MOMENT))
         if len(self.flow) and look < inf and (look < self._look or self._look <= now):
             self._look = look
             timers.append(SetTimer(DISPATCH_TIMER, look))
@@ -116,9 +144,12 @@ class Desk:
         told = self.flow.stop()
         return [i for waiting, why in told for i in self._refuse(waiting.request, why, now, waiting)]
 
-    def drain_s(self) -> float:
-        """Seconds that the queue will take at the pace of the last dispatches."""
-        return len(self.flow) * self._gap
+    def drain_s(self, priority: float = -inf) -> float:
+        """Seconds until those that wait with this priority or a higher one have gone, at the pace of the last
+        dispatches: how long one more of this priority would wait."""
+        if priority == -inf:
+            return len(self.flow) * self._gap
+        return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
 
     def wanted(self, endpoints: int, now: float) -> int:
         """How many endpoints would keep the queue below `target_s` seconds, at `GROWTH` times as many at most."""
@@ -128,16 +159,18 @@ class Desk:
         return max(ceil(endpoints * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def _refuse(self, request: Request, why: Refused, now: float, waiting: Waiting | None = None) -> list[Instruction]:
+        return [self._answer(request, why), self._record(request, why, now, waiting)]
+
+    def _answer(self, request: Request, why: Refused) -> Reject:
         low, high = RETRY
-        reject = Reject(
+        return Reject(
             request_id=request.id,
             status=why.status,
             reason=why.reason,
             message=why.message,
-            retry_after_s=min(max(self.drain_s(), low), high),
+            retry_after_s=min(max(self.drain_s(request.priority), low), high),
             api=request.api,
         )
-        return [reject, self._record(request, why, now, waiting)]
 
     def _record(self, request: Request, why: Refused, now: float, waiting: Waiting | None) -> Record:
         return Record(

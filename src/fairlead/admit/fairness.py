@@ -10,6 +10,8 @@ requests, since those differ 300-fold.
   idling starts at the level of those that are there, or it would be owed what it never wanted. Between two busy flows
   the counters never differ by more than twice the largest request.
 
+Both divide by weights: a flow of weight 3 gets three times the work of one of weight 1. Weights are at least 1.
+
 What a look at a band costs does not depend on the number of its flows: rings and sorted lists are kept, not made.
 """
 
@@ -93,13 +95,13 @@ class DeficitRoundRobin(RoundRobin):
         self._quantum = max(self._quantum, cost)
         flow.credit -= cost
         if flow.credit <= 0:
-            flow.credit += self._quantum
+            flow.credit += self._quantum * flow.weight
             self._ring.remove(flow)
             self._ring.append(flow)
 
     def _woken(self, flow: Flow) -> None:
         # Credit is not saved up while there is nothing to spend it on, and a debt was paid by waiting.
-        flow.credit = self._quantum
+        flow.credit = self._quantum * flow.weight
         self._ring.append(flow)
 
 
@@ -133,7 +135,7 @@ class LeastAttained:
     def spent(self, flow: Flow, cost: float) -> None:
         flow.served += cost
         self._unrank(flow)
-        flow.credit += cost
+        flow.credit += cost / flow.weight
         self._rank(flow)
 
     def _rank(self, flow: Flow) -> None:

@@ -14,12 +14,13 @@ What the answers mean
   (uncached prompt tokens, or milliseconds). Requests that leave otherwise cost nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any, Protocol
 
 from msgspec import Struct
 
+from fairlead.fleet.columns import BoolColumn
 from fairlead.model.request import Request
 
 
@@ -29,6 +30,17 @@ class FlowKey(Struct, frozen=True, order=True):
     priority: int
     model: str
     tenant: str
+
+
+class Limit(Struct, frozen=True):
+    """At most so many requests, and bytes of their bodies; `inf` = any."""
+
+    requests: float = inf
+    bytes: float = inf
+
+    def full(self, requests: int, size: int, more: int) -> bool:
+        """Whether one further request of `more` bytes is too much. One alone always fits, however large."""
+        return requests + 1 > self.requests or (requests > 0 and size + more > self.bytes)
 
 
 class Waiting(Struct, eq=False):
@@ -49,6 +61,12 @@ class Waiting(Struct, eq=False):
     known: Any = None
 
     @property
+    def able(self) -> BoolColumn | None:
+        """Where it can be served, as far as the binder knows; `None` = everywhere."""
+        able: BoolColumn | None = getattr(self.known, "able", None)
+        return able
+
+    @property
     def size(self) -> int:
         """Bytes that waiting costs: the body, which is held."""
         return self.request.body_bytes
@@ -57,10 +75,17 @@ class Waiting(Struct, eq=False):
 class Flow:
     """The waiting requests of one flow, in the order of their keys. Only `Queues` adds and removes."""
 
-    __slots__ = ("bytes", "count", "credit", "dispatched", "key", "number", "seen", "served", "waiting")
+    __slots__ = (
+        "bytes", "count", "credit", "dispatched", "key", "limit", "number", "seen", "served", "waiting", "weight",
+    )  # fmt: skip
 
-    def __init__(self, key: FlowKey, number: int, now: float) -> None:
+    def __init__(
+        self, key: FlowKey, number: int, now: float, limit: "Limit | None" = None, weight: float = 1.0
+    ) -> None:
         self.key = key
+        self.limit = limit or Limit()
+        #: Its share of the band's work is `weight` / sum of the weights of the flows that wait; at least 1.
+        self.weight = weight
         #: Unique among all flows that there were.
         self.number = number
         #: (key, number, waiting), sorted.
@@ -112,6 +137,18 @@ class Fairness(Protocol):
 
     def spent(self, flow: Flow, cost: float) -> None:
         """A request of the flow is sent to an endpoint; called before it leaves the queue."""
+
+
+class Ceiling(Protocol):
+    """How full the pool may be for a band to be served."""
+
+    @property
+    def name(self) -> str: ...
+
+    def allowed(self, level: float, priorities: Sequence[int]) -> Sequence[bool]:
+        """Which bands (highest priority first, at least one) may send requests now. `level` is the pool's saturation, 1
+        = the gate's set point."""
+        ...
 
 
 class Refused(Struct, frozen=True):

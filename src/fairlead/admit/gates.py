@@ -22,7 +22,7 @@ class LedgerGate:
 
     name = "ledger"
 
-    def __init__(self, tokens: float = 16_384.0, requests: float = 8.0) -> None:
+    def __init__(self, tokens: float = 10_240.0, requests: float = 8.0) -> None:
         if not (tokens > 0 and requests > 0):
             raise ValueError("a gate that is never open would stop all traffic")
         self._tokens = tokens
@@ -36,19 +36,27 @@ class LedgerGate:
         opened: BoolColumn = (work <= self._tokens) & (table.queue < self._requests) & table.alive
         return opened
 
+    def level(self, fleet: Fleet, now: float) -> float:
+        table = fleet.table
+        work = fleet.predictor.rates.prefill[: len(table)] * table.queued_tokens
+        return _mean(np.maximum(work / self._tokens, table.queue / self._requests), table.alive)
+
 
 class PoolGate:
     """All endpoints are open while the pool's saturation is below `ceiling`."""
 
     def __init__(self, name: str, saturation: Callable[[Fleet, float], float], ceiling: float = 1.0) -> None:
         self.name = name
-        self.level = saturation
+        self._saturation = saturation
         self._ceiling = ceiling
 
     def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
-        if self.level(fleet, now) < self._ceiling:
+        if self._saturation(fleet, now) < self._ceiling:
             return None
         return np.zeros(len(fleet.table), dtype=np.bool_)
+
+    def level(self, fleet: Fleet, now: float) -> float:
+        return self._saturation(fleet, now)
 
 
 class Utilization:

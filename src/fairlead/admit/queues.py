@@ -10,13 +10,13 @@ Rules
 """
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from math import inf
 
-from msgspec import Struct
-
 from fairlead.admit.deadlines import Deadlines
-from fairlead.admit.framework import SATURATED, Fairness, Flow, FlowKey, Ordering, Refused, Waiting
+from fairlead.admit.framework import SATURATED, Fairness, Flow, FlowKey, Limit, Ordering, Refused, Waiting
+from fairlead.admit.limits import Limits
 from fairlead.model.request import Request
 
 FLOW_MEMORY = 300.0
@@ -25,43 +25,31 @@ MOST_IDLE = 10_000
 _SWEEP = 2
 
 
-class Limit(Struct, frozen=True):
-    """At most so many requests, and bytes of their bodies; `inf` = any."""
-
-    requests: float = inf
-    bytes: float = inf
-
-    def full(self, requests: int, size: int, more: int) -> bool:
-        """Whether one further request of `more` bytes is too much. One alone always fits, however large."""
-        return requests + 1 > self.requests or (requests > 0 and size + more > self.bytes)
-
-
-class Limits(Struct, frozen=True):
-    """What may wait in total, per band and per flow."""
-
-    total: Limit = Limit()
-    band: Limit = Limit(5000, 1e9)
-    flow: Limit = Limit()
-
-
 class Band:
     """All flows of one priority."""
 
-    def __init__(self, priority: int, fairness: Fairness, ordering: Ordering) -> None:
+    def __init__(self, priority: int, fairness: Fairness, ordering: Ordering, limit: Limit) -> None:
         self.priority = priority
+        self.limit = limit
         self.fairness = fairness
         self.ordering = ordering
         self.flows: dict[FlowKey, Flow] = {}
+        #: Who waits, by number, so in the order of their arrival.
+        self.members: OrderedDict[int, Waiting] = OrderedDict()
         self.count = 0
         self.bytes = 0
 
     def last(self) -> Waiting:
-        """Of those that go last in their flows, who joined last. Raises `ValueError` when nobody waits."""
-        return max((f.waiting[-1][2] for f in self.flows.values() if f.waiting), key=lambda waiting: waiting.number)
+        """Who joined last. Raises `StopIteration` when nobody waits."""
+        return next(reversed(self.members.values()))
+
+    def longest_waiting(self) -> Waiting:
+        """Raises `StopIteration` when nobody waits."""
+        return next(iter(self.members.values()))
 
     def oldest(self) -> float:
-        """Since when the longest-waiting request waits; `inf` = none does."""
-        return min((w.since for flow in self.flows.values() for _, _, w in flow.waiting[:1]), default=inf)
+        """Since when it waits; `inf` = nobody does."""
+        return self.longest_waiting().since if self.members else inf
 
 
 class Queues:
@@ -77,7 +65,8 @@ class Queues:
         self._deadlines = Deadlines()
         self._numbers = 0
         self._flows_made = 0
-        self._idle: dict[FlowKey, Flow] = {}
+        #: The first is looked at next. (An ordered one: a plain dict would be walked through from its emptied front.)
+        self._idle: OrderedDict[FlowKey, Flow] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -104,6 +93,7 @@ class Queues:
         flow = band.flows.get(key) or self._flow(band, key, now)
         displaced = self._room(request, band, flow)
         if isinstance(displaced, Refused):
+            self._forget_idle(now)
             return displaced, []
         self._numbers += 1
         waiting = Waiting(request, now, now + ttl, max(work, 1.0), self._numbers, flow=flow)
@@ -113,6 +103,7 @@ class Queues:
         flow.seen = now
         flow.bytes += waiting.size
         band.count += 1
+        band.members[waiting.number] = waiting
         band.bytes += waiting.size
         self.bytes += waiting.size
         self._by_id[request.id] = waiting
@@ -123,9 +114,9 @@ class Queues:
 
     def _room(self, request: Request, band: Band, flow: Flow) -> "list[Waiting] | Refused":
         size, limits = request.body_bytes, self.limits
-        if limits.flow.full(len(flow), flow.bytes, size):
+        if flow.limit.full(len(flow), flow.bytes, size):
             return Refused(SATURATED, "too many requests of this model and tenant are waiting")
-        if limits.band.full(band.count, band.bytes, size):
+        if band.limit.full(band.count, band.bytes, size):
             return Refused(SATURATED, f"too many requests of priority {band.priority} are waiting")
         displaced: list[Waiting] = []
         if limits.total.full(len(self), self.bytes, size):
@@ -145,18 +136,20 @@ class Queues:
         band = self._bands.get(priority)
         if band is None:
             fairness, ordering = self._policies(priority)
-            band = self._bands[priority] = Band(priority, fairness, ordering)
+            band = self._bands[priority] = Band(priority, fairness, ordering, self.limits.of_band(priority))
             insort(self._order, -priority)
         return band
 
     def _flow(self, band: Band, key: FlowKey, now: float) -> Flow:
         self._flows_made += 1
-        flow = band.flows[key] = self._idle[key] = Flow(key, self._flows_made, now)
+        rule = self.limits.rule(key.model, key.tenant)
+        made = Flow(key, self._flows_made, now, rule.limit or self.limits.flow, rule.weight)
+        flow = band.flows[key] = self._idle[key] = made
         return flow
 
     def _forget_idle(self, now: float) -> None:
-        for key in list(self._idle)[:_SWEEP] if self._idle else ():
-            flow = self._idle.pop(key)
+        for _ in range(min(_SWEEP, len(self._idle))):
+            key, flow = self._idle.popitem(last=False)
             if now - flow.seen > FLOW_MEMORY or len(self._idle) >= MOST_IDLE:
                 del self._bands[key.priority].flows[key]
             else:
@@ -193,6 +186,7 @@ class Queues:
         del flow.waiting[at]
         flow.bytes -= waiting.size
         band.count -= 1
+        del band.members[waiting.number]
         band.bytes -= waiting.size
         self.bytes -= waiting.size
         if not flow.waiting:
@@ -237,7 +231,9 @@ class Queues:
                     assert (sort_key, number) == (waiting.key, waiting.number) and waiting.flow is flow
                     assert waiting.request.id not in seen
                     seen[waiting.request.id] = waiting
-            assert band.count == sum(map(len, band.flows.values()))
+            assert band.count == sum(map(len, band.flows.values())) == len(band.members)
+            assert list(band.members) == sorted(band.members)
+            assert all(self._waits(waiting) for waiting in band.members.values())
             assert band.bytes == sum(flow.bytes for flow in band.flows.values())
             offered = [w for turn in band.fairness.turns(1 << 30) for w in turn]
             assert len(set(map(id, offered))) == len(offered) and all(self._waits(w) for w in offered)

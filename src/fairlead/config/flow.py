@@ -6,11 +6,15 @@ from random import Random
 from typing import cast
 
 from fairlead.admit.binding import PairBinder
-from fairlead.admit.control import FlowControl, Gate, Times
+from fairlead.admit.control import FlowControl, Gate
 from fairlead.admit.desk import Desk
-from fairlead.admit.framework import Fairness, Ordering
+from fairlead.admit.eviction import Eviction
+from fairlead.admit.framework import Ceiling, Fairness, Limit, Ordering
 from fairlead.admit.gates import LedgerGate, PoolGate
-from fairlead.admit.queues import Limit, Limits, Queues
+from fairlead.admit.limits import FlowRule, Limits, Times
+from fairlead.admit.queues import Queues
+from fairlead.admit.shares import Shares
+from fairlead.admit.shedding import EarlyShedding
 from fairlead.config.registry import Registry, make
 from fairlead.config.schema import LONGEST_WAIT, Config, FlowSpec, PluginSpec, QueueLimit
 from fairlead.fleet.columns import BoolColumn
@@ -18,7 +22,7 @@ from fairlead.fleet.fleet import Fleet
 from fairlead.model.errors import PluginError
 from fairlead.model.request import Request
 from fairlead.plugins.fairness import DeficitFairness
-from fairlead.plugins.guarding import GuardedFairness, GuardedOrdering, GuardedSaturation
+from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation
 from fairlead.plugins.orderings import LeastWorkOrdering
 from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
 from fairlead.schedule.cycle import Context
@@ -38,20 +42,47 @@ def build_desk(
         return None
     registry = registry or Registry()
     settings = flow.settings
-    _bands(flow, registry, None)(0)  # what cannot be made must stop the start, not the first request of a band
-    limits = settings.limits
-    queues = Queues(
-        _bands(flow, registry, on_plugin_error),
-        Limits(total=_limit(limits.total), band=_limit(limits.band), flow=_limit(limits.flow)),
-    )
+    for priority in {0, *(band.settings.priority for band in flow.bands)}:
+        _bands(flow, registry, None)(priority)  # what cannot be made must stop the start
+    queues = Queues(_bands(flow, registry, on_plugin_error), _limits(flow))
+    shedding, eviction = settings.early_shedding, settings.eviction
     control = FlowControl(
         queues,
         _gate(flow.saturation, registry, on_plugin_error),
         PairBinder(able_by(config, policy, registry)),
-        Times(settings.ttl, settings.no_endpoint_ttl, LONGEST_WAIT),
+        _times(flow),
         window=settings.window,
+        shares=Shares({band.settings.priority: band.settings.share for band in flow.bands}),
+        ceiling=_ceiling(flow.ceiling, registry, on_plugin_error),
+        shedding=EarlyShedding(shedding.power, shedding.scale) if shedding else None,
     )
-    return Desk(control, policy.name, settings.target_delay)
+    return Desk(control, policy.name, settings.target_delay, Eviction(eviction.after) if eviction else None)
+
+
+def _limits(flow: FlowSpec) -> Limits:
+    limits = flow.settings.limits
+    return Limits(
+        total=_limit(limits.total),
+        band=_limit(limits.band),
+        flow=_limit(limits.flow),
+        bands={one.settings.priority: _limit(one.settings.limits) for one in flow.bands if one.settings.limits},
+        rules=tuple(
+            FlowRule(
+                model=rule.model,
+                tenant=rule.fairness_id,
+                ttl=rule.ttl or 0.0,
+                limit=None if rule.limits is None else _limit(rule.limits),
+                weight=rule.weight,
+            )
+            for rule in flow.settings.flows
+        ),
+    )
+
+
+def _times(flow: FlowSpec) -> Times:
+    settings = flow.settings
+    bands = {one.settings.priority: one.settings.ttl for one in flow.bands if one.settings.ttl}
+    return Times(settings.ttl, settings.no_endpoint_ttl, LONGEST_WAIT, bands)
 
 
 def able_by(config: Config, policy: Policy, registry: Registry | None = None) -> Able:
@@ -66,16 +97,21 @@ def able_by(config: Config, policy: Policy, registry: Registry | None = None) ->
 
 
 def _bands(flow: FlowSpec, registry: Registry, report: Report) -> Callable[[int], tuple[Fairness, Ordering]]:
+    own = {band.settings.priority: band for band in flow.bands}
+
     def made(priority: int) -> tuple[Fairness, Ordering]:
+        band = own.get(priority)
+        shares = (band.fairness if band else None) or flow.fairness
+        ranks = (band.ordering if band else None) or flow.ordering
         fairness: Fairness = DeficitFairness()
-        if flow.fairness is not None:
-            fairness = make(flow.fairness, registry)
-            if _foreign(flow.fairness, registry):
+        if shares is not None:
+            fairness = make(shares, registry)
+            if _foreign(shares, registry):
                 fairness = GuardedFairness(fairness, report)
         ordering: Ordering = LeastWorkOrdering()
-        if flow.ordering is not None:
-            ordering = make(flow.ordering, registry)
-            if _foreign(flow.ordering, registry):
+        if ranks is not None:
+            ordering = make(ranks, registry)
+            if _foreign(ranks, registry):
                 ordering = GuardedOrdering(ordering, report)
         return fairness, ordering
 
@@ -89,6 +125,13 @@ def _gate(spec: PluginSpec | None, registry: Registry, report: Report) -> Gate:
     if _foreign(spec, registry):
         plugin = GuardedSaturation(plugin, report)
     return PoolGate(plugin.name, plugin.level)
+
+
+def _ceiling(spec: PluginSpec | None, registry: Registry, report: Report) -> Ceiling | None:
+    if spec is None:
+        return None
+    plugin: Ceiling = make(spec, registry)
+    return GuardedCeiling(plugin, report) if _foreign(spec, registry) else plugin
 
 
 def _foreign(spec: PluginSpec, registry: Registry) -> bool:

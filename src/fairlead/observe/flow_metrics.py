@@ -11,8 +11,8 @@ from collections.abc import Callable
 from math import inf, nan
 
 from fairlead.admit.desk import Desk
-from fairlead.admit.framework import Flow
-from fairlead.admit.queues import Band, Limit
+from fairlead.admit.framework import Flow, Limit
+from fairlead.admit.queues import Band
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord
 from fairlead.observe import buckets
@@ -53,6 +53,9 @@ class FlowMetrics:
         self._used_all = {kind: gauges("unused", cap=2) for kind in ("requests", "bytes")}
         self._age = gauges("priority", cap=256, fold=("priority",))
         self._jain = gauges("priority", cap=256, fold=("priority",))
+        self._flow_age = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._delays = gauges("priority", cap=256, fold=("priority",))
+        self._waiting = gauges("unused", cap=2)
         self._delay = gauges("unused", cap=2)
         self._wanted = gauges("unused", cap=2)
         registry.before(self._refresh)
@@ -73,20 +76,23 @@ class FlowMetrics:
         desk = self.desk
         if desk is None:
             return
-        for family in (self._size, self._bytes, self._age, self._jain, *self._used.values()):
+        flows, bands = (self._size, self._bytes, self._flow_age), (self._age, self._delays, self._jain)
+        for family in (*flows, *bands, *self._used.values()):
             family.children.clear()
         now, queues = self._now(), desk.flow.queues
         for band in queues.bands():
-            self._band(band, queues.limits.band, now)
+            self._band(band, band.limit, desk.drain_s(band.priority), now)
         for kind, count in (("requests", len(queues)), ("bytes", queues.bytes)):
             self._used_all[kind].child("").set(_share(count, getattr(queues.limits.total, kind)))
         self._saturation.child("effective").set(self._saturated(desk, now))
         endpoints = self._fleet.table.count
+        self._waiting.child("").set(len(queues))
         self._delay.child("").set(desk.drain_s())
         self._wanted.child("").set(desk.wanted(endpoints, now))
 
-    def _band(self, band: Band, limit: Limit, now: float) -> None:
+    def _band(self, band: Band, limit: Limit, delay: float, now: float) -> None:
         priority = str(band.priority)
+        self._delays.child(priority).set(delay)
         self._used["requests"].child(priority).set(_share(band.count, limit.requests))
         self._used["bytes"].child(priority).set(_share(band.bytes, limit.bytes))
         oldest = band.oldest()
@@ -98,6 +104,12 @@ class FlowMetrics:
                 labels = _labels(flow)
                 self._size.child(*labels).inc(len(flow))
                 self._bytes.child(*labels).inc(flow.bytes)
+                age = self._flow_age.child(*labels)
+                age.set(max(age.value, now - min(entry[2].since for entry in flow.waiting)))
+
+    def saturation(self) -> float | None:
+        """As the gauge shows it; `None` = flow control is off."""
+        return None if self.desk is None else self._saturated(self.desk, self._now())
 
     def _saturated(self, desk: Desk, now: float) -> float:
         """Of detectors their level, else the share of endpoints that are closed; 1 without endpoints."""
@@ -128,10 +140,15 @@ class FlowMetrics:
             show(f"{prefix}global_capacity_utilization_{kind}", text, self._used_all[kind], labels={}, **pool)
         text = "Age of the request that waits longest, by band."
         show("fairlead_flow_head_age_seconds", text, self._age)
+        text = "Age of the request that waits longest, by flow."
+        show("fairlead_flow_queue_age_seconds", text, self._flow_age)
         text = "Jain's index of the work that the flows of a band were given out of the queue; 1 = all the same."
         show("fairlead_flow_fairness_index", text, self._jain)
         text = "How long the queue will take at the pace of the last dispatches."
         show("fairlead_flow_delay_seconds", text, self._delay, labels={})
+        text = "The same of those of a band and the bands above: what Retry-After says."
+        show("fairlead_flow_band_delay_seconds", text, self._delays)
+        show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
         text = "Endpoints with which requests would wait no longer than the target."
         show("fairlead_desired_replicas", text, self._wanted, labels={})
 

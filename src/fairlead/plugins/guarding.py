@@ -1,14 +1,14 @@
 """Keeps requests safe from flow-control plugins of other distributions: what fails is reported and done without.
 
 An ordering that fails ranks by arrival. A fairness policy that fails is replaced by one queue per band, for good: what
-it remembered can no longer be trusted. A saturation that fails counts as none.
+it remembered can no longer be trusted. A saturation that fails counts as none, a ceiling that fails holds nobody back.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 
 from fairlead.admit.fairness import Strict
-from fairlead.admit.framework import Fairness, Flow, Ordering, Waiting
+from fairlead.admit.framework import Ceiling, Fairness, Flow, Ordering, Waiting
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.errors import PluginError
 from fairlead.plugins.contracts import Saturation
@@ -94,6 +94,23 @@ class GuardedFairness:
     def _failed(self, error: Exception) -> None:
         self._inner = None
         _tell(self._report, self.name, error)
+
+
+class GuardedCeiling:
+    def __init__(self, inner: Ceiling, report: Report) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._report = report
+
+    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
+        try:
+            allowed = [bool(may) for may in self._inner.allowed(level, priorities)]
+            if len(allowed) == len(priorities):
+                return allowed
+            raise ValueError(f"{len(allowed)} answers for {len(priorities)} bands")
+        except Exception as error:
+            _tell(self._report, self.name, error)
+            return [True] * len(priorities)
 
 
 class GuardedSaturation:

@@ -7,11 +7,16 @@ from fairlead.config.defaults import POLICIES
 from fairlead.model.errors import FairleadError
 from fairlead.sim.run import policy_from
 
+#: The default with a queue before it. No limits, and nobody runs out of time: the same requests are compared.
+WITH_FLOW = "default+flow"
+_FLOW = "policy: default\nflowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
+
 
 def known_policies() -> dict[str, str]:
-    """Name → text of a configuration. `default` comes first; what cannot be made without parameters is left out."""
-    names = dict.fromkeys(["default", *POLICIES, *BUILTINS["policy"]])
-    texts = {name: f"policy: {name}\n" for name in names}
+    """Name → text of a configuration. `default` comes first, then the same with flow control; what cannot be made
+    without parameters is left out."""
+    names = dict.fromkeys(["default", WITH_FLOW, *POLICIES, *BUILTINS["policy"]])
+    texts = {name: f"policy: {name}\n" for name in names} | {WITH_FLOW: _FLOW}
     return {name: text for name, text in texts.items() if _works(text)}
 
 

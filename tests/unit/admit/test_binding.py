@@ -156,15 +156,31 @@ def test_new_tokens_go_where_there_is_memory(fleet, queue):
     assert binder().bind([queue(4000)], fleet, ALL, NOW).slot != 1
 
 
-def test_an_endpoint_without_memory_is_not_taken_while_another_has_some(fleet, queue):
-    """Open or not: waiting a little for room is cheaper than making all wait that are there."""
+def without_memory_but_at_one(fleet):
     table = fleet.table
     table.capacity_tokens[:] = 100_000.0
     table.per_capacity[:] = 1e-5
     table.kv[:] = [1.0, 0.2, 1.0]
     table.active[:] = 50.0
-    again = binder().bind([queue(4000)], fleet, np.array([True, False, True]), NOW)
+
+
+def test_what_is_cached_elsewhere_is_not_copied_to_where_there_is_no_memory(fleet, queue):
+    """Waiting a little is cheaper than making all wait that are there, even where recomputing takes no time."""
+    text = bytes(range(256)) * 10
+    fleet.charge(queue(600, text=text).request, 1, NOW - 10, 0, 10)
+    fleet.ledger.release(1)
+    only_full_ones = np.array([True, False, True])
+    assert not isinstance(binder().bind([queue(600, text=text)], fleet, only_full_ones, NOW), float)
+    without_memory_but_at_one(fleet)
+    again = binder().bind([queue(600, text=text)], fleet, only_full_ones, NOW)
     assert isinstance(again, float) and again > NOW
+
+
+def test_what_is_cached_nowhere_does_not_wait_for_memory(fleet, queue):
+    """It takes its memory wherever it goes; who is behind it must not starve it."""
+    without_memory_but_at_one(fleet)
+    assert binder().bind([queue(4000)], fleet, np.array([True, False, True]), NOW).slot in (0, 2)
+    assert binder().bind([queue(4000)], fleet, ALL, NOW).slot == 1
 
 
 def test_work_that_nobody_can_do_is_infinite(fleet, queue):

@@ -38,7 +38,7 @@ def test_an_idle_pool_is_open_everywhere():
 
 def test_queued_tokens_close_an_endpoint():
     fleet = pool()
-    charge(fleet, 1, tokens=16_000)
+    charge(fleet, 1, tokens=10_000)
     assert LedgerGate().open(fleet, NOW) is None
     charge(fleet, 1, tokens=1000)
     assert LedgerGate().open(fleet, NOW).tolist() == [True, False, True]
@@ -47,7 +47,7 @@ def test_queued_tokens_close_an_endpoint():
 def test_a_slow_endpoint_closes_earlier():
     fleet = pool()
     fleet.predictor.rates.prefill[2] = 2.5
-    charge(fleet, 2, tokens=7000)
+    charge(fleet, 2, tokens=5000)
     assert LedgerGate().open(fleet, NOW).tolist() == [True, True, False]
 
 

@@ -2,8 +2,11 @@ from math import inf
 
 import pytest
 
-from fairlead.admit.framework import Waiting
+from fairlead.admit.fairness import Strict
+from fairlead.admit.framework import Limit, Waiting
+from fairlead.admit.limits import Limits
 from fairlead.admit.ordering import EarliestDeadline, Fcfs, LeastWork
+from fairlead.admit.queues import Queues
 from fairlead.model.request import Request
 
 
@@ -44,3 +47,45 @@ def test_nobody_is_overtaken_for_longer_than_work_divided_by_ageing():
 def test_least_work_without_ageing_is_refused(ageing):
     with pytest.raises(ValueError, match="wait for ever"):
         LeastWork(ageing)
+
+
+class Line:
+    """One flow, of which one request leaves per second."""
+
+    def __init__(self, ordering) -> None:
+        self.queues = Queues(lambda priority: (Strict(), ordering), Limits(band=Limit()))
+        self._id = 0
+
+    def put(self, now, ttl=1e9, work=1.0, slo_ms=0.0):
+        self._id += 1
+        return self.queues.put(Request(id=self._id, arrived=now, slo_ttft_ms=slo_ms), now, ttl, work)[0]
+
+    def serve(self, now):
+        waiting = next(self.queues.turns(self.queues.bands()[0], 1))[0]
+        self.queues.dispatch(waiting, now, 1.0)
+        return waiting
+
+    def until(self, wanted, adversary, seconds=300):
+        """Seconds after which `wanted` leaves, while `adversary(now)` adds one more request each second."""
+        for now in range(1, seconds):
+            adversary(float(now))
+            if self.serve(float(now)) is wanted:
+                return now
+        raise AssertionError("it starves")
+
+
+def test_fcfs_waits_for_those_before_it_only():
+    line = Line(Fcfs())
+    for _ in range(20):
+        line.put(0.0)
+    assert line.until(line.put(0.0, work=1e6), lambda now: line.put(now, work=1.0, slo_ms=1.0)) == 21
+
+
+def test_least_work_is_overtaken_for_work_divided_by_ageing():
+    line = Line(LeastWork(ageing=1000.0))
+    assert line.until(line.put(0.0, work=50_000), lambda now: line.put(now)) == pytest.approx(50, abs=1)
+
+
+def test_edf_is_overtaken_until_its_deadline_less_the_shortest_time_to_live():
+    line = Line(EarliestDeadline())
+    assert line.until(line.put(0.0, ttl=60.0), lambda now: line.put(now, ttl=10.0)) == pytest.approx(50, abs=1)

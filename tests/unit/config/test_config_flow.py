@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.admit.framework import Refused
+from fairlead.admit.framework import Limit, Refused
 from fairlead.admit.gates import LedgerGate
-from fairlead.admit.queues import Limit
 from fairlead.config.builtins import BUILTINS
 from fairlead.config.flow import able_by, build_desk
 from fairlead.config.load import examine, load, problems
@@ -149,3 +148,56 @@ def test_what_is_in_force_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
     assert examine(file)[1].problems == []
+
+
+BANDS = """
+flowControl:
+  ttl: 30s
+  bands:
+    - {priority: -10, ttl: 5s, limits: {requests: 7}, share: 0.1, fairness: {type: round-robin}, ordering: {type: fcfs}}
+    - {priority: 10, limits: {bytes: 1M}}
+  flows:
+    - {fairnessId: small, ttl: 2s, limits: {requests: 1}}
+    - {model: m, weight: 3}
+  ceiling: {type: priority-holdback-policy, minCeiling: 0.5}
+  earlyShedding: {power: 2}
+  eviction: {}
+"""
+
+
+def test_bands_and_flows_have_their_own_rules():
+    found = desk(BANDS).flow
+    limits = found.queues.limits
+    assert limits.of_band(-10).requests == 7 and limits.of_band(10).bytes == 1e6 and limits.of_band(0).requests == 5000
+    assert (
+        limits.rule("m", "small").ttl == 2.0
+        and limits.rule("m", "").weight == 3.0
+        and limits.rule("", "").weight == 1.0
+    )
+    found.queues.put(Request(id=1, arrived=0.0, priority=-10), 0.0, 1.0, 1.0)
+    found.queues.put(Request(id=2, arrived=0.0), 0.0, 1.0, 1.0)
+    usual, low = found.queues.bands()
+    assert (low.fairness.name, low.ordering.name) == ("round-robin", "fcfs")
+    assert (usual.fairness.name, usual.ordering.name) == ("deficit-round-robin", "least-work")
+    assert desk(BANDS).may_evict(Request(id=3, arrived=0.0, priority=-1))
+    assert not desk("flowControl: {}\n").may_evict(Request(id=3, arrived=0.0, priority=-1))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{bands: 3}", "expected a list"),
+        ("{bands: [3]}", "expected a mapping"),
+        ("{bands: [{ttl: 3s}]}", "'priority' is missing"),
+        ("{bands: [{priority: 1}, {priority: 1}]}", "is there already"),
+        ("{bands: [{priority: 1, share: 0.7}, {priority: 2, share: 0.7}]}", "at most 1 together"),
+        ("{bands: [{priority: 1, saturation: {type: x}}]}", "unknown field"),
+        ("{flows: [{weight: 0.5}]}", ">= 1"),
+        ("{ceiling: {type: priority-holdback-policy}}", "minCeiling"),
+        ("{earlyShedding: {power: 0}}", "> 0"),
+    ],
+)
+def test_what_is_wrong_with_bands_is_said(text, problem):
+    found = problems(f"{ONE}flowControl: {text}\n")
+    assert len(found) == 1
+    assert problem in f"{found[0].path} {found[0].message}"

@@ -92,6 +92,7 @@ NEEDED: dict[str, dict[str, object]] = {
     "by-label": {"label": "zone"},
     "metric": {"metric": "waiting", "better": "low"},
     "metric-limit": {"metric": "kvUsage", "operator": "LessThan", "value": 0.5},
+    "priority-holdback-policy": {"min_ceiling": 0.5},
 }
 
 

@@ -5,6 +5,7 @@ import pytest
 from fairlead.config.flow import build_desk
 from fairlead.config.load import load
 from fairlead.config.registry import build_policy
+from fairlead.model.request import Request
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 FULL = """
@@ -49,7 +50,17 @@ def test_everything_that_has_a_counterpart() -> None:
     assert (limits.total.requests, limits.band.bytes, limits.band.requests) == (50, 1 << 20, float("inf"))
     settings = config.flow_control.settings  # type: ignore[union-attr]
     assert (settings.ttl, settings.no_endpoint_ttl) == (5.0, 5.0)
-    assert any("never evicted" in note.message for note in config.notes)
+    assert settings.eviction is not None and desk.may_evict(Request(id=1, arrived=0.0, priority=-1))
+
+
+def test_a_threshold_becomes_a_ceiling() -> None:
+    text = """
+plugins:
+- {type: static-usage-limit-policy, parameters: {threshold: 0.6}}
+flowControl: {usageLimitPolicyPluginRef: static-usage-limit-policy}
+"""
+    found = flow("featureGates: [flowControl]\n" + text)
+    assert found.ceiling.parameters.threshold == 0.6
 
 
 def test_for_ever_is_as_long_as_a_gateway_waits() -> None:

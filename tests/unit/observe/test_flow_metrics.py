@@ -6,9 +6,11 @@ from fairlead.admit.binding import PairBinder
 from fairlead.admit.control import FlowControl
 from fairlead.admit.desk import Desk
 from fairlead.admit.fairness import DeficitRoundRobin
+from fairlead.admit.framework import Limit
 from fairlead.admit.gates import LedgerGate
+from fairlead.admit.limits import Limits
 from fairlead.admit.ordering import Fcfs
-from fairlead.admit.queues import Limit, Limits, Queues
+from fairlead.admit.queues import Queues
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord
 from fairlead.model.endpoint import Endpoint

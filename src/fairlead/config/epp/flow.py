@@ -11,7 +11,9 @@ from fairlead.config.epp.document import Band, FlowControl
 from fairlead.config.epp.instances import Instance
 from fairlead.config.epp.parameters import ConcurrencyDetector, StaticLimit, UtilizationDetector
 from fairlead.config.problems import Report
+from fairlead.config.queueing import Evicting
 from fairlead.config.schema import LONGEST_WAIT, FlowSettings, FlowSpec, PluginSpec, QueueLimit, QueueLimits
+from fairlead.plugins.ceilings import StaticCeilingParams
 from fairlead.plugins.fairness import DeficitFairness
 from fairlead.plugins.orderings import LeastWorkOrdering
 from fairlead.plugins.params import NoParams
@@ -42,11 +44,6 @@ class Named(Struct):
 def flow_spec(flow: FlowControl, named: Named, bands: Sequence[Band], report: Report) -> FlowSpec:
     """What it says in our words; what has no counterpart is noted."""
     report.note(AT, OURS)
-    if flow.enable_eviction:
-        report.note((*AT, "enableEviction"), "requests in flight are never evicted")
-    limit = named.limit.parameters if named.limit else None
-    if isinstance(limit, StaticLimit) and limit.threshold != 1.0:
-        report.note((*AT, "usageLimitPolicyPluginRef"), "the pool is used up to a threshold of 1 by all bands")
     band = QueueLimit(requests=5000, bytes=1_000_000_000)
     said = [one for one in bands if one.max_requests or one.max_bytes]
     if said:
@@ -59,12 +56,14 @@ def flow_spec(flow: FlowControl, named: Named, bands: Sequence[Band], report: Re
         ttl=ttl,
         no_endpoint_ttl=_ttl(flow.no_endpoint_request_ttl, ttl),
         limits=QueueLimits(total=total, band=band),
+        eviction=Evicting() if flow.enable_eviction else None,
     )
     return FlowSpec(
         settings=settings,
         fairness=_spec("fairness", named.fairness, report),
         ordering=_spec("ordering", named.ordering, report),
         saturation=_spec("saturation", named.saturation, report),
+        ceiling=_spec("ceiling", named.limit, report),
     )
 
 
@@ -93,6 +92,8 @@ def _spec(kind: Kind, one: Instance | None, report: Report) -> PluginSpec | None
             max_token_concurrency=given.max_token_concurrency,
             concurrency_mode=given.concurrency_mode,
         )
+    elif isinstance(given, StaticLimit):
+        params = StaticCeilingParams(threshold=given.threshold)
     return PluginSpec(
         kind=kind,
         type=_TYPES.get(one.type, one.type),
