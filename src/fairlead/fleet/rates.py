@@ -18,6 +18,10 @@ Rules
 * One stretch counts at most as `OUTLIER` times what was expected, and at least as the inverse; the farther off, the
   less it weighs. A stall, or a beginning that was not cached after all, then moves a factor little, while hardware
   that is ten times slower is known after a few requests.
+* Who is not asked teaches nothing, and who is believed to be slow is not asked. So an endpoint that has taught nothing
+  has the pool's mean of now, not of when it came, and the little that another taught long ago is weighed against it
+  anew, one endpoint after the other, and counts for less each time. Without that, of eight servers six times faster
+  than the prior, the first two that were tried got all requests.
 * Factors stay within `SLOWEST` of the prior. Everything is finite whatever clocks and clients do.
 """
 
@@ -26,7 +30,7 @@ from math import log
 import numpy as np
 from msgspec import Struct
 
-from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.columns import BoolColumn, FloatColumn
 
 
 class StepModel(Struct, frozen=True):
@@ -57,8 +61,11 @@ PRIOR_WEIGHT = 0.5
 RATIO_WEIGHT = 3.0
 #: A stretch that took e^0.3 of what was expected, or e^-0.3, has full weight; beyond, less and less.
 INLIER = 0.3
-#: Weight of an endpoint's newest factors in the pool's mean.
+#: Weight of an endpoint's newest factors in the pool's mean, once there were enough of them for a mean.
 POOL_SHARE = 0.02
+#: What weighs less is little, and loses this share each time that it is weighed again.
+LITTLE = 2.0
+STALE = 0.01
 
 
 class _Fit:
@@ -77,6 +84,13 @@ class _Fit:
         self.oxx = keep * self.oxx + weight * observed * x
         self.oxy = keep * self.oxy + weight * observed * y
 
+    def fade(self, keep: float) -> None:
+        self.xx *= keep
+        self.xy *= keep
+        self.yy *= keep
+        self.oxx *= keep
+        self.oxy *= keep
+
     def solve(self, a: float, b: float) -> tuple[float, float]:
         """The pair that fits best, its first drawn to `a`, its ratio to `b / a`. The priors keep it solvable."""
         near, ratio, tied = PRIOR_WEIGHT / (a * a), b / a, RATIO_WEIGHT / (b * b)
@@ -94,7 +108,11 @@ class Rates:
         self.prefill: FloatColumn = np.ones(0)
         self.step: FloatColumn = np.ones(0)
         self._fits: list[_Fit] = []
+        #: Slots that have taught nothing.
+        self._untried: BoolColumn = np.ones(0, dtype=np.bool_)
         self._pool = (1.0, 1.0)
+        self._stretches = 0
+        self._turn = 0
 
     def reset(self, slot: int) -> None:
         """A new endpoint stands at `slot` and is taken for an average one."""
@@ -102,7 +120,9 @@ class Rates:
             self._fits.append(_Fit())
             self.prefill = np.append(self.prefill, self._pool[0])
             self.step = np.append(self.step, self._pool[1])
+            self._untried = np.append(self._untried, True)
         self._fits[slot] = _Fit()
+        self._untried[slot] = True
         self.prefill[slot], self.step[slot] = self._pool
 
     def step_ms(self, slot: int, sequences: float, kv_tokens: float) -> float:
@@ -124,9 +144,27 @@ class Rates:
         weight = min(1.0, INLIER / max(abs(log(observed)), 1e-9))
         fit.add(prefill / expected / a, rest / expected / b, observed, weight)
         mean = self._pool
-        a, b = (min(max(value, 1.0 / SLOWEST), SLOWEST) for value in fit.solve(*mean))
+        a, b = self._solved(slot)
+        self._stretches += 1
+        share = max(POOL_SHARE, 3.0 / (2 + self._stretches))  # the first ones still move, and count for less
+        self._pool = (mean[0] + share * (a - mean[0]), mean[1] + share * (b - mean[1]))
+        self._untried[slot] = False
+        if np.count_nonzero(self._untried):
+            self.prefill[self._untried], self.step[self._untried] = self._pool
+        self._weigh_again(slot)
+
+    def _weigh_again(self, taught: int) -> None:
+        """The next endpoint in turn, unless it is the one that has just taught."""
+        self._turn = turn = (self._turn + 1) % len(self._fits)
+        fit = self._fits[turn]
+        if turn != taught and not self._untried[turn] and fit.xx + fit.yy < LITTLE:
+            fit.fade(1.0 - STALE)
+            self._solved(turn)
+
+    def _solved(self, slot: int) -> tuple[float, float]:
+        a, b = (min(max(value, 1.0 / SLOWEST), SLOWEST) for value in self._fits[slot].solve(*self._pool))
         self.prefill[slot], self.step[slot] = a, b
-        self._pool = (mean[0] + POOL_SHARE * (a - mean[0]), mean[1] + POOL_SHARE * (b - mean[1]))
+        return a, b
 
     def validate(self) -> None:
         for column in (self.prefill, self.step):

@@ -50,6 +50,23 @@ def test_a_new_endpoint_is_taken_for_an_average_one() -> None:
     assert rates.prefill[0] == rates.prefill[1]
 
 
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_who_was_never_asked_follows_those_who_were(factor: float) -> None:
+    """Both came before anything was known. Among servers ten times faster than the prior the second must not look ten
+    times slower than the first, or it would never get a request."""
+    rates = Rates()
+    rates.reset(0)
+    rates.reset(1)
+    for _ in range(30):
+        rates.observe(0, 100.0, 1.0, rates.step_ms(0, 0.0, 0.0), factor * (100.0 + PRIOR.c0))
+        rates.validate()
+    assert rates.prefill[1] == pytest.approx(rates.prefill[0], rel=0.7)
+    assert abs(rates.prefill[1] - factor) < 0.4 * abs(1.0 - factor)
+    taught = float(rates.prefill[0])
+    rates.observe(1, 100.0, 1.0, rates.step_ms(1, 0.0, 0.0), 100.0)
+    assert rates.prefill[0] == taught, "who has taught something keeps its own"
+
+
 @pytest.mark.parametrize(
     ("work", "took"),
     [(0.0, 0.0), (100.0, 0.0), (100.0, -5.0), (100.0, float("nan")), (float("inf"), 10.0), (1e12, 1.0)],
