@@ -10,7 +10,7 @@ from fairlead.sim.regret import mean_figures
 
 KEPT = (
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "e2e_p99_ms", "tpot_p50_ms",
-    "output_tokens_per_s", "goodput", "prefix_hit_rate", "shed", "failed", "cancelled", "requests",
+    "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "shed", "failed", "cancelled", "requests",
 )  # fmt: skip
 Summary = dict[str, dict[str, dict[str, float]]]
 

@@ -1,79 +1,87 @@
 """Every policy on every scenario, simulated: `make quality`.
 
 Nine scenarios of the published comparison (shared prefix at three rates, conversations at three speeds, code
-completion, agents, unlike servers) and the adversarial set, each with 8 servers of Qwen3-32B on two H100.
+completion, agents, unlike servers), the adversarial set, stages of the published shared-prefix benchmark, and pools of
+prefill and decode servers; each with 8 servers of Qwen3-32B on two H100.
 
     python bench/quality.py                    everything, in all processors
     python bench/quality.py --quick            a smaller version of each scenario, for a first look
     python bench/quality.py --policy default --scenario agents
+    python bench/quality.py --docs docs        all of it, and the tables and plots of docs/benchmarks.md
 
-Writes `out/quality/summary.json`: {scenario: {policy: figures}}, and prints a table and each policy's regret: the
-geometric mean over the nine of value / best value of any policy. A simulated millisecond is no measured one: rankings
-are the finding. The published traces are not part of the project; give their directory with `--traces` or
-FAIRLEAD_TRACES. Without them made-up workloads of the same size stand in.
+Writes `out/quality/summary.json`: {scenario: {policy: figures}}, and `regret.json`; prints a table and each policy's
+regret: the geometric mean over the nine of value / best value of any policy. A simulated millisecond is no measured
+one: rankings are the finding. The published traces are not part of the project; give their directory with `--traces`
+or FAIRLEAD_TRACES. Without them made-up workloads of the same size stand in.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from _quality_docs import Run, write_section
+from _quality_entries import cells, entries, names
 from _quality_report import print_table, summary_of
-from fairlead.sim.adversarial import ADVERSARIAL
-from fairlead.sim.build import ScenarioSpec
-from fairlead.sim.grid import Cell, CellResult, run_grid
-from fairlead.sim.policies import known_policies
+from fairlead.sim.grid import CellResult, run_grid
 from fairlead.sim.regret import regrets
 from fairlead.sim.scenarios import AZURE_CODE, MOONCAKE, QUALITY
 
-QUICK_HEAD = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 
-
-def main() -> int:
-    options = _options()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
     traces = _traces(options.traces)
-    texts = known_policies()
-    chosen = _choose(options.policy, texts, "policy")
-    scenarios = _choose(options.scenario, [*QUALITY, *ADVERSARIAL], "scenario")
-    cells = [
-        Cell(scenario=_spec(name, traces, options.quick), policy=policy, text=texts[policy], seed=seed)
-        for name in scenarios
-        for policy in chosen
-        for seed in range(options.seeds)
-    ]
+    texts = entries()
+    chosen = {name: texts[name] for name in _choose(options.policy, list(texts), "policy")}
+    scenarios = _choose(options.scenario, names(), "scenario")
+    wanted = cells(scenarios, chosen, traces, options.quick, options.seeds, options.head)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     results = run_grid(
-        cells, processes=options.processes, kept=None if options.fresh else out / "cells.jsonl", progress=_progress
+        wanted, processes=options.processes, kept=None if options.fresh else out / "cells.jsonl", progress=_progress
     )
     print(f"\n{len(results)} simulations in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     summary = summary_of(results)
-    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n")
+    _write(out / "summary.json", summary)
     regret = regrets({name: figures for name, figures in summary.items() if name in QUALITY})
-    (out / "regret.json").write_bytes(msgspec.json.format(msgspec.json.encode(regret), indent=1) + b"\n")
+    _write(out / "regret.json", regret)
     print_table(summary, regret)
     print(f"written: {out / 'summary.json'}")
+    if options.docs:
+        minutes = sum(result.cpu_s for result in results) / 60
+        run = Run(cells=len(results), seeds=options.seeds, cpu_minutes=minutes, traces=bool(traces))
+        for path in write_section(Path(options.docs), summary, regret, run):
+            print(f"written: {path}")
     errors = [result for result in results if result.error]
     for result in errors:
         print(f"error: {result.policy} on {result.scenario}: {result.error}", file=sys.stderr)
     return 1 if errors else 0
 
 
-def _options() -> argparse.Namespace:
+def _write(path: Path, document: object) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer requests of each scenario")
+    parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each scenario")
     parser.add_argument("--policy", action="append", help="only these (may be given more than once)")
     parser.add_argument("--scenario", action="append", help="only these (may be given more than once)")
     parser.add_argument("--seeds", type=int, default=1, help="repeat with so many seeds and average (default 1)")
     parser.add_argument("--processes", type=int, default=0, help="0 = one per processor")
     parser.add_argument("--traces", default=os.environ.get("FAIRLEAD_TRACES", "traces"), help="directory of the traces")
     parser.add_argument("--out", default="out/quality")
+    parser.add_argument(
+        "--docs", default="", help="write the section of benchmarks.md in this directory, and its plots"
+    )
     parser.add_argument("--fresh", action="store_true", help="do not take results of a former run")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _traces(directory: str) -> str:
@@ -84,16 +92,11 @@ def _traces(directory: str) -> str:
     return str(path.resolve()) if len(missing) < 2 else ""
 
 
-def _choose(wanted: list[str] | None, known: "list[str] | dict[str, str]", what: str) -> list[str]:
+def _choose(wanted: list[str] | None, known: list[str], what: str) -> list[str]:
     for name in wanted or ():
         if name not in known:
             sys.exit(f"error: unknown {what} {name!r}; known: {', '.join(known)}")
-    return wanted or list(known)
-
-
-def _spec(name: str, traces: str, quick: bool) -> ScenarioSpec:
-    head = (QUICK_HEAD.get(name, 2500) if name in QUALITY else 600) if quick else 0
-    return ScenarioSpec(name=name, source=name, traces=traces, head=head)
+    return wanted or known
 
 
 def _progress(result: CellResult, count: int, total: int) -> None:

@@ -20,3 +20,15 @@ def complain(message: str) -> None:
     """One line on stderr for each line of the message."""
     for line in message.splitlines():
         typer.echo(f"error: {line}", err=True)
+
+
+def preset_argument(value: str) -> str:
+    """A preset's name as it is, or the text of the file that `value` names. Raises `ValueError` or `OSError`."""
+    path = Path(value)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        return value
+    from fairlead.engine.preset_text import read_preset
+
+    text = path.read_text(encoding="utf-8")
+    read_preset(text, value)
+    return text + "\n"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli._options import WRONG_INPUT, complain
+from fairlead.cli._options import WRONG_INPUT, complain, preset_argument
 
 Source = Annotated[
     str, typer.Argument(metavar="SCENARIO|FILE", help="A built-in scenario (--list), or a workload file.")
@@ -23,9 +23,11 @@ def simulate(
     speedup: Annotated[float, typer.Option(min=0.001, help="Timestamps are divided by it.")] = 1.0,
     head: Annotated[int, typer.Option(min=0, help="Only the first so many requests.")] = 0,
     servers: Annotated[int, typer.Option(min=0, max=1000, help="Model servers; default: the scenario's own.")] = 0,
-    preset: Annotated[str, typer.Option(help="Model and hardware, see docs/simulator.md.")] = "",
+    preset: Annotated[str, typer.Option(help="Model and hardware: a name, or a FILE of `fairlead tune`.")] = "",
     kv_tokens: Annotated[int, typer.Option(min=0, help="KV cache of one server, in tokens.")] = 0,
     speeds: Annotated[str, typer.Option(help="Relative speeds of the servers, e.g. 1,1,0.4; repeated in turn.")] = "",
+    prefill: Annotated[int, typer.Option(min=0, help="So many servers only prefill, the others decode.")] = 0,
+    kv_lag_ms: Annotated[float, typer.Option(help="KV events that are so late; -1 = there are none.")] = -1,
     dispatch: Annotated[str, typer.Option(help="timestamp or think; default: the workload's own.")] = "",
     seed: int = 0,
     validate: Annotated[bool, typer.Option(help="Check every invariant after every event (slow).")] = False,
@@ -58,10 +60,12 @@ def simulate(
             speedup=speedup,
             head=head,
             servers=servers,
-            preset=preset,
+            preset=preset_argument(preset),
             kv_tokens=kv_tokens,
             speeds=tuple(float(part) for part in speeds.split(",") if part.strip()),
             dispatch=dispatch,
+            prefill=prefill,
+            kv_lag_ms=kv_lag_ms,
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, requests)
     except (TraceError, ValueError, OSError) as error:

@@ -35,7 +35,15 @@ class RequestBlocks:
         request.blocks = hits
         request.computed = len(hits) * size
         request.target = target
+        self._load(request, min(request.loaded, target - 1))
         return True
+
+    def _load(self, request: EngineRequest, tokens: int) -> None:
+        """The KV of the first `tokens` came from another server. Once: after a preemption they are computed here."""
+        request.loaded = 0
+        if tokens > request.computed:
+            self.extend(request, tokens)
+            request.computed = tokens
 
     def extend(self, request: EngineRequest, end: int) -> bool:
         """Have blocks for the tokens before `end`, and seal those that will be full then; False for lack of room."""

@@ -44,6 +44,8 @@ class Preset(Struct, frozen=True, kw_only=True):
     latency: LatencyModel
     kv_tokens: int
     max_model_len: int
+    #: Of one token's KV, which is what a prefill server hands over.
+    kv_bytes: int = 262_144
 
     def spec(
         self,
@@ -80,6 +82,7 @@ def _preset(name: str, model_name: str, model: _Model, gpu: _Gpu, count: int, *l
         latency=LatencyModel(*latency),
         kv_tokens=_capacity(model, gpu, count),
         max_model_len=model.max_len,
+        kv_bytes=model.kv_bytes,
     )
 
 

@@ -34,6 +34,7 @@ class EngineRequest:
         "last_token_at",
         "limit",
         "limit_reason",
+        "loaded",
         "lora",
         "max_tokens",
         "output",
@@ -62,6 +63,7 @@ class EngineRequest:
         params_n: int = 1,
         prompt_tokens: int = 0,
         hashes: list[int] | None = None,
+        loaded: int = 0,
     ) -> None:
         self.id = id
         self.tokens = tokens
@@ -75,6 +77,8 @@ class EngineRequest:
         self.seed = seed
         self.lora = lora
         self.salt = salt
+        #: Prompt tokens whose KV another server computed and handed over; they take memory and no time.
+        self.loaded = loaded
         #: For the `request_params_n` histogram; 0 on all but one of the siblings of a request with n > 1.
         self.params_n = params_n
 

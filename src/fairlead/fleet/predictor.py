@@ -6,7 +6,8 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed, in 
     S    = c0 + c_seq·B + c_kv·KV                       a step that only decodes: B sequences with KV tokens in all
     Q    = Σ P of our requests before their first token, less the time since the head of them began (one step at most)
     M    = hold · (kv + (W + u)/capacity - 1) / kv, ≥ 0 waiting for memory, of which the share kv is in use and given
-                                                        back within `hold`
+                                                        back within `hold`; where it is full, no less than
+                                                        hold · waiting / B: answers end one by one (forecasts only)
     TTFT = kappa · (Q + P + S·⌈(W + u)/8192⌉ + S/2 + M) S/2 is what is left of the running step; W queued tokens
 
 `kappa` is the geometric mean of observed / forecast at that endpoint, and takes up what the model leaves out. The
@@ -49,6 +50,8 @@ SAME_STEP = 0.001
 LONG_STRETCH = 5 * STEP_TOKENS
 #: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
 LEAST_USAGE = 0.1
+#: KV utilisation above which who waits, waits for memory: one goes in for each answer that ends.
+FULL = 0.98
 #: KV utilisation above which stretches may contain waits for memory and do not teach rates.
 CROWDED = 0.9
 #: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory.
@@ -136,6 +139,18 @@ class Predictor:
         used = table.kv + ahead * table.per_capacity
         return Estimate(uncached, prefill, step, self.kappa * ttft, used)
 
+    def parts(self, terms: Estimate, now: float) -> tuple[FloatColumn, FloatColumn, FloatColumn]:
+        """What `Estimate.ttft` is made of: the own prompt, the prompts before it, the steps that both share."""
+        table, rates = self._table, self.rates
+        own = self.kappa * terms.prefill
+        done = np.minimum(now * 1e3 - table.prefill_since_ms, _STEP_MS * rates.prefill)
+        ahead = np.maximum(rates.prefill * table.queued_ms - done, _ZERO)
+        if not np.count_nonzero(table.queued_tokens):
+            ahead = np.zeros(len(table))
+        queue = self.kappa * ahead
+        steps = self.kappa * terms.step * (np.ceil(_PER_STEP * (table.queued_tokens + terms.uncached)) + _HALF)
+        return own, queue, steps
+
     def memory_wait(self, used: FloatColumn) -> FloatColumn:
         """M: milliseconds until endpoints have room, by `Estimate.used`."""
         short = np.maximum(used - 1.0, 0.0)
@@ -165,6 +180,9 @@ class Predictor:
         short = usage + (queued + uncached) * float(table.per_capacity[slot]) - 1.0
         if short > 0.0:
             ttft += short * self.hold_ms / max(usage, LEAST_USAGE)
+        waiting = float(table.queue[slot])
+        if waiting >= 1.0 and usage > FULL:
+            ttft = max(ttft, waiting * self.hold_ms / max(running, 1.0))
         busy = min(int(table.pending[slot]), 2) + 1 if queued or running else 0
         kind = KINDS * (uncached < prompt) + (KINDS - 1 if short > 0.0 else busy)
         band = self._bands[kind]

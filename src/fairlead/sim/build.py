@@ -4,8 +4,11 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
+from fairlead.engine.preset_text import read_preset
+from fairlead.engine.presets import DEFAULT_PRESET
 from fairlead.sim.adversarial import ADVERSARIAL
-from fairlead.sim.scenarios import QUALITY, cut, scenario
+from fairlead.sim.published import PUBLISHED
+from fairlead.sim.scenarios import APART, QUALITY, cut, parted, scenario
 from fairlead.sim.workfiles import read_workload
 from fairlead.sim.world import Scenario, replicas
 
@@ -24,23 +27,30 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     head: int = 0
     #: The servers; 0 and empty leave the scenario's own.
     servers: int = 0
+    #: By name, or the text of one.
     preset: str = ""
     kv_tokens: int = 0
     block_size: int = 0
     speeds: tuple[float, ...] = ()
     dispatch: str = ""
+    #: How late KV events are; below 0 = there are none.
+    kv_lag_ms: float = -1.0
+    #: So many of the servers only prefill, the others only decode; 0 = all do both.
+    prefill: int = 0
 
 
 def names() -> tuple[str, ...]:
     """Of the built-in scenarios."""
-    return (*QUALITY, *ADVERSARIAL)
+    return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART)
 
 
 def build(spec: ScenarioSpec) -> Scenario:
     """Raises `ValueError`, `TraceError` or `OSError`."""
     made = _base(spec)
     if spec.head:
-        made = structs.replace(made, workload=cut(made.workload, spec.head))
+        workload = cut(made.workload, spec.head)
+        counted = made.counted_from_s if made.counted_from_s <= workload.duration_s else 0.0
+        made = structs.replace(made, workload=workload, counted_from_s=counted)
     if spec.dispatch:
         workload = structs.replace(made.workload, dispatch=spec.dispatch)
         made = structs.replace(made, workload=workload)
@@ -48,19 +58,25 @@ def build(spec: ScenarioSpec) -> Scenario:
     if spec.servers or spec.preset or spec.kv_tokens or spec.block_size or spec.speeds:
         servers = replicas(
             spec.servers or len(servers),
-            spec.preset or "qwen3-32b-h100",
+            read_preset(spec.preset) if "\n" in spec.preset else spec.preset or DEFAULT_PRESET,
             block_size=spec.block_size or servers[0].engine.block_size,
             kv_tokens=spec.kv_tokens,
             speeds=spec.speeds or tuple(replica.speed for replica in servers),
         )
-    return structs.replace(made, name=spec.name, replicas=servers, speedup=made.speedup * spec.speedup)
+    if spec.kv_lag_ms >= 0:
+        made = structs.replace(made, world=structs.replace(made.world, kv_lag_ms=spec.kv_lag_ms))
+    made = structs.replace(made, name=spec.name, replicas=servers, speedup=made.speedup * spec.speedup)
+    return parted(made, spec.prefill) if spec.prefill else made
 
 
 def _base(spec: ScenarioSpec) -> Scenario:
     if spec.source in QUALITY:
         return scenario(spec.source, Path(spec.traces) if spec.traces else None)
-    if spec.source in ADVERSARIAL:
-        return ADVERSARIAL[spec.source]()
+    if spec.source in APART:
+        return APART[spec.source](Path(spec.traces) if spec.traces else None)
+    for known in (ADVERSARIAL, PUBLISHED):
+        if spec.source in known:
+            return known[spec.source]()
     path = Path(spec.source)
     if not path.is_file():
         raise ValueError(f"{spec.source!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")

@@ -51,7 +51,7 @@ class Faults:
         sim = self._sim
         sim.servers[index].crash()
         for job in sim.jobs:
-            if job.server == index and job.served is not None:
+            if job.leg()[0] == index and job.leg()[1] is not None:
                 sim.broken(job, "connection lost", status=0)
         self._later(self._gone, index)
 

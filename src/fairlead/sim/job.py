@@ -21,6 +21,9 @@ class Job(Struct, gc=False):
     arrived: float
     request: Request | None = None
     served: EngineRequest | None = None
+    #: Where its prompt is computed for the server that answers, and the engine's side of that; -1 = there.
+    prefill_server: int = -1
+    prefilled: EngineRequest | None = None
     #: Index of the server that it was sent to; -1 = none.
     server: int = -1
     status: Status = "waiting"
@@ -32,6 +35,12 @@ class Job(Struct, gc=False):
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+
+    def leg(self) -> tuple[int, EngineRequest | None]:
+        """(server, the engine's side) of the part that is on its way now: the prefill elsewhere, or the answer."""
+        if self.served is None and self.prefilled is not None:
+            return self.prefill_server, self.prefilled
+        return self.server, self.served
 
     @property
     def ttft_ms(self) -> float:

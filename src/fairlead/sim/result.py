@@ -49,14 +49,14 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 def summarise(simulation: Simulation) -> Summary:
-    jobs = simulation.jobs
+    scenario = simulation.scenario
+    jobs = [job for job in simulation.jobs if job.record.arrival_us >= scenario.counted_from_s * 1e6]
     done = [job for job in jobs if job.status == "done"]
     ttft = np.array([job.ttft_ms for job in done])
     tpot = np.array([job.tpot_ms for job in done if job.output_tokens > 1])
     e2e = np.array([job.e2e_ms for job in done])
     duration = max((job.ended_at for job in jobs), default=0.0) - min((job.arrived for job in jobs), default=0.0)
     tokens = sum(job.output_tokens for job in done)
-    scenario = simulation.scenario
     good = sum(job.ttft_ms <= scenario.slo_ttft_ms and job.tpot_ms <= scenario.slo_tpot_ms for job in done)
     return Summary(
         requests=len(jobs),
@@ -108,7 +108,7 @@ def _balance(jobs: Sequence[Job], servers: int) -> float:
     computed = [0] * servers
     for job in jobs:
         if job.first_at >= 0:
-            computed[job.server] += job.record.in_tokens - job.cached_tokens
+            computed[job.prefill_server if job.prefilled else job.server] += job.record.in_tokens - job.cached_tokens
     total = sum(computed)
     return max(computed) * servers / total if total else 1.0
 

@@ -1,11 +1,14 @@
 """Scenarios by name: what policies are compared on. Sizes and rates are chosen for 8 servers of Qwen3-32B on H100."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
+from fairlead.model.endpoint import ROLE_LABEL
 from fairlead.sim.world import Replica, Scenario, replicas
+from fairlead.workload.catalogue import CATALOGUE
 from fairlead.workload.conversation import Conversation, conversation
 from fairlead.workload.formats import azure as azure_format
 from fairlead.workload.formats import mooncake as mooncake_format
@@ -104,6 +107,18 @@ def unlike(scenario: Scenario, speeds: Sequence[float] = UNLIKE) -> Scenario:
     return structs.replace(scenario, name=f"unlike-{scenario.name}", replicas=servers)
 
 
+def parted(scenario: Scenario, prefill: int) -> Scenario:
+    """The same on servers of which the first `prefill` compute prompts only; the others decode, and compute prompts
+    where a policy finds that better. Raises `ValueError` where no server would be left to decode."""
+    if not 0 < prefill < len(scenario.replicas):
+        raise ValueError(f"{prefill} prefill servers of {len(scenario.replicas)} leave none for one of the two parts")
+    servers = tuple(
+        structs.replace(replica, labels={**replica.labels, ROLE_LABEL: "prefill" if i < prefill else "decode"})
+        for i, replica in enumerate(scenario.replicas)
+    )
+    return structs.replace(scenario, replicas=servers)
+
+
 def cut(workload: Workload, head: int) -> Workload:
     """Its first `head` records."""
     return Workload(name=workload.name, records=workload.records[:head], dispatch=workload.dispatch)
@@ -125,6 +140,18 @@ def _code(traces: Path | None) -> Scenario:
     return Scenario(name="code-like", workload=made, replicas=replicas(8, block_size=64))
 
 
+def _apart(traces: Path | None, name: str) -> Scenario:
+    """Prefill and decode apart is about the time per output token, so the objective is a strict one."""
+    made = _chat() if name == "chat" else structs.replace(QUALITY[name](traces))
+    return structs.replace(made, slo_tpot_ms=25.0)
+
+
+def _chat() -> Scenario:
+    spec = CATALOGUE["interactive-chat"].spec
+    made = conversation(spec, seconds=120.0, rate=9.0, dispatch="timestamp", name="chat")
+    return Scenario(name="chat", workload=made, replicas=replicas(8, block_size=spec.block_size))
+
+
 #: The nine of the comparison. Each takes the directory with the traces, or `None` where there is none.
 QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "shared-prefix-10": lambda _: headline(10.0),
@@ -136,6 +163,12 @@ QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "azure-code": _code,
     "agents": lambda _: agents(),
     "unlike-hardware": lambda traces: unlike(_conversation(traces, 1.0)),
+}
+
+
+#: For pools of prefill and decode servers (`parted`), and for the same workload where all do both.
+APART: dict[str, Callable[[Path | None], Scenario]] = {
+    f"apart-{name}": partial(_apart, name=name) for name in ("chat", "conversation-1x", "agents", "shared-prefix-10")
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from fairlead.engine.blocks import BlockHooks
 from fairlead.engine.engine import Engine, StepResult
 from fairlead.engine.request import EngineRequest
 from fairlead.model.endpoint import Endpoint, Sample
@@ -15,7 +16,9 @@ Watcher = Callable[[StepResult], None]
 class Server:
     """`up` is whether it answers at all. Times are the kernel's seconds."""
 
-    def __init__(self, index: int, replica: Replica, kernel: Kernel, watcher: Watcher) -> None:
+    def __init__(
+        self, index: int, replica: Replica, kernel: Kernel, watcher: Watcher, hooks: BlockHooks | None = None
+    ) -> None:
         self.endpoint = Endpoint(f"sim/server-{index}", f"10.0.{index // 250}.{index % 250 + 1}:8000", replica.labels)
         self.replica = replica
         self.up = True
@@ -23,6 +26,7 @@ class Server:
         self.page = ""
         self._slow = 1.0
         self._kernel = kernel
+        self._hooks = hooks
         self._watcher = watcher
         self._timer: Timer | None = None
         self._frozen: Sample | None = None
@@ -30,7 +34,7 @@ class Server:
         self.engine = self._fresh()
 
     def _fresh(self) -> Engine:
-        engine = Engine(self.replica.engine, self._kernel.now)
+        engine = Engine(self.replica.engine, self._kernel.now, self._hooks)
         engine.slow_factor = self._slow / self.replica.speed
         return engine
 
@@ -70,6 +74,11 @@ class Server:
         self._frozen = None
 
     # ---- what it shows ----
+
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """Prompt tokens of which it holds the KV now."""
+        size = self.replica.engine.block_size
+        return len(self.engine.blocks.find(request.hashes or [], (request.prompt_tokens - 1) // size)) * size
 
     def sample(self) -> Sample | None:
         """Its metrics page; `None` when it does not answer."""

@@ -7,6 +7,7 @@ What the pipeline is told, and when (as the live server beside its embedded gate
   counts for the first few answers and a share of the others.
 * `MetricsSampled` each scrape interval per server that answers, `MetricsFailed` for one that does not. An idle server's
   unchanged page is told once per second.
+* Of a pair (`fairlead.sim.handover`), what the gateway sees: nothing before the decoding server's first token.
 * `StreamLost` for a client that left before its first token.
 
 Rules
@@ -22,20 +23,23 @@ from xxhash import xxh3_64
 
 from fairlead.admit.desk import Desk
 from fairlead.engine.engine import StepResult
+from fairlead.engine.request import EngineRequest
 from fairlead.fleet.fleet import Fleet
 from fairlead.model import events as ev
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import Sample
 from fairlead.model.errors import PluginError
-from fairlead.model.instructions import Instruction, Reject, Route, SetTimer
+from fairlead.model.instructions import Evict, Instruction, Reject, Route, SetTimer
 from fairlead.model.instructions import Record as Note
-from fairlead.model.request import Usage
+from fairlead.model.request import Request, Usage
 from fairlead.parse.tokens import TokenEstimator
 from fairlead.pipeline import Pipeline
 from fairlead.schedule.framework import Policy
 from fairlead.sim.faults import Faults
+from fairlead.sim.handover import Pairs
 from fairlead.sim.job import Job, Status
 from fairlead.sim.kernel import Kernel, Timer
+from fairlead.sim.knowledge import Blocks, Hooks, LateEvents
 from fairlead.sim.prompts import Prompts
 from fairlead.sim.server import Server
 from fairlead.sim.world import WARM_UP, Scenario
@@ -73,11 +77,17 @@ class Simulation:
             desk,
         )
         self._chance = Random(f"world/{seed}")
-        self._prompts = Prompts(scenario.workload, world.bytes_per_token)
+        self.prompts = Prompts(scenario.workload, world.bytes_per_token)
         self._watch = watch
         self._validate = validate
-        self._network = world.network_ms * 1e-3
-        self.servers = [Server(i, replica, self.kernel, self._stepped) for i, replica in enumerate(scenario.replicas)]
+        self.network = world.network_ms * 1e-3
+        if world.kv_lag_ms >= 0:
+            self.pipeline.fleet.exact = LateEvents(self.kernel, world.kv_lag_ms * 1e-3, self._blocks_of)
+        self.servers = [
+            Server(i, replica, self.kernel, self._stepped, self._hooks(i))
+            for i, replica in enumerate(scenario.replicas)
+        ]
+        self._pairs = Pairs(self)
         self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
         self.jobs = self._make_jobs()
         self.open = len(self.jobs)
@@ -107,7 +117,7 @@ class Simulation:
             if job.status == "waiting":
                 self._over(job, "failed", "not over at the end")
         # The last ends are still on their way to the scheduler.
-        kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self._network)
+        kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
         return over
 
     # ---- clients ----
@@ -143,7 +153,7 @@ class Simulation:
         if job.status != "waiting":
             return
         pipeline = self.pipeline
-        job.request = self._prompts.request(job.index, job.record, job.arrived, pipeline.tokens)
+        job.request = self.prompts.request(job.index, job.record, job.arrived, pipeline.tokens)
         self.feed(ev.RequestArrived(job.request))
 
     def _cancel(self, job: Job) -> None:
@@ -151,16 +161,17 @@ class Simulation:
             return
         seen = job.first_at >= 0 and job.first_at <= self.kernel.now
         self._over(job, "cancelled", "client gone")
-        if job.served is not None and job.server >= 0:
-            self.kernel.call_at(self.kernel.now + self._network, self._abort, job, self.servers[job.server].engine)
+        index, served = job.leg()
+        if served is not None and index >= 0:
+            self.kernel.call_at(self.kernel.now + self.network, self._abort, index, served, self.servers[index].engine)
         if job.request is not None:
             gone = ev.ResponseEnded(request_id=job.request.id, status=200 if seen else 0, client_gone=True)
             self.feed(gone if seen else ev.StreamLost(job.request.id))
 
-    def _abort(self, job: Job, engine: object) -> None:
-        server = self.servers[job.server]
-        if server.engine is engine and job.served is not None:
-            server.abort(job.served)
+    def _abort(self, index: int, served: EngineRequest, engine: object) -> None:
+        server = self.servers[index]
+        if server.engine is engine:
+            server.abort(served)
 
     def _over(self, job: Job, status: Status, reason: str = "") -> None:
         if job.status != "waiting":
@@ -188,27 +199,41 @@ class Simulation:
             kind = type(instruction)
             if kind is Note:
                 if self._watch is not None:
-                    self._watch(instruction.record)  # type: ignore[union-attr]
+                    self._watch(instruction.record)  # type: ignore[union-attr, arg-type]
             elif kind is Route:
                 self._route(instruction)  # type: ignore[arg-type]
             elif kind is Reject:
                 self._reject(instruction)  # type: ignore[arg-type]
+            elif kind is Evict:
+                self._evict(instruction)  # type: ignore[arg-type]
             elif kind is SetTimer:
                 self._set_timer(instruction)  # type: ignore[arg-type]
 
     def _route(self, route: Route) -> None:
         job = self.jobs[route.request_id - 1]
-        self._decided.update(f"{job.index}>{route.endpoint.id};".encode())
+        self._decided.update(f"{job.index}>{route.endpoint.id}{route.prefill and '<'}{route.prefill};".encode())
         if job.status != "waiting":
             return
         job.server = self._by_endpoint[route.endpoint.id]
         job.routed_at = self.kernel.now
-        self.kernel.call_at(self.kernel.now + self._network, self._deliver, job)
+        if route.prefill:
+            self._pairs.send(job, route.prefill)
+        else:
+            self.kernel.call_at(self.kernel.now + self.network, self._deliver, job)
 
     def _reject(self, reject: Reject) -> None:
         job = self.jobs[reject.request_id - 1]
         self._decided.update(f"{job.index}>;".encode())
         self._over(job, "shed", reject.reason)
+
+    def _evict(self, evict: Evict) -> None:
+        """Its gateway breaks it off, and the server notices."""
+        job = self.jobs[evict.told.request_id - 1]
+        index, served = job.leg()
+        if job.status == "waiting" and served is not None:
+            self._over(job, "shed", evict.told.reason)
+            self.kernel.call_at(self.kernel.now + self.network, self._abort, index, served, self.servers[index].engine)
+            self.kernel.call_at(self.kernel.now, self.feed, ev.StreamLost(evict.told.request_id))
 
     def _set_timer(self, timer: SetTimer) -> None:
         old = self._timers.get(timer.name)
@@ -218,20 +243,37 @@ class Simulation:
 
     # ---- servers ----
 
+    def _hooks(self, index: int) -> Hooks | None:
+        """Of a server that publishes KV events."""
+        fleet = self.pipeline.fleet
+        late = fleet.exact
+        if not isinstance(late, LateEvents):
+            return None
+        return late.hooks(lambda: fleet.table.slot(self.servers[index].endpoint.id))
+
+    def _blocks_of(self, request: Request) -> Blocks:
+        """As the engines have them; they all cut prompts alike."""
+        record, size = self.jobs[request.id - 1].record, self.scenario.replicas[0].engine.block_size
+        served = self.prompts.engine_request(request.id - 1, record, size)
+        return (served.hashes or [])[: record.in_tokens // size], size, record.in_tokens
+
     def _deliver(self, job: Job) -> None:
         if job.status != "waiting":
             return
         server = self.servers[job.server]
+        job.served = self.prompts.engine_request(job.index, job.record, server.replica.engine.block_size)
+        self.put(job, job.server, job.served)
+
+    def put(self, job: Job, index: int, served: EngineRequest) -> None:
+        """A request, or one part of it, reaches a server."""
+        server = self.servers[index]
         if not server.up:
             self.broken(job, "connection refused")
             return
-        served = self._prompts.engine_request(job.index, job.record, server.replica.engine.block_size)
         try:
             server.add(served)
         except ValueError as error:
             self.broken(job, str(error), status=400)
-            return
-        job.served = served
 
     def broken(self, job: Job, reason: str, status: int = 503) -> None:
         """The server did not answer, or broke off."""
@@ -241,15 +283,22 @@ class Simulation:
             self.feed(ev.ResponseEnded(request_id=job.request.id, status=status))
 
     def _stepped(self, result: StepResult) -> None:
-        network, kernel = self._network, self.kernel
+        network, kernel = self.network, self.kernel
         for served in result.first:
             job = self.jobs[int(served.id)]
+            if served is job.prefilled:
+                continue
             job.first_at = served.first_token_at + network
-            job.cached_tokens = served.cached_tokens
+            if job.prefilled is None:
+                job.cached_tokens = served.cached_tokens
             if served.limit > 1:
                 kernel.call_at(job.first_at, self._first_token, job)
         for served in result.finished:
-            kernel.call_at(served.finished_at + network, self._finished, self.jobs[int(served.id)])
+            job = self.jobs[int(served.id)]
+            if served is job.prefilled:
+                self._pairs.computed(job)
+            else:
+                kernel.call_at(served.finished_at + network, self._finished, job)
 
     def _first_token(self, job: Job) -> None:
         if job.status == "waiting" and job.record.stream:
@@ -259,7 +308,7 @@ class Simulation:
         served = job.served
         if job.status != "waiting" or served is None:
             return
-        job.ended_at = served.finished_at + self._network
+        job.ended_at = served.finished_at + self.network
         job.output_tokens = served.output
         job.preemptions = served.preemptions
         self._over(job, "done")

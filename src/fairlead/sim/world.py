@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from fairlead.engine.presets import DEFAULT_PRESET, preset
+from fairlead.engine.presets import DEFAULT_PRESET, Preset, preset
 from fairlead.engine.spec import EngineSpec
 from fairlead.workload.record import Workload
 
@@ -47,6 +47,24 @@ class World(Struct, frozen=True, kw_only=True):
     drain_s: float = 3600.0
     bytes_per_token: float = 4.2
     staleness_s: float = 2.0
+    #: KV events: how late the scheduler knows what servers store and forget. Below 0 = there are none, and what it sent
+    #: is all it knows.
+    kv_lag_ms: float = -1.0
+
+
+class Handover(Struct, frozen=True, kw_only=True):
+    """What it costs to bring a prompt's KV cache from the server that computed it to the one that decodes.
+
+    Defaults: a 32B model (262,144 bytes per token) over 26 GB/s, and 30 ms for two more requests and the registration
+    of memory. The blocks that the decoding server holds already are not moved.
+    """
+
+    fixed_ms: float = 30.0
+    gb_per_s: float = 26.2
+    kv_bytes: int = 262_144
+
+    def seconds(self, tokens: float) -> float:
+        return self.fixed_ms * 1e-3 + tokens * self.kv_bytes / (self.gb_per_s * 1e9)
 
 
 FaultKind = Literal["down", "slow", "freeze", "mute"]
@@ -74,6 +92,9 @@ class Scenario(Struct, kw_only=True):
     faults: Sequence[Fault] = ()
     #: Timestamps are divided by it.
     speedup: float = 1.0
+    handover: Handover = Handover()
+    #: Seconds after the start (before `speedup`) from which requests count; the ones before warm the caches.
+    counted_from_s: float = 0.0
     #: What counts as good in `goodput`.
     slo_ttft_ms: float = 2000.0
     slo_tpot_ms: float = 50.0
@@ -81,7 +102,7 @@ class Scenario(Struct, kw_only=True):
 
 def replicas(
     count: int = 8,
-    name: str = DEFAULT_PRESET,
+    name: str | Preset = DEFAULT_PRESET,
     *,
     block_size: int = 0,
     kv_tokens: int = 0,
@@ -93,7 +114,8 @@ def replicas(
     """Alike but for their `speeds` (cycled through). Raises `ValueError` for an unknown preset or impossible sizes."""
     if count < 1:
         raise ValueError("at least one replica is needed")
-    spec = preset(name).spec(
+    made = name if isinstance(name, Preset) else preset(name)
+    spec = made.spec(
         block_size=block_size or 16,
         kv_tokens=kv_tokens,
         max_model_len=max_model_len,

@@ -3,10 +3,10 @@
 With J as in `cost-model`, in milliseconds:
 
     alone   = min over d of J_d                                           d computes the prompt itself
-    pair    = min over p of A_p + transfer(n) + min over d ≠ p of D_d
+    pair    = min over p of A_p + fixed + min over d ≠ p of D_d
     A_p     = TTFT_p + interference·B_p·P_p + memory at p of u_p tokens   prefill at p
-    D_d     = 1.5·S_d + decode·steps·S_d + memory at d of n tokens        KV cache taken over, then decode steps at d
-    transfer = fixed + per token
+    D_d     = per token·u_d + 1.5·S_d + decode·steps·S_d + memory at d of u_d tokens
+                                                                          what d lacks is handed over, then d decodes
 
 The two minima are independent, so the best pair costs two passes over columns and not one per pair. A pair is taken
 only when it saves `margin` of the cost: a transfer is one more thing that can fail.
@@ -43,6 +43,8 @@ class PrefillDecodeParams(CostModelParams, frozen=True, kw_only=True):
     transfer_ms_per_1k_tokens: Millis = 10.0
     #: Share of the cost that a pair must save.
     margin: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    #: Take the best pair whatever it gains. For comparisons.
+    always: bool = False
 
 
 class PrefillDecode:
@@ -79,9 +81,8 @@ class PrefillDecode:
             policy.choose([request], fleet, traced)[0] for policy in (self._alone, self._prefill, self._decode)
         )
         if min(prefill.slot, decode.slot) >= 0 and prefill.slot != decode.slot:
-            transfer = self._params.transfer_ms + self._params.transfer_ms_per_1k_tokens * request.prompt_tokens / 1000
-            pair = _cost(prefill) + transfer + _cost(decode)
-            if pair < (1.0 - self._params.margin) * _cost(alone):
+            pair = _cost(prefill) + self._params.transfer_ms + _cost(decode)
+            if self._params.always or pair < (1.0 - self._params.margin) * _cost(alone):
                 decode.prefill_slot = prefill.slot
                 decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
                 decode.overloaded |= prefill.overloaded
@@ -102,12 +103,15 @@ class PrefillPart(CostModel):
 class DecodePart(CostModel):
     """D_d."""
 
+    def __init__(self, params: PrefillDecodeParams, name: str, filters: Sequence[Filter]) -> None:
+        super().__init__(params, name, filters)
+        self._per_token = scalar(params.transfer_ms_per_1k_tokens * 1e-3)
+
     def cost(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
         terms = estimate(request, fleet, cycle)
-        whole = scalar(max(request.prompt_tokens, 1))
-        used = terms.used + (whole - terms.uncached) * fleet.table.per_capacity
         steps = scalar(1.5 + self._decode * fleet.predictor.answer_steps)
-        return steps * terms.step + self.memory_price(used, whole, fleet)
+        moved = self._per_token * terms.uncached
+        return moved + steps * terms.step + self.memory_price(terms.used, terms.uncached, fleet)
 
 
 def _decodes(_: int, endpoint: object) -> bool:

@@ -1,0 +1,65 @@
+"""What `quality.py` simulates: which entries meet in which scenarios. An entry has a key of the tables and a
+configuration.
+
+`entries()` are the policies by name. Whoever compares one more configuration adds it to `EXTRA`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from fairlead.sim.adversarial import ADVERSARIAL
+from fairlead.sim.build import ScenarioSpec
+from fairlead.sim.grid import Cell
+from fairlead.sim.policies import known_policies
+from fairlead.sim.published import PUBLISHED
+from fairlead.sim.scenarios import APART, QUALITY
+
+#: Further configurations that take part like a policy: key → text.
+EXTRA: dict[str, str] = {}
+#: Requests that the smaller version of a scenario keeps; 0 = all.
+QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
+QUICK_OTHERS = {**dict.fromkeys(QUALITY, 2500), **dict.fromkeys(ADVERSARIAL, 600), **dict.fromkeys(PUBLISHED, 1400)}
+#: Sizes of the pools' prefill part, of 8 servers.
+PREFILL_SERVERS = (2, 3)
+PAIRS = "policy: prefill-decode\n"
+PAIRS_ALWAYS = "policy: {type: prefill-decode, parameters: {always: true}}\n"
+GROUPS = {"scenarios": QUALITY, "adversarial": ADVERSARIAL, "published": PUBLISHED, "apart": APART}
+
+
+def entries() -> dict[str, str]:
+    """Key → text of a configuration; `default` comes first."""
+    return {**known_policies(), **EXTRA}
+
+
+def names() -> list[str]:
+    """Of all scenarios."""
+    return [name for group in GROUPS.values() for name in group]
+
+
+def cells(
+    scenarios: Sequence[str], texts: Mapping[str, str], traces: str, quick: bool, seeds: int, head: int = 0
+) -> list[Cell]:
+    """Cells of a scenario follow each other."""
+    found = []
+    for name in scenarios:
+        for prefill, key, text in _taking_part(name, texts):
+            spec = ScenarioSpec(
+                name=name, source=name, traces=traces, head=head or (_quick(name) if quick else 0), prefill=prefill
+            )
+            found += [Cell(scenario=spec, policy=key, text=text, seed=seed) for seed in range(seeds)]
+    return found
+
+
+def _taking_part(name: str, texts: Mapping[str, str]) -> list[tuple[int, str, str]]:
+    """(prefill servers, key, text)."""
+    if name not in APART:
+        return [(0, key, text) for key, text in texts.items()]
+    found = [(0, "default", texts.get("default", "policy: default\n"))]
+    for size in PREFILL_SERVERS:
+        found.append((size, f"prefill-decode, {size} prefill", PAIRS))
+        found.append((size, f"always a pair, {size} prefill", PAIRS_ALWAYS))
+    found.append((PREFILL_SERVERS[0], f"never a pair, {PREFILL_SERVERS[0]} prefill", "policy: default\n"))
+    return found
+
+
+def _quick(name: str) -> int:
+    return QUICK.get(name) or QUICK_OTHERS.get(name, 1200)

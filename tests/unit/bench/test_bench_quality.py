@@ -1,0 +1,105 @@
+"""`bench/quality.py` on tiny scenarios: what it writes has the promised shape; nothing written by hand is touched."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FIGURES = {
+    "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "tpot_p50_ms", "output_tokens_per_s",
+    "prefix_hit_rate", "shed", "failed",
+}  # fmt: skip
+PAGE = "# Mine\n\nkept above\n\n{begin}\nold figures\n{end}\n\nkept below\n"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    return importlib.import_module
+
+
+@pytest.fixture
+def page(bench, tmp_path):
+    docs = bench("_quality_docs")
+    path = tmp_path / "docs" / "benchmarks.md"
+    path.parent.mkdir()
+    path.write_text(PAGE.format(begin=docs.BEGIN, end=docs.END))
+    return path
+
+
+def test_a_tiny_run_writes_summary_section_and_plots(bench, page, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    quality, chosen = bench("quality"), ["default", "round-robin", "weights-322"]
+    arguments = ["--processes", "1", "--head", "30", "--fresh", "--traces", str(tmp_path), "--docs", str(page.parent)]
+    for scenario in ("shared-prefix-10", "agents", "paced-prefix", "headline-stage-20", "apart-chat"):
+        arguments += ["--scenario", scenario]
+    for policy in chosen:
+        arguments += ["--policy", policy]
+    assert quality.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert list(summary) == ["shared-prefix-10", "agents", "paced-prefix", "headline-stage-20", "apart-chat"]
+    for scenario in list(summary)[:4]:
+        assert list(summary[scenario]) == chosen
+        for figures in summary[scenario].values():
+            assert {*figures} >= FIGURES
+            assert figures["ttft_p50_ms"] <= figures["ttft_p99_ms"] <= figures["e2e_p99_ms"]
+            assert figures["shed"] == figures["failed"] == 0
+    assert next(iter(summary["apart-chat"])) == "default"
+    assert "prefill-decode, 2 prefill" in summary["apart-chat"]
+    text = page.read_text()
+    assert text.startswith("# Mine\n\nkept above\n") and text.endswith("\nkept below\n")
+    assert "old figures" not in text
+    for plot in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert (page.parent / plot).read_text().count("<svg") == 1
+    for scenario in list(summary)[:4]:
+        assert f"| {scenario} |" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("| shared-prefix-10 ")}) <= 2
+
+
+def test_every_scenario_that_is_promised_takes_part_with_every_policy(bench):
+    entries = bench("_quality_entries")
+    texts = entries.entries()
+    assert next(iter(texts)) == "default"
+    cells = entries.cells(entries.names(), texts, "", quick=False, seeds=1)
+    found = {}
+    for cell in cells:
+        found.setdefault(cell.scenario.name, []).append(cell.policy)
+    promised = {
+        "shared-prefix-10", "shared-prefix-14", "shared-prefix-20", "conversation-1x", "conversation-1.5x",
+        "conversation-2x", "azure-code", "agents", "unlike-hardware",
+    }  # fmt: skip
+    assert promised <= {*found}
+    assert all(found[name] == list(texts) for name in promised)
+    assert len({*found} - promised) >= 10
+
+
+def figures(ttft, e2e, **more):
+    return {"ttft_mean_ms": ttft, "e2e_mean_ms": e2e, "shed": 0, "failed": 0, **more}
+
+
+def test_who_beats_the_default_is_said_with_factor_and_reason(bench, monkeypatch, tmp_path):
+    docs = bench("_quality_docs")
+    reasons = tmp_path / "reasons.toml"
+    reasons.write_text('[busy]\nwhy = "It copies less."\ntried = "this and that."\n')
+    monkeypatch.setattr(docs, "REASONS", reasons)
+    rows = {"default": figures(300.0, 1000.0), "rule": figures(100.0, 990.0), "liar": figures(1.0, 1.0, shed=9)}
+    lines = "\n".join(docs._beaten({"busy": rows, "calm": {**rows, "default": figures(100.0, 980.0)}}))
+    assert "**busy**: mean TTFT 100 ms with `rule`, 300 with the default (3.00x). It copies less. Tried: this" in lines
+    assert "calm" not in lines and "liar" not in lines
+
+
+def test_a_page_without_markers_is_left_alone(bench, page):
+    docs = bench("_quality_docs")
+    page.write_text("all mine\n")
+    with pytest.raises(SystemExit, match="must contain once"):
+        docs.write_section(page.parent, {}, {}, docs.Run(cells=0, seeds=1, cpu_minutes=0.0, traces=False))
+    assert page.read_text() == "all mine\n"
+
+
+def test_the_page_has_the_markers(bench):
+    docs = bench("_quality_docs")
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert (text.count(docs.BEGIN), text.count(docs.END)) == (1, 1)
