@@ -1,0 +1,28 @@
+# syntax=docker/dockerfile:1
+# Builds for linux/amd64 and linux/arm64, from wheels only: nothing is compiled, and pip stays behind.
+#   docker buildx build --platform linux/amd64,linux/arm64 -t registry.example.com/fairlead:0.1.0 --push .
+ARG PYTHON=3.13
+
+FROM python:${PYTHON}-slim AS build
+WORKDIR /src
+RUN python -m venv /opt/build && python -m venv --without-pip /opt/fairlead
+RUN /opt/build/bin/pip install --no-cache-dir --only-binary :all: hatchling
+# What is needed changes less often than the sources: a layer of its own.
+COPY pyproject.toml README.md LICENSE ./
+RUN /opt/build/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > needed.txt
+RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --only-binary :all: -r needed.txt
+COPY src ./src
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --no-deps dist/fairlead-*.whl
+RUN /opt/fairlead/bin/python -m compileall -q /opt/fairlead/lib
+
+FROM python:${PYTHON}-slim
+COPY --from=build /opt/fairlead /opt/fairlead
+ENV PATH=/opt/fairlead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+RUN useradd --system --uid 65532 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin fairlead
+USER 65532:65532
+WORKDIR /tmp
+# Gateway, endpoint picker, its health, metrics.
+EXPOSE 8080 9002 9003 9090
+ENTRYPOINT ["fairlead"]
+CMD ["--help"]

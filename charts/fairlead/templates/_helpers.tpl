@@ -1,0 +1,137 @@
+{{- define "fairlead.fullname" -}}
+{{- .Values.fullnameOverride | default .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "fairlead.epp" -}}
+{{- printf "%s-epp" (include "fairlead.fullname" .) -}}
+{{- end }}
+
+{{- define "fairlead.pool" -}}
+{{- if or .Values.inferencePool.create .Values.inferencePool.name -}}
+{{- .Values.inferencePool.name | default (include "fairlead.fullname" .) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "fairlead.selector" -}}
+app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "fairlead.labels" -}}
+{{ include "fairlead.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/component: inference-scheduler
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "fairlead.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "fairlead.epp" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end }}
+
+{{/* "true", or nothing */}}
+{{- define "fairlead.leaderElection" -}}
+{{- $asked := .Values.inferenceExtension.leaderElection.enabled -}}
+{{- $several := gt (int .Values.inferenceExtension.replicas) 1 -}}
+{{- if kindIs "bool" $asked -}}
+{{- if $asked -}}true{{- end -}}
+{{- else if and $several (not .Values.standalone.enabled) (not .Values.autoscaling.enabled) -}}
+true
+{{- end -}}
+{{- end }}
+
+{{/* "true", or nothing */}}
+{{- define "fairlead.tls" -}}
+{{- if and (not .Values.standalone.enabled) (ne .Values.tls.mode "none") -}}true{{- end -}}
+{{- end }}
+
+{{- define "fairlead.tlsSecret" -}}
+{{- if eq .Values.tls.mode "secret" -}}
+{{- required "tls.secretName: name the secret with tls.crt and tls.key" .Values.tls.secretName -}}
+{{- else -}}
+{{- printf "%s-tls" (include "fairlead.epp" .) -}}
+{{- end -}}
+{{- end }}
+
+{{/* The port that engines send KV events to, or nothing */}}
+{{- define "fairlead.kvPort" -}}
+{{- with .Values.inferenceExtension.kvcacheIndexer -}}
+{{- if and .enabled .zmqSubscriberURL -}}{{- regexFind "[0-9]+$" .zmqSubscriberURL -}}{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* The configuration that the chart writes, with .Values.config over it */}}
+{{- define "fairlead.config" -}}
+{{- $config := dict "log" (dict "format" "json") "admin" (dict "host" "0.0.0.0" "port" 9090 "debug" false) -}}
+{{- $kubernetes := dict "namespace" .Release.Namespace -}}
+{{- if include "fairlead.pool" . -}}
+{{- $_ := set $kubernetes "pool" (include "fairlead.pool" .) -}}
+{{- else -}}
+{{- $ports := list -}}
+{{- range .Values.inferencePool.targetPorts -}}{{- $ports = append $ports (int .number) -}}{{- end -}}
+{{- $_ := set $kubernetes "selector" .Values.inferencePool.modelServers.matchLabels -}}
+{{- $_ := set $kubernetes "targetPorts" $ports -}}
+{{- end -}}
+{{- if include "fairlead.leaderElection" . -}}
+{{- $_ := set $kubernetes "leaderElection" (dict "enabled" true "leaseName" (include "fairlead.epp" .)) -}}
+{{- end -}}
+{{- $_ := set $config "kubernetes" $kubernetes -}}
+{{- if .Values.standalone.enabled -}}
+{{- $_ := set $config "gateway" (dict "mode" "embedded" "host" "0.0.0.0" "port" (int .Values.standalone.port)) -}}
+{{- else -}}
+{{- $_ := set $config "gateway" (dict "mode" "none") -}}
+{{- $extProc := dict "host" "0.0.0.0" "port" 9002 "healthPort" 9003 -}}
+{{- if include "fairlead.tls" . -}}{{- $_ := set $extProc "tls" (dict "certDir" "/etc/fairlead-tls") -}}{{- end -}}
+{{- $_ := set $config "extProc" $extProc -}}
+{{- end -}}
+{{- with .Values.inferenceExtension -}}
+{{- if .kvcacheIndexer.enabled -}}
+{{- $kv := dict "enabled" true -}}
+{{- with .kvcacheIndexer.zmqSubscriberURL -}}{{- $_ := set $kv "bind" (. | replace "*" "0.0.0.0") -}}{{- end -}}
+{{- $_ := set $config "kvEvents" $kv -}}
+{{- end -}}
+{{- $extension := dict -}}
+{{- with .pluginsCustomConfig -}}{{- $_ := set $extension "pluginsCustomConfig" . -}}{{- end -}}
+{{- with .pluginsConfigFile -}}{{- $_ := set $extension "pluginsConfigFile" . -}}{{- end -}}
+{{- with $extension -}}{{- $_ := set $config "inferenceExtension" . -}}{{- end -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $config (deepCopy .Values.config)) -}}
+{{- end }}
+
+{{/* What cannot work is refused here */}}
+{{- define "fairlead.check" -}}
+{{- $pool := .Values.inferencePool -}}
+{{- if and (or $pool.create (not $pool.name)) (not $pool.modelServers.matchLabels) -}}
+{{- fail "inferencePool.modelServers.matchLabels: give the labels of the model servers' pods, e.g. --set inferencePool.modelServers.matchLabels.app=vllm" -}}
+{{- end -}}
+{{- if and (not $pool.create) (not $pool.name) (not .Values.standalone.enabled) -}}
+{{- fail "inferencePool.name: a gateway needs a pool; name it, or set inferencePool.create" -}}
+{{- end -}}
+{{- if and .Values.standalone.enabled (ne .Values.provider.name "none") -}}
+{{- fail "provider.name: standalone is a gateway of its own; choose one of them" -}}
+{{- end -}}
+{{- if include "fairlead.leaderElection" . -}}
+{{- if .Values.podDisruptionBudget.enabled -}}
+{{- fail "podDisruptionBudget.enabled: with leader election it would never let the leader's node be drained; set inferenceExtension.leaderElection.enabled=false or leave it out" -}}
+{{- end -}}
+{{- if .Values.autoscaling.enabled -}}
+{{- fail "autoscaling.enabled: with leader election further replicas take no requests; set inferenceExtension.leaderElection.enabled=false" -}}
+{{- end -}}
+{{- if .Values.standalone.enabled -}}
+{{- fail "inferenceExtension.leaderElection.enabled: a standalone gateway that stands by serves nothing; leave it out" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.tls.mode "cert-manager") (not .Values.tls.issuerRef.name) -}}
+{{- fail "tls.issuerRef.name: name the issuer of the certificate" -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs: name the gateway, e.g. [{name: inference-gateway}]" -}}
+{{- end -}}
+{{- if and .Values.inferenceExtension.kvcacheIndexer.zmqSubscriberURL (not (include "fairlead.kvPort" .)) .Values.inferenceExtension.kvcacheIndexer.enabled -}}
+{{- fail "inferenceExtension.kvcacheIndexer.zmqSubscriberURL: a port is missing, e.g. tcp://*:5555" -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,97 @@
+"""Model servers at addresses of their own (127.0.0.2, …) on one port, as pods are: a pool has one port for all."""
+
+import asyncio
+import json
+import socket
+from collections import Counter
+
+_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
+
+
+class PodServer:
+    """Answers completions with the model it was asked for, and keeps count. `delay`: seconds per answer."""
+
+    def __init__(self, address: str, port: int, delay: float = 0.0) -> None:
+        self.address = address
+        self.port = port
+        self.delay = delay
+        self.models: Counter[str] = Counter()
+        #: When the last completion came in, by the loop's clock.
+        self.last_at = 0.0
+        self.open = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def served(self) -> int:
+        return sum(self.models.values())
+
+    async def start(self) -> "PodServer":
+        self._server = await asyncio.start_server(self._serve, self.address, self.port, limit=1 << 22)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        while self._writers:
+            await asyncio.sleep(0.01)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                head = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+                body = await _body(reader, head)
+                kind, answer = b"text/plain", b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+                if lines[0].startswith("POST"):
+                    kind, answer = b"application/json", await self._complete(body)
+                writer.write(_ANSWER % (kind, len(answer), answer))
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _complete(self, body: bytes) -> bytes:
+        asked = json.loads(body)["model"]
+        self.models[asked] += 1
+        self.last_at = asyncio.get_running_loop().time()
+        self.open += 1
+        try:
+            if self.delay:
+                await asyncio.sleep(self.delay)
+        finally:
+            self.open -= 1
+        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+        value = {"id": "x", "object": "chat.completion", "model": asked, "choices": [choice], "usage": usage}
+        return json.dumps(value).encode()
+
+
+async def _body(reader: asyncio.StreamReader, head: dict[str, str]) -> bytes:
+    """Envoy sends a body that was changed on the way in chunks."""
+    if "transfer-encoding" not in head:
+        return await reader.readexactly(int(head.get("content-length", 0)))
+    pieces: list[bytes] = []
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        pieces.append((await reader.readexactly(size + 2))[:-2])
+    await reader.readexactly(2)
+    return b"".join(pieces)
+
+
+async def pod_servers(count: int, delay: float = 0.0) -> list[PodServer]:
+    """At 127.0.0.2 and up, on one port that is free at all of them."""
+    for _ in range(20):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        servers = [PodServer(f"127.0.0.{i + 2}", port, delay) for i in range(count)]
+        started = await asyncio.gather(*(one.start() for one in servers), return_exceptions=True)
+        if not any(isinstance(one, BaseException) for one in started):
+            return servers
+        for server, one in zip(servers, started, strict=True):
+            if not isinstance(one, BaseException):
+                await server.stop()
+    raise AssertionError("no port is free at all addresses")

@@ -1,0 +1,69 @@
+"""CRDs of projects that the chart makes objects for, as those projects publish them in their Go modules.
+
+Nothing of them lies in the tree. `go mod download` fetches a module; the sums are checked here and by Go's database.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+#: (module, version, sum, files with CRDs, kinds wanted)
+MODULES = (
+    (
+        "sigs.k8s.io/gateway-api",
+        "v1.4.1",
+        "h1:NPxFutNkKNa8UfLd2CMlEuhIPMQgDQ6DXNKG9sHbJU8=",
+        "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
+        ("HTTPRoute",),
+    ),
+    (
+        "istio.io/api",
+        "v1.31.1",
+        "h1:5Yb5ihcz4YQsCkciusK7DnFpBMwRB6EFWeUKH1Atuyk=",
+        "kubernetes/customresourcedefinitions.gen.yaml",
+        ("DestinationRule",),
+    ),
+    (
+        "github.com/prometheus-operator/prometheus-operator",
+        "v0.85.0",
+        "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
+        "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
+        ("ServiceMonitor",),
+    ),
+    (
+        "github.com/cert-manager/cert-manager",
+        "v1.18.2",
+        "h1:H2P75ycGcTMauV3gvpkDqLdS3RSXonWF2S49QGA1PZE=",
+        "deploy/crds/crd-certificates.yaml",
+        ("Certificate",),
+    ),
+)
+#: Objects of kinds whose definition is published nowhere as a module; they are rendered, not checked against a schema.
+UNPUBLISHED = ("HealthCheckPolicy", "GCPBackendPolicy", "PodMonitoring")
+
+
+def foreign_crds(go: str) -> Iterator[dict[str, Any]]:
+    """Raises `AssertionError` when a module has another sum, `OSError` when one cannot be fetched."""
+    for module, version, expected, path, kinds in MODULES:
+        environment = {**os.environ, "GOFLAGS": "-mod=mod", "GO111MODULE": "on"}
+        command = [go, "mod", "download", "-json", f"{module}@{version}"]
+        run = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+        said = json.loads(run.stdout or "{}")
+        if "Dir" not in said:
+            raise OSError(f"{module} cannot be fetched: {said.get('Error') or run.stderr}")
+        assert said["Sum"] == expected, f"{module} {version} has another sum: {said['Sum']}"
+        # cert-manager's files are templates of its chart; the definitions themselves hold no template.
+        lines = (Path(said["Dir"]) / path).read_text().splitlines()
+        plain = "\n".join(line for line in lines if "{{" not in line)
+        for document in yaml.safe_load_all(plain):
+            if document and document["spec"]["names"]["kind"] in kinds:
+                document["metadata"] = {
+                    "name": document["metadata"]["name"],
+                    "annotations": document["metadata"].get("annotations", {}),
+                }
+                yield document

@@ -1,0 +1,218 @@
+"""The rendered chart in front of a real API server: strict schemas, admission, and roles that suffice."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kr_client import Object, Refused
+from kr_cluster import Cluster
+from kr_helm import CHART, LABELS, Helm, of_kind, one
+from kr_schemas import UNPUBLISHED, foreign_crds
+
+VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+POOL: Object = {
+    "apiVersion": "inference.networking.k8s.io/v1",
+    "kind": "InferencePool",
+    "metadata": {"name": "p"},
+    "spec": {
+        "selector": {"matchLabels": {"app": "vllm"}},
+        "targetPorts": [{"number": 8000}],
+        "endpointPickerRef": {"name": "epp", "port": {"number": 9002}},
+    },
+}
+MODEL: Object = {
+    "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+    "kind": "InferenceModel",
+    "metadata": {"name": "m"},
+    "spec": {"modelName": "chat", "poolRef": {"name": "p"}, "targetModels": [{"name": "a", "weight": 1}]},
+}
+
+
+@pytest.fixture(scope="module")
+def equipped(kube: Cluster, go: str) -> Cluster:
+    """The shared cluster with the definitions of the gateways' and monitors' kinds."""
+    for crd in foreign_crds(go):
+        kube.install_crd(crd)
+    return kube
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_every_object_is_applied_strictly(equipped: Cluster, namespace: str, helm: Helm, values: Path) -> None:
+    """Unknown fields, doubled keys and wrong types would be errors; applying it again changes nothing."""
+    objects = helm.render("--values", str(values), namespace=namespace)
+    checked = [thing for thing in objects if thing["kind"] not in UNPUBLISHED]
+    assert len(checked) >= 6
+    for thing in checked:
+        first = equipped.admin.apply(thing)
+        again = equipped.admin.apply(thing)
+        assert again["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"], thing["kind"]
+
+
+def test_a_field_that_does_not_exist_is_refused(kube: Cluster, namespace: str, helm: Helm) -> None:
+    """Or the test above would prove nothing."""
+    deployment = one(helm.render(*LABELS, namespace=namespace), "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(Refused, match="readynessProbe"):
+        kube.admin.apply(deployment)
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_its_pods_may_run_where_only_restricted_ones_may(
+    kube: Cluster, namespace: str, helm: Helm, values: Path
+) -> None:
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    kube.admin.patch({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}, label)
+    template = one(helm.render("--values", str(values), namespace=namespace), "Deployment")["spec"]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", **template}
+    pod["metadata"] = {**pod["metadata"], "name": "p"}
+    created = kube.admin.create(pod, namespace)
+    assert created["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    pod["metadata"]["name"] = "q"
+    pod["spec"]["containers"][0]["securityContext"] = {}
+    with pytest.raises(Refused, match="restricted"):
+        kube.admin.create(pod, namespace)
+
+
+def install(cluster: Cluster, namespace: str, objects: list[Object]) -> str:
+    """Give an account the rendered role; a token of it."""
+    for kind in ("ServiceAccount", "Role", "RoleBinding"):
+        for thing in of_kind(objects, kind):
+            cluster.admin.apply(thing)
+    return cluster.token(namespace, one(objects, "ServiceAccount")["metadata"]["name"])
+
+
+def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path: Path) -> None:
+    """Helm itself, against the API server: definitions that exist are left alone, and the certificate is kept."""
+    access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "one-epp-tls"}}
+    revisions = []
+    for more in ((), ("--set", "inferenceExtension.replicas=2"), ("--set", "standalone.enabled=true")):
+        run = helm.run("upgrade", "--install", "one", str(CHART), *access, *more)
+        assert run.returncode == 0, run.stderr
+        if not more or "replicas" in more[1]:
+            revisions.append(kube.admin.get(secret, namespace)["data"]["tls.crt"])
+    assert len({*revisions}) == 1
+    with pytest.raises(Refused, match="not found"):
+        kube.admin.get(secret, namespace)
+    run = helm.run("uninstall", "one", *access[:4])
+    assert run.returncode == 0, run.stderr
+    assert kube.admin.must("GET", f"{GROUP}inferencepools".format(namespace))["items"] == []
+
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
+GROUP = "/apis/inference.networking.k8s.io/v1/namespaces/{}/"
+LLM_D = "/apis/llm-d.ai/v1alpha2/namespaces/{}/"
+LEGACY = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/"
+
+
+def test_the_role_suffices_and_gives_no_more(kube: Cluster, namespace: str, helm: Helm) -> None:
+    objects = helm.render(*LABELS, "--set", "inferenceExtension.replicas=2", namespace=namespace)
+    client = kube.client(install(kube, namespace, objects))
+
+    def status(method: str, path: str, body: Any = None, **query: str) -> int:
+        return client.request(method, path.format(namespace), body, **query)[0]
+
+    for path in (
+        "/api/v1/namespaces/{}/pods",
+        f"{GROUP}inferencepools",
+        f"{LLM_D}inferenceobjectives",
+        f"{LLM_D}inferencemodelrewrites",
+        f"{LEGACY}inferencemodels",
+        f"{LEGACY}inferencepools",
+    ):
+        assert status("GET", path) == 200, path
+        assert status("GET", path, watch="1", timeoutSeconds="1") == 200, path
+        assert status("DELETE", f"{path}/x") == 403, path
+    assert status("GET", "/api/v1/namespaces/{}/secrets") == 403
+    assert status("GET", "/api/v1/namespaces/default/pods") == 403
+    lease = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": "one-epp"},
+        "spec": {"holderIdentity": "a"},
+    }
+    made = client.create(lease, namespace)
+    assert status("PUT", f"{LEASES}/one-epp", made) == 200
+    named = "metadata.name=one-epp"
+    assert status("GET", LEASES, fieldSelector=named, watch="1", timeoutSeconds="1") == 200
+    assert status("GET", LEASES) == 403
+    assert status("PUT", f"{LEASES}/other", {**lease, "metadata": {"name": "other"}}) == 403
+
+
+def test_the_role_lets_conditions_be_written_and_nothing_else(kube: Cluster, namespace: str, helm: Helm) -> None:
+    client = kube.client(install(kube, namespace, helm.render(*LABELS, namespace=namespace)))
+    kube.admin.create(MODEL, namespace)
+    condition = {
+        "type": "Accepted",
+        "status": "True",
+        "reason": "Accepted",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    written = client.patch(MODEL, {"status": {"conditions": [condition]}}, namespace, "status")
+    assert written["status"]["conditions"][0]["reason"] == "Accepted"
+    with pytest.raises(Refused) as refused:
+        client.patch(MODEL, {"spec": {"criticality": "Critical"}}, namespace)
+    assert refused.value.status == 403
+
+
+def changed(thing: Object, **spec: Any) -> Object:
+    return {**thing, "spec": {**thing["spec"], **spec}}
+
+
+def test_the_definitions_fill_in_defaults(kube: Cluster, namespace: str) -> None:
+    pool = kube.admin.create(POOL, namespace)["spec"]
+    assert pool["appProtocol"] == "http"
+    assert {"kind": "Service", "group": "", "failureMode": "FailClose"}.items() <= pool["endpointPickerRef"].items()
+    model = kube.admin.create(MODEL, namespace)
+    assert model["spec"]["poolRef"]["group"] == "inference.networking.x-k8s.io"
+    assert model["metadata"]["generation"] == 1
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (changed(POOL, targetPorts=[{"number": 1}, {"number": 1}]), "port number must be unique"),
+        (changed(POOL, targetPorts=[]), "should have at least 1 items"),
+        (changed(POOL, targetPorts=[{"number": n} for n in range(1, 10)]), "must have at most 8 items"),
+        (changed(POOL, endpointPickerRef={"name": "epp"}), "port is required when kind is 'Service'"),
+        (changed(POOL, selector={"matchLabels": {}}), "should have at least 1 properties"),
+        (changed(POOL, appProtocol="grpc"), "Unsupported value"),
+        (changed(MODEL, targetModels=[{"name": "a", "weight": 1}, {"name": "b"}]), "Weights should be set for all"),
+        (changed(MODEL, criticality="Urgent"), "Unsupported value"),
+        (changed(MODEL, targetModels=[{"name": "a", "weight": 0}]), "should be greater than or equal to 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_definitions_refuse(kube: Cluster, namespace: str, thing: Object, said: str) -> None:
+    with pytest.raises(Refused, match=said) as refused:
+        kube.admin.create(thing, namespace)
+    assert refused.value.status == 422
+
+
+def test_a_models_name_cannot_be_changed(kube: Cluster, namespace: str) -> None:
+    kube.admin.create(MODEL, namespace)
+    with pytest.raises(Refused, match="modelName is immutable"):
+        kube.admin.patch(MODEL, {"spec": {"modelName": "other"}}, namespace)
+
+
+def test_an_empty_cluster_takes_all_definitions(own_kube: Callable[..., Cluster]) -> None:
+    """As `helm install` sends them. A pool's group is filled in, in both groups of the kind."""
+    cluster = own_kube()
+    assert cluster.admin.request("GET", "/apis/llm-d.ai/v1alpha2")[0] == 404
+    cluster.install_crds()
+    target = {"modelRewrite": "b"}
+    for version in ("llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"):
+        rewrite = {
+            "apiVersion": version,
+            "kind": "InferenceModelRewrite",
+            "metadata": {"name": "r"},
+            "spec": {
+                "poolRef": {"name": "p"},
+                "rules": [{"matches": [{"model": {"value": "a"}}], "targets": [target]}],
+            },
+        }
+        created = cluster.admin.apply(rewrite)["spec"]
+        assert created["poolRef"]["group"] == "inference.networking.k8s.io"
+        assert created["rules"][0]["matches"][0]["model"]["type"] == "Exact"

@@ -1,0 +1,160 @@
+"""What the chart writes, run: its configuration, role, certificate and probes, against a real API server."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kr_cluster import Cluster
+from kr_helm import LABELS, Helm, of_kind, one
+
+PATIENCE = 60.0
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(*arguments)` runs fairlead until the test ends."""
+    children: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "fairlead", *arguments]
+        log = open(tmp_path / f"{len(children)}.log", "w")  # noqa: SIM115
+        with log:
+            children.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **environment}
+                )
+            )
+        return children[-1]
+
+    yield run
+    for child in reversed(children):
+        child.send_signal(signal.SIGTERM)
+    for child in children:
+        child.communicate(timeout=45)
+
+
+def stub_port(start: Start) -> int:
+    child = start("stub", "--port", "0", "--time-ratio", "20")
+    assert child.stdout is not None
+    for line in child.stdout:
+        for word in line.split():
+            if word.startswith("http://"):
+                return int(word.rpartition(":")[2].strip("/"))
+    raise AssertionError("the stub ended")
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one_socket in sockets:
+            one_socket.bind(("127.0.0.1", 0))
+        return [one_socket.getsockname()[1] for one_socket in sockets]
+
+
+def installed(kube: Cluster, namespace: str, objects: list[dict[str, Any]], kubeconfig: Path) -> None:
+    """Apply all but the pods' controller, and write a kubeconfig of the chart's account."""
+    for thing in objects:
+        if thing["kind"] != "Deployment":
+            kube.admin.apply(thing)
+    account = one(objects, "ServiceAccount")["metadata"]["name"]
+    kube.kubeconfig(kubeconfig, kube.token(namespace, account), namespace)
+
+
+def until(attempt: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, grpc.RpcError):
+            answer = attempt()
+            if answer:
+                return answer
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {PATIENCE:.0f} s")
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return str(response.read().decode())
+
+
+def test_standalone_serves_the_pods_of_its_pool(
+    kube: Cluster, namespace: str, helm: Helm, start: Start, tmp_path: Path
+) -> None:
+    port = stub_port(start)
+    gateway, admin, picker = free_ports(3)
+    objects = helm.render(
+        *LABELS,
+        *("--set", "standalone.enabled=true", "--set", f"inferencePool.targetPorts[0].number={port}"),
+        *("--set", "inferenceObjectives[0].name=chat", "--set", "inferenceObjectives[0].priority=1"),
+        *("--set", f"config.gateway.port={gateway}", "--set", f"config.admin.port={admin}"),
+        *("--set", f"config.extProc.port={picker}", "--set", f"config.kubernetes.kubeconfig={tmp_path}/kubeconfig"),
+        namespace=namespace,
+    )
+    installed(kube, namespace, objects, tmp_path / "kubeconfig")
+    (tmp_path / "fairlead.yaml").write_text(one(objects, "ConfigMap")["data"]["fairlead.yaml"])
+    kube.pod(namespace, "vllm-0", "127.0.0.1", labels={"app": "vllm"})
+    kube.pod(namespace, "other", "127.0.0.9", labels={"app": "other"})
+    start("serve", str(tmp_path / "fairlead.yaml"))
+    ready = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]
+    until(lambda: get(f"http://127.0.0.1:{admin}{ready['path']}"), "readiness")
+    assert "data" in until(lambda: get(f"http://127.0.0.1:{gateway}/v1/models"), "an answer through Envoy")
+    assert 'llm_d_epp_ready_endpoints{name="one"} 1' in get(f"http://127.0.0.1:{admin}/metrics")
+
+    def accepted() -> bool:
+        objective = kube.admin.get(one(objects, "InferenceObjective"))
+        conditions = objective.get("status", {}).get("conditions", [])
+        return any(one["type"] == "Accepted" and one["status"] == "True" for one in conditions)
+
+    until(accepted, "the objective's condition")
+
+
+def test_the_picker_serves_tls_and_answers_its_probes(
+    kube: Cluster, namespace: str, helm: Helm, start: Start, tmp_path: Path
+) -> None:
+    picker, health, admin = free_ports(3)
+    objects = helm.render(
+        *LABELS,
+        *("--set", f"config.extProc.port={picker}", "--set", f"config.extProc.healthPort={health}"),
+        *("--set", f"config.extProc.tls.certDir={tmp_path}", "--set", f"config.admin.port={admin}"),
+        *("--set", "inferenceExtension.replicas=2", "--set", f"config.kubernetes.kubeconfig={tmp_path}/kubeconfig"),
+        namespace=namespace,
+    )
+    installed(kube, namespace, objects, tmp_path / "kubeconfig")
+    (tmp_path / "fairlead.yaml").write_text(one(objects, "ConfigMap")["data"]["fairlead.yaml"])
+    certificate = {name: b64decode(value) for name, value in one(objects, "Secret")["data"].items()}
+    for name, value in certificate.items():
+        (tmp_path / name).write_bytes(value)
+    kube.pod(namespace, "vllm-0", "127.0.0.9", labels={"app": "vllm"})
+    start("serve", str(tmp_path / "fairlead.yaml"))
+    pod = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    with grpc.insecure_channel(f"127.0.0.1:{health}") as channel:
+        for probe in (pod["livenessProbe"], pod["readinessProbe"]):
+            until(lambda service=probe["grpc"]["service"]: check(channel, service), probe["grpc"]["service"])
+    name = of_kind(objects, "Service")[0]["metadata"]["name"]
+    trusted = grpc.ssl_channel_credentials(certificate["tls.crt"])
+    options = [("grpc.ssl_target_name_override", f"{name}.{namespace}.svc")]
+    with grpc.secure_channel(f"127.0.0.1:{picker}", trusted, options) as channel:
+        assert check(channel, "envoy.service.ext_proc.v3.ExternalProcessor")
+    lease = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": one(objects, "Deployment")["metadata"]["name"]},
+    }
+    assert kube.admin.get(lease, namespace)["spec"]["holderIdentity"]
+
+
+def check(channel: grpc.Channel, service: str) -> bool:
+    """grpc.health.v1.Health/Check: SERVING?"""
+    call = channel.unary_unary("/grpc.health.v1.Health/Check")
+    return bool(call(b"\x0a" + bytes([len(service)]) + service.encode(), timeout=5) == b"\x08\x01")

