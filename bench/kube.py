@@ -1,0 +1,176 @@
+"""What following a large pool costs: processor time of a resync, memory, and a change's way to the endpoints.
+
+    python bench/kube.py [--pods 1000]
+
+The API server is `FakeKube` in a process of its own, over plain HTTP, so that only the follower is measured. Pods are
+6.2 kB each, like those of a vLLM deployment with managed fields. The limits are what this part is allowed to cost.
+"""
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+RESYNC_CPU_S = 0.3
+MEMORY_MB = 100.0
+POOL_V1 = "inference.networking.k8s.io/v1"
+_TIMES = 5
+
+
+def pod(index: int) -> dict[str, Any]:
+    """6.2 kB of JSON."""
+    labels = {
+        "app": "vllm",
+        "pod-template-hash": "7d9c5b8f6c",
+        "llm-d.ai/role": "decode",
+        "llm-d.ai/model": "llama-3-8b",
+    }
+    container = {
+        "name": "vllm",
+        "image": "registry.example/vllm/vllm-openai:v0.32.0",
+        "args": ["--model", "meta-llama/Llama-3.1-8B-Instruct", "--max-num-seqs", "256", "--enable-prefix-caching"],
+        "env": [{"name": f"VARIABLE_{i}", "value": f"a value of some length {i}"} for i in range(24)],
+        "resources": {"limits": {"nvidia.com/gpu": "1", "memory": "64Gi"}, "requests": {"cpu": "8", "memory": "64Gi"}},
+    }
+    fields = {f"f:{name}": {".": {}, f"k:{i}": {}} for i, name in enumerate(["metadata", "spec", "status"] * 3)}
+    managed = [{"manager": f"manager-{i}", "operation": "Update", "fieldsV1": {"f:x": fields}} for i in range(12)]
+    return {
+        "metadata": {
+            "name": f"vllm-7d9c5b8f6c-{index:05d}",
+            "namespace": "default",
+            "labels": labels,
+            "annotations": {"prometheus.io/scrape": "true", "padding": "x" * 1800},
+            "managedFields": managed,
+        },
+        "spec": {"nodeName": f"node-{index // 8}", "containers": [container]},
+        "status": {
+            "phase": "Running",
+            "podIP": f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}",
+            "conditions": [{"type": kind, "status": "True"} for kind in ("Initialized", "Ready", "ContainersReady")],
+        },
+    }
+
+
+def serve(pipe: Connection, count: int) -> None:
+    """The API server's process: answers commands of the pipe."""
+    from fairlead.testing.fake_kube import FakeKube
+
+    async def run() -> None:
+        kube = FakeKube()
+        spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]}
+        kube.put(POOL_V1, "inferencepools", {"metadata": {"name": "llama", "namespace": "default"}, "spec": spec})
+        for index in range(count):
+            kube.put("v1", "pods", pod(index))
+        await kube.start()
+        pipe.send(kube.url)
+        while (command := await asyncio.to_thread(pipe.recv)) != "end":
+            if command == "relist":
+                kube.put("v1", "events", {"metadata": {"name": "x", "namespace": "default"}})
+                kube.compact()
+                kube.cut()
+            else:
+                kube.patch("v1", "pods", pod(0)["metadata"]["name"], command)
+            pipe.send("done")
+        await kube.stop()
+
+    asyncio.run(run())
+
+
+async def measure(pipe: Connection, url: str, count: int) -> bool:
+    base = memory_mb()
+    from fairlead.io.kube.auth import Access
+    from fairlead.io.kube.client import KubeClient
+    from fairlead.io.kube.kubeconfig import Where
+    from fairlead.io.kube.pods import PoolEndpoints
+    from fairlead.io.kube.secrets import FixedSecret, Secret
+    from fairlead.wire.kube_pool import GROUP, Pool
+
+    imported = memory_mb()
+    events: list[object] = []
+    client = KubeClient(Access(Where(url), FixedSecret(Secret())))
+    pods = PoolEndpoints(client, Pool("default", "llama", {}, ()), GROUP, events.append, Random(1))
+    started = time.process_time()
+    task = asyncio.create_task(pods.run())
+    await until(lambda: len(pods.endpoints) == count)
+    print(f"first list     {time.process_time() - started:6.3f} s CPU, {count} pods, {len(events)} endpoints up")
+    stats = pods.reflectors["pods"].stats
+    resyncs = []
+    for turn in range(_TIMES):
+        events.clear()
+        before, started = stats.lists, time.process_time()
+        await asyncio.to_thread(command, pipe, "relist")
+        await until(lambda before=before: stats.lists > before)
+        resyncs.append(time.process_time() - started)
+        assert not events, f"resync {turn} moved endpoints"
+    print(f"resync         {min(resyncs):6.3f} s CPU at best, {max(resyncs):.3f} at worst of {_TIMES}; no event")
+    waits = [await change(pipe, events, ready) for ready in (False, True) * _TIMES]
+    print(f"a change       {sorted(waits)[len(waits) // 2] * 1000:6.1f} ms from the API server's write to the event")
+    gc.collect()
+    used = memory_mb()
+    print(
+        f"memory         {used - base:6.1f} MB: {imported - base:.1f} for code, {used - imported:.1f} for {count} pods"
+    )
+    started, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(3)
+    share = (time.process_time() - started) / (time.monotonic() - began)
+    print(f"steady state   {share * 100:6.2f} % of a core")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await client.close()
+    scale = max(count / 1000, 1.0)
+    return min(resyncs) <= RESYNC_CPU_S * scale and used - base <= MEMORY_MB * scale
+
+
+async def change(pipe: Connection, events: list[object], ready: bool) -> float:
+    events.clear()
+    began = time.monotonic()
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    await asyncio.to_thread(command, pipe, {"status": {"conditions": conditions}})
+    await until(lambda: bool(events))
+    return time.monotonic() - began
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def command(pipe: Connection, what: object) -> None:
+    pipe.send(what)
+    pipe.recv()
+
+
+def memory_mb() -> float:
+    """Resident, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pods", type=int, default=1000)
+    count = parser.parse_args().pods
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, count))
+    process.start()
+    try:
+        good = asyncio.run(measure(ours, ours.recv(), count))
+        ours.send("end")
+        process.join(10)
+    finally:
+        process.kill()
+    print(f"limits         {RESYNC_CPU_S} s and {MEMORY_MB:.0f} MB per 1,000 pods: {'kept' if good else 'BROKEN'}")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Kubernetes: a small client of our own, made for watching."""

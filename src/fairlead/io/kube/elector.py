@@ -1,0 +1,249 @@
+"""Leader election: of several replicas one leads, by a lease that all of them watch.
+
+Rules (the table is `wire.kube_lease`)
+* The holder renews each `retry_s`, jittered. Others wait until the lease has not changed for its duration, by their own
+  clock, counted only while they were in touch with the API server: after an outage everybody starts anew.
+* Who goes gives the lease back, and whoever watches takes it at once.
+* While the API server does not answer, nobody can take the lease, and the holder goes on leading: a pool without a
+  picker is worse than two that lead for a moment, for both decide well. It steps down when it sees another holder, or
+  when renewing is *refused* for `renew_s`.
+* Nothing ends the process. A replica that lost the lease contends for it again.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from random import Random
+
+from msgspec import Raw, Struct
+
+from fairlead.io.kube.client import KubeClient, KubeError, Resource, Unreachable
+from fairlead.io.kube.reflector import Reflector
+from fairlead.wire.kube_lease import (
+    Keep,
+    Lease,
+    Sight,
+    Take,
+    Wait,
+    claimed,
+    lease_object,
+    next_step,
+    read_lease,
+    released,
+)
+from fairlead.wire.kube_objects import Unreadable
+
+GROUP, VERSION = "coordination.k8s.io", "v1"
+_CONFLICT, _NOT_FOUND = 409, 404
+
+
+class ElectionSettings(Struct, frozen=True, kw_only=True):
+    """Seconds. `identity` must be unique."""
+
+    namespace: str
+    name: str
+    identity: str
+    duration_s: float = 15.0
+    renew_s: float = 10.0
+    retry_s: float = 2.0
+
+
+class Elector:
+    """`changed(leading, holder)` for each change. `await run()` never returns; then `await release()`."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: ElectionSettings,
+        changed: Callable[[bool, str], object],
+        rng: Random,
+        *,
+        told: Callable[[str], object] = lambda trouble: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.leading = False
+        self.holder = ""
+        #: Times that this replica came to lead.
+        self.terms = 0
+        self._client = client
+        self._settings = settings
+        self._changed = changed
+        self._rng = rng
+        self._told = told
+        self._wall = wall
+        self._resource = Resource(GROUP, VERSION, "leases", settings.namespace)
+        self._sight: Sight | None = None
+        self._woken = asyncio.Event()
+        self._renewed_at = 0.0
+        self._trouble = ""
+        self._releasing = False
+        self.reflector: Reflector[Lease] = Reflector(
+            client,
+            self._resource,
+            _read,
+            lambda key, lease: self._seen(lease),
+            rng,
+            query={"fieldSelector": f"metadata.name={settings.name}"},
+            synced=self._synced,
+            told=self._contact,
+        )
+
+    async def run(self) -> None:
+        watching = asyncio.create_task(self.reflector.run(), name="lease watch")
+        try:
+            await self.reflector.ready.wait()
+            while True:
+                await self._turn()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def release(self) -> None:
+        """Stop leading, and say so. Raises nothing; the lease runs out where the API server does not answer."""
+        was, self._releasing = self.leading, True
+        self._lead(False, "")
+        if not was:
+            return
+        for _ in range(2):
+            sight = self._sight
+            if sight is None or sight.lease is None or sight.lease.holder != self._settings.identity:
+                return
+            try:
+                await self._put(released(sight.lease, self._wall()))
+                return
+            except KubeError as error:
+                if error.code != _CONFLICT:
+                    self._told(f"the lease was not given back: {error}")
+                    return
+                await self._look()
+            except Unreachable as error:
+                self._told(f"the lease was not given back: {error}")
+                return
+            except Unreadable:
+                return
+
+    async def successor(self, timeout: float) -> str:
+        """Wait until somebody else leads. Empty = nobody within `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.holder in ("", self._settings.identity):
+                    self._woken.clear()
+                    await self._woken.wait()
+                return self.holder
+        return ""
+
+    # ---- one turn ----
+
+    async def _turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        self._woken.clear()
+        sight = self._sight
+        if self._releasing or sight is None:
+            await self._woken.wait()
+            return
+        step = next_step(sight, settings.identity, loop.time(), settings.duration_s)
+        match step:
+            case Wait(until):
+                self._lead(False, sight.lease.holder if sight.lease else "")
+                connected = self.reflector.stats.connected
+                await self._pause(until - loop.time() + 0.001 if connected else settings.retry_s)
+            case Take() if not self.leading and not self.reflector.stats.connected:
+                await self._pause(settings.retry_s)
+            case Take() | Keep():
+                await self._pause(await self._claim(sight.lease))
+
+    async def _claim(self, lease: Lease | None) -> float:
+        """Take or renew. Returns seconds until the next turn."""
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        asked = loop.time()
+        pause = settings.retry_s * self._rng.uniform(0.8, 1.0)
+        try:
+            await self._put(claimed(lease, settings.identity, settings.duration_s, self._wall()))
+        except KubeError as error:
+            if error.code in (_CONFLICT, _NOT_FOUND):
+                await self._look()
+                return 0.0 if self.leading else self._rng.uniform(0.0, 0.05)
+            self._say(str(error))
+            if self.leading and loop.time() - self._renewed_at > settings.renew_s:
+                self._lead(False, "")
+        except (Unreachable, Unreadable) as error:
+            self._say(f"the lease cannot be renewed: {error}" if self.leading else str(error))
+        else:
+            self._renewed_at = asked
+            self._say("")
+            if not self._releasing:
+                self._lead(True, settings.identity)
+        return pause
+
+    async def _put(self, lease: Lease) -> None:
+        settings = self._settings
+        value = lease_object(lease, settings.namespace, settings.name)
+        # Not longer than this: of several API servers one may hang, and the lease must not run out meanwhile.
+        try:
+            async with asyncio.timeout(max(settings.renew_s / 2, settings.retry_s)):
+                if lease.version:
+                    answer = await self._client.update(self._resource, settings.name, value)
+                else:
+                    answer = await self._client.create(self._resource, value)
+        except TimeoutError:
+            raise Unreachable("no answer in time") from None
+        self._note(_read(Raw(answer)))
+
+    async def _look(self) -> None:
+        """Read the lease as it is now."""
+        try:
+            self._note(_read(Raw(await self._client.read(self._resource, self._settings.name))))
+        except KubeError as error:
+            if error.code == _NOT_FOUND:
+                self._note(None)
+            else:
+                self._say(str(error))
+        except (Unreachable, Unreadable) as error:
+            self._say(str(error))
+
+    async def _pause(self, seconds: float) -> None:
+        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await self._woken.wait()
+
+    # ---- what is seen ----
+
+    def _seen(self, lease: Lease | None) -> None:
+        self._note(lease)
+        if lease is None or lease.holder != self._settings.identity:
+            self._woken.set()
+
+    def _synced(self) -> None:
+        if self._sight is None:
+            self._note(None)
+        self._woken.set()
+
+    def _note(self, lease: Lease | None) -> None:
+        now = asyncio.get_running_loop().time()
+        self._sight = Sight(lease, now) if self._sight is None else self._sight.seen(lease, now)
+        if self._releasing and lease is not None:
+            self.holder = lease.holder
+
+    def _contact(self, trouble: str) -> None:
+        if not trouble and self._sight is not None:  # nobody could renew meanwhile: its time begins anew
+            self._sight = Sight(self._sight.lease, asyncio.get_running_loop().time())
+        self._say(trouble)
+
+    def _lead(self, leading: bool, holder: str) -> None:
+        if (leading, holder) != (self.leading, self.holder):
+            self.terms += leading and not self.leading
+            self.leading, self.holder = leading, holder
+            self._changed(leading, holder)
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._told(trouble)
+
+
+def _read(text: Raw) -> Lease:
+    return read_lease(text)

@@ -1,0 +1,232 @@
+"""At home in Kubernetes: a pool's endpoints and models from the API server, and which replica leads.
+
+Readiness: not before pool, pods and definitions were read once, and with leader election only while we lead. Losing the
+API server later changes neither: routing goes on with what was known. Liveness depends on none of it.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import Random
+
+from fairlead.config.kube import Kubernetes
+from fairlead.io.kube.auth import find_access
+from fairlead.io.kube.client import KubeClient
+from fairlead.io.kube.elector import ElectionSettings, Elector
+from fairlead.io.kube.models import PoolModels
+from fairlead.io.kube.pods import Feed, PoolEndpoints
+from fairlead.io.kube.reflector import Reflector
+from fairlead.io.kube.status import StatusWriter
+from fairlead.model.inference import ModelSet
+from fairlead.observe.kube_metrics import Followed, KubeMetrics
+from fairlead.observe.log import get
+from fairlead.wire.kube_pool import Pool
+
+log = get("kubernetes")
+
+#: Seconds that the start waits for the first lists; later ones make ready later.
+START_S = 5.0
+#: Seconds that a leader which ends waits for another one, and then for gateways to notice: Envoy's health checks
+#: come once a second, and two in a row must fail.
+SUCCESSOR_S, OVERLAP_S, NOTICE_S = 3.0, 2.0, 3.0
+
+
+class Kube:
+    """One pool. `set_ready(part, reason)`: an empty reason clears it."""
+
+    def __init__(
+        self,
+        settings: Kubernetes,
+        feed: Feed,
+        models: Callable[[ModelSet], object],
+        set_ready: Callable[[str, str], object],
+        metrics: KubeMetrics,
+    ) -> None:
+        """Raises `ConfigError` when nothing says where the API server is."""
+        self._settings = settings
+        self._set_ready = set_ready
+        self._metrics = metrics
+        self._rng = Random()
+        self._synced = asyncio.Event()
+        #: The lease is given back on purpose: readiness lasts until the other one is known.
+        self._ending = False
+        self._troubles: dict[str, str] = {}
+        self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
+        self.namespace = namespace_of(settings, self.client)
+        self.endpoints = PoolEndpoints(
+            self.client,
+            wanted_pool(settings, self.namespace),
+            settings.group,
+            feed,
+            self._rng,
+            told=self._told,
+            report=_report,
+            changed=self._judge,
+        )
+        self.writer = StatusWriter(self.client, self._may_write, lambda trouble: log.warning(trouble))
+        self.models: PoolModels | None = None
+        if settings.models and settings.pool:
+            self.models = PoolModels(
+                self.client,
+                settings.pool,
+                self.namespace,
+                lambda found: self._defined(models, found),
+                self.writer,
+                self._rng,
+                told=self._told,
+                report=_report,
+            )
+        self.elector: Elector | None = None
+        if settings.leader_election.enabled:
+            self.elector = self._elector()
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Follow everything for as long as `stack` is open."""
+        stack.push_async_callback(self.client.close)
+        self._judge()
+        log.info("following", server=self.client.server, namespace=self.namespace, pool=self._settings.pool)
+        self._run(stack, self.endpoints.run(), "kubernetes endpoints")
+        if self.models is not None:
+            self._run(stack, self.models.run(), "kubernetes models")
+        if self._settings.status:
+            self._run(stack, self.writer.run(), "kubernetes status")
+        if self.elector is not None:
+            self._set_ready("leader", "standby: no leader is known yet")
+            self._run(stack, self.elector.run(), "kubernetes lease")
+        self._metrics.source = self._followed
+        try:
+            async with asyncio.timeout(START_S):
+                await self._synced.wait()
+        except TimeoutError:
+            log.warning("not ready: Kubernetes was not read yet", reason="; ".join(self._troubles.values()) or "")
+
+    async def hand_over(self) -> None:
+        """We are about to end: let another replica lead, and gateways find it before they lose us.
+
+        Both are ready for a moment. The other way round a gateway that asks for health in the wrong order has nobody.
+        """
+        elector = self.elector
+        if elector is None or not elector.leading:
+            return
+        self._ending = True
+        await elector.release()
+        successor = await elector.successor(SUCCESSOR_S)
+        log.info("the lease was given back", successor=successor)
+        if successor:
+            await asyncio.sleep(OVERLAP_S)
+        self._set_ready("leader", f"{successor or 'nobody'} leads, this replica ends")
+        if successor:
+            await asyncio.sleep(NOTICE_S)
+
+    def _run(self, stack: AsyncExitStack, work: object, name: str) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("following Kubernetes broke", exc=error, part=name)
+
+        task.add_done_callback(ended)
+        stack.push_async_callback(end)
+
+    def _elector(self) -> Elector:
+        wanted = self._settings.leader_election
+        name = wanted.lease_name or f"epp-{self.namespace}-{self._settings.pool or 'pods'}.fairlead"
+        self._lease = name
+        settings = ElectionSettings(
+            namespace=self.namespace,
+            name=name,
+            identity=f"{socket.gethostname()}_{secrets.token_hex(4)}",
+            duration_s=wanted.lease_duration,
+            renew_s=wanted.renew_deadline,
+            retry_s=wanted.retry_period,
+        )
+        return Elector(self.client, settings, self._leads, self._rng, told=lambda why: self._told("leases", why))
+
+    # ---- what happens ----
+
+    def _leads(self, leading: bool, holder: str) -> None:
+        self._metrics.leader.child(self._lease).set(leading)
+        if not self._ending:
+            self._set_ready("leader", "" if leading else f"standby: {holder or 'nobody'} leads")
+        if leading:
+            log.info("this replica leads", lease=self._lease)
+        else:
+            log.info("this replica stands by", lease=self._lease, leader=holder)
+        self.writer.wake()
+
+    def _may_write(self) -> bool:
+        return self.elector is None or self.elector.leading
+
+    def _defined(self, models: Callable[[ModelSet], object], found: ModelSet) -> None:
+        models(found)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Is everything known that is needed to be ready?"""
+        missing = self.endpoints.missing or (self.models.missing if self.models is not None else "")
+        if missing and self._troubles:
+            missing = f"{missing}: {'; '.join(dict.fromkeys(self._troubles.values()))}"
+        self._set_ready("kubernetes", missing)
+        if not missing:
+            self._synced.set()
+
+    def _told(self, resource: str, trouble: str) -> None:
+        before = self._troubles.pop(resource, "")
+        if trouble:
+            self._troubles[resource] = trouble
+            if trouble != before:
+                log.warning("no contact to Kubernetes; what is known stays", resource=resource, reason=trouble)
+        elif before:
+            log.info("in touch with Kubernetes again", resource=resource)
+        self._judge()
+
+    def _followed(self) -> dict[str, Followed]:
+        found: dict[str, Reflector[object]] = dict(self.endpoints.reflectors)  # type: ignore[arg-type]
+        if self.models is not None:
+            found |= self.models.reflectors  # type: ignore[arg-type]
+        if self.elector is not None:
+            found["leases"] = self.elector.reflector  # type: ignore[assignment]
+        self._metrics.status_writes.child(self._settings.pool).value = self.writer.writes
+        return {name: _as_followed(reflector) for name, reflector in found.items()}
+
+
+def _as_followed(reflector: Reflector[object]) -> Followed:
+    stats = reflector.stats
+    return Followed(
+        connected=stats.connected,
+        objects=len(reflector.items),
+        lists=stats.lists,
+        watches=stats.watches,
+        failures=stats.failures,
+        events=stats.events,
+        unreadable=stats.unreadable,
+    )
+
+
+def _report(problem: str) -> None:
+    log.warning("an object is left as it was known", problem=problem)
+
+
+def namespace_of(settings: Kubernetes, client: KubeClient) -> str:
+    return settings.namespace or os.environ.get("NAMESPACE", "") or client.namespace or "default"
+
+
+def wanted_pool(settings: Kubernetes, namespace: str) -> Pool:
+    """With a selector where the configuration has one; else only a name."""
+    return Pool(namespace, settings.pool, settings.selector, settings.target_ports)
+
+
+async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -> None:
+    """Endpoints only, for who balances on its own. Raises `ConfigError` as `Kube` does."""
+    client = KubeClient(find_access(settings.kubeconfig, settings.context))
+    stack.push_async_callback(client.close)
+    pool = wanted_pool(settings, namespace_of(settings, client))
+    task = asyncio.create_task(PoolEndpoints(client, pool, settings.group, feed, Random()).run(), name="pool")
+    stack.callback(task.cancel)

@@ -1,0 +1,126 @@
+"""The section `kubernetes`, and the flags that count before it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.cli._serve_flags import overlay
+from fairlead.config.kube import overlaid
+from fairlead.config.kube_models import conditions, model_set, read_model_object
+from fairlead.config.load import load, problems
+from fairlead.config.reload import plan_reload
+from fairlead.model.errors import ConfigError
+
+
+def test_a_pool_stands_for_endpoints() -> None:
+    config = load("kubernetes: {pool: llama, namespace: serving}")
+    assert config.kubernetes.on
+    assert not config.kubernetes.leader_election.enabled
+    assert not load("endpoints: ['10.0.0.1:80']").kubernetes.on
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("endpoints: ['10.0.0.1:80']\nkubernetes: {pool: a}", "come from Kubernetes already"),
+        ("kubernetes: {pool: a, selector: {a: b}, targetPorts: [1]}", "not both"),
+        ("kubernetes: {selector: {a: b}}", "'targetPorts' is missing"),
+        ("kubernetes: {pool: a, targetPorts: [80]}", "'selector' is missing"),
+        ("kubernetes: {selector: {a: b}, targetPorts: [80, 80]}", "unique"),
+        ("kubernetes: {selector: {a: b}, targetPorts: [1, 2, 3, 4, 5, 6, 7, 8, 9]}", "at most 8 ports"),
+        ("kubernetes: {pool: a, group: other}", "unknown value"),
+        ("endpoints: ['10.0.0.1:80']\nkubernetes: {leaderElection: {enabled: true}}", "no pool to lead"),
+        ("kubernetes: {pool: a, leaderElection: {leaseDuration: 5s}}", "shorter than leaseDuration"),
+        ("kubernetes: {pool: a, leaderElection: {retryPeriod: 6s}}", "shorter than renewDeadline"),
+        (
+            "kubernetes: {pool: a, leaderElection: {leaseDuration: 0.9, renewDeadline: 0.5, retryPeriod: 0.1}}",
+            "whole seconds",
+        ),
+        ("{}", "or a pool: under kubernetes:"),
+    ],
+)
+def test_what_does_not_fit_together(text: str, said: str) -> None:
+    assert any(said in str(problem) for problem in problems(text)), problems(text)
+
+
+def test_flags_count_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("kubernetes: {pool: a, namespace: x}\nextProc: {port: 7}\n")
+    flags = overlay(pool="b", leader_election=True, ports={"extProc.healthPort": 9003, "admin.port": 0})
+    config = load(file, flags=flags)
+    assert (config.kubernetes.pool, config.kubernetes.namespace) == ("b", "x")
+    assert config.kubernetes.leader_election.enabled
+    assert (config.ext_proc.port, config.ext_proc.health_port) == (7, 9003)
+    changes, refused = plan_reload(config, load(file, flags=config.flags))
+    assert (changes.paths, refused) == ((), [])
+
+
+def test_flags_of_pods_without_a_pool() -> None:
+    flags = overlay(selector="app=vllm, tier = gpu", target_ports="8000,8001")
+    assert flags == {"kubernetes": {"selector": {"app": "vllm", "tier": "gpu"}, "targetPorts": [8000, 8001]}}
+    assert overlay() == {}
+    for wrong in ({"selector": "app"}, {"selector": "=x"}, {"target_ports": "http"}, {"target_ports": ","}):
+        with pytest.raises(ConfigError):
+            overlay(**wrong)  # type: ignore[arg-type]
+
+
+def test_nested_mappings_are_merged() -> None:
+    assert overlaid({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "d": {"e": 5}}) == {
+        "a": {"b": 1, "c": 4},
+        "d": {"e": 5},
+    }
+
+
+def test_another_pool_needs_a_restart() -> None:
+    _, refused = plan_reload(load("kubernetes: {pool: a}"), load("kubernetes: {pool: b}"))
+    assert [problem.path for problem in refused] == ["$.kubernetes.pool"]
+
+
+X = "inference.networking.x-k8s.io/v1alpha2"
+
+
+def model(name: str, asked: Any, created: str = "2026-01-01T00:00:00Z", pool: str = "p") -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": "n", "creationTimestamp": created, "generation": 2, "uid": "u"},
+        "spec": {"modelName": asked, "poolRef": {"name": pool}},
+    }
+
+
+def table(*values: dict[str, Any]) -> Any:
+    objects = [read_model_object(value, "InferenceModel", X) for value in values]
+    return {
+        "inferencemodels": {f"n/{value['metadata']['name']}": one for value, one in zip(values, objects, strict=True)}
+    }
+
+
+def test_the_oldest_has_the_name_and_the_broken_one_is_told() -> None:
+    objects = table(
+        model("late", "chat", "2026-02-01T00:00:00Z"),
+        model("early", "chat"),
+        model("broken", 7),
+        model("foreign", "chat", "2020-01-01T00:00:00Z", pool="q"),
+    )
+    found = {key: (one.status, one.reason) for (_, key), one in conditions(objects, "p", "n").items()}
+    assert found == {
+        "n/late": (False, "ModelNameInUse"),
+        "n/early": (True, "Accepted"),
+        "n/broken": (False, "Invalid"),
+    }
+    assert len(model_set(objects, "p", "n").models) == 2
+
+
+def test_only_what_is_needed_is_kept() -> None:
+    one = read_model_object({**model("a", "b"), "status": {"conditions": [{"type": "Ready"}]}}, "InferenceModel", X)
+    again = read_model_object({**model("a", "b"), "status": {}}, "InferenceModel", X)
+    assert one == again
+    assert one.item["metadata"] == {"name": "a", "namespace": "n", "generation": 2}
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"metadata": 7}, {"metadata": {"name": 7}, "spec": [], "status": {"conditions": 1}}]
+)
+def test_odd_objects_are_told_not_raised(value: dict[str, Any]) -> None:
+    one = read_model_object(value, "InferenceModel", X)
+    assert one.noun is None
+    assert one.problems
