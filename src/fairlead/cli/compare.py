@@ -1,16 +1,16 @@
 """`fairlead compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+from fairlead.cli._compare_gate import Against, FailIf, Other, gate
+from fairlead.cli._options import FAILED, WRONG_INPUT, complain, preset_argument
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from fairlead.sim.grid import Cell, CellResult, Runner
+    from fairlead.sim.grid import Cell, CellResult
 
 
 def compare(
@@ -28,28 +28,40 @@ def compare(
     head: Annotated[int, typer.Option(min=0, help="Only the first so many requests of each.")] = 0,
     servers: Annotated[int, typer.Option(min=0, help="Model servers; default: the scenario's own.")] = 0,
     speeds: Annotated[str, typer.Option(help="Relative speeds of the servers, e.g. 1,1,0.4.")] = "",
+    preset: Annotated[str, typer.Option(help="Model and hardware: a name, or a FILE of `fairlead tune`.")] = "",
+    prefill: Annotated[int, typer.Option(min=0, help="So many servers only prefill, the others decode.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory of results and report.")] = Path("out/compare"),
     processes: Annotated[int, typer.Option(min=0, help="0 = one per processor.")] = 0,
     cluster: Annotated[str, typer.Option(help="Address of a running Dask scheduler, e.g. tcp://host:8786.")] = "",
     fresh: Annotated[bool, typer.Option(help="Do not take results of a former, interrupted run.")] = False,
+    against: Against = None,
+    journal: Other = None,
+    fail_if: FailIf = None,
 ) -> None:
     """Simulate every policy on every workload at every load.
 
     Writes results.json, plots and a self-contained report.html to the output directory. A run that was interrupted
     goes on where it stopped when it is started again.
     """
+    if against is not None:
+        gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, preset=preset, head=head)
+        return
+    from fairlead.cli._cluster import on_cluster
     from fairlead.sim.grid import run_grid
     from fairlead.sim.report import print_comparison, write_report
     from fairlead.workload.formats.problems import TraceError
 
     try:
-        cells = _cells(scenario or [], policy or [], load, seeds, traces, head, servers, speeds)
+        cells = _cells(
+            scenario or [], policy or [], load, seeds, traces, head, servers, speeds, prefill, preset_argument(preset)
+        )
         out.mkdir(parents=True, exist_ok=True)
         kept = out / "cells.jsonl"
         if fresh:
             kept.unlink(missing_ok=True)
-        runner = _dask(cluster) if cluster else None
-        with _Progress(len(cells)) as progress:
+        with ExitStack() as stack:
+            runner = stack.enter_context(on_cluster(cluster)) if cluster else None
+            progress = stack.enter_context(_Progress(len(cells)))
             results = run_grid(cells, processes=processes, kept=kept, progress=progress.step, runner=runner)
     except (TraceError, ValueError, OSError) as error:
         complain(str(error))
@@ -73,6 +85,8 @@ def _cells(
     head: int,
     servers: int,
     speeds: str,
+    prefill: int,
+    preset: str,
 ) -> "list[Cell]":
     from fairlead.sim.build import ScenarioSpec, names
     from fairlead.sim.grid import Cell
@@ -97,6 +111,8 @@ def _cells(
                 head=head,
                 servers=servers,
                 speeds=relative,
+                prefill=prefill,
+                preset=preset,
             ),
             policy=policy,
             text=text,
@@ -112,29 +128,6 @@ def _cells(
 def _label(source: str, factor: float, several: bool) -> str:
     name = Path(source).stem if Path(source).suffix and Path(source).is_file() else source
     return f"{name} @{factor:g}" if several else name
-
-
-def _dask(address: str) -> "Runner":
-    """Runs cells on a Dask cluster. Raises `ValueError` when that cannot be."""
-    from importlib import import_module
-
-    from fairlead.sim.grid import run_cell
-
-    try:
-        dask = import_module("distributed")
-    except ImportError:
-        raise ValueError("--cluster needs Dask: pip install distributed, here and on the workers") from None
-    try:
-        client = dask.Client(address, timeout=10)
-    except OSError as error:
-        raise ValueError(f"no Dask scheduler answers at {address}: {error}") from None
-
-    def run(cells: "Sequence[tuple[Cell, str]]") -> "Iterator[CellResult]":
-        futures = [client.submit(run_cell, cell, key, pure=False) for cell, key in cells]
-        for future in dask.as_completed(futures):
-            yield future.result()
-
-    return run
 
 
 class _Progress:

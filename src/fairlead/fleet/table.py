@@ -18,7 +18,7 @@ import numpy as np
 from fairlead.fleet.columns import BoolColumn, FloatColumn
 from fairlead.model.endpoint import ROLE_LABEL, Endpoint, Sample
 
-_FLOATS = (
+FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens",
     "sampled_at", "failures", "errors", "ejected_until", "max_adapters", "loaded_adapters", "capacity_tokens",
@@ -72,8 +72,9 @@ class EndpointTable:
         self.adapters: list[frozenset[str] | None] = []
         self.samples: list[Sample | None] = []
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
-        for name in _FLOATS:
-            setattr(self, name, np.zeros(0))
+        #: All float columns as the rows of one array, in the order of `FLOATS`: copied in one go.
+        self.floats = np.zeros((len(FLOATS), 0))
+        self._name_rows()
         self.count = 0
         #: Rises when endpoints come, go or change labels, and when adapters change.
         self.version = 0
@@ -213,8 +214,7 @@ class EndpointTable:
         self.samples[slot] = None
         self.alive = self.alive.copy()
         self.alive[slot] = endpoint is not None
-        for name in _FLOATS:
-            getattr(self, name)[slot] = 0.0
+        self.floats[:, slot] = 0.0
         for column in self._extra.values():
             column[slot] = nan
         self.sampled_at[slot] = self.ejected_until[slot] = -inf
@@ -226,10 +226,14 @@ class EndpointTable:
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
         self._holders = {name: np.append(held, False) for name, held in self._holders.items()}
-        for name in _FLOATS:
-            setattr(self, name, np.append(getattr(self, name), 0.0))
+        self.floats = np.hstack((self.floats, np.zeros((len(FLOATS), 1))))
+        self._name_rows()
         for name, column in self._extra.items():
             self._extra[name] = np.append(column, nan)
+
+    def _name_rows(self) -> None:
+        for name, row in zip(FLOATS, self.floats, strict=True):
+            setattr(self, name, row)
 
     def _adapters_changed(self) -> None:
         self.version += 1

@@ -6,6 +6,7 @@ from msgspec import Struct, field
 
 from fairlead.model.forecast import Forecast
 from fairlead.model.request import Request
+from fairlead.model.snapshot import Snapshot
 
 #: A numpy array over the endpoints of one decision, in the order of `Trace.endpoints`.
 Column = Any
@@ -25,6 +26,10 @@ class Trace(Struct, gc=False):
     candidates: Column = None
     #: `picked`, `fallback` (all overloaded), `none`.
     outcome: str = ""
+    #: Share of the prompt that each endpoint was believed to hold; `None` = nobody any of it.
+    held: Column = None
+    #: What was known of the endpoints just then, where that is kept.
+    snapshot: Snapshot | None = None
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):

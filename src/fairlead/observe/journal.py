@@ -9,6 +9,7 @@ Rules
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -39,6 +40,7 @@ class Journal:
         self._size = size
         self._max_cells = max_cells
         self._cells = 0
+        self._dropped = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,7 +52,7 @@ class Journal:
 
     def on_decision(self, record: DecisionRecord) -> None:
         trace = record.trace
-        cells = len(trace.endpoints) * (1 + len(trace.filters) + len(trace.scorers)) if trace is not None else 0
+        cells = _cells(trace) if trace is not None else 0
         entry = _Entry(record, cells)
         self._entries.append(entry)
         self._by_id[record.request.id] = entry
@@ -69,11 +71,46 @@ class Journal:
         newest = list(self._entries)[-count:] if count > 0 else []
         return [render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest)]
 
+    def newest(self, count: int) -> list[tuple[DecisionRecord, OutcomeRecord | None]]:
+        """The newest `count`, newest first, as they were recorded."""
+        return [(entry.decision, entry.outcome) for entry in islice(reversed(self._entries), count)]
+
+    @property
+    def full(self) -> bool:
+        """Older ones were let go."""
+        return self._dropped
+
+    def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
+        """The newest decision of that name: our number for the request, a decision id, or the client's x-request-id."""
+        number = request_number(wanted)
+        for entry in reversed(self._entries):
+            request = entry.decision.request
+            if request.id == number or (wanted and request.external_id == wanted):
+                return entry.decision, entry.outcome
+        return None
+
     def _drop_oldest(self) -> None:
         entry = self._entries.popleft()
+        self._dropped = True
         self._cells -= entry.cells
         if self._by_id.get(entry.decision.request.id) is entry:
             del self._by_id[entry.decision.request.id]
+
+
+def request_number(wanted: str) -> int:
+    """The request that a decision id (`run.number`, hexadecimal) or a plain number names; -1 = it is neither."""
+    _, dot, number = wanted.rpartition(".")
+    try:
+        return int(number, 16) if dot else int(number)
+    except ValueError:
+        return -1
+
+
+def _cells(trace: Trace) -> int:
+    columns = 1 + len(trace.filters) + len(trace.scorers)
+    if trace.snapshot is not None:
+        columns += len(trace.snapshot.floats) + len(trace.snapshot.learned)
+    return len(trace.endpoints) * columns
 
 
 def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: int = MAX_SHOWN) -> dict[str, Any]:

@@ -77,6 +77,22 @@ class CostModel(Ranked):
             cost = cost + self.memory_price(terms.used, terms.uncached, fleet)
         return cost
 
+    def terms(self, request: Request, fleet: Fleet, cycle: Cycle) -> list[tuple[str, FloatColumn]]:
+        """The parts of `cost` in milliseconds, for people: their sum is the cost."""
+        table, terms, predictor = fleet.table, estimate(request, fleet, cycle), fleet.predictor
+        prefill, queue, steps = predictor.parts(terms, cycle.now)
+        memory = np.zeros(len(table))
+        if terms.used[terms.used.argmax()] > FULL_FROM:
+            memory = self.memory_price(terms.used, terms.uncached, fleet)
+        return [
+            ("prefill", prefill),
+            ("queue", queue),
+            ("steps", steps),
+            ("interference", terms.prefill * (self._interference * table.active)),
+            ("decode", scalar(self._decode * predictor.answer_steps) * terms.step),
+            ("memory", memory),
+        ]
+
     def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
         picks = super().choose(requests, fleet, context)
         queue = fleet.table.queue

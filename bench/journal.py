@@ -1,0 +1,150 @@
+"""What the decision journal costs: CPU per request on the event loop's thread, without and with it, warm and cold.
+
+    python bench/journal.py [--requests 4000] [--repeat 5]
+
+The events of a simulated run (shared-prefix workload, 8 endpoints: 1 arrival, 1 first token and 1 end per request, and
+every tenth scrape, which makes as many per request as at 160 requests per second) are fed through the live driver
+again, as fast as they come. `cold` sweeps 32 MB through the caches before each arrival, as a server does that parses
+bodies and sleeps between requests. Figures are the lowest of the repetitions: neighbours
+only add.
+
+    off        the plain driver
+    snapshots  and the numbers of each decision are taken down (journal.explain)
+    taken      and all is put before the writing thread, which is not there
+    written    and the thread packs and writes it; its own CPU stands beside
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from fairlead.config.load import load
+from fairlead.config.recorded import record
+from fairlead.config.registry import build_policy
+from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.snapshot import Snapshots
+from fairlead.io.journal.directory import Directory
+from fairlead.io.journal.recorder import RecordedDriver, Recorder, StillClock
+from fairlead.io.journal.writer import Writer
+from fairlead.io.receive.driver import Driver
+from fairlead.live.memory import settle_memory
+from fairlead.model.events import MetricsSampled, RequestArrived
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.sim.kernel import Kernel
+from fairlead.sim.run import policy_from
+from fairlead.sim.scenarios import headline
+from fairlead.sim.simulation import Simulation
+from fairlead.wire.journal.records import Segment
+
+Events = list[tuple[float, Any]]
+COLD = np.zeros(32 << 20, dtype=np.uint8)
+
+
+def events(requests: int) -> Events:
+    """Of a run of about so many requests."""
+    simulation = Simulation(headline(16.0, requests / 16.0), policy_from("policy: default"))
+    found: Events = []
+    scrapes = [0]
+    handle = simulation.pipeline.handle
+
+    def noted(event: Any) -> Any:
+        scrapes[0] += type(event) is MetricsSampled
+        if type(event) is not MetricsSampled or scrapes[0] % 10 == 0:
+            found.append((simulation.kernel.now, event))
+        return handle(event)
+
+    simulation.pipeline.handle = noted  # type: ignore[method-assign]
+    simulation.run()
+    return found
+
+
+class Nobody:
+    def on_decision(self, record: Any, duration_s: float) -> None:
+        pass
+
+    def on_outcome(self, record: Any) -> None:
+        pass
+
+
+def run(mode: str, feed: Events, cold: bool, folder: str) -> tuple[float, float]:
+    """(µs of the loop's thread, µs of the writing thread) per request."""
+    config = load("policy: default", need_endpoints=False)
+    kernel = Kernel(feed[0][0])
+    still = StillClock(kernel)
+    clock = still if mode in ("taken", "written") else kernel
+    pipeline = Pipeline(clock, Random(1), Fleet(), build_policy(config), TokenEstimator())
+    recorder = Recorder(max_waiting=10_000_000)
+    writer = None
+    if mode != "off":
+        pipeline.snapshot = Snapshots()
+    driver: Driver = Driver(pipeline, kernel, Nobody())
+    if mode in ("taken", "written"):
+        driver = RecordedDriver(pipeline, kernel, still, Nobody(), recorder)
+    if mode == "written":
+        head = Segment(run="bench", scheduling=record(config))
+        writer = Writer(recorder, Directory(Path(folder), 1 << 30, 64 << 20, False, str(time.time_ns())), head)
+        writer.start()
+    requests, spent = _feed(driver.feed, kernel, feed, cold, recorder if mode == "taken" else None)
+    if writer is not None:
+        before = time.process_time() - time.thread_time()
+        writer.close()
+        thread = time.process_time() - time.thread_time() - before + _thread[0]
+        return spent / requests * 1e6, thread / requests * 1e6
+    return spent / requests * 1e6, 0.0
+
+
+_thread = [0.0]
+
+
+def _feed(
+    feed_one: Callable[[Any], None], kernel: Kernel, feed: Events, cold: bool, drained: Recorder | None
+) -> tuple[int, float]:
+    requests, spent = 0, 0.0
+    process, mine = time.process_time(), time.thread_time()
+    for at, event in feed:
+        kernel.now = at
+        if type(event) is RequestArrived:
+            requests += 1
+            if drained is not None and requests % 32 == 0:
+                drained.waiting.clear()
+            if cold:
+                COLD[::64].max()
+        started = time.thread_time()
+        feed_one(event)
+        spent += time.thread_time() - started
+    _thread[0] = (time.process_time() - process) - (time.thread_time() - mine)
+    return requests, spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    settle_memory()  # as the server does
+    feed = events(options.requests)
+    modes = ("off", "snapshots", "taken", "written")
+    print(f"{sum(type(event) is RequestArrived for _, event in feed)} requests, {len(feed)} events, 8 endpoints")
+    print(f"{'':10} {'warm µs/request':>18} {'added':>8} {'cold µs/request':>18} {'added':>8} {'thread µs':>10}")
+    with tempfile.TemporaryDirectory(prefix="fairlead-journal-") as folder:
+        found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+        for _ in range(options.repeat):
+            for mode in modes:
+                for cold in (False, True):
+                    found.setdefault((mode, cold), []).append(run(mode, feed, cold, folder))
+    least = {key: (min(one for one, _ in rows), min(two for _, two in rows)) for key, rows in found.items()}
+    for mode in modes:
+        warm, cold = least[mode, False][0], least[mode, True][0]
+        more = warm - least["off", False][0], cold - least["off", True][0]
+        print(f"{mode:10} {warm:18.1f} {more[0]:8.1f} {cold:18.1f} {more[1]:8.1f} {least[mode, False][1]:10.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`fairlead capture`: a journal becomes a workload that can be simulated, sent, and given away."""
+
+from inspect import cleandoc
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairlead.cli._options import WRONG_INPUT, complain
+from fairlead.cli.replay import Journal, Run
+
+_EXAMPLES = """
+\b
+Examples:
+  fairlead capture journal/ traffic.jsonl
+  fairlead capture journal/ traffic.mooncake.jsonl --format mooncake
+  fairlead simulate traffic.jsonl --policy round-robin
+  fairlead bench localhost:8080 -w traffic.jsonl
+"""
+
+#: Tokens per block id that a format demands.
+_SIZES = {"mooncake": 512, "bailian": 16}
+
+
+def capture(
+    journal: Journal,
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The workload.")],
+    format: Annotated[str, typer.Option(help="native (everything) or any of `fairlead workload kinds`.")] = "native",
+    run: Run = "",
+    block_size: Annotated[
+        int, typer.Option(min=0, max=65536, help="Tokens per block id; default: 64, or what the format demands.")
+    ] = 0,
+    salt: Annotated[
+        str,
+        typer.Option(envvar="FAIRLEAD_SALT", help="Same salt, same ids: captures fit together. Default: a new one."),
+    ] = "",
+    time_ratio: Annotated[
+        float, typer.Option(min=0.001, help="Of stubs that ran faster than real servers: times are multiplied by it.")
+    ] = 1.0,
+    refused: Annotated[bool, typer.Option(help="Keep requests that were refused.")] = False,
+) -> None:
+    """Make a workload of a journal: times, lengths, which prompts begin alike, sessions, limits, outcomes.
+
+    No text is in a journal. Ids of blocks, sessions and tenants are hashed again under a salt, so that nobody can tell
+    a known prompt by its hash; endpoints lose their names. Names of models stay.
+    """
+    import secrets
+
+    from fairlead.sim.capture import capture as take
+    from fairlead.sim.journal import JournalError, one_run
+    from fairlead.workload.formats import FORMATS
+
+    try:
+        if format not in FORMATS:
+            raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+        key = salt.encode() or secrets.token_bytes(32)
+        size = block_size or _SIZES.get(format, 64)
+        made = take(one_run(journal, run), key=key, block_size=size, stretch=time_ratio, name=out.stem, refused=refused)
+        if not made.workload.records:
+            raise ValueError(f"{journal} holds no request that could be repeated")
+        out.write_bytes(FORMATS[format].write(made.workload))
+    except (JournalError, OSError, ValueError) as error:
+        complain(str(error))
+        raise typer.Exit(WRONG_INPUT) from None
+    records = made.workload.records
+    typer.echo(f"{out}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
+    typer.echo(
+        f"  estimated: {made.estimated_prompts:,} prompt lengths, {made.estimated_answers:,} answer lengths "
+        "(the others were reported)"
+    )
+    if made.refused or made.without_prompt:
+        typer.echo(f"  left out: {made.refused:,} refused, {made.without_prompt:,} without a prompt")
+
+
+capture.__doc__ = f"{cleandoc(capture.__doc__ or '')}\n{_EXAMPLES}"
