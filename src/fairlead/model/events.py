@@ -4,7 +4,9 @@ from msgspec import Struct
 
 from fairlead.model.endpoint import Endpoint, Sample
 from fairlead.model.inference import ModelRules, ModelSet
+from fairlead.model.remote import RemotePick
 from fairlead.model.request import Request, Usage
+from fairlead.model.shadow import ShadowRecord
 
 
 class RequestArrived(Struct, frozen=True, gc=False):
@@ -79,6 +81,31 @@ class ModelsChanged(Struct, frozen=True):
     rules: ModelRules = ModelRules()
 
 
+class RemoteUp(Struct, frozen=True, gc=False):
+    """A scheduler in another process is connected and may be asked."""
+
+    remote: str
+
+
+class RemoteDown(Struct, frozen=True, gc=False):
+    """It is not connected any more: nobody waits for its answers."""
+
+    remote: str
+
+
+class RemotePicked(Struct, frozen=True, gc=False):
+    """It answered. Answers that nobody waits for any more are ignored."""
+
+    remote: str
+    picks: tuple[RemotePick, ...]
+
+
+class ShadowsJudged(Struct, frozen=True, gc=False):
+    """Policies on trial have decided what was decided before. Changes nothing."""
+
+    records: tuple[ShadowRecord, ...]
+
+
 class StopAsked(Struct, frozen=True, gc=False):
     """The process is about to end: whoever still waits must be told now."""
 
@@ -100,6 +127,10 @@ Event = (
     | MetricsSampled
     | MetricsFailed
     | ModelsChanged
+    | RemoteUp
+    | RemoteDown
+    | RemotePicked
+    | ShadowsJudged
     | StopAsked
     | TimerFired
 )

@@ -2,8 +2,10 @@
 
 from msgspec import Struct
 
-from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.decision import Column, DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import Endpoint
+from fairlead.model.request import Request
+from fairlead.model.shadow import ShadowCase, ShadowRecord
 
 
 class Route(Struct, frozen=True, gc=False):
@@ -17,6 +19,8 @@ class Route(Struct, frozen=True, gc=False):
     target: str = ""
     #: Where that name stands in the response, the client reads this one instead; empty = the response stays as it is.
     shown: str = ""
+    #: It may have to make way: follow it to its end, so that an `Evict` can end it.
+    evictable: bool = False
 
 
 class Reject(Struct, frozen=True, kw_only=True):
@@ -35,11 +39,38 @@ class Reject(Struct, frozen=True, kw_only=True):
     param: str | None = None
 
 
+class Evict(Struct, frozen=True, gc=False):
+    """End a request that was routed, free its model server, and feed `StreamLost` back."""
+
+    #: What its client is told, if it can still be told anything.
+    told: Reject
+
+
 class Hold(Struct, frozen=True, gc=False):
     """The request waits in a queue, for at most so many seconds: ask its gateway to be patient."""
 
     request_id: int
     seconds: float
+
+
+class AskRemote(Struct, frozen=True):
+    """Ask the scheduler in another process where the request runs, and feed `RemotePicked` back."""
+
+    #: Which one.
+    remote: str
+    request: Request
+    #: Column over slots: share of the prompt believed to be cached; `None` = nowhere any of it.
+    hits: Column | None
+    #: Bool column of the endpoints that can serve it; `None` = all.
+    able: Column | None
+    #: Output tokens that are expected.
+    expected_output: float
+
+
+class JudgeShadows(Struct, frozen=True, gc=False):
+    """Have the policies on trial decide this too, at leisure, and feed `ShadowsJudged` back. May be left undone."""
+
+    case: ShadowCase
 
 
 class SetTimer(Struct, frozen=True, gc=False):
@@ -52,7 +83,7 @@ class SetTimer(Struct, frozen=True, gc=False):
 class Record(Struct, frozen=True, gc=False):
     """Something worth counting happened: for metrics, journal and logs. Never changes what is done."""
 
-    record: DecisionRecord | OutcomeRecord
+    record: DecisionRecord | OutcomeRecord | ShadowRecord
 
 
-Instruction = Route | Reject | Hold | SetTimer | Record
+Instruction = Route | Reject | Evict | Hold | AskRemote | JudgeShadows | SetTimer | Record

@@ -46,6 +46,8 @@ class Pick(Struct):
     hit_share: float = 0.0
     best_share: float = 0.0
     trace: Trace | None = None
+    #: Who decided, where a policy has others decide for it; empty = the policy that was asked.
+    by: str = ""
 
 
 class Policy(Protocol):

@@ -187,6 +187,8 @@ class Profile:
             except Exception as error:
                 self._failed(name, error)
         share = prefix_share(request, fleet, cycle)
+        if trace is not None:
+            trace.held = share
         if share is None:
             return Pick(slot, overloaded=overloaded, trace=trace)
         best = float(share[share.argmax()])

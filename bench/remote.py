@@ -1,0 +1,235 @@
+"""What it costs to have a scheduler in another process decide: latency and CPU, beside the same policy in-process.
+
+    python bench/remote.py [--rate 500] [--seconds 10] [--endpoints 8] [--address HOST:PORT]
+
+Open-loop arrivals at a constant rate go through the real pipeline and driver, without gateway and sockets. `in-process`
+has the policy decide, `remote` asks a `fairlead scheduler serve` in a process of its own (or the scheduler at
+--address). Printed is the time from `RequestArrived` to `Route`. The last table is one exchange after the other over
+the same server, by our own client and by grpc.aio: why the client is our own.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import re
+import subprocess
+import sys
+from random import Random
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.io.receive.driver import Driver
+from fairlead.io.remote.client import RemoteClient, RemoteOptions
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.events import EndpointUp, FirstTokenSeen, MetricsSampled, RequestArrived, ResponseEnded
+from fairlead.model.request import Request
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.plugins.policies.cost_model import CostModel
+from fairlead.schedule.parking import Parking
+from fairlead.schedule.remote import RemotePolicy
+from fairlead.scheduler_sdk.dialogue import talk
+from fairlead.testing.builders import request as built
+from fairlead.wire.scheduler import PATH, Ask, Asked, Batch, EndpointState, Hello
+from fairlead.wire.scheduler_ask import encode_ask
+
+_HOLD = 0.2
+
+
+class Waiting:
+    """A request that is routed, gets its first token and ends."""
+
+    def __init__(self, rig: "Rig", number: int, sent: float) -> None:
+        self._rig, self._number, self._sent = rig, number, sent
+
+    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "") -> None:
+        self._rig.took.append(perf_counter() - self._sent)
+        self._rig.driver.later(_HOLD / 2, self._rig.driver.feed, FirstTokenSeen(self._number))
+        self._rig.driver.later(_HOLD, self._rig.driver.feed, ResponseEnded(request_id=self._number, status=200))
+
+    def reject(self, reject: object) -> None:
+        self._rig.rejected += 1
+
+    def hold(self, seconds: float) -> None:
+        """No flow control here."""
+
+
+class Rig:
+    """Pipeline and driver on this loop."""
+
+    def __init__(self, endpoints: int, remote: str, budget: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.loop = loop
+        self.took: list[float] = []
+        self.rejected = 0
+        self.fleet = Fleet()
+        builtin = CostModel()
+        self.policy = RemotePolicy("scheduler", builtin, lambda request, fleet, now: None, budget)
+        chosen = self.policy if remote else builtin
+        self.pipeline = Pipeline(loop, Random(1), self.fleet, chosen, TokenEstimator())
+        self.driver = Driver(self.pipeline, loop, self)
+        for i in range(endpoints):
+            self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.{i // 250}.{i % 250}:8000")))
+        self.client: RemoteClient | None = None
+        if remote:
+            self.pipeline.parking = Parking()
+            self.pipeline.parking.remotes = {"scheduler": self.policy}
+            self.client = RemoteClient(
+                RemoteOptions(name="scheduler", address=remote, budget=budget), self.fleet, self.driver.feed
+            )
+            self.driver.remotes["scheduler"] = self.client.ask
+            self.client.start()
+        self.driver.start()
+
+    def on_decision(self, record: object, duration_s: float) -> None:
+        """Nobody counts here."""
+
+    def on_outcome(self, record: object) -> None:
+        """Nobody counts here."""
+
+    async def run(self, rate: float, seconds: float) -> None:
+        """Open loop: an arrival that comes late is sent at once, and its lateness counts."""
+        while self.client is not None and self.client.welcome is None:
+            await asyncio.sleep(0.01)
+        requests = [built("turn " * 400 + str(i % 37) * 200, stream=True) for i in range(round(rate * seconds))]
+        scrapes = asyncio.create_task(self._scrape())
+        begin = perf_counter()
+        for i, one in enumerate(requests):
+            due = begin + i / rate
+            while (left := due - perf_counter()) > 0:
+                await asyncio.sleep(left)
+            self._send(one, due)
+        await asyncio.sleep(_HOLD + 0.3)
+        scrapes.cancel()
+
+    def _send(self, one: Request, due: float) -> None:
+        self.driver.waiting[one.id] = Waiting(self, one.id, perf_counter())
+        self.driver.feed(RequestArrived(one))
+
+    async def _scrape(self) -> None:
+        table = self.fleet.table
+        while True:
+            for slot, endpoint in table.slots():
+                sample = Sample(waiting=float(table.pending[slot]), running=float(table.inflight[slot]), kv_usage=0.2)
+                self.driver.feed(MetricsSampled(endpoint.id, self.loop.time(), sample))
+            await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        if self.client is not None:
+            await self.client.close()
+        self.driver.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def start_scheduler() -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "fairlead", "scheduler", "serve", "cost-model", "--listen", "127.0.0.1:0"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    found = re.search(r" on (\S+)", child.stdout.readline())
+    assert found is not None
+    return child, found[1]
+
+
+async def measure(
+    name: str, endpoints: int, rate: float, seconds: float, remote: str, budget: float, pid: int
+) -> list[float]:
+    rig = Rig(endpoints, remote, budget)
+    gc.collect()
+    before, theirs = process_time(), cpu_seconds(pid) if pid else 0.0
+    await rig.run(rate, seconds)
+    cpu = (process_time() - before) / len(rig.took) * 1e6
+    other = (cpu_seconds(pid) - theirs) / len(rig.took) * 1e6 if pid else 0.0
+    took = np.array(rig.took) * 1e3
+    row = [float(np.percentile(took, q)) for q in (50, 90, 99, 99.9)]
+    fell = sum(rig.policy.stats.fallbacks.values())
+    print(
+        f"{name:<12}{rate:>7.0f}/s{len(rig.took):>8}" + "".join(f"{value:>9.3f}" for value in row)
+        + f"{cpu:>10.0f}{other:>10.0f}{rig.policy.stats.answered if remote else 0:>9}{fell:>7}{rig.rejected:>7}",
+        flush=True,
+    )  # fmt: skip
+    await rig.close()
+    return row
+
+
+def question(number: int) -> bytes:
+    """A batch of one request; the first is behind the hello."""
+    return encode_ask(Ask(batch=Batch(number=number, now=1.0, requests=[Asked(request=built("x" * 2000))])))
+
+
+async def own_client(address: str, rounds: int) -> tuple[float, float]:
+    async with talk(address) as say:
+        await say.greet([EndpointState(slot=i, id=f"e{i}", address=f"10.0.0.{i}:1") for i in range(8)])
+        begin, cpu = perf_counter(), process_time()
+        for number in range(1, rounds + 1):
+            say.send_bytes(question(number))
+            await say.answer()
+        return (perf_counter() - begin) / rounds, (process_time() - cpu) / rounds
+
+
+async def grpc_client(address: str, rounds: int) -> tuple[float, float]:
+    import grpc.aio
+
+    from fairlead.scheduler_sdk.dialogue import Dialogue
+    from fairlead.wire.scheduler_answer import decode_answer
+
+    state = Dialogue().state([EndpointState(slot=i, id=f"e{i}", address=f"10.0.0.{i}:1") for i in range(8)])
+    async with grpc.aio.insecure_channel(address) as channel:
+        call: Any = channel.stream_stream(PATH)()
+        await call.write(encode_ask(Ask(hello=Hello(), state=state)))
+        await call.read()
+        begin, cpu = perf_counter(), process_time()
+        for number in range(1, rounds + 1):
+            await call.write(question(number))
+            decode_answer(await call.read())
+        took = (perf_counter() - begin) / rounds, (process_time() - cpu) / rounds
+        call.cancel()
+        return took
+
+
+async def main(options: argparse.Namespace) -> None:
+    child = None
+    address = options.address
+    if not address:
+        child, address = start_scheduler()
+    pid = child.pid if child is not None else 0
+    try:
+        print(f"{options.endpoints} endpoints, {options.seconds:g} s each; milliseconds from arrival to route\n")
+        print(
+            f"{'':<12}{'rate':>9}{'routed':>8}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>9}{'us here':>10}{'us there':>10}"
+            f"{'answered':>9}{'fell':>7}{'refused':>7}"
+        )
+        for rate in (options.rate, 1000.0):
+            base = await measure("in-process", options.endpoints, rate, options.seconds, "", options.budget, 0)
+            far = await measure("remote", options.endpoints, rate, options.seconds, address, options.budget, pid)
+            print(f"{'added':<12}{'':>17}" + "".join(f"{b - a:>9.3f}" for a, b in zip(base, far, strict=True)))
+        print("\none exchange after the other          us    us CPU here")
+        for name, client in (("own HTTP/2", own_client), ("grpc.aio", grpc_client)):
+            try:
+                took, cpu = await client(address, 3000)
+            except ImportError:
+                print(f"{name:<30}not installed (pip install fairlead[grpc])")
+                continue
+            print(f"{name:<30}{took * 1e6:>10.0f}{cpu * 1e6:>15.0f}")
+    finally:
+        if child is not None:
+            child.terminate()
+            child.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rate", type=float, default=500.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--endpoints", type=int, default=8)
+    parser.add_argument("--budget", type=float, default=0.05, help="seconds")
+    parser.add_argument("--address", default="", help="of a scheduler that runs already")
+    asyncio.run(main(parser.parse_args()))

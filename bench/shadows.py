@@ -1,0 +1,83 @@
+"""What five shadows change for clients: the same requests through one Envoy to two schedulers, with and without them.
+
+    python bench/shadows.py [--rate 500] [--count 3000] [--rounds 4]
+
+Windows of both sides take turns, because the machine's speed drifts. Latencies are wall-clock milliseconds of whole
+answers, counted from the scheduled arrival; the model servers' answers take no time, so all of it is the way through
+gateway and scheduler.
+"""
+
+import argparse
+import asyncio
+import re
+import urllib.request
+from statistics import median
+from typing import Any
+
+from msgspec import structs
+
+from _gateway import Processes, Side, usage
+from fairlead.bench import report
+from fairlead.bench.arrivals import Poisson
+from fairlead.bench.process import run_in_process
+from fairlead.bench.spec import Options, RunSpec
+from fairlead.bench.workload import Chat
+
+SHADOWS = ("cost-model", "lpwl", "least-requests", "power-of-two", "dynamo-linear")
+SIDES = [Side("plain", 18380, 18391, 18401), Side("shadowed", 18381, 18392, 18402)]
+PORTS = list(range(18411, 18419))
+
+
+class Pair(Processes):
+    """One of the two schedulers has shadows."""
+
+    def _config(self, side: Side) -> dict[str, Any]:
+        config = super()._config(side)
+        if side.name == "shadowed":
+            config["shadows"] = {"policies": [{"policy": one, "name": one} for one in SHADOWS], "cpu": 0.5}
+        return config
+
+
+def metric(side: Side, name: str, labels: str = "") -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{side.admin}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    return sum(float(value) for found, value in re.findall(rf"^{name}(\S*) (\S+)$", page, re.M) if labels in found)
+
+
+async def main(options: argparse.Namespace) -> None:
+    rows: dict[str, list[tuple[float, float, float]]] = {side.name: [] for side in SIDES}
+    with Pair(SIDES, PORTS) as pair:
+        spec = RunSpec(
+            target="",
+            workload=Chat(body_bytes=4096, output_tokens=10, stream=False),
+            arrivals=Poisson(options.rate),
+            options=Options(requests=options.count, read_usage=False, gaps=False, timeout_s=60, time_limit_s=120),
+        )
+        for turn in range(options.rounds + 1):
+            for side in SIDES if turn % 2 else SIDES[::-1]:
+                before = usage(pair.pids[side.name])
+                run = structs.replace(spec, target=f"http://127.0.0.1:{side.port}", name=side.name)
+                summary = report.summarise(await run_in_process(run))
+                spent = (usage(pair.pids[side.name]) - before).cpu_s / max(summary["requests"], 1) * 1e6
+                assert not summary["failed"], summary
+                if turn:  # the first turn warms up
+                    rows[side.name].append((summary["e2e_ms"]["p50"], summary["e2e_ms"]["p99"], spent))
+        print(f"{options.rate:g}/s, {options.rounds} windows of {options.count} requests, medians over windows\n")
+        print(f"{'':<10}{'p50 ms':>10}{'p99 ms':>10}{'us CPU':>10}   p99 of each window")
+        for name, found in rows.items():
+            p50, p99, cpu = (median(one[i] for one in found) for i in range(3))
+            print(f"{name:<10}{p50:>10.2f}{p99:>10.2f}{cpu:>10.0f}   " + " ".join(f"{one[1]:.2f}" for one in found))
+        plain, shadowed = (median(one[1] for one in rows[side.name]) for side in SIDES)
+        print(f"\np99 with shadows / without: {shadowed / plain:.3f}")
+        judged = metric(SIDES[1], "fairlead_shadow_decisions_total")
+        skipped = metric(SIDES[1], "fairlead_shadow_skipped_total")
+        errors = metric(SIDES[1], "fairlead_shadow_decisions_total", 'verdict="error"')
+        print(f"verdicts {judged:.0f}, of which errors {errors:.0f}; decisions left out {skipped:.0f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rate", type=float, default=500.0)
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=4)
+    asyncio.run(main(parser.parse_args()))

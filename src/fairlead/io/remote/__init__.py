@@ -1,0 +1,1 @@
+"""A scheduler in another process, asked over one gRPC stream."""

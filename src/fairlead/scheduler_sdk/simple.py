@@ -1,0 +1,92 @@
+"""The short way to write a scheduler: one method, plain objects. It becomes a `Policy` like any other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.model.request import Request
+from fairlead.schedule.cycle import Context
+from fairlead.schedule.framework import Pick
+
+#: `Pick.reason` of "no opinion".
+PASSED = "passed"
+
+
+class RefusedRequest(Exception):
+    """Raise it in `pick` when nobody may serve the request; the client reads the text."""
+
+
+class EndpointView(Struct, frozen=True):
+    """What is known of one endpoint that can serve the request."""
+
+    id: str
+    address: str
+    labels: Mapping[str, str]
+    #: Requests before, and past, their first token; share of the KV memory in use (0..1).
+    queue: float
+    active: float
+    kv: float
+    #: Prompt tokens of the request that it is believed to have cached.
+    hit_tokens: float
+    #: Milliseconds to the request's first token there, as Fairlead would expect.
+    ttft_ms: float
+
+
+class Scheduler(Protocol):
+    """What `fairlead scheduler serve` takes, beside any `Policy`."""
+
+    def pick(self, request: Request, endpoints: Sequence[EndpointView]) -> str | None:
+        """The id of one of the endpoints; `None` = no opinion, Fairlead's own policy decides.
+
+        May raise `RefusedRequest`. Anything else that it raises counts as no opinion, and is logged.
+        """
+        ...
+
+
+class SimplePolicy:
+    """A `Policy` that asks a `Scheduler`, or a function of the same arguments."""
+
+    def __init__(self, pick: Callable[[Request, Sequence[EndpointView]], str | None], name: str) -> None:
+        self.name = name
+        self._pick = pick
+
+    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
+        return [self._choose(request, fleet, context) for request in requests]
+
+    def _choose(self, request: Request, fleet: Fleet, context: Context) -> Pick:
+        try:
+            name = self._pick(request, views(request, fleet, context.now))
+        except RefusedRequest as why:
+            return Pick(-1, reason="refused", message=str(why))
+        if name is None:
+            return Pick(-1, reason=PASSED)
+        slot = fleet.table.slot(name)
+        if slot is None:
+            raise ValueError(f"pick returned {name!r}, which is no endpoint")
+        return Pick(slot)
+
+
+def views(request: Request, fleet: Fleet, now: float) -> list[EndpointView]:
+    """Of the endpoints that can serve the request."""
+    table = fleet.table
+    share = fleet.match(request)
+    hits = np.zeros(len(table)) if share is None else share * request.prompt_tokens
+    terms = fleet.predictor.estimate(request.prompt_tokens, None if share is None else hits, now)
+    ttft = np.broadcast_to(terms.ttft, (len(table),))
+    return [
+        EndpointView(
+            one.id,
+            one.address,
+            one.labels,
+            float(table.queue[slot]),
+            float(table.active[slot]),
+            float(table.kv[slot]),
+            float(hits[slot]),
+            float(ttft[slot]),
+        )
+        for slot, one in table.slots()
+        if request.subset is None or one.address in request.subset
+    ]

@@ -1,0 +1,74 @@
+"""Schedulers in other processes: the Python one, and the examples in Go and JavaScript, built where the tools are."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+import pytest
+from gw_processes import REPOSITORY, Child, free_ports
+
+EXAMPLES = REPOSITORY / "examples"
+PROTO = REPOSITORY / "src" / "fairlead" / "proto"
+KINDS = ("python", "go", "node")
+_BUILD_SECONDS = 300.0
+
+
+def missing(what: str) -> None:
+    """Skip, with the reason; on CI nothing may be missing."""
+    if os.environ.get("FAIRLEAD_REQUIRE_ALL"):
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+def _run(directory: Path, *command: str) -> None:
+    try:
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        missing(f"{' '.join(command)} took longer than {_BUILD_SECONDS:g} s")
+        return
+    if done.returncode:
+        missing(f"{' '.join(command)} failed (is the registry within reach?): {done.stderr[-1500:]}")
+
+
+def build(kind: str, directory: Path) -> list[str]:
+    """The command that serves on the address which is put behind it."""
+    if kind == "python":
+        return [sys.executable, "-m", "fairlead", "scheduler", "serve", "cost-model", "--listen"]
+    if kind == "go":
+        if shutil.which("go") is None:
+            missing("go is not installed")
+        _run(EXAMPLES / "scheduler-go", "go", "build", "-o", str(directory / "scheduler-go"), ".")
+        return [str(directory / "scheduler-go"), "-listen"]
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        missing("node or npm is not installed")
+    for name in ("package.json", "package-lock.json", "main.js"):
+        shutil.copy(EXAMPLES / "scheduler-node" / name, directory)
+    _run(directory, "npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts")
+    return ["node", str(directory / "main.js"), "--proto", str(PROTO), "--listen"]
+
+
+class SchedulerProcess(Child):
+    """One on a free port; `again` starts it there once more."""
+
+    def __init__(self, kind: str, command: list[str], directory: Path) -> None:
+        super().__init__(f"the scheduler in {kind}", directory / f"scheduler-{kind}.log")
+        self._command = command
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
+
+    def again(self) -> Self:
+        self.spawn(*self._command, self.address)
+        self._until(self._listens)
+        return self
+
+    def end(self, gently: bool = False) -> None:
+        """At once: one that sleeps over its work would do so for as long as there is some."""
+        super().end(gently)
+
+    def _listens(self) -> bool:
+        host, port = self.address.split(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            return True
