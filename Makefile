@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e fuzz soak bench quality clean
+.PHONY: help demo test check unit test-kube e2e fuzz soak bench quality clean
 
 help: ## list the targets
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "Fairlead needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3."; exit 1; }
@@ -31,7 +31,7 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)
 	@$(BIN)/fairlead demo
 
-test: check unit ## everything that CI runs
+test: check unit ## all checks and tests but those of test-kube
 
 check: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
@@ -41,6 +41,11 @@ check: $(VENV)/.dev ## ruff, mypy, import contracts
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (about six minutes); the Helm chart and the image
+	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'
+	@$(BIN)/python tests/kube/support/kr_build.py
+	$(BIN)/python -m pytest tests/kube -q
 
 fuzz: $(VENV)/.dev ## every fuzzer of tests/fuzz for FUZZ_SECONDS (default 600) each, one after the other
 	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -s -o faulthandler_timeout=$$(($(FUZZ_SECONDS) + 300))
@@ -52,10 +57,10 @@ soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by b
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
-	@for b in decision parse idle transport flow kv extproc; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in decision parse idle transport flow kv kube extproc remote shadows; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
 
 quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
-	$(BIN)/python bench/quality.py --out out/quality $(if $(TRACES),--traces $(TRACES))
+	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))
 
 clean: ## remove the virtual environment, caches and out/
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

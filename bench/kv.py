@@ -6,9 +6,11 @@
 batch a prefill of 32 blocks, four decoded blocks in events of their own, and the removal of as many.
 `lookup_1000x100_us`: median over prompts of 1,000 blocks, of which 100 endpoints hold different parts, in an index of
 `--blocks` copies. `bytes_per_block_copy`: growth of the process (RSS) per copy, with as many distinct blocks as copies,
-which is the worst case. `loop_hold_p99_ms`: how long the drain held an asyncio loop at a time, with 20,000 events/s
-over ZMQ from another process and 500 requests/s that each ask the index; by the thread's CPU clock, since on a busy
-machine the wall clock measures the other processes. `loop_hold_wall_p99_ms` is the same by the wall clock.
+which is the worst case. `lookup_100k_p99_ms`: one question for a prompt of 100,000 tokens, by the thread's CPU clock;
+`lookup_100k_hash_ms`: making its keys, which is done once per request.
+`loop_hold_p99_ms`: how long the drain held an asyncio loop at a time, with 20,000 events/s over ZMQ from another
+process and 500 requests/s that each ask the index; by the thread's CPU clock, since on a busy machine the wall clock
+measures the other processes. The same by the wall clock: `loop_hold_wall_p99_ms`, `lookup_100k_wall_p99_ms`.
 """
 
 import argparse
@@ -43,6 +45,8 @@ from fairlead.wire.kv_events_frames import sequence
 ENDPOINTS, BLOCK, CHAIN = 100, 16, 1000
 EVENTS_PER_S, REQUESTS_PER_S, PUBLISHERS = 20_000, 500, 8
 PREFILL, DECODES = 32, 4
+#: Tokens of a long prompt.
+LONG = 100_000
 ROUNDS = 7
 
 
@@ -147,6 +151,36 @@ def lookup(index: KvIndex) -> float:
             assert found is not None and found.blocks[0] == CHAIN and found.blocks.min() >= 1
         rounds.append(median(times))
     return min(rounds) * 1e6
+
+
+def long_prompts(index: KvIndex) -> dict[str, float]:
+    """The same for prompts of 100,000 tokens: p99 of a question by CPU and wall clock, and hashing one, in ms."""
+    rng = random.Random(3)
+    root = index.space.root("m", "")
+    asked, walls, hashed = [], [], []
+    for _ in range(4):
+        content = rng.randbytes(LONG * 4)
+        started = time.thread_time()
+        keys = prompt_keys(root, content, BLOCK)
+        hashed.append(time.thread_time() - started)
+        for slot in range(ENDPOINTS):
+            shelf = index.shelf(index.rank(slot, 0, "m"), 0, Tier.GPU)
+            depth = rng.randint(1, len(keys)) if slot else len(keys)
+            for start in range(0, depth, 128):
+                step = keys[start : min(start + 128, depth)].tolist()
+                index.store(shelf, [rng.getrandbits(64) for _ in step], step, start)
+        chain = BlockChain(keys, BLOCK)
+        for _ in range(250):
+            wall, cpu = time.perf_counter(), time.thread_time()
+            found = index.look_up(chain, ENDPOINTS)
+            asked.append(time.thread_time() - cpu)
+            walls.append(time.perf_counter() - wall)
+            assert found is not None and found.blocks[0] == len(keys)
+    return {
+        "p99_ms": percentile(asked, 99),
+        "wall_p99_ms": percentile(walls, 99),
+        "hash_ms": median(hashed) * 1e3,
+    }
 
 
 def publish(pipe: Connection, seconds: float) -> None:
@@ -259,6 +293,8 @@ def main() -> int:
         "loop_hold_p99_ms": round(held["cpu_p99_ms"], 3),
         "loop_hold_wall_p99_ms": round(held["wall_p99_ms"], 3),
     }
+    long = long_prompts(index)
+    figures |= {f"lookup_100k_{name}": round(value, 3) for name, value in long.items()}
     print(json.dumps(figures))
     if not options.json:
         own = index.nbytes / index.entries

@@ -10,6 +10,7 @@ with the parent, even when it is killed (see `io.envoy.launcher`).
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from fairlead.io.envoy import launcher
 from fairlead.io.envoy.gateway import Gateway
 from fairlead.io.envoy.options import Options, Tls
 from fairlead.live import DRAIN_SECONDS, ENDING
+from fairlead.live.kube import follow_pool
 from fairlead.model.errors import FairleadError
 from fairlead.model.events import EndpointDown, EndpointUp
 from fairlead.observe.log import get
@@ -64,9 +66,13 @@ class Embedded:
             listed = await follow_endpoints(stack, self._config.endpoints, self._endpoint, lambda problem: None)
             if listed is not None:
                 # The scheduler follows the file too, and says what is wrong with it.
-                file = ConfigFile(self._file, lambda new: self._relist(listed, new), lambda problems: None)
+                file = ConfigFile(
+                    self._file, lambda new: self._relist(listed, new), lambda problems: None, flags=self._config.flags
+                )
                 stack.push_async_callback(file.close)
                 await file.start()
+            if self._config.kubernetes.on:
+                await follow_pool(stack, self._config.kubernetes, self._endpoint)
             await self._gateway.start()
             stack.push_async_callback(self._gateway.stop, 0.0)
             stack.push_async_callback(self._end_scheduler)
@@ -113,7 +119,9 @@ class Embedded:
             await asyncio.sleep(pause)
 
     async def _spawn(self) -> Process:
-        fairlead = (sys.executable, "-m", "fairlead", "serve", str(self._file), "--scheduler-only")
+        fairlead = [sys.executable, "-m", "fairlead", "serve", str(self._file), "--scheduler-only"]
+        if self._config.flags:
+            fairlead += ["--flags", json.dumps(self._config.flags)]
         tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *fairlead)
         # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
         return await asyncio.create_subprocess_exec(*tied, start_new_session=True)
@@ -153,4 +161,5 @@ def gateway_options(config: Config) -> Options:
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         body_limit=gateway.body_limit,
         concurrency=gateway.concurrency or os.cpu_count() or 1,
+        decision_header=config.journal.header,
     )

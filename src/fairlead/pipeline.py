@@ -31,10 +31,14 @@ from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.errors import PluginError
 from fairlead.model.instructions import Instruction, Record, Reject, Route, SetTimer
 from fairlead.model.request import Request, Usage
+from fairlead.model.snapshot import Snapshot
 from fairlead.parse.tokens import TokenEstimator
 from fairlead.route.models import Catalogue, Refusal, applied
 from fairlead.schedule.cycle import Context
 from fairlead.schedule.framework import Pick, Policy
+from fairlead.schedule.parking import TIMER as REMOTE_TIMER
+from fairlead.schedule.parking import Decided, Parking
+from fairlead.schedule.shadow import CaseTaker
 
 #: Name and period (seconds) of the timer that looks for expired leases.
 EXPIRY_TIMER = "expire-leases"
@@ -65,6 +69,12 @@ class Pipeline:
         self.desk = desk
         #: What is defined of model names; an empty one changes nothing.
         self.models = Catalogue()
+        #: Takes down what each decision was made from (`fleet.snapshot`); `None` = nobody wants to know.
+        self.snapshot: Callable[[Fleet, float], Snapshot] | None = None
+        #: Whom each decision is shown to afterwards; `None` = nobody.
+        self.shadows: CaseTaker | None = None
+        #: Requests that schedulers in other processes were asked for; `None` = there are none.
+        self.parking: Parking | None = None
         self._usage: dict[int, Usage] = {}
         self._handlers: dict[type, Callable[[Any], list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
@@ -77,6 +87,10 @@ class Pipeline:
             ev.MetricsSampled: self._metrics_sampled,
             ev.MetricsFailed: self._metrics_failed,
             ev.ModelsChanged: self._models_changed,
+            ev.RemoteUp: self._remote,
+            ev.RemoteDown: self._remote,
+            ev.RemotePicked: self._remote,
+            ev.ShadowsJudged: lambda event: [Record(record) for record in event.records],
             ev.StopAsked: self._stop_asked,
             ev.TimerFired: self._timer_fired,
         }
@@ -100,14 +114,35 @@ class Pipeline:
         if isinstance(found, Refusal):
             return self._unnamed(event.request, found, now)
         request = applied(event.request, found)
+        pick: Pick | None = None
         if self.desk is not None:
-            held = self.desk.arrived(request, self.fleet, now)
+            pick = self._choose(request, now) if self.desk.asks(self.fleet, now) else None
+            held = self.desk.arrived(request, self.fleet, now, pick.slot if pick else -1)
             if held is not None:
                 return held
-        pick = self._choose(request, now)
+        if self.parking is not None:
+            expected = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+            asked = self.parking.ask(self.policy, request, self.fleet, now, expected)
+            if asked:
+                return asked
+        return self._settle(request, pick or self._choose(request, now), now)
+
+    def _settle(self, request: Request, pick: Pick, now: float) -> list[Instruction]:
         if pick.slot < 0:
             return [self._reject(request, pick), self._decided(request, pick, now)]
         return self._send(request, pick, now)
+
+    def _remote(self, event: ev.RemoteUp | ev.RemoteDown | ev.RemotePicked) -> list[Instruction]:
+        parking, now = self.parking, self._clock.time()
+        return [] if parking is None else self._decide(parking.heard(event, self.fleet, now))
+
+    def _decide(self, decided: list[Decided]) -> list[Instruction]:
+        """Requests that were asked for elsewhere, one after the other: each sees the charges of those before it."""
+        now, instructions = self._clock.time(), list[Instruction]()
+        for one in decided:
+            pick = one.pick or self._choose(one.request, now, one.policy)
+            instructions += self._settle(one.request, pick, now)
+        return instructions
 
     def _bound(self, bound: Bound, now: float) -> list[Instruction]:
         """A request that waited goes now."""
@@ -119,6 +154,9 @@ class Pipeline:
         assert endpoint is not None, "policies pick among living endpoints"
         hit = int(pick.hit_share * request.prompt_tokens)
         expected = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+        shown = self.shadows.take(request, pick, self.fleet, now, expected) if self.shadows is not None else []
+        if self.fleet.exact is not None:
+            self.fleet.exact.sent(request, pick.slot, pick.prefill_slot, now)
         other = self.fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
         if other is None:
             lease = self.fleet.charge(request, pick.slot, now, hit, expected)
@@ -130,8 +168,9 @@ class Pipeline:
             prefill=other.address if other else "",
             target=request.target,
             shown=request.model if request.target else "",
+            evictable=self.desk is not None and self.desk.may_evict(request),
         )
-        return [route, self._decided(request, pick, now, lease, queued_ms)]
+        return [route, self._decided(request, pick, now, lease, queued_ms), *shown]
 
     def _unnamed(self, request: Request, why: Refusal, now: float) -> list[Instruction]:
         """Nobody defined the model."""
@@ -146,15 +185,18 @@ class Pipeline:
         record = DecisionRecord(request=request, at=now, policy=self.policy.name, outcome=why.code, status=why.status)
         return [reject, Record(record)]
 
-    def _choose(self, request: Request, now: float) -> Pick:
+    def _choose(self, request: Request, now: float, policy: Policy | None = None) -> Pick:
+        policy = policy or self.policy
         try:
-            pick = self.policy.choose((request,), self.fleet, Context(now, self._rng))[0]
+            pick = policy.choose((request,), self.fleet, Context(now, self._rng))[0]
+            if self.snapshot is not None and pick.trace is not None:
+                pick.trace.snapshot = self.snapshot(self.fleet, now)
             if pick.slot < 0 or self.fleet.table.endpoints[pick.slot] is not None:
                 return pick
             raise IndexError(f"slot {pick.slot} has no endpoint")
         except Exception as error:  # a policy may come from anywhere: its failure must not become the client's
             if self._report is not None:
-                self._report(PluginError(self.policy.name, f"{type(error).__name__}: {error}"))
+                self._report(PluginError(policy.name, f"{type(error).__name__}: {error}"))
         alive = self.fleet.table.slots()
         if not alive:
             return Pick(-1, reason="rejected-no-endpoints", message="the pool has no endpoints")
@@ -179,7 +221,7 @@ class Pipeline:
             DecisionRecord(
                 request=request,
                 at=now,
-                policy=self.policy.name,
+                policy=pick.by or self.policy.name,
                 endpoint=endpoint.id if endpoint else "",
                 address=endpoint.address if endpoint else "",
                 prefill=prefill.id if prefill else "",
@@ -230,6 +272,8 @@ class Pipeline:
     def _ended(self, lease: Lease, event: ev.ResponseEnded, cause: str) -> Record:
         usage = self._usage.pop(event.request_id, None)
         usage = event.usage or usage or Usage()
+        if self.fleet.exact is not None:
+            self.fleet.exact.ended(event.request_id, usage, 200 <= event.status < 300, self._clock.time())
         return Record(
             OutcomeRecord(
                 request=lease.request,
@@ -250,8 +294,11 @@ class Pipeline:
         )
 
     def _stream_lost(self, event: ev.StreamLost) -> list[Instruction]:
+        if self.parking is not None and self.parking.cancel(event.request_id):
+            return []
         waited = self.desk.lost(event.request_id, self._clock.time()) if self.desk is not None else []
-        return waited or self._give_up(event.request_id, "stream-lost")
+        evicted = self.desk is not None and self.desk.evicted(event.request_id)
+        return waited or self._give_up(event.request_id, "evicted" if evicted else "stream-lost")
 
     def _give_up(self, request_id: int, cause: str) -> list[Instruction]:
         lease = self.fleet.ledger.release(request_id)
@@ -285,6 +332,8 @@ class Pipeline:
 
     def _timer_fired(self, event: ev.TimerFired) -> list[Instruction]:
         now = self._clock.time()
+        if event.name == REMOTE_TIMER and self.parking is not None:
+            return self._decide(self.parking.expired(now)) + self.parking.timer()
         if event.name != EXPIRY_TIMER:
             return self.desk.fired(event.name, self.fleet, now) if self.desk is not None else []
         expired = list(self.fleet.ledger.expired(now))
@@ -296,4 +345,6 @@ class Pipeline:
         self.fleet.validate()
         if self.desk is not None:
             self.desk.validate()
+        if self.parking is not None:
+            self.parking.validate()
         assert all(self.fleet.ledger.get(request_id) is not None for request_id in self._usage)

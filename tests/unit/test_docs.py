@@ -13,8 +13,12 @@ import yaml
 from fairlead.cli.main import COMMANDS, load_command
 from fairlead.config.load import FIELDS, load
 from fairlead.config.registry import build_policy
+from fairlead.fleet.exact import ExactKnowledge
 from fairlead.fleet.fleet import Fleet
 from fairlead.io.admin import Admin, AdminSources
+from fairlead.io.journal.recorder import Counts
+from fairlead.observe.journal_metrics import show_journal
+from fairlead.observe.kv_metrics import KvMetrics
 from fairlead.observe.watch import Watch
 from fairlead.wire.endpoint_list import parse_endpoints_text
 
@@ -50,7 +54,7 @@ def make_targets() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     recipe: list[str] = []
     for line in (ROOT / "Makefile").read_text().splitlines():
-        named = re.match(r"([a-z]+):(?!=)", line)
+        named = re.match(r"([a-z0-9-]+):(?!=)", line)
         if named:
             recipe = found.setdefault(named[1], [])
         elif line.startswith("\t"):
@@ -178,7 +182,10 @@ def test_every_admin_page_that_is_named_exists() -> None:
 
 
 def test_every_metric_that_is_named_exists() -> None:
-    page = b"".join(Watch(Fleet(), lambda: 0.0).exposition()).decode()
+    watch = Watch(Fleet(), lambda: 0.0)
+    KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
+    show_journal(watch.metrics.registry, Counts())
+    page = b"".join(watch.exposition()).decode()
     known = {*re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)}
     prefixes = r"fairlead_|llm_d_epp_|inference_(?:objective|pool|extension)_"
     named = {name for text in TEXTS.values() for name in re.findall(rf"`((?:{prefixes})\w+)`", text)}

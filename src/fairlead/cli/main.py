@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
     ),
+    "indexer": Command("fairlead.cli.indexer", "indexer", "The prefix index alone, asked over HTTP."),
     "validate": Command("fairlead.cli.validate", "validate", "Check a configuration and print every problem."),
     "config": Command("fairlead.cli.config", "config", "Show the effective configuration, with origins."),
     "schema": Command("fairlead.cli.schema", "schema", "Print the JSON Schema of the configuration, for editors."),
@@ -38,13 +39,20 @@ COMMANDS: dict[str, Command] = {
     "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
     "bench": Command("fairlead.cli.bench", "bench", "Send load to a live OpenAI endpoint and measure it."),
+    "explain": Command("fairlead.cli.explain", "explain", "Why a request went where it went, in milliseconds."),
+    "replay": Command("fairlead.cli.replay", "replay", "Feed a journal through the scheduler again, or another one."),
+    "capture": Command("fairlead.cli.capture", "capture", "Make a workload of a journal, without names and texts."),
     "simulate": Command("fairlead.cli.simulate", "simulate", "Run a policy on a workload in virtual time."),
     "workload": Command("fairlead.cli.workload", "workload", "Look at, convert and generate workloads."),
+    "scheduler": Command(
+        "fairlead.cli.scheduler", "scheduler", "A scheduler of your own in another process: serve it, check it."
+    ),
+    "tune": Command("fairlead.cli.tune", "tune", "Fit a server's speed to a preset, and suggest parameters."),
     "compare": Command("fairlead.cli.compare", "compare", "Simulate policies x workloads x loads; table and report."),
 }
 
 #: Optional dependencies, and the extra that brings each.
-EXTRAS = {"grpc": "grpc", "google": "grpc", "matplotlib": "report"}
+EXTRAS = {"grpc": "grpc", "google": "grpc", "matplotlib": "report", "distributed": "cluster"}
 
 EPILOG = "Exit codes: 0 success, 1 failed while running, 2 wrong usage or configuration, 130 interrupted."
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fairlead.cli._options import preset_argument
+
 if TYPE_CHECKING:
+    from fairlead.engine.presets import Preset
+    from fairlead.engine.spec import EngineSpec
     from fairlead.stub.kv_publisher import KvEventsConfig
 
 _EXAMPLES = """
@@ -62,7 +66,12 @@ _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
 #: vLLM's port, and how many batches it keeps.
 _KV_PORT, _KV_BUFFER = 5557, 10_000
 
-_Preset = Annotated[str, typer.Option(help="Model and GPU whose speed and memory are imitated; `list` shows them.")]
+_Preset = Annotated[
+    str,
+    typer.Option(
+        help="Model and GPU whose speed and memory are imitated; `list` shows them. Or a FILE of `fairlead tune`."
+    ),
+]
 _MaxModelLen = Annotated[
     int, typer.Option(min=0, help="Prompt plus output tokens. Default: the preset's.", show_default=False)
 ]
@@ -96,6 +105,14 @@ _KvEncoding = Annotated[
         show_default=False,
     ),
 ]
+_KvHash = Annotated[
+    str,
+    typer.Option(
+        help="Tell block hashes as a vLLM with this algorithm would: sha256, sha256_cbor, xxhash, xxhash_cbor.",
+        show_default=False,
+    ),
+]
+_KvHashSeed = Annotated[str, typer.Option(help="Its PYTHONHASHSEED. Default: not set.", show_default=False)]
 _KvBuffer = Annotated[int, typer.Option(min=0, help="Batches that each replica keeps for replays.")]
 _WriteEndpoints = Annotated[
     Path | None, typer.Option(help="Write the replicas as a YAML endpoints file.", dir_okay=False)
@@ -125,6 +142,8 @@ def stub(
     kv_events_connect: _KvConnect = "",
     kv_encoding: _KvEncoding = None,
     kv_buffer_steps: _KvBuffer = _KV_BUFFER,
+    kv_hash: _KvHash = "",
+    kv_hash_seed: _KvHashSeed = "",
     seed: Annotated[int, typer.Option(help="Of ids and of random faults.")] = 0,
     write_endpoints: _WriteEndpoints = None,
 ) -> None:
@@ -134,6 +153,8 @@ def stub(
     exposes the same API, metrics and errors. Faults are set at run time through POST /fault, those of KV events through
     POST /fault/kv_events. Ctrl-C or SIGTERM ends it.
     """
+    from fairlead.engine.preset_text import read_preset
+    from fairlead.engine.presets import DEFAULT_PRESET
     from fairlead.stub.config import StubConfig
     from fairlead.stub.run import run
 
@@ -141,9 +162,12 @@ def stub(
         _list_presets()
         return
     try:
+        named = preset_argument(preset)
+        fitted = read_preset(named) if "\n" in named else None
         config = StubConfig(
-            preset=preset,
-            model=model,
+            preset=DEFAULT_PRESET if fitted else preset,
+            model=model or (fitted.model if fitted else ""),
+            engine=_engine(fitted, max_num_seqs, max_model_len, kv_tokens, block_size, max_loras or len(lora or [])),
             time_ratio=time_ratio,
             stream_interval=stream_interval,
             max_num_seqs=max_num_seqs,
@@ -156,10 +180,14 @@ def stub(
             natural_output=output_tokens,
             identity_headers=identity_headers,
             request_id_headers=request_id_headers,
-            kv_events=_events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps),
+            kv_events=_hashed(
+                _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps),
+                kv_hash,
+                kv_hash_seed,
+            ),
             seed=seed,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     _end(run(config, replicas, host, port, write_endpoints, typer.echo))
 
@@ -186,6 +214,38 @@ def _events(
         # Replays have the topic since vLLM 0.26.
         replay_topic=not any(encoding.startswith("v0.") for encoding in encodings),
         encoding=Encoding(**changes),
+    )
+
+
+def _hashed(events: "KvEventsConfig | None", algorithm: str, seed: str) -> "KvEventsConfig | None":
+    if not algorithm and not seed:
+        return events
+    if events is None:
+        raise typer.BadParameter("--kv-hash needs --kv-events too")
+    from msgspec.structs import replace
+
+    from fairlead.fleet.kv.engine_hash import EngineHasher
+
+    try:
+        EngineHasher(algorithm, seed or None)
+    except ValueError as error:
+        raise typer.BadParameter(f"--kv-hash: {error}") from None
+    return replace(events, hashes=algorithm, hash_seed=seed)
+
+
+def _engine(
+    preset: "Preset | None", max_num_seqs: int, max_model_len: int, kv_tokens: int, block_size: int, max_loras: int
+) -> "EngineSpec | None":
+    """Of a preset that is no built-in one."""
+    if preset is None:
+        return None
+    return preset.spec(
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max(8192, max_num_seqs),
+        max_model_len=max_model_len,
+        max_loras=max_loras,
+        kv_tokens=kv_tokens,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from fairlead.plugins.ceilings import HoldbackCeiling, ReflectiveCeiling, StaticCeiling
 from fairlead.plugins.fairness import DeficitFairness, GlobalStrict, LeastAttainedFairness, RoundRobinFairness
 from fairlead.plugins.filters.by_label import ByLabel
 from fairlead.plugins.filters.concurrency import Concurrency
@@ -54,7 +55,9 @@ from fairlead.plugins.scorers.running_requests import RunningRequests
 from fairlead.plugins.scorers.session_affinity import SessionAffinity
 from fairlead.plugins.scorers.slo_headroom import SloHeadroom
 
-Kind = Literal["filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation"]
+Kind = Literal[
+    "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation", "ceiling"
+]
 #: The method that makes a class a plugin of a kind.
 METHODS: Mapping[Kind, str] = {
     "filter": "keep",
@@ -66,6 +69,7 @@ METHODS: Mapping[Kind, str] = {
     "fairness": "turns",
     "ordering": "key",
     "saturation": "level",
+    "ceiling": "allowed",
 }
 
 
@@ -129,6 +133,7 @@ BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
     "fairness": _by_type(DeficitFairness, LeastAttainedFairness, RoundRobinFairness, GlobalStrict),
     "ordering": _by_type(LeastWorkOrdering, FirstCome, Deadline),
     "saturation": _by_type(UtilizationDetector, ConcurrencyDetector),
+    "ceiling": _by_type(StaticCeiling, HoldbackCeiling, ReflectiveCeiling),
 }
 
 #: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers whose
@@ -174,4 +179,5 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         "slo-deadline-ordering-policy": ("edf", {}),
     },
     "saturation": {},
+    "ceiling": {},
 }

@@ -11,14 +11,26 @@ from fairlead.config.engines import engine_table
 from fairlead.config.plugin_reader import PluginReader, Source
 from fairlead.config.problems import Report, describe
 from fairlead.config.registry import Registry
-from fairlead.config.schema import SECTIONS, FlowSettings, FlowSpec, Metrics, PluginSpec, PolicySpec
+from fairlead.config.schema import (
+    SECTIONS,
+    BandSettings,
+    BandSpec,
+    FlowSettings,
+    FlowSpec,
+    Metrics,
+    PluginSpec,
+    PolicySpec,
+    Section,
+)
 from fairlead.plugins.metric_columns import COLUMNS
-from fairlead.wire.problem import Problem, shorten
+from fairlead.wire.problem import Place, Problem, shorten
 
 METRIC_SOURCES, PARSERS, FLOW_CONTROL = "metricSources", "parsers", "flowControl"
 #: Names in the file that belong here.
 KEYS = tuple(key for key in (METRIC_SOURCES, PARSERS, FLOW_CONTROL) if key not in SECTIONS)
-FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation")
+FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation", "ceiling")
+BAND_KINDS: tuple[Kind, ...] = ("fairness", "ordering")
+BANDS = "bands"
 FLOW_FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(FlowSettings))
 
 
@@ -47,14 +59,38 @@ class Extras:
         if not isinstance(node, dict):
             self._report.add((FLOW_CONTROL,), f"expected a mapping, got {describe(node)}")
             return None
-        plain = {key: value for key, value in node.items() if key not in FLOW_KINDS}
-        settings = struct(FlowSettings, plain, (FLOW_CONTROL,), self._report, siblings=FLOW_KINDS)
-        plugins = {
-            kind: self._reader.plugin(kind, node[kind], (FLOW_CONTROL, kind))
-            for kind in FLOW_KINDS
-            if node.get(kind) is not None
-        }
-        return FlowSpec(settings=FlowSettings() if settings is INVALID else settings, **plugins)
+        settings, plugins = self._mixed(FlowSettings, node, (FLOW_CONTROL,), FLOW_KINDS, BANDS)
+        bands = self._bands(node.get(BANDS))
+        return FlowSpec(settings=FlowSettings() if settings is INVALID else settings, bands=bands, **plugins)
+
+    def _mixed(
+        self, kind: type[Section], node: dict[str, Any], at: Place, kinds: tuple[Kind, ...], *others: str
+    ) -> Any:
+        """A mapping of settings, plugins of `kinds` and `others`."""
+        plain = {key: value for key, value in node.items() if key not in (*kinds, *others)}
+        settings = struct(kind, plain, at, self._report, siblings=(*kinds, *others))
+        given = [one for one in kinds if node.get(one) is not None]
+        return settings, {one: self._reader.plugin(one, node[one], (*at, one)) for one in given}
+
+    def _bands(self, node: object) -> tuple[BandSpec, ...]:
+        at: Place = (FLOW_CONTROL, BANDS)
+        if not isinstance(node, list | None):
+            self._report.add(at, f"expected a list, got {describe(node)}")
+            return ()
+        found: dict[int, BandSpec] = {}
+        for i, entry in enumerate(node or ()):
+            if not isinstance(entry, dict):
+                self._report.add((*at, i), f"expected a mapping, got {describe(entry)}")
+                continue
+            settings, plugins = self._mixed(BandSettings, entry, (*at, i), BAND_KINDS)
+            if settings is INVALID:
+                continue
+            if settings.priority in found:
+                self._report.add((*at, i, "priority"), f"the band of priority {settings.priority} is there already")
+            found[settings.priority] = BandSpec(settings=settings, **plugins)
+        if sum(band.settings.share for band in found.values()) > 1.0:
+            self._report.add(at, "the shares of all bands must be at most 1 together")
+        return tuple(found.values())
 
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:

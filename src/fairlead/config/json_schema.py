@@ -15,10 +15,10 @@ from fairlead.config.defaults import POLICIES
 from fairlead.config.endpoints import FileSource
 from fairlead.config.epp.catalogue import CATALOGUE
 from fairlead.config.epp.document import API_VERSIONS, KIND, Document
-from fairlead.config.extras import FLOW_CONTROL, FLOW_FIELDS, FLOW_KINDS, METRIC_SOURCES, PARSERS
+from fairlead.config.extras import BAND_KINDS, BANDS, FLOW_CONTROL, FLOW_FIELDS, FLOW_KINDS, METRIC_SOURCES, PARSERS
 from fairlead.config.plugin_reader import PARAMETERS
 from fairlead.config.registry import Found, Registry
-from fairlead.config.schema import SECTIONS, FlowSettings
+from fairlead.config.schema import SECTIONS, BandSettings, FlowSettings
 from fairlead.config.units import AS_TEXT
 from fairlead.model.errors import PluginError
 from fairlead.wire.endpoint_entry import KEYS as ENTRY_KEYS
@@ -32,7 +32,7 @@ def json_schema(registry: Registry | None = None) -> Schema:
     """One schema for our own form and for an `EndpointPickerConfig`; `kind` tells them apart."""
     registry = registry or Registry()
     plugins = {kind: _plugins(kind, registry) for kind in BUILTINS}
-    structs: list[type[Struct]] = [*SECTIONS.values(), FlowSettings, FileSource, Document]
+    structs: list[type[Struct]] = [*SECTIONS.values(), FlowSettings, BandSettings, FileSource, Document]
     structs += [found.params for table in plugins.values() for found in table.values() if found is not None]
     unique = list(dict.fromkeys(structs))
     refs, definitions = msgspec.json.schema_components(unique, ref_template=_REF)
@@ -143,6 +143,7 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Str
     flow: Schema = {field: {"$ref": f"{pointer}/properties/{field}"} for field in FLOW_FIELDS}
     for kind in FLOW_KINDS:
         flow[kind] = _or_nothing({"$ref": f"#/$defs/{_entry_name(kind)}"})
+    flow[BANDS] = _or_nothing({"type": "array", "items": _band(ref[BandSettings]["$ref"], flow)})
     return {
         **scheduling,
         METRIC_SOURCES: listed("metric-source"),
@@ -156,6 +157,13 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Str
             "properties": {"pluginsCustomConfig": {"type": "object", "properties": scheduling}},
         },
     }
+
+
+def _band(pointer: str, flow: Schema) -> Schema:
+    fields = [field.encode_name for field in msgspec.structs.fields(BandSettings)]
+    properties: Schema = {field: {"$ref": f"{pointer}/properties/{field}"} for field in fields}
+    properties |= {kind: flow[kind] for kind in BAND_KINDS}
+    return {"type": "object", "required": ["priority"], "properties": properties, "additionalProperties": False}
 
 
 def _or_nothing(schema: Schema) -> Schema:

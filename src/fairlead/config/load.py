@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from fairlead.config import yamltree
+from fairlead.config import kv_events, yamltree
 from fairlead.config.check import INVALID, check, struct
+from fairlead.config.choosers import CHOOSERS
+from fairlead.config.choosing import check_choosers
 from fairlead.config.endpoints import check_file, read_source
 from fairlead.config.engines import check_engines
 from fairlead.config.epp import document as epp
@@ -17,6 +20,7 @@ from fairlead.config.epp.translate import Translation, translate
 from fairlead.config.extras import FLOW_CONTROL, METRIC_SOURCES, PARSERS, Extras, check_metric_names
 from fairlead.config.extras import KEYS as EXTRA_KEYS
 from fairlead.config.files import read_bytes
+from fairlead.config.kube import check_kubernetes, overlaid
 from fairlead.config.plugin_reader import Source
 from fairlead.config.policies import KEYS, read_policy
 from fairlead.config.problems import InvalidConfig, Report, describe
@@ -33,6 +37,7 @@ from fairlead.config.schema import (
     PolicySpec,
     Seed,
 )
+from fairlead.config.tokens import check_tokens, located
 from fairlead.wire.plain_yaml import Tree
 from fairlead.wire.problem import Place, Problem
 
@@ -48,20 +53,27 @@ REPEAT = 1.0
 _IN_DOCUMENT = f"it belongs to a file with kind: {epp.KIND}"
 #: What may stand beside the fields of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")
-_NO_ENDPOINTS = "list them under endpoints:, or name a file: there"
-_NO_DISCOVERY = "add endpoints: to this file, or a file-discovery plugin and dataLayer.discovery"
+_NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
+_NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
 
 
 __all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
 
 
-def load(source: Path | str, *, need_endpoints: bool = True, registry: Registry | None = None) -> Config:
+def load(
+    source: Path | str,
+    *,
+    need_endpoints: bool = True,
+    registry: Registry | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
     """Read a file (`Path`) or a text (`str`), YAML or JSON.
 
     Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` when the only thing wrong is that an
     installed plugin cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints.
+    `flags`: values that count before those of the file, in its shape.
     """
-    config, report = _read(source, need_endpoints, registry)
+    config, report = _read(source, need_endpoints, registry, flags=flags or {})
     if config is None:
         if len(report.plugin_errors) == len(report.problems):
             raise report.plugin_errors[0]
@@ -83,7 +95,11 @@ def examine(source: Path, registry: Registry | None = None) -> tuple[Config | No
 
 
 def _read(
-    source: Path | str, need_endpoints: bool, registry: Registry | None, thorough: bool = False
+    source: Path | str,
+    need_endpoints: bool,
+    registry: Registry | None,
+    thorough: bool = False,
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Config | None, Report]:
     document = yamltree.parse(read_bytes(source) if isinstance(source, Path) else source)
     report = Report(document.tree.line)
@@ -96,9 +112,12 @@ def _read(
         return None, report
     base = source.absolute().parent if isinstance(source, Path) else None
     name = str(source) if isinstance(source, Path) else ""
+    root = overlaid(root, flags)
     assembly = _Assembly(root, document.tree, report, base, registry or Registry(), thorough)
     config = assembly.config(name, need_endpoints)
     report.close()
+    if config is not None and flags:
+        config = msgspec.structs.replace(config, flags=dict(flags))
     return (None if report.problems else config), report
 
 
@@ -133,9 +152,15 @@ class _Assembly:
         sections = {key: self._section(key) for key in SECTIONS}
         self._resolve(sections)
         check_engines(sections["metrics"], ("metrics",), self._report)
+        check_tokens(sections["tokens"], self._report)
+        kv_events.check_kv_events(sections["kvEvents"], self._report)
+        named = [getattr(one.parameters, "cache_indexer_url", "") for one in (policy.scorers if policy else ())]
+        sections["kvEvents"] = kv_events.asked_elsewhere(sections["kvEvents"], named, self._report)
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), sections["metrics"], self._report)
-        endpoints = self._endpoints(need_endpoints)
+        endpoints = self._endpoints(need_endpoints and not sections["kubernetes"].on)
+        check_kubernetes(sections["kubernetes"], bool(endpoints.static or endpoints.file), self._report)
+        check_choosers(sections, self._report, self._registry)
         plugin = policy.plugin if policy else None
         if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
             hint = "take another policy, or leave flowControl out"
@@ -164,8 +189,13 @@ class _Assembly:
             parsing=sections["parsing"],
             inspect=sections["inspect"],
             models=sections["models"],
+            kubernetes=sections["kubernetes"],
+            **{key: sections[key] for key in CHOOSERS},
             headers=sections["headers"],
             log=sections["log"],
+            journal=sections["journal"],
+            tokens=located(sections["tokens"], self._base),
+            kv_events=kv_events.located(sections["kvEvents"], self._base),
             seed=seed,
             source=source,
             notes=tuple(self._report.notes),

@@ -92,7 +92,6 @@ class PluginReader:
         )
         if parameters is INVALID or not isinstance(name, str):
             return None
-        self._unused(parameters, place)
         return PluginSpec(
             kind=kind,
             type=found.type,
@@ -156,8 +155,3 @@ class PluginReader:
                 given[key] = value
                 where[key] = (*place, block, key)
         return given
-
-    def _unused(self, parameters: Struct, place: Place) -> None:
-        if getattr(parameters, "cache_indexer_url", ""):
-            text = "cacheIndexerURL has no effect yet: prefix knowledge is learned from the scheduler's own decisions"
-            self.report.note(place, text)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import Struct, structs
 
-from fairlead.config.schema import Config, EndpointSource, FlowSpec, Parsing, PluginSpec, PolicySpec, Section
+from fairlead.config.schema import BandSpec, Config, EndpointSource, FlowSpec, Parsing, PluginSpec, PolicySpec, Section
 from fairlead.wire.problem import Problem
 
 _PORTS: Final = "its port is open already"
@@ -25,7 +25,11 @@ _FIXED: Final[Mapping[str, str]] = {
     "admin": _PORTS,
     "metrics": "the scraper was started with it",
     "models": "the files of models are followed on their own, these settings are not",
+    "kubernetes": "its watches were begun with it",
     "headers": "sessions were begun with it",
+    "journal": "its files are open already",
+    "tokens": "tokenisers are loaded at the start",
+    "kv_events": "its subscriptions were begun with it",
     "seed": "the random generator was seeded at the start",
     "metric_sources": _PLUGINS,
     "parsers": _PLUGINS,
@@ -33,7 +37,7 @@ _FIXED: Final[Mapping[str, str]] = {
 }
 _HIGHER: Final = "the ports were opened for smaller bodies"
 #: Not settings.
-_IGNORED: Final = frozenset({"source", "notes"})
+_IGNORED: Final = frozenset({"source", "notes", "flags"})
 
 
 class Changes(Struct, frozen=True):
@@ -110,7 +114,9 @@ def _meaning(value: Any) -> Any:
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
     if isinstance(value, FlowSpec):
-        return value.settings, *map(_meaning, (value.fairness, value.ordering, value.saturation))
+        return value.settings, *map(_meaning, value.plugins()), *map(_meaning, value.bands)
+    if isinstance(value, BandSpec):
+        return value.settings, _meaning(value.fairness), _meaning(value.ordering)
     if isinstance(value, tuple):
         return tuple(map(_meaning, value))
     return value

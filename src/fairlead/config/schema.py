@@ -8,17 +8,23 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from fairlead.config.units import DURATION, Bytes, PositiveSeconds
+from fairlead.config.choosers import CHOOSERS, Canary, SchedulerSettings, Shadows
+from fairlead.config.kube import Kubernetes
+from fairlead.config.kv_events import KvEvents
+from fairlead.config.queueing import LONGEST_WAIT as LONGEST_WAIT
+from fairlead.config.queueing import BandSettings as BandSettings
+from fairlead.config.queueing import FlowSettings as FlowSettings
+from fairlead.config.queueing import QueueLimit as QueueLimit
+from fairlead.config.queueing import QueueLimits as QueueLimits
+from fairlead.config.section import Section as Section
+from fairlead.config.tokens import Tokens
+from fairlead.config.units import SIZE, Bytes, PositiveSeconds
 from fairlead.wire.endpoint_entry import Listed
 from fairlead.wire.problem import Problem
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1)]
-
-
-class Section(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """A mapping of the file."""
 
 
 class Gateway(Section, frozen=True, kw_only=True):
@@ -174,47 +180,33 @@ class Log(Section, frozen=True, kw_only=True):
     format: Literal["logfmt", "json"] = "logfmt"
 
 
-#: Requests, in a limit.
-Count = Annotated[int, Meta(ge=1)]
-#: The embedded gateway waits for 600 s at most; a gateway that is told more does not wait at all.
-LONGEST_WAIT = 590.0
-Wait = Annotated[float, Meta(gt=0, le=LONGEST_WAIT, extra={"unit": "duration"}, extra_json_schema=DURATION)]
+class JournalSettings(Section, frozen=True, kw_only=True):
+    """Decisions and events on disk, see docs/journal.md."""
 
-
-class QueueLimit(Section, frozen=True, kw_only=True):
-    """What may wait at most; `None` = any number."""
-
-    requests: Count | None = None
-    bytes: Bytes | None = None
-
-
-class QueueLimits(Section, frozen=True, kw_only=True):
-    total: QueueLimit = QueueLimit()
-    #: Of one priority.
-    band: QueueLimit = QueueLimit(requests=5000, bytes=1_000_000_000)
-    #: Of one model and one tenant in a band.
-    flow: QueueLimit = QueueLimit()
-
-
-class FlowSettings(Section, frozen=True, kw_only=True):
-    """Of `flowControl`, what is no plugin."""
-
-    enabled: bool = True
-    #: How long a request may wait, unless it says otherwise itself; the latter while the pool is empty.
-    ttl: Wait = 60.0
-    no_endpoint_ttl: Wait = 60.0
-    #: Requests of the flow in turn among which the pair (request, endpoint) is chosen.
-    window: Annotated[int, Meta(ge=1, le=1024)] = 256
-    limits: QueueLimits = QueueLimits()
-    #: Waiting for longer than this means that more replicas are wanted.
-    target_delay: PositiveSeconds = 1.0
+    #: Directory; empty = off.
+    path: str = ""
+    #: Of all files in it together, and of one.
+    max_bytes: Annotated[int, Meta(ge=1 << 20, extra={"unit": "size"}, extra_json_schema=SIZE)] = 1 << 30
+    segment_bytes: Annotated[int, Meta(ge=256 << 10, extra={"unit": "size"}, extra_json_schema=SIZE)] = 64 << 20
+    #: At `maxBytes` the oldest segment goes, or writing ends: then what there is can be replayed from its beginning.
+    when_full: Literal["drop-oldest", "stop"] = "drop-oldest"
+    #: Share of the decisions whose scores and numbers are written. Events and outcomes always are.
+    sample: Share = 1.0
+    #: Written at least this often, and when the disk must have it: never said, once a second, or with every write.
+    flush: PositiveSeconds = 0.25
+    fsync: Literal["never", "second", "always"] = "never"
+    #: Keep with the decisions in memory the numbers they were made from, also without `path`.
+    explain: bool = False
+    #: Response header with the decision's id, added by the embedded gateway; empty = none.
+    header: Annotated[str, Meta(pattern="^(x-[A-Za-z0-9-]{1,62})?$")] = ""
 
 
 class PluginSpec(Struct, frozen=True, kw_only=True):
     """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
 
     kind: Literal[
-        "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation"
+        "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation",
+        "ceiling",
     ]
     type: str
     name: str
@@ -245,6 +237,14 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
         return (*self.filters, *self.scorers, *(one for one in (self.picker, self.plugin) if one is not None))
 
 
+class BandSpec(Struct, frozen=True, kw_only=True):
+    """An entry of `flowControl.bands`. A plugin that is `None` is that of all bands."""
+
+    settings: BandSettings
+    fairness: PluginSpec | None = None
+    ordering: PluginSpec | None = None
+
+
 class FlowSpec(Struct, frozen=True, kw_only=True):
     """The mapping `flowControl`. A plugin that is `None` has its default."""
 
@@ -252,10 +252,13 @@ class FlowSpec(Struct, frozen=True, kw_only=True):
     fairness: PluginSpec | None = None
     ordering: PluginSpec | None = None
     saturation: PluginSpec | None = None
+    ceiling: PluginSpec | None = None
+    bands: tuple[BandSpec, ...] = ()
 
     def plugins(self) -> tuple[PluginSpec, ...]:
-        """Those that are named."""
-        return tuple(one for one in (self.fairness, self.ordering, self.saturation) if one is not None)
+        """Those that are named, but for single bands."""
+        named = self.fairness, self.ordering, self.saturation, self.ceiling
+        return tuple(one for one in named if one is not None)
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -276,12 +279,21 @@ class Config(Struct, frozen=True, kw_only=True):
     parsing: Parsing
     inspect: Inspect
     models: Models
+    kubernetes: Kubernetes = Kubernetes()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    canary: Canary = Canary()
+    shadows: Shadows = Shadows()
     headers: Headers
     log: Log
+    journal: JournalSettings = JournalSettings()
+    tokens: Tokens = Tokens()
+    kv_events: KvEvents = KvEvents()
     #: Of the random generator; `None` = another one at each start.
     seed: int | None = None
     #: File it came from; empty = text.
     source: str = ""
+    #: Values that the command line gave, in the shape of the file.
+    flags: dict[str, Any] = {}
     #: What was accepted and has no effect.
     notes: tuple[Problem, ...] = ()
 
@@ -297,7 +309,12 @@ SECTIONS: dict[str, type[Section]] = {
     "parsing": Parsing,
     "inspect": Inspect,
     "models": Models,
+    "kubernetes": Kubernetes,
+    **CHOOSERS,
     "headers": Headers,
     "log": Log,
+    "journal": JournalSettings,
+    "tokens": Tokens,
+    "kvEvents": KvEvents,
 }
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -50,6 +50,10 @@ class _Show:
             yield from self._section(("flowControl",), flow.settings)
             for spec in flow.plugins():
                 yield from self._plugin(f"$.flowControl.{spec.kind}", spec)
+            for i, band in enumerate(flow.bands):
+                yield from self._section(("flowControl", "bands", i), band.settings)
+                for named in (one for one in (band.fairness, band.ordering) if one is not None):
+                    yield from self._plugin(f"$.flowControl.bands[{i}].{named.kind}", named)
         yield from self._endpoints()
         for key, kind in SECTIONS.items():
             yield from self._section((key,), getattr(self._config, _attribute(kind)))
@@ -129,6 +133,8 @@ class _Show:
             return "from extProc.port"
         if self._foreign and value is not None and default is not msgspec.NODEFAULT and value != default:
             return "plugins"
+        if place[0] == "kvEvents" and value is not None and default is not msgspec.NODEFAULT and value != default:
+            return "cacheIndexerURL"
         return DEFAULT
 
     def _stands(self, place: Place) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fairlead.fleet.columns import FloatColumn
+from fairlead.fleet.exact import ExactKnowledge
 from fairlead.fleet.ledger import Lease, Ledger
 from fairlead.fleet.predictor import Predictor
 from fairlead.fleet.prefix import DEFAULT_CAPACITY, PrefixIndex
@@ -35,6 +36,8 @@ class Fleet:
         #: What first tokens will take, learned from those that came.
         self.predictor = Predictor(self.table)
         self.prefix = PrefixIndex(max_prefix_entries)
+        #: What KV events tell; `None` = nobody listens to any.
+        self.exact: ExactKnowledge | None = None
         #: Seconds after which a scrape no longer counts.
         self.staleness = staleness
 
@@ -44,6 +47,8 @@ class Fleet:
         if slot is None:
             slot = self.table.add(endpoint)
             self.prefix.add_slot(slot)
+            if self.exact is not None:
+                self.exact.add_slot(slot)
             self.predictor.reset(slot)
             return []
         old = self.table.endpoints[slot]
@@ -64,6 +69,8 @@ class Fleet:
             self.ledger.release(lease.request.id)
         self.ledger.forget_slot(slot)
         self.prefix.drop_slot(slot)
+        if self.exact is not None:
+            self.exact.drop_slot(slot)
         self.table.remove(slot)
         return [lease for lease in leases if lease.request.id >= 0]
 
@@ -174,6 +181,8 @@ class Fleet:
         lease = self.ledger.get(request_id)
         if lease is None or not lease.pending:
             return
+        if self.exact is not None:
+            self.exact.first_token(request_id, now)
         if lease.request.stream:
             lease.first_token_at = now
             if lease.prefill_slot < 0:
@@ -201,12 +210,17 @@ class Fleet:
             self.prefix.insert(lease.slot, PrefixChain((-lease.request.id - 1,), (size,)))
 
     def match(self, request: Request) -> FloatColumn | None:
-        """Share of the prompt (0..1, of its bytes) that each endpoint is believed to hold; `None` = nobody anything."""
+        """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything.
+
+        Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
+        """
         chain = request.prefix
         column = self.prefix.match(chain, len(self.table)) if chain.hashes else None
         if column is not None:
             # Inline media count for less in `prompt_bytes` than they take up in the chain.
             column /= max(request.prompt_bytes, chain.ends[-1])
+        if self.exact is not None:
+            return self.exact.refine(request, column, len(self.table), PRIOR.c_pf * self.predictor.rates.prefill)
         return column
 
     def stale(self, slot: int, now: float) -> bool:

@@ -4,7 +4,8 @@ Rules
 * Everything shown comes from callables, asked at the moment of the request; this file knows nothing of the scheduler.
 * A provider that raises costs its own page (500), never the process.
 * Long expositions are made piece by piece with the loop running in between.
-* Debug pages tell addresses, labels and model names. They can be switched off; health and metrics cannot.
+* Debug pages and the dashboard tell addresses, labels and model names. They can be switched off; health and metrics
+  cannot.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from fairlead.io.dashboard import Dashboard, DashboardSources
+
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Most decisions that one request may ask for.
 MAX_DECISIONS = 200
@@ -26,8 +29,14 @@ _PAGES = {
     "/readyz": "200 when requests can be served, else 503 and why not",
     "/metrics": "Prometheus text",
 }
+_DASHBOARD = {
+    "/": "the dashboard, for browsers",
+    "/dashboard/snapshot": "what it shows, at this moment (JSON)",
+    "/dashboard/stream": "the same twice a second (server-sent events)",
+}
 _DEBUG_PAGES = {
     "/debug/endpoints": "all endpoints and what is known of them (JSON)",
+    "/debug/decisions/id": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
     "/debug/decisions?last=n": f"the last n decisions with their scores, at most {MAX_DECISIONS} (JSON)",
 }
 
@@ -45,6 +54,10 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     endpoints: Callable[[], Any]
     #: The newest n decisions as plain values.
     decisions: Callable[[int], Sequence[Any]]
+    #: One of them in full, by one of its names; `None` = it is not, or no longer, there.
+    decision: Callable[[str], Any] = lambda name: None
+    #: What the dashboard at `/` shows; `None` = there is none, and a list of pages in its place.
+    dashboard: DashboardSources | None = None
 
 
 class Admin:
@@ -65,6 +78,9 @@ class Admin:
         self._debug = debug
         self._on_error = on_error
         self._runner: web.AppRunner | None = None
+        self._dashboard: Dashboard | None = None
+        if debug and sources.dashboard is not None:
+            self._dashboard = Dashboard(sources.dashboard, on_error=on_error)
         #: The port in use, once started.
         self.port = 0
 
@@ -88,6 +104,8 @@ class Admin:
     def make_app(self) -> web.Application:
         """The application, for those who bring their own server."""
         app = web.Application(client_max_size=1024)
+        if self._dashboard is not None:
+            self._dashboard.add_to(app)
         self._add(app, "/", self._index)
         self._add(app, "/healthz", self._healthz)
         self._add(app, "/readyz", self._readyz)
@@ -95,6 +113,7 @@ class Admin:
         if self._debug:
             self._add(app, "/debug/endpoints", self._endpoints)
             self._add(app, "/debug/decisions", self._decisions)
+            self._add(app, "/debug/decisions/{name}", self._decision)
         return app
 
     def _add(self, app: web.Application, path: str, handler: Handler) -> None:
@@ -112,7 +131,10 @@ class Admin:
         app.router.add_get(path, guarded)
 
     async def _index(self, request: web.Request) -> web.Response:
-        pages = _PAGES | (_DEBUG_PAGES if self._debug else {})
+        """For browsers the dashboard, for others a list of what there is."""
+        if self._dashboard is not None and "text/html" in request.headers.get("Accept", ""):
+            return self._dashboard.page(request)
+        pages = _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
         return web.Response(text="fairlead\n\n" + "".join(f"{path:<26}{text}\n" for path, text in pages.items()))
 
     async def _healthz(self, request: web.Request) -> web.Response:
@@ -142,6 +164,14 @@ class Admin:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
             raise web.HTTPBadRequest(text=f"last={text[:40]!r} is no positive number\n")
         return _json({"decisions": self._sources.decisions(min(int(text), MAX_DECISIONS))})
+
+    async def _decision(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        found = self._sources.decision(name)
+        if found is None:
+            text = f"no decision {name[:80]!r} among the last ones; `fairlead explain` searches a journal on disk\n"
+            raise web.HTTPNotFound(text=text)
+        return _json(found)
 
 
 def _json(value: Any) -> web.Response:

@@ -7,8 +7,9 @@ Rules
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fairlead.config.load import load, read_bytes
 from fairlead.config.schema import Config
@@ -27,11 +28,13 @@ class ConfigFile:
         *,
         poll_s: float = 0.5,
         need_endpoints: bool = True,
+        flags: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = Path(path)
         self._changed = changed
         self._refused = refused
         self._need_endpoints = need_endpoints
+        self._flags = flags
         self._seen: bytes | str | None = None
         self._watched = WatchedFiles(lambda: [str(self._path)], self._take, poll_s, "configuration file")
 
@@ -61,7 +64,7 @@ class ConfigFile:
             asyncio.get_running_loop().call_exception_handler(context)
 
     def _load(self) -> Config:
-        return load(self._path, need_endpoints=self._need_endpoints)
+        return load(self._path, need_endpoints=self._need_endpoints, flags=self._flags)
 
     def _read(self) -> bytes | str:
         """The content, or why it cannot be read."""

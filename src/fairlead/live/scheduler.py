@@ -24,6 +24,8 @@ from fairlead.io.scrape import Scraper
 from fairlead.io.scrape_target import ScrapeOptions
 from fairlead.io.tls import ServerTls
 from fairlead.live.core import Core
+from fairlead.live.dashboard import dashboard
+from fairlead.live.kube import Kube
 from fairlead.live.memory import keep_heap, settle_memory
 from fairlead.live.reload import take_over, unusable
 from fairlead.model.errors import ConfigError
@@ -49,6 +51,8 @@ class Live:
         self._stopping = asyncio.Event()
         #: What keeps us from being ready, by part.
         self._unready = {"start": "starting"}
+        self.kube: Kube | None = None
+        self._definitions: dict[str, ModelSet] = {}
 
     def stop(self) -> None:
         self._stopping.set()
@@ -62,6 +66,8 @@ class Live:
         self.driver, self.host = core.driver, core.host
         self.health = HealthService()
         async with contextlib.AsyncExitStack() as stack:
+            if core.journal is not None:
+                stack.callback(core.journal.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
                 stack.callback(loop.remove_signal_handler, number)
@@ -73,6 +79,8 @@ class Live:
             log.info("ready", **self._whereabouts())
             await self._stopping.wait()
             log.info("stopping", grace_s=DRAIN_SECONDS)
+            if self.kube is not None:
+                await self.kube.hand_over()
             self._set_ready("stop", "shutting down")
             self._empty_queue()
 
@@ -84,6 +92,10 @@ class Live:
         config = self.config
         self.driver.start()
         stack.callback(self.driver.close)
+        stack.push_async_callback(self.core.choosers.close)
+        self.core.choosers.start()
+        stack.push_async_callback(self.core.shadows.close)
+        self.core.shadows.follow(config)
         self.scraper = Scraper(
             loop,
             self.driver.feed,
@@ -97,8 +109,19 @@ class Live:
         self.watch.on_routed = self.scraper.wake
         self.watch.scrapes = self.scraper.stats
         stack.callback(LoopLag(loop, self._turned).close)
+        if self.core.kv is not None:
+            await self.core.kv.start(stack)
         self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
-        await follow_models(stack, config.models, self._models, self._models_problem)
+        await follow_models(stack, config.models, lambda found: self._defined("files", found), self._models_problem)
+        if config.kubernetes.on:
+            self.kube = Kube(
+                config.kubernetes,
+                self._endpoint,
+                lambda found: self._defined("kubernetes", found),
+                self._set_ready,
+                self.watch.kube,
+            )
+            await self.kube.start(stack)
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
         server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
         stack.push_async_callback(self._finish, server)
@@ -106,7 +129,7 @@ class Live:
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
         if config.source:
-            file = ConfigFile(config.source, self._changed, unusable)
+            file = ConfigFile(config.source, self._changed, unusable, flags=config.flags)
             stack.push_async_callback(file.close)
             await file.start()
 
@@ -133,6 +156,8 @@ class Live:
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went: everybody who knows endpoints is told."""
         self.driver.feed(event)
+        if self.core.kv is not None:
+            self.core.kv.endpoint(event)
         if isinstance(event, EndpointUp):
             self.watch.on_endpoint(event.endpoint)
             self.scraper.up(event.endpoint)
@@ -140,6 +165,10 @@ class Live:
         else:
             self.scraper.down(event.endpoint_id)
             log.info("endpoint down", endpoint=event.endpoint_id)
+
+    def _defined(self, where: str, models: ModelSet) -> None:
+        self._definitions[where] = models
+        self._models(sum(self._definitions.values(), ModelSet()))
 
     def _models(self, models: ModelSet) -> None:
         """What is defined of model names has changed."""
@@ -165,6 +194,8 @@ class Live:
             unready=self._reasons,
             endpoints=self.watch.endpoints,
             decisions=self.watch.decisions,
+            decision=self.watch.decision,
+            dashboard=dashboard(self.config, self.core, asyncio.get_running_loop().time, self._reasons),
         )
         settings = self.config.admin
         self.admin = Admin(

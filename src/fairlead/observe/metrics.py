@@ -236,9 +236,12 @@ class SchedulerMetrics:
         return model if model in self._pinned else OTHER
 
     def _refresh(self) -> None:
-        since = self._overloaded_at
-        self._scale_up.child().set(1 if since is not None and self._now() - since < SCALE_UP_HOLD_S else 0)
+        self._scale_up.child().set(1 if self.scale_up_wanted() else 0)
         self._forget_departed()
+
+    def scale_up_wanted(self) -> bool:
+        since = self._overloaded_at
+        return since is not None and self._now() - since < SCALE_UP_HOLD_S
 
     def _forget_departed(self) -> None:
         """Endpoints come and go under ever new names; their counters must not pile up."""

@@ -9,10 +9,15 @@ from fairlead.fleet.fleet import Fleet
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import MODEL_LABEL, Endpoint
 from fairlead.model.errors import PluginError
+from fairlead.observe.chooser_metrics import ChooserMetrics
 from fairlead.observe.flow_metrics import FlowMetrics
 from fairlead.observe.journal import Journal
+from fairlead.observe.journal_explain import explained
+from fairlead.observe.kube_metrics import KubeMetrics
 from fairlead.observe.log import get
 from fairlead.observe.metrics import SchedulerMetrics
+from fairlead.observe.recent import Recent
+from fairlead.observe.shadow_metrics import ShadowMetrics
 from fairlead.observe.status import EndpointStatus, FleetStatus, ScrapeTotals
 
 log = get("schedule")
@@ -33,17 +38,24 @@ class Watch:
     and a decision's at the worst moment, while its request waits. What is worth a line in the log is counted at once.
     """
 
-    def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, now: Callable[[], float], pool: str = POOL) -> None:
+        self.fleet = fleet
         self._now = now
         self.journal = Journal()
-        self.metrics = SchedulerMetrics(now, self.status)
-        self.queue = FlowMetrics(self.metrics.registry, POOL, fleet, now)
+        self.metrics = SchedulerMetrics(now, self.status, pool=pool)
+        self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now)
+        self.choosers = ChooserMetrics(self.metrics.registry)
+        self.shadows = ShadowMetrics(self.metrics.registry)
+        self.kube = KubeMetrics(self.metrics.registry)
         self._uncounted: list[tuple[DecisionRecord | OutcomeRecord, float]] = []
         self._past = 0
         self._past_told_at = -inf
         #: Told the endpoint of every routed request.
         self.on_routed: Callable[[str], object] = lambda endpoint_id: None
+        #: A fresh copy of the policy in force, to ask why; `None` = only what was recorded is told.
+        self.make_policy: Callable[[], Any] | None = None
+        #: Hears of every counted record too; `None` = nobody looks at the dashboard.
+        self.recent: Recent | None = None
         #: Totals of scraping, once there is a scraper.
         self.scrapes: ScrapeTotals | None = None
 
@@ -65,14 +77,22 @@ class Watch:
             if isinstance(record, OutcomeRecord):
                 self.metrics.on_outcome(record)
                 self.journal.on_outcome(record)
+                if self.recent is not None:
+                    self.recent.on_outcome(record)
                 continue
             self.metrics.on_decision(record, duration_s)
             self.queue.on_decision(record)
             self.journal.on_decision(record)
+            if self.recent is not None:
+                self.recent.on_decision(record, duration_s)
             if record.overloaded:
                 log.warning("all endpoints are overloaded; more replicas are wanted")
             elif not record.endpoint and record.status not in (400, 404):  # those are the client's own fault
                 log.warning("a request was refused", reason=record.outcome, status=record.status)
+
+    def count(self) -> None:
+        """Count what waits to be counted."""
+        self._count()
 
     def exposition(self) -> Iterable[bytes]:
         """The metrics page, piece by piece."""
@@ -83,6 +103,12 @@ class Watch:
         """The newest `count` decisions, as the journal renders them."""
         self._count()
         return self.journal.last(count)
+
+    def decision(self, name: str) -> dict[str, Any] | None:
+        """One decision in full, by its id or the client's; `None` = not among the last ones."""
+        self._count()
+        found = self.journal.find(name)
+        return None if found is None else explained(*found, self.make_policy)
 
     def watch_queue(self, desk: Desk | None) -> None:
         """Show what waits there; `None` = flow control is off."""
@@ -130,7 +156,7 @@ class Watch:
     def endpoints(self) -> Sequence[EndpointStatus]:
         """One entry per endpoint, in the order in which they joined."""
         now = self._now()
-        fleet, table = self._fleet, self._fleet.table
+        fleet, table = self.fleet, self.fleet.table
         found = []
         for slot, endpoint in table.slots():
             age = fleet.age(slot, now)
@@ -155,7 +181,7 @@ class Watch:
     def status(self) -> FleetStatus:
         return FleetStatus(
             endpoints=self.endpoints(),
-            index_size=self._fleet.prefix.entries,
-            leases=len(self._fleet.ledger),
+            index_size=self.fleet.prefix.entries,
+            leases=len(self.fleet.ledger),
             scrapes=self.scrapes,
         )

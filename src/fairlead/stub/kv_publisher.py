@@ -20,6 +20,7 @@ from msgspec import Struct, field
 
 from fairlead.engine.blocks import BlockManager
 from fairlead.fleet.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
+from fairlead.stub.kv_names import BlockNames
 from fairlead.stub.kv_sockets import CurveServer, Replays, publisher_socket
 from fairlead.wire.kv_events_encode import Encoding, encode_batch
 from fairlead.wire.kv_events_frames import sequence, topic
@@ -40,6 +41,9 @@ class KvEventsConfig(Struct, frozen=True, kw_only=True):
     #: Replies of vLLM before 0.26 have no topic.
     replay_topic: bool = True
     encoding: Encoding = field(default_factory=Encoding)
+    #: Tell hashes as a vLLM with this algorithm and PYTHONHASHSEED would (see `kv_names`); empty = the engine's own.
+    hashes: str = ""
+    hash_seed: str = ""
     curve: CurveServer | None = None
 
 
@@ -57,6 +61,7 @@ class KvPublisher:
         self._next = config.first
         self._events: list[KvEvent] = []
         self._salt = ""
+        self._names = BlockNames(config.hashes, config.hash_seed) if config.hashes else None
         self._flush_soon: asyncio.Handle | None = None
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._lose = 0
@@ -101,18 +106,19 @@ class KvPublisher:
 
     def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
         extras: list[tuple[str, ...]] | None = None
-        if self._salt:
-            extras = [(self._salt,), *[()] * (len(hashes) - 1)]
-            self._salt = ""
-        self._told.extend(hashes)
+        salt, self._salt = self._salt, ""
+        if salt:
+            extras = [(salt,), *[()] * (len(hashes) - 1)]
+        told, content = list(hashes), tokens()
+        if self._names is not None:
+            told, parent = self._names.name(hashes, parent, content, self.block_size, lora, salt)
+        self._told.extend(told)
         self.add(
-            BlocksStored(
-                list(hashes), parent, tokens(), self.block_size, lora, "GPU", kind="full_attention", extras=extras
-            )
+            BlocksStored(told, parent, content, self.block_size, lora, "GPU", kind="full_attention", extras=extras)
         )
 
     def removed(self, digest: int) -> None:
-        self.add(BlocksRemoved([digest], "GPU"))
+        self.add(BlocksRemoved([digest if self._names is None else self._names.of(digest)], "GPU"))
 
     def cleared(self) -> None:
         # Told with the next step: vLLM answers /reset_prefix_cache at once and publishes later.

@@ -96,8 +96,8 @@ def test_another_policy_applies() -> None:
 def test_every_field_is_decided_upon() -> None:
     """A field that somebody adds is compared: by default it applies, which `Live` must then do."""
     known = {
-        "policy", "endpoints", "ledger", "parsing", "inspect", "log",  # apply
+        "policy", "endpoints", "ledger", "parsing", "inspect", "log", "scheduler", "canary", "shadows",  # apply
         "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers", "flow_control",
-        "models", "headers", "source", "notes",
+        "models", "kubernetes", "headers", "source", "notes", "flags", "kv_events", "tokens", "journal",
     }  # fmt: skip
     assert {*Config.__struct_fields__} <= known

@@ -10,7 +10,7 @@ Rules
 
 from collections.abc import Iterator, Sequence
 
-from fairlead.fleet.kv.cache import RankCache
+from fairlead.fleet.kv.cache import HEAD_TOKENS, Head, RankCache
 from fairlead.fleet.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
 from fairlead.fleet.kv.index import KvIndex
 from fairlead.fleet.kv.keys import TOKEN_BYTES
@@ -91,7 +91,7 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
 class _Store:
     """One store on its way: where it stands in its chain."""
 
-    __slots__ = ("_before", "_copies", "_depth", "_event", "_index", "_now", "_parent", "_root", "_shelf")
+    __slots__ = ("_before", "_copies", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
 
     def __init__(self, index: KvIndex, shelf: Shelf, event: BlocksStored, now: float) -> None:
         cache = shelf.cache
@@ -100,6 +100,9 @@ class _Store:
         self._event = event
         self._now = now
         self._copies = not (cache.reports and not event.parent)
+        cache.block_size = event.block_size
+        #: A prompt's blocks, of which none was entered yet. While an engine decodes they come one by one.
+        self._fresh = not event.parent or len(event.hashes) > 1
         self._root = root = index.space.root(cache.model, event.lora)
         self._depth = 0
         self._parent = event.parent
@@ -129,10 +132,24 @@ class _Store:
         if self._before is None:
             self._keep_orphans(hashes, tokens, extras)
             return
+        if self._fresh:
+            self._keep_head(hashes, tokens, extras)
         keys = self._index.space.keys(self._before, self._root, hashes, tokens, self._event.block_size, extras)
         self._index.store(self._shelf, hashes, keys, self._depth, self._copies)
         self._before = keys[-1]
         self._depth += len(hashes)
+
+    def _keep_head(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
+        event, cache = self._event, self._shelf.cache
+        self._fresh = False
+        size = event.block_size
+        count = min(len(hashes), max(1, HEAD_TOKENS // size))
+        if size <= HEAD_TOKENS:
+            more = tuple(extras[:count]) if extras is not None else ()
+            content = tokens[: count * size * TOKEN_BYTES]
+            first = not event.parent
+            head = Head(first, tuple(hashes[:count]), content, size, event.lora, more)
+            (cache.beginnings if first else cache.rests).append(head)
 
     def _keep_orphans(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
         shelf, event, orphans = self._shelf, self._event, self._index.orphans

@@ -1,5 +1,7 @@
 """One rank of one endpoint as a holder of blocks, and what it has been told."""
 
+from collections import deque
+
 from msgspec import Struct
 
 from fairlead.fleet.kv.shelf import Shelf
@@ -45,10 +47,31 @@ class Told(Struct):
     malformed: int = 0
 
 
+#: Stores that are remembered per rank, to find out why predictions fail, and tokens of each.
+_HEADS = 32
+HEAD_TOKENS = 256
+
+
+class Head(Struct, frozen=True, gc=False):
+    """The first blocks of one event that stored a prompt, or what was new of one."""
+
+    #: It is the beginning of a prompt.
+    first: bool
+    hashes: tuple[int, ...]
+    #: At most `HEAD_TOKENS` of them, little-endian 32-bit integers.
+    tokens: bytes
+    block_size: int
+    lora: str = ""
+    extras: tuple[tuple[str, ...], ...] = ()
+
+
 class RankCache:
     """Created by `KvIndex.rank`. `model`: the base model, which sets its blocks apart from those of other models."""
 
-    __slots__ = ("kinds", "model", "provisional", "rank", "reports", "shelves", "slot", "told", "units")
+    __slots__ = (
+        "beginnings", "behind", "block_size", "heard", "kinds", "linked", "lives", "model", "provisional", "rank",
+        "reports", "rests", "shelves", "slot", "told", "units",
+    )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str) -> None:
         self.slot = slot
@@ -65,6 +88,26 @@ class RankCache:
         #: at the root and are no further copies.
         self.reports = False
         self.told = Told()
+        #: Tokens per block, as the last store said; 0 = none was told.
+        self.block_size = 0
+        #: The last stores of prompts, the beginnings apart from the rest; see `stores`.
+        self.beginnings: deque[Head] = deque(maxlen=_HEADS // 2)
+        self.rests: deque[Head] = deque(maxlen=_HEADS // 2)
+        #: Set by the rank's feed: it has said something in this life; it is connected; something is missing that is
+        #: being fetched; how often the engine was found to be another one.
+        self.heard = False
+        self.linked = False
+        self.behind = False
+        self.lives = 0
+
+    def stores(self) -> list[Head]:
+        """What was stored lately."""
+        return [*self.rests, *self.beginnings]
+
+    @property
+    def current(self) -> bool:
+        """What it holds is all known, and up to date."""
+        return self.heard and self.linked and not self.behind and not self.provisional
 
     def indexable(self, group: int, kind: str) -> bool:
         """Remember a group's kind; an empty one is what it said before, and full attention if it never did."""

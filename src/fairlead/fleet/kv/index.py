@@ -13,7 +13,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.kv.blocks import BlockTable
@@ -92,6 +92,10 @@ class KvIndex:
             for cache in ranks.values():
                 if model is None or cache.model == model:
                     yield cache
+
+    def caches_of(self, slot: int) -> Collection[RankCache]:
+        """The ranks of one endpoint that have spoken."""
+        return self._caches[slot].values()
 
     def clear(self, slot: int) -> None:
         """Forget all of one endpoint."""
@@ -177,6 +181,10 @@ class KvIndex:
         return None
 
     # ---------------------------------------------------------------- questions
+
+    def knows(self, chain: BlockChain) -> bool:
+        """Whether `look_up` can tell of it; else it is no miss that it finds nothing."""
+        return True
 
     def look_up(self, chain: BlockChain, slots: int, worth: tuple[float, ...] = CREDITS) -> KvMatch | None:
         """Who holds how much of a prompt; `None` when nobody holds its first block. `worth`: of a block, per tier."""

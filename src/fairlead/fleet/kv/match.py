@@ -27,11 +27,21 @@ Floats = NDArray[np.float32]
 Numbers = NDArray[np.uint32]
 
 
+class Held(NamedTuple):
+    """What an endpoint holds of a prompt, as another process says. `tiers`: blocks in each, fastest first."""
+
+    slot: int
+    tenure: int
+    tiers: tuple[float, ...]
+
+
 class BlockChain(NamedTuple):
     """A prompt as the index sees it. `keys`: shape (blocks,), see `keys.prompt_keys`; `block_size` in tokens."""
 
     keys: Keys
     block_size: int
+    #: Where another process keeps the blocks: its answer; `None` = there is none.
+    held: tuple[Held, ...] | None = None
 
 
 class KvMatch(NamedTuple):
@@ -161,9 +171,9 @@ class Matcher:
             return None
         numbers = self._known(keys)
         if not len(numbers):
-            return self._guess(None, chain, slots, worth[0])
+            return self.guess(None, chain, slots, worth[0])
         found = self._combine(numbers, chain, slots, worth)
-        return self._guess(found, chain, slots, worth[0])
+        return self.guess(found, chain, slots, worth[0])
 
     def _known(self, keys: Keys) -> Numbers:
         """Set numbers of the leading blocks that anybody holds."""
@@ -209,7 +219,7 @@ class Matcher:
         tiers = np.array(per_tier, np.float64)
         return _by_slot(tiers, np.array(worth[:planes]), layout, chain, slots)
 
-    def _guess(self, found: KvMatch | None, chain: BlockChain, slots: int, worth: float) -> KvMatch | None:
+    def guess(self, found: KvMatch | None, chain: BlockChain, slots: int, worth: float) -> KvMatch | None:
         """Add what endpoints will soon hold, because prompts were just sent there."""
         if not len(self._speculation):
             return found

@@ -48,6 +48,8 @@ class _ShelfPart(Struct, array_like=True):
     keys: bytes
     copies: bytes
     depths: bytes
+    #: Tokens per block; 0 = not known.
+    block_size: int = 0
 
 
 class _Snapshot(Struct, array_like=True):
@@ -99,6 +101,7 @@ def _part(index: KvIndex, endpoint: str, shelf: Shelf, segment: int, place: Plac
         keys.astype("<u8").tobytes(),
         shelf.table.vectors[1][positions].astype("<u2").tobytes(),
         depths.astype("<u2").tobytes(),
+        shelf.cache.block_size,
     )
 
 
@@ -111,6 +114,20 @@ def load(
     """
     parts = _read(index, content)
     return _enter(index, parts, slots, place)
+
+
+class Shelved:
+    """A snapshot whose endpoints come one by one. Raises `ValueError` for bytes that are none."""
+
+    def __init__(self, index: KvIndex, content: bytes) -> None:
+        self._index = index
+        self._parts: dict[str, list[_ShelfPart]] = {}
+        for part in _read(index, content):
+            self._parts.setdefault(part.endpoint, []).append(part)
+
+    def enter(self, endpoint: str, slot: int, place: Callable[[RankCache, Place], None]) -> Iterator[int]:
+        """`load` for one endpoint, which can be done once."""
+        return _enter(self._index, self._parts.pop(endpoint, []), {endpoint: slot}, place)
 
 
 def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
@@ -143,6 +160,7 @@ def _enter(
         cache = index.rank(slot, part.rank, part.model)
         cache.provisional = True
         cache.indexable(part.group, part.kind)
+        cache.block_size = cache.block_size or max(part.block_size, 0)
         place(cache, Place(part.last, part.last_ts))
         shelf = index.shelf(cache, part.group, Tier(part.tier))
         hashes = np.frombuffer(part.hashes, "<u8").tolist()

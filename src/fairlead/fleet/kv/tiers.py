@@ -50,10 +50,12 @@ class TierCosts(Struct, frozen=True):
     host_ms: float = 0.005
     disk_ms: float = 0.06
 
+    def transfer_ms(self, tier: Tier) -> float:
+        return {Tier.GPU: 0.0, Tier.HOST: self.host_ms}.get(tier, self.disk_ms)
+
     def saved_ms(self, tier: Tier) -> float:
         """What a token found in a tier saves. Never negative: what is slower to fetch is computed."""
-        transfer = {Tier.GPU: 0.0, Tier.HOST: self.host_ms}.get(tier, self.disk_ms)
-        return max(0.0, self.recompute_ms - transfer)
+        return max(0.0, self.recompute_ms - self.transfer_ms(tier))
 
 
 #: Worth of a block by tier where no costs are known.

@@ -1,11 +1,15 @@
 """Everything about the gateway that can be chosen. `config.build` turns it into Envoy's bootstrap."""
 
+import re
 from ipaddress import ip_address
 from typing import Literal
 
 from msgspec import Struct
 
 from fairlead.model.errors import ConfigError
+
+#: What may name a response header.
+_HEADER = re.compile("x-[a-z0-9-]{1,62}", re.IGNORECASE)
 
 
 class Address(Struct, frozen=True):
@@ -87,6 +91,8 @@ class Options(Struct, frozen=True, kw_only=True):
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.
     access_log: str = ""
+    #: Response header that tells clients the id of the decision; empty = none.
+    decision_header: str = ""
     #: Worker threads; 0 = one per CPU. Not part of the bootstrap: Envoy takes it as an argument.
     concurrency: int = 1
 
@@ -106,6 +112,8 @@ class Options(Struct, frozen=True, kw_only=True):
             raise ConfigError("must be below 4 GiB: Envoy counts in 32 bits", "$.body_limit")
         if self.queue_timeout < self.message_timeout:
             raise ConfigError("must not be below message_timeout", "$.queue_timeout")
+        if self.decision_header and _HEADER.fullmatch(self.decision_header) is None:
+            raise ConfigError("is no name for a header of ours: x- and letters, digits, hyphens", "$.decision_header")
         if self.tls is not None:
             _check_tls(self.tls)
 

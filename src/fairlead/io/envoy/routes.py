@@ -7,7 +7,7 @@ from fairlead.io.envoy.headers import TOWARD_UPSTREAM
 from fairlead.io.envoy.options import Options
 from fairlead.parse.errors import TYPES
 from fairlead.route.headers import REWRITTEN
-from fairlead.wire.access_log import GATEWAY_ID
+from fairlead.wire.access_log import GATEWAY_ID, LEASE_KEY
 from fairlead.wire.ext_proc import DESTINATION, LB_NAMESPACE
 
 Json = dict[str, Any]
@@ -22,11 +22,17 @@ def route_config(options: Options) -> Json:
     if options.request_mode == "buffered":
         # Raises the limit for bodies alone: the listener's buffers stay small.
         host["request_body_buffer_limit"] = options.body_limit
-    return {
+    made: Json = {
         "name": "gateway",
         "virtual_hosts": [host],
         "request_headers_to_remove": list(TOWARD_UPSTREAM),
     }
+    if options.decision_header:
+        # Told by the gateway from the metadata of the pick: the scheduler need not see the response for it.
+        value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"
+        header = {"key": options.decision_header, "value": value}
+        made["response_headers_to_add"] = [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
+    return made
 
 
 def _routes(options: Options) -> list[Json]:

@@ -77,7 +77,7 @@ class Feed:
         self._events: Iterator[KvEvent | None] | None = None
         self._batch: Batch | None = None
         self._steps: Iterator[int] | None = None
-        self._reconnected = False
+        self._reconnected = self._resumed = False
         #: A replay is needed after the one that is under way.
         self._again = False
         #: For which waiting batch, and after which one, a replay was asked for: once is enough.
@@ -108,6 +108,7 @@ class Feed:
         """What the index holds of this rank came from a snapshot, and is true up to that batch."""
         self._note(last, ts)
         self._life_ts = ts
+        self.cache.heard = self._resumed = True
         self.connection_lost()
         if self._reconnected and self.can_replay:
             self._want(last)
@@ -170,6 +171,8 @@ class Feed:
         number = frames.sequence
         if number == self.last and batch.ts == self.last_ts:
             self._reconnected = False
+            self.cache.provisional &= not self._resumed  # the snapshot is of this life
+            self._resumed = False
             return
         if number <= self.last and batch.ts <= self.last_ts:
             self.count.duplicates += 1
@@ -320,6 +323,7 @@ class Feed:
         self._note(number, batch.ts)
         self._reconnected = False
         self._asked = (-1, -1)
+        self.cache.heard = True
         self.count.batches += 1
         self._batch = batch
         self._events = batch.each()
@@ -335,6 +339,7 @@ class Feed:
     def _restart(self) -> None:
         """Another life of the engine: nothing of the last one is there any more."""
         self.count.restarts += 1
+        self.cache.lives += 1
         self._events = self._steps = self._batch = None
         self._index.clear_rank(self.cache)
         self.cache.provisional = False

@@ -89,6 +89,7 @@ class KvSubscriber:
     def unwatch(self, slot: int) -> None:
         """Stop listening. The index keeps what it knows until the slot is dropped there."""
         for subscription in self._watched.pop(slot, ()):
+            subscription.stop()
             task = self._loop.create_task(subscription.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -136,6 +137,7 @@ class KvSubscriber:
             # The same pod under another topic: it serves another model now.
             self._forget(feeds[rank])
         feeds[rank] = feed
+        cache.linked = True
         return feed
 
     def _forget(self, feed: Feed) -> None:
@@ -157,10 +159,18 @@ class KvSubscriber:
 
     # ---------------------------------------------------------------- state
 
-    def counts(self, slot: int) -> list[Count]:
+    def subscriptions(self, slot: int) -> list[Subscription]:
+        """Where we connect to, per rank."""
+        return list(self._watched.get(slot, ()))
+
+    def feeds(self, slot: int) -> list[Feed]:
         """Per rank, in the order of ranks (of a bound socket: in which they were first heard)."""
         feeds = [subscription.feed for subscription in self._watched.get(slot, ())]
-        return [feed.count for feed in (*feeds, *self._hub_feeds.get(slot, {}).values())]
+        return [*feeds, *self._hub_feeds.get(slot, {}).values()]
+
+    def counts(self, slot: int) -> list[Count]:
+        """As `feeds`."""
+        return [feed.count for feed in self.feeds(slot)]
 
     def place_of(self, cache: RankCache) -> Place:
         """Up to where the index is true for a rank, to be saved with it."""

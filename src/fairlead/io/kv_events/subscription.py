@@ -26,11 +26,13 @@ class Subscription:
         slots: asyncio.Semaphore,
     ) -> None:
         self.feed = feed
+        self._stopped = False
         self._limits = limits
         self._pump = pump
         self._loop = asyncio.get_running_loop()
         self._socket = subscriber(context, limits, curve)
         events, replay = addresses
+        self._address = events
         try:
             self._monitor = Monitor(self._socket, self._connected, self._lost)
             self._socket.connect(events)
@@ -46,7 +48,7 @@ class Subscription:
 
     def step(self, now: float) -> bool:
         feed = self.feed
-        if self._socket.closed:
+        if self._stopped:
             return False
         if feed.step(now):
             return True
@@ -73,11 +75,25 @@ class Subscription:
         self.feed.engine_started(at)
         self._wake()
 
+    def cut(self) -> None:
+        """Lose the connection, as when the network breaks; `mend` dials again. For tests and drills."""
+        self._socket.disconnect(self._address)
+        self._lost()  # of a disconnection that was asked for the monitor does not tell
+
+    def mend(self) -> None:
+        self._socket.connect(self._address)
+
+    def stop(self) -> None:
+        """Take nothing more, from this moment on: the slot may soon be another endpoint's."""
+        self._stopped = True
+        self.feed.gone()
+        self.feed.cache.linked = False
+
     async def close(self) -> None:
         """Leave; nothing of it stays in the loop."""
+        self.stop()
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
-        self.feed.gone()
         if self._replayer is not None:
             await self._replayer.close()
         self._monitor.close()
@@ -98,8 +114,10 @@ class Subscription:
         self._pump.wake(self)
 
     def _connected(self) -> None:
+        self.feed.cache.linked = True
         self.feed.connected()
         self._wake()
 
     def _lost(self) -> None:
+        self.feed.cache.linked = False
         self.feed.connection_lost()

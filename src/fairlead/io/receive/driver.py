@@ -7,8 +7,19 @@ from typing import Any, Protocol
 from fairlead.model.clock import Clock, TimerHandle
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.model.endpoint import Endpoint
-from fairlead.model.events import Event, TimerFired
-from fairlead.model.instructions import Hold, Instruction, Record, Reject, Route, SetTimer
+from fairlead.model.events import Event, StreamLost, TimerFired
+from fairlead.model.instructions import (
+    AskRemote,
+    Evict,
+    Hold,
+    Instruction,
+    JudgeShadows,
+    Record,
+    Reject,
+    Route,
+    SetTimer,
+)
+from fairlead.model.shadow import ShadowCase, ShadowRecord
 from fairlead.pipeline import Pipeline
 
 
@@ -43,6 +54,9 @@ class Waiting(Protocol):
     def hold(self, seconds: float) -> None:
         """It waits for so long at most."""
 
+    def stay(self) -> None:
+        """It will be routed, and must then be followed to its end: it may have to be ended by `reject`."""
+
 
 class Driver:
     """One per process. All calls happen on the event loop's thread."""
@@ -53,11 +67,21 @@ class Driver:
         self._observer = observer
         #: Requests that arrived and are not yet answered.
         self.waiting: dict[int, Waiting] = {}
+        #: Who asks schedulers in other processes, by the scheduler's name.
+        self.remotes: dict[str, Callable[[AskRemote], None]] = {}
+        #: Who has policies on trial judge a decision, and who is told what they would have done.
+        self.judge: Callable[[ShadowCase], object] = lambda case: None
+        self.on_shadow: Callable[[ShadowRecord], object] = lambda record: None
+        #: Requests that were routed and may have to make way.
+        self.evictable: dict[int, Waiting] = {}
         self._timers: dict[str, TimerHandle] = {}
         self._handlers: dict[type, Any] = {
             Route: self._route,
             Reject: self._reject,
+            Evict: self._evict,
             Hold: self._hold,
+            AskRemote: self._ask_remote,
+            JudgeShadows: lambda instruction: self.judge(instruction.case),
             SetTimer: self._set_timer,
         }
 
@@ -86,14 +110,21 @@ class Driver:
                 record = instruction.record
                 if type(record) is DecisionRecord:
                     self._observer.on_decision(record, duration)
-                else:
-                    self._observer.on_outcome(record)  # type: ignore[arg-type]
+                elif type(record) is OutcomeRecord:
+                    self._observer.on_outcome(record)
+                    if self.evictable:
+                        self.evictable.pop(record.request.id, None)
+                elif type(record) is ShadowRecord:
+                    self.on_shadow(record)
             else:
                 self._handlers[type(instruction)](instruction)
 
     def _route(self, instruction: Route) -> None:
         waiting = self.waiting.pop(instruction.request_id, None)
         if waiting is not None:
+            if instruction.evictable:
+                self.evictable[instruction.request_id] = waiting
+                waiting.stay()
             waiting.route(instruction.endpoint, instruction.target, instruction.shown, prefill=instruction.prefill)
 
     def _reject(self, instruction: Reject) -> None:
@@ -101,10 +132,21 @@ class Driver:
         if waiting is not None:
             waiting.reject(instruction)
 
+    def _evict(self, instruction: Evict) -> None:
+        running = self.evictable.pop(instruction.told.request_id, None)
+        if running is not None:
+            running.reject(instruction.told)
+            self.later(0.0, self.feed, StreamLost(instruction.told.request_id))
+
     def _hold(self, instruction: Hold) -> None:
         waiting = self.waiting.get(instruction.request_id)
         if waiting is not None:
             waiting.hold(instruction.seconds)
+
+    def _ask_remote(self, instruction: AskRemote) -> None:
+        ask = self.remotes.get(instruction.remote)
+        if ask is not None:  # else nobody answers, and its deadline comes
+            ask(instruction)
 
     def _set_timer(self, instruction: SetTimer) -> None:
         old = self._timers.get(instruction.name)

@@ -33,7 +33,7 @@ from fairlead.io.receive.shared import Shared
 from fairlead.io.receive.stream import ServerStream
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.errors import ClientError, ProtocolError
-from fairlead.model.events import RequestArrived, StreamLost, UsageReported
+from fairlead.model.events import StreamLost, UsageReported
 from fairlead.model.instructions import Reject
 from fairlead.model.request import Request
 from fairlead.parse.splice import splice_model
@@ -71,7 +71,7 @@ class Session:
         self._request_mode = self._response_mode = BodyMode.FULL_DUPLEX  # what the protocol demands of gateways
         self._eager = False
         #: A message was taken. Only the first one may be the headers, or tell the modes.
-        self._begun = False
+        self._begun = self._collected = False
         self._headers: Mapping[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._parts: list[bytes] = []
@@ -79,12 +79,10 @@ class Session:
         #: Once collected: the whole body (under full duplex, where it is handed back) and in how many messages it came.
         self._body = b""
         self._chunks = 0
-        self._collected = False
         #: The message that the pick answers.
         self._awaited = Kind.REQUEST_HEADERS
-        self._trailers = False
+        self._trailers = self._closed = False
         self._request: Request | None = None
-        self._closed = False
         self._watch: ResponseWatch | None = None
         #: The response is going to be changed.
         self._renaming: Renaming | None = None
@@ -178,7 +176,7 @@ class Session:
         if self._request_mode is BodyMode.FULL_DUPLEX or host.driver.pipeline.models.may_rewrite(self._request):
             self._body = body
         host.driver.waiting[self._request.id] = self
-        host.driver.feed(RequestArrived(self._request))
+        host.arrive(self._request)
 
     def _fail(self, error: ClientError) -> None:
         api = self._host.understanding.api(self._headers)
@@ -190,6 +188,10 @@ class Session:
     def hold(self, seconds: float) -> None:
         if self._request_mode is not BodyMode.FULL_DUPLEX:  # which Envoy gives no time limit
             self._stream.send(ext_proc.message_timeout(seconds))
+
+    def stay(self) -> None:
+        """To the end, as if no access log told it: whoever may be evicted must be within reach."""
+        self._announced = False
 
     def _answer(self, message: bytes) -> None:
         """Say this, and no more."""
@@ -236,11 +238,9 @@ class Session:
         mode = self._response_mode
         if shown and mode is not BodyMode.NONE:
             self._renaming = Renaming(target, shown, mode, request.stream, self._resizable)
-        modes = self._request_mode, mode, self._eager
-        mapped = self._renaming is not None
-        return self._host.answers.pick_with_body(
-            modes, endpoint, request.id, removed, body, self._trailers, mapped, prefill
-        )
+        modes, mapped = (self._request_mode, mode, self._eager), self._renaming is not None
+        rest = self._trailers, mapped, prefill
+        return self._host.answers.pick_with_body(modes, endpoint, request.id, removed, body, *rest)
 
     def _wired(self) -> bool:
         """The gateway will tell us the end of this request."""

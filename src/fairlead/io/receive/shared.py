@@ -1,12 +1,17 @@
 """What all sessions of a process share."""
 
+import asyncio
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from fairlead.io.receive.answers import Answers
 from fairlead.io.receive.departures import Departures
 from fairlead.io.receive.driver import Driver, Incidents
 from fairlead.io.receive.pulse import Pulse
 from fairlead.io.receive.understand import Understanding
+from fairlead.model.events import RequestArrived
+from fairlead.model.request import Request
 
 
 class Shared:
@@ -38,6 +43,20 @@ class Shared:
         self.access_logs = 0
         self.log_ends: set[Callable[[], None]] = set()
         self.pulse = Pulse(now)
+
+    def arrive(self, request: Request) -> None:
+        """A request is understood. While its prompt is still being read, it is not there yet."""
+        reading = self.understanding.reading
+        job = reading.get(request.id) if reading else None
+        if job is None:
+            self.driver.feed(RequestArrived(request))
+        else:
+            job.add_done_callback(lambda done: self._read(request, done))
+
+    def _read(self, request: Request, done: asyncio.Task[int]) -> None:
+        if request.id in self.driver.waiting:  # else its client went away meanwhile
+            counted = 0 if done.cancelled() or done.exception() is not None else done.result()
+            self.driver.feed(RequestArrived(replace(request, prompt_tokens=counted) if counted else request))
 
     def end_access_logs(self) -> None:
         for end in list(self.log_ends):

@@ -1,5 +1,6 @@
 """Headers and body of a request → `Request`: the one place where client input becomes something to schedule."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
@@ -37,6 +38,11 @@ class Understanding:
         self._wishes = WishReader(trusted)
         self._ids = count(1)
         self._conversations = Conversations() if conversations else None
+        #: Takes a request's id, parsed body, body and model, and returns its number of prompt tokens, 0 = unknown. For
+        #: who wants to know the prompt itself before the request arrives; `None` = nobody does.
+        self.read_prompt: Callable[[int, ParsedRequest, bytes, str], int] | None = None
+        #: Requests whose prompts are still being read; the result is the number of tokens, 0 = unknown.
+        self.reading: Mapping[int, asyncio.Task[int]] = {}
 
     def api(self, headers: Mapping[str, str]) -> str:
         """The API of a request, for answers to one that cannot be understood."""
@@ -58,8 +64,11 @@ class Understanding:
         if wishes.selection is not None:
             subset = within(subset, wishes.selection)
         prefix, recognised = self._recognise(parsed, wishes.session or parsed.user)
+        number, counted = next(self._ids), parsed.prompt_tokens
+        if self.read_prompt is not None:
+            counted = self.read_prompt(number, parsed, body, wishes.rewrite or parsed.model) or counted
         return Request(
-            id=next(self._ids),
+            id=number,
             arrived=self._now(),
             api=parsed.api,
             path=path,
@@ -69,7 +78,7 @@ class Understanding:
             stream=parsed.stream,
             body_bytes=len(body),
             prompt_bytes=parsed.prompt_bytes,
-            prompt_tokens=parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, parsed.api),
+            prompt_tokens=counted or self._tokens.estimate(parsed.model, parsed.prompt_bytes, parsed.api),
             max_tokens=parsed.max_tokens,
             prefix=prefix,
             media=parsed.media,

@@ -1,0 +1,75 @@
+"""`fairlead indexer`: the prefix index as a service."""
+
+from inspect import cleandoc
+from typing import Annotated
+
+import typer
+
+from fairlead.cli._options import ConfigFile
+
+_EXAMPLES = """
+\b
+Examples:
+  fairlead indexer fairlead.yaml
+  fairlead indexer fairlead.yaml --bind tcp://*:5555 --listen 0.0.0.0:9090
+  curl localhost:9090/query --json '{"prompt_hash": [123, 456, 789], "pods": ["pod1", "pod2"]}'
+  curl localhost:9090/snapshot --output index.kv
+"""
+
+
+def indexer(
+    file: ConfigFile,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="HTTP address, port 0 = any. Default: `admin.host`, `admin.port`.")
+    ] = "",
+    bind: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Let engines dial in, e.g. tcp://*:5555: `kvEvents.bind`.")
+    ] = "",
+    snapshot: Annotated[
+        str, typer.Option(metavar="FILE", help="Keeps the index over restarts: `kvEvents.snapshot`.")
+    ] = "",
+    warm_from: Annotated[
+        str, typer.Option(metavar="URL", help="Begin with the index of another indexer: `kvEvents.indexer.warmFrom`.")
+    ] = "",
+    accept_snapshots: Annotated[
+        bool, typer.Option("--accept-snapshots", help="Take snapshots in at PUT /snapshot; whoever reaches it may.")
+    ] = False,
+) -> None:
+    """Follow the KV events of a pool and tell over HTTP which endpoint holds how much of a prompt.
+
+    The configuration is that of `fairlead serve`; endpoints, kubernetes, kvEvents, tokens and log count. Logs go to
+    stderr. SIGTERM or Ctrl-C ends it.
+    """
+    import asyncio
+
+    from msgspec import structs
+
+    from fairlead.config.load import load
+    from fairlead.live.indexer import LiveIndexer
+    from fairlead.observe.log import setup
+
+    config = load(file)
+    host, port = _address(listen) if listen else (config.admin.host, config.admin.port)
+    events = config.kv_events
+    warm = structs.replace(events.indexer, warm_from=warm_from or events.indexer.warm_from)
+    events = structs.replace(events, bind=bind or events.bind, snapshot=snapshot or events.snapshot, indexer=warm)
+    config = structs.replace(config, kv_events=events)
+    setup(config.log.level, config.log.format)
+
+    async def run() -> None:
+        await LiveIndexer(config, host, port, accept_snapshots).run()
+
+    asyncio.run(run())
+
+
+indexer.__doc__ = f"{cleandoc(indexer.__doc__ or '')}\n{_EXAMPLES}"
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Raises `ConfigError`."""
+    from fairlead.model.errors import ConfigError
+
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
+        raise ConfigError(f"--listen {text!r}: expected HOST:PORT, e.g. 0.0.0.0:9090")
+    return host.strip("[]") or "0.0.0.0", int(port)
