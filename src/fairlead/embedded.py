@@ -140,7 +140,8 @@ class Embedded:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), DRAIN_SECONDS + 5.0)
+            async with asyncio.timeout(DRAIN_SECONDS + 5.0):
+                await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -40,7 +40,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), 15.0)
+                async with asyncio.timeout(15.0):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()

@@ -127,7 +127,8 @@ class EndpointSet:
             else:
                 delay = self._resolve_s
             try:
-                await asyncio.wait_for(self._new_names.wait(), delay)
+                async with asyncio.timeout(delay):  # `wait_for` of Python 3.11 may swallow a cancellation
+                    await self._new_names.wait()
             except TimeoutError:
                 pass
             await self._resolve_all()

@@ -1,5 +1,7 @@
 """`fairlead envoy-config`."""
 
+from pathlib import Path
+
 import pytest
 import typer
 import yaml
@@ -32,8 +34,10 @@ def test_it_prints_what_build_makes() -> None:
     assert yaml.safe_load(done.stdout) == build(options)
 
 
-def test_the_log_service_is_the_schedulers_port_unless_told_otherwise() -> None:
-    done = CliRunner().invoke(app, ["--ext-proc", "127.0.0.1:7", "--tls-ca", "/ca.pem", "--tls-server-name", "epp"])
+def test_the_log_service_is_the_schedulers_port_unless_told_otherwise(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    done = CliRunner().invoke(app, ["--ext-proc", "127.0.0.1:7", "--tls-ca", str(ca), "--tls-server-name", "epp"])
     assert [c["name"] for c in yaml.safe_load(done.stdout)["static_resources"]["clusters"]][-1] == "als"
     assert "server_name" not in done.stdout and "sni: epp" in done.stdout
 

@@ -126,7 +126,8 @@ class Supervisor:
         if process is not None and process.returncode is None:
             _signal(process, signal.SIGTERM if grace > 0 else signal.SIGKILL)
             try:
-                await asyncio.wait_for(process.wait(), grace or None)
+                async with asyncio.timeout(grace or None):
+                    await process.wait()
             except TimeoutError:
                 log.warning("Envoy does not end, killing it")
                 _signal(process, signal.SIGKILL)

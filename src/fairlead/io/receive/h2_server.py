@@ -166,7 +166,8 @@ class H2Server:
         try:
             if grace_s > 0:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._empty.wait(), grace_s)
+                    async with asyncio.timeout(grace_s):
+                        await self._empty.wait()
         finally:
             for connection in list(self._connections):
                 connection.abort("the server closes")
