@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from fairlead.config.problems import Report
 from fairlead.config.section import Section
-from fairlead.config.units import PositiveSeconds
+from fairlead.config.units import PositiveSeconds, Seconds
 from fairlead.wire.kube_pool import MAX_PORTS
 
 KEY = "kubernetes"
@@ -19,7 +19,7 @@ KubeName = Annotated[str, Meta(max_length=253)]
 
 
 class LeaderElection(Section, frozen=True, kw_only=True):
-    """One of several replicas is ready, the others stand by."""
+    """One of several replicas answers, the others stand by."""
 
     enabled: bool = False
     #: Empty = `epp-NAMESPACE-POOL.fairlead`.
@@ -29,6 +29,10 @@ class LeaderElection(Section, frozen=True, kw_only=True):
     #: A leader whose renewals are refused for so long stops leading.
     renew_deadline: PositiveSeconds = 7.0
     retry_period: PositiveSeconds = 2.0
+    #: A leader that ends answers beside its successor for so long: gateways must find that one before they lose it.
+    overlap: Seconds = 5.0
+    #: A Service without a selector that leads to the leader; needs $POD_IP. Empty = gateways go by readiness.
+    service: KubeName = ""
 
 
 class Kubernetes(Section, frozen=True, kw_only=True):
@@ -76,6 +80,8 @@ def check_kubernetes(section: Kubernetes, endpoints_given: bool, report: Report)
         report.add((KEY, "leaderElection", "renewDeadline"), "must be shorter than leaseDuration")
     if election.retry_period * _JITTER >= election.renew_deadline:
         report.add((KEY, "leaderElection", "retryPeriod"), f"times {_JITTER} must be shorter than renewDeadline")
+    if election.service and not election.enabled:
+        report.add((KEY, "leaderElection", "service"), "there is no leader to lead to", "enabled: true")
     if election.lease_duration < 1:
         report.add((KEY, "leaderElection", "leaseDuration"), "must be at least 1s, as leases count whole seconds")
 

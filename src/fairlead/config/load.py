@@ -169,8 +169,10 @@ class _Assembly:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
             if endpoints.file:
-                named = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
-                check_file(endpoints.file, named, self._report)
+                where: tuple[str, ...] = (
+                    ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
+                )
+                check_file(endpoints.file, where, self._report)
         seed = check(Seed | None, self._root.get("seed"), ("seed",), self._report)
         if policy is None or self._report.problems:
             return None
@@ -196,6 +198,7 @@ class _Assembly:
             journal=sections["journal"],
             tokens=located(sections["tokens"], self._base),
             kv_events=kv_events.located(sections["kvEvents"], self._base),
+            tracing=sections["tracing"],
             seed=seed,
             source=source,
             notes=tuple(self._report.notes),

@@ -29,6 +29,7 @@ _FIXED: Final[Mapping[str, str]] = {
     "headers": "sessions were begun with it",
     "journal": "its files are open already",
     "tokens": "tokenisers are loaded at the start",
+    "tracing": "its exporter was started with it",
     "kv_events": "its subscriptions were begun with it",
     "seed": "the random generator was seeded at the start",
     "metric_sources": _PLUGINS,

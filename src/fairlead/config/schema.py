@@ -18,6 +18,7 @@ from fairlead.config.queueing import QueueLimit as QueueLimit
 from fairlead.config.queueing import QueueLimits as QueueLimits
 from fairlead.config.section import Section as Section
 from fairlead.config.tokens import Tokens
+from fairlead.config.tracing import Tracing
 from fairlead.config.units import SIZE, Bytes, PositiveSeconds
 from fairlead.wire.endpoint_entry import Listed
 from fairlead.wire.problem import Problem
@@ -205,7 +206,15 @@ class PluginSpec(Struct, frozen=True, kw_only=True):
     """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
 
     kind: Literal[
-        "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation",
+        "filter",
+        "scorer",
+        "picker",
+        "policy",
+        "metric-source",
+        "parser",
+        "fairness",
+        "ordering",
+        "saturation",
         "ceiling",
     ]
     type: str
@@ -288,6 +297,7 @@ class Config(Struct, frozen=True, kw_only=True):
     journal: JournalSettings = JournalSettings()
     tokens: Tokens = Tokens()
     kv_events: KvEvents = KvEvents()
+    tracing: Tracing = Tracing()
     #: Of the random generator; `None` = another one at each start.
     seed: int | None = None
     #: File it came from; empty = text.
@@ -316,5 +326,6 @@ SECTIONS: dict[str, type[Section]] = {
     "journal": JournalSettings,
     "tokens": Tokens,
     "kvEvents": KvEvents,
+    "tracing": Tracing,
 }
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]

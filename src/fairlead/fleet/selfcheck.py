@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
-from fairlead.fleet.diagnosis import Case, Finding, diagnose
+from fairlead.fleet.diagnosis import UNKNOWN, Case, Finding, diagnose
 from fairlead.fleet.kv.index import KvIndex
 from fairlead.fleet.recipe import Recipe, TokenIds
 from fairlead.fleet.trust import Trust, agrees
@@ -18,6 +18,9 @@ from fairlead.model.request import Usage
 #: Answers that are awaited, and what is kept of each prompt for a diagnosis, in tokens.
 MOST_AWAITED = 20_000
 _KEPT = 4096
+
+
+_ELSEWHERE = Finding(UNKNOWN, "what was stored is known to the indexer only")
 
 
 class Verdict(Struct, frozen=True):
@@ -73,6 +76,8 @@ class SelfCheck:
         self.report: Callable[[Verdict], None] = lambda verdict: None
         #: Called when an answer has reported its cached tokens.
         self.heard: Callable[[], None] = lambda: None
+        #: What is known to be wrong with how prompts are read; named where stored blocks do not show the cause.
+        self.suspect: Finding | None = None
         self._index = index
         self._recipe = recipe
         self._states: dict[int, _State] = {}
@@ -160,5 +165,8 @@ class SelfCheck:
             awaited.tokens, awaited.count, awaited.lora, awaited.salt, awaited.predicted, usage.cached_tokens,
             usage.prompt_tokens,
         )  # fmt: skip
-        state.finding = found = diagnose(self._recipe, case, heads)
+        found = diagnose(self._recipe, case, heads)
+        if found.cause == UNKNOWN or not heads:
+            found = self.suspect or (found if self._index.tells_stores else _ELSEWHERE)
+        state.finding = found
         state.judged.causes[found.cause] = state.judged.causes.get(found.cause, 0) + 1

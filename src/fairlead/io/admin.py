@@ -17,9 +17,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from fairlead.io.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.io.dashboard import Dashboard, DashboardSources
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Most decisions that one request may ask for.
 MAX_DECISIONS = 200
 _DEFAULT_DECISIONS = 20
@@ -36,6 +36,7 @@ _DASHBOARD = {
 }
 _DEBUG_PAGES = {
     "/debug/endpoints": "all endpoints and what is known of them (JSON)",
+    "/debug/knowledge": "tokenisers, whether engines agree, how far KV events are relied on (JSON)",
     "/debug/decisions/id": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
     "/debug/decisions?last=n": f"the last n decisions with their scores, at most {MAX_DECISIONS} (JSON)",
 }
@@ -48,6 +49,8 @@ class AdminSources(Struct, frozen=True, kw_only=True):
 
     #: Pieces of the exposition.
     metrics: Callable[[], Iterable[bytes]]
+    #: The same as OpenMetrics, for clients that ask for it; `None` = there is none.
+    openmetrics: Callable[[], Iterable[bytes]] | None = None
     #: Why we are not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
     #: Anything msgspec can encode, such as a list of `EndpointStatus`.
@@ -56,6 +59,8 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     decisions: Callable[[int], Sequence[Any]]
     #: One of them in full, by one of its names; `None` = it is not, or no longer, there.
     decision: Callable[[str], Any] = lambda name: None
+    #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
+    knowledge: Callable[[], Any] = lambda: None
     #: What the dashboard at `/` shows; `None` = there is none, and a list of pages in its place.
     dashboard: DashboardSources | None = None
 
@@ -112,6 +117,7 @@ class Admin:
         self._add(app, "/metrics", self._metrics)
         if self._debug:
             self._add(app, "/debug/endpoints", self._endpoints)
+            self._add(app, "/debug/knowledge", self._knowledge)
             self._add(app, "/debug/decisions", self._decisions)
             self._add(app, "/debug/decisions/{name}", self._decision)
         return app
@@ -147,14 +153,20 @@ class Admin:
         return web.Response(text="ready\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        source, kind = self._sources.metrics, TEXT_TYPE
+        if self._sources.openmetrics and wants_openmetrics(",".join(request.headers.getall("Accept", ()))):
+            source, kind = self._sources.openmetrics, OPENMETRICS_TYPE
         parts = []
-        for part in self._sources.metrics():
+        for part in source():
             parts.append(part)
             await asyncio.sleep(0)
-        return web.Response(body=b"".join(parts), headers={"Content-Type": METRICS_TYPE})
+        return web.Response(body=b"".join(parts), headers={"Content-Type": kind, "Vary": "Accept"})
 
     async def _endpoints(self, request: web.Request) -> web.Response:
         return _json({"endpoints": self._sources.endpoints()})
+
+    async def _knowledge(self, request: web.Request) -> web.Response:
+        return _json(self._sources.knowledge())
 
     async def _decisions(self, request: web.Request) -> web.Response:
         unknown = set(request.query) - {"last"}

@@ -10,6 +10,7 @@ sources, prompts that were just sent, and the comparison with what answers repor
 
 import asyncio
 import contextlib
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ class KvAsking(Knowledge):
     def __init__(self, config: Config, fleet: Fleet, registry: Registry) -> None:
         recipe = recipe_of(config.kv_events)
         self._index = AnsweredIndex(ANY_MODEL, recipe.space())
-        super().__init__(config, fleet, ExactKnowledge(recipe, self._index))
+        super().__init__(config, fleet, registry, ExactKnowledge(recipe, self._index))
         metrics = AskingMetrics(registry)
         indexer = config.kv_events.indexer
         self.client = IndexClient(indexer.url, indexer.budget, self._told, self._say, metrics.took)
@@ -66,8 +67,20 @@ class KvAsking(Knowledge):
         stack.callback(lambda: self._timer.cancel())
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        super().endpoint(event)
         if self._state is not None:
             self._take(self._state)
+
+    def page(self) -> dict[str, Any]:
+        client, state = self.client, self._state
+        indexer = {
+            "url": client.url,
+            "up": client.up,
+            "complaint": self._complaint,
+            "index_size": state.index_size if state is not None else None,
+            "questions": client.counts.ends,
+        }
+        return super().page() | {"indexer": indexer}
 
     def _refresh(self) -> None:
         self.exact.refresh((*self._scraped_sizes(), *self._sizes))

@@ -60,4 +60,5 @@ class Core:
         self.host.tells_served = "test-selection" in config.headers.trust
         if self.kv is not None:
             self.kv.serve(self.host)
+        self.watch.naming(self.host.answers.lease)
         begin(self.journal, config, self.pipeline, rng, self.watch)

@@ -12,4 +12,4 @@ def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | N
     """`None` = prompts are known by their bytes only. Raises `ConfigError`."""
     if config.kv_events.enabled:
         return (KvAsking if config.kv_events.indexer.url else KvListening)(config, fleet, registry)
-    return Knowledge(config, fleet) if config.tokens.models else None
+    return Knowledge(config, fleet, registry) if config.tokens.models else None

@@ -8,19 +8,24 @@ Subclasses say where the blocks are known: here (`live.kv`), or in another proce
 import contextlib
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 from fairlead.config.kv_events import KvEvents
 from fairlead.config.schema import Config
+from fairlead.fleet.diagnosis import Finding
 from fairlead.fleet.exact import ExactKnowledge
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.recipe import Recipe
 from fairlead.fleet.selfcheck import Verdict
 from fairlead.io.receive.session import Host
+from fairlead.live.parity import TokenParity
 from fairlead.live.prompts import PromptReading
 from fairlead.model.endpoint import MODEL_LABEL
 from fairlead.model.errors import ConfigError
 from fairlead.model.events import EndpointDown, EndpointUp
+from fairlead.observe.exposition import Registry
 from fairlead.observe.log import get
+from fairlead.observe.token_metrics import TokenMetrics
 
 log = get("kv-events")
 
@@ -31,11 +36,14 @@ _FOLLOWED = 200
 class Knowledge:
     """Made before the first endpoint is known; `start` loads tokenisers; all on the loop's thread."""
 
-    def __init__(self, config: Config, fleet: Fleet, exact: ExactKnowledge | None = None) -> None:
+    def __init__(self, config: Config, fleet: Fleet, registry: Registry, exact: ExactKnowledge | None = None) -> None:
         self._settings = config.kv_events
         self._fleet = fleet
         self.exact = exact
         self.prompts = PromptReading(config.tokens, exact, self._some_engine)
+        self.parity = TokenParity(lambda: self.prompts.tokeniser, self.prompts.asks, self._suspect)
+        without = self.prompts.without if exact is None else None  # else `KvMetrics` shows it
+        TokenMetrics(registry, lambda: self.prompts.tokeniser, self.parity.states, without)
         self._budget = _FOLLOWED
         self._turn = 0
         if exact is not None:
@@ -48,9 +56,14 @@ class Knowledge:
         if self.exact is not None and not self.prompts.configured:
             log.warning("KV events serve only requests that carry token ids: no model has a tokeniser under tokens:")
         stack.push_async_callback(self.prompts.close)
+        if self.prompts.configured:
+            self.parity.start()
+            stack.push_async_callback(self.parity.close)
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went. To be called after the pipeline was told, before anything else happens."""
+        if isinstance(event, EndpointUp) and self.prompts.configured:
+            self.parity.up(event.endpoint)
 
     def serve(self, host: Host) -> None:
         """Read the prompts of its requests, and follow what answers report."""
@@ -77,6 +90,37 @@ class Knowledge:
             return usual(stream) or (not stream and rng.random() < share)
 
         return inspect
+
+    def page(self) -> dict[str, Any]:
+        """For people: tokenisers, whether engines agree, and how far each endpoint's events are relied on."""
+        exact = self.exact
+        found: dict[str, Any] = {
+            "tokenisers": {
+                name: {"state": model.state, "template": model.template_state}
+                for name, model in self.prompts.tokeniser.states().items()
+            },
+            "parity": self.parity.results,
+            "prompts_without_tokens": self.prompts.without,
+        }
+        if exact is not None:
+            found["index"] = {
+                "blocks": exact.index.entries,
+                "bytes": exact.index.nbytes,
+                "keys": exact.index.space.name,
+            }
+            found["endpoints"] = {
+                name: {
+                    "source": exact.source(slot),
+                    "trust": exact.check.trust(slot).level,
+                    "finding": exact.check.finding(slot),
+                }
+                for slot, name in self._endpoints()
+            }
+        return found
+
+    def _suspect(self, finding: Finding) -> None:
+        if self.exact is not None:
+            self.exact.check.suspect = finding
 
     def _heard(self) -> None:
         self._budget = _FOLLOWED

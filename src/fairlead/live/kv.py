@@ -53,7 +53,8 @@ class KvListening(Knowledge):
 
     def __init__(self, config: Config, fleet: Fleet, registry: Registry) -> None:
         recipe = recipe_of(config.kv_events)
-        super().__init__(config, fleet, ExactKnowledge(recipe, new_index(recipe, config.kv_events.max_blocks)))
+        index = new_index(recipe, config.kv_events.max_blocks)
+        super().__init__(config, fleet, registry, ExactKnowledge(recipe, index))
         #: By endpoint id: slot and address; the task that looks after its publisher; what is listened to.
         self._known: dict[str, tuple[int, str]] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
@@ -101,6 +102,7 @@ class KvListening(Knowledge):
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went. To be called after the pipeline was told, before anything else happens."""
+        super().endpoint(event)
         name = event.endpoint.id if isinstance(event, EndpointUp) else event.endpoint_id
         address = event.endpoint.address if isinstance(event, EndpointUp) else ""
         known = self._known.get(name)

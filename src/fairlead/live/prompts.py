@@ -69,7 +69,7 @@ class PromptReading:
 
     def read(self, request_id: int, parsed: ParsedRequest, body: bytes, model: str) -> int:
         """The number of the prompt's tokens; 0 = it is unknown, or will be known by `reading`."""
-        if self._render is not None and not parsed.prompt_tokens and self._asks(model):
+        if self._render is not None and not parsed.prompt_tokens and self.asks(model):
             return self._later(request_id, model, partial(self._ask, parsed, body, model))
         long = self._long
         if parsed.prompt_tokens > long or parsed.prompt_bytes > 4 * long or self.tokeniser.in_thread(parsed, model):
@@ -81,7 +81,8 @@ class PromptReading:
             self._later(request_id, model, partial(_ready, found))
         return found.total
 
-    def _asks(self, model: str) -> bool:
+    def asks(self, model: str) -> bool:
+        """Whether an engine is asked for the ids of its prompts."""
         return model in self._asked or (_OTHERS in self._asked and model not in self._settings.models)
 
     def _take(self, request_id: int, tokens: PromptTokens, prepared: Prepared | None = None) -> int:

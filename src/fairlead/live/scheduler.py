@@ -28,6 +28,7 @@ from fairlead.live.dashboard import dashboard
 from fairlead.live.kube import Kube
 from fairlead.live.memory import keep_heap, settle_memory
 from fairlead.live.reload import take_over, unusable
+from fairlead.live.tracing import start_tracing
 from fairlead.model.errors import ConfigError
 from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged, StopAsked
 from fairlead.model.inference import ModelRules, ModelSet
@@ -90,6 +91,7 @@ class Live:
 
     async def _start(self, stack: contextlib.AsyncExitStack, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
+        start_tracing(stack, config, self.core, loop)
         self.driver.start()
         stack.callback(self.driver.close)
         stack.push_async_callback(self.core.choosers.close)
@@ -191,10 +193,12 @@ class Live:
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         sources = AdminSources(
             metrics=self.watch.exposition,
+            openmetrics=lambda: self.watch.exposition(openmetrics=True),
             unready=self._reasons,
             endpoints=self.watch.endpoints,
             decisions=self.watch.decisions,
             decision=self.watch.decision,
+            knowledge=self.core.kv.page if self.core.kv is not None else lambda: None,
             dashboard=dashboard(self.config, self.core, asyncio.get_running_loop().time, self._reasons),
         )
         settings = self.config.admin
@@ -225,7 +229,7 @@ class Live:
         self._unready.pop(part, None)
         if reason:
             self._unready[part] = reason
-        self.health.set_ready(not self._unready)
+        self.health.set_ready(not self._unready, warm=self._unready.keys() <= {"leader"})
 
     def _whereabouts(self) -> dict[str, object]:
         config = self.config

@@ -47,7 +47,7 @@ class Query(Struct, kw_only=True, forbid_unknown_fields=True):
     hits_only: bool = False
 
 
-class PodAnswer(Struct, frozen=True, kw_only=True):
+class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
     """Of one endpoint. `matched`: blocks from the beginning on; `tiers`: these by where they lie."""
 
     matched: int

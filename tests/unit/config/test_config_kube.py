@@ -31,6 +31,7 @@ def test_a_pool_stands_for_endpoints() -> None:
         ("kubernetes: {selector: {a: b}, targetPorts: [1, 2, 3, 4, 5, 6, 7, 8, 9]}", "at most 8 ports"),
         ("kubernetes: {pool: a, group: other}", "unknown value"),
         ("endpoints: ['10.0.0.1:80']\nkubernetes: {leaderElection: {enabled: true}}", "no pool to lead"),
+        ("kubernetes: {pool: a, leaderElection: {service: epp-leader}}", "no leader to lead to"),
         ("kubernetes: {pool: a, leaderElection: {leaseDuration: 5s}}", "shorter than leaseDuration"),
         ("kubernetes: {pool: a, leaderElection: {retryPeriod: 6s}}", "shorter than renewDeadline"),
         (

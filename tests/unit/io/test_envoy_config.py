@@ -89,7 +89,10 @@ def test_fail_open_and_closed() -> None:
     last = [manager(b)["route_config"]["virtual_hosts"][0]["routes"][-1] for b in (open_, closed)]
     assert last[0]["route"]["cluster"] == "all_endpoints"
     assert last[1]["direct_response"]["status"] == 503 and "route" not in last[1]
-    assert cluster(open_, "ext_proc")["common_lb_config"] == {"healthy_panic_threshold": {"value": 0}}
+    assert cluster(open_, "ext_proc")["common_lb_config"] == {
+        "healthy_panic_threshold": {"value": 0},
+        "update_merge_window": "0s",
+    }
     assert ext_proc(open_)["max_message_timeout"] == "600s"
 
 

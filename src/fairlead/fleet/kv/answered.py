@@ -39,6 +39,8 @@ class RankState(Struct, frozen=True, kw_only=True):
 class AnsweredIndex(KvIndex):
     """`add_slot`, `drop_slot`, `caches_of`, `look_up` and `speculation` are those of `KvIndex`; blocks it has none."""
 
+    tells_stores = False
+
     def __init__(self, model: str, space: KeySpace | None = None, max_leases: int = 20_000) -> None:
         super().__init__(10_000, space, max_leases=max_leases)
         self._model = model

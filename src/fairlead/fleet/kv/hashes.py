@@ -60,8 +60,14 @@ def _longest(shelves: Sequence[Shelf], hashes: Sequence[int], at: int) -> tuple[
     return best, end
 
 
-def numbers(hashes: Sequence[int | str]) -> Iterator[int]:
+def numbers(hashes: list[int | str]) -> list[int]:
     """Hashes as unsigned 64-bit integers, from integers of either sign or decimal text. Raises `ValueError`."""
+    if set(map(type, hashes)) == {int} and min(hashes) >= 0 and max(hashes) < 1 << 64:  # type: ignore[operator]
+        return hashes  # type: ignore[return-value]
+    return list(_numbers(hashes))
+
+
+def _numbers(hashes: Sequence[int | str]) -> Iterator[int]:
     for at, given in enumerate(hashes):
         if isinstance(given, str):
             if not given.isascii() or not given.removeprefix("-").isdigit() or len(given) > 20:

@@ -38,6 +38,9 @@ _LOOKS = 3
 class KvIndex:
     """`slots` are those of the endpoint table, as for `fleet.prefix.PrefixIndex`, whose interface this one has too."""
 
+    #: Its caches know what was stored lately.
+    tells_stores = True
+
     def __init__(
         self,
         max_blocks: int = 4_000_000,

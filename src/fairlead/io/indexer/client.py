@@ -6,7 +6,8 @@ does not answer. Whether it does again is found out beside requests, by asking f
 Rules
 * `ask` never raises but for cancellation and never takes longer than the budget. `None`: what was learned serves.
 * `FAILURES` questions in a row that were late or failed make it `down`: nothing is asked until its state was had again,
-  and not before a rest of `REST` seconds, doubled each time that no question was answered since the last one.
+  and not before a rest of `REST` seconds, doubled each time that no question was answered since the last one. Then one
+  question that fails is enough.
 * The state is asked for every `POLL` seconds; while it cannot be had, ever later, up to `POLL_MOST`, with jitter.
 * At most `MOST_ASKED` questions are open; what would be one more is not asked. One connection each, kept.
 * No redirect is followed, no proxy of the environment is used, and large answers are none.
@@ -146,7 +147,8 @@ class IndexClient:
             return
         if not self.up:
             self._say("the indexer answers", "")
-        self.up, self._complained, self._failures = True, False, 0
+            self.up, self._complained = True, False
+            self._failures = FAILURES - 1 if self._until else 0
         self._told(state)
 
     async def _call(self, method: str, path: str, most: int, body: bytes | None = None) -> bytes:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -23,7 +23,6 @@ from fairlead.fleet.kv.answered import RankState
 from fairlead.fleet.kv.cache import RankCache
 from fairlead.fleet.kv.hashes import keys_of, numbers
 from fairlead.fleet.kv.match import BlockChain, KvMatch
-from fairlead.fleet.kv.tiers import Tier
 from fairlead.fleet.recipe import ANY_MODEL
 from fairlead.model.endpoint import Endpoint
 from fairlead.parse.request import parse_request
@@ -35,6 +34,7 @@ _Result = TypeVar("_Result")
 #: Bytes of text and token ids beyond which a prompt is prepared in a thread.
 _LONG_TEXT, _LONG_IDS = 16 << 10, 16_384
 _NOTHING = PodAnswer(matched=0, hit_rate=0.0)
+_TIER_NAMES = tuple(TIERS.values())
 #: Prompts that may wait for the thread.
 _MOST_WAITING = 32
 
@@ -142,7 +142,7 @@ class IndexService:
         if query.keys is not None:
             return [BlockChain(np.frombuffer(query.keys, "<u8").astype(np.uint64), query.block_size)]
         try:
-            hashes = list(numbers(query.prompt_hash or ()))
+            hashes = numbers(query.prompt_hash or [])
         except ValueError as error:
             raise QueryError(400, f"prompt_hash: {error}") from None
         return [BlockChain(keys_of(self._exact.index, hashes, ANY_MODEL), 0)]
@@ -156,12 +156,13 @@ class IndexService:
         if unknown and query.strict:
             raise QueryError(404, f"unknown pods: {', '.join(unknown[:5])}")
         index = self._exact.index
-        best = [(index.look_up(chain, slots), chain, max(told, len(chain.keys))) for chain in chains]
+        matches = [(index.look_up(chain, slots), chain) for chain in chains]
+        best = [_columns(match, chain, told) for match, chain in matches if match is not None]
         pods = {name: _best(best, slot) for name, slot in wanted.items()}
         pods |= dict.fromkeys(unknown, _NOTHING)
         if query.hits_only:
             pods = {name: pod for name, pod in pods.items() if pod.matched}
-        total, size = max(((total, chain.block_size) for _, chain, total in best), default=(0, 0))
+        total, size = max(((max(told, len(chain.keys)), chain.block_size) for chain in chains), default=(0, 0))
         self.asked.questions += 1
         self.asked.looked_up += total
         self.asked.hit += max((pod.matched for pod in pods.values()), default=0)
@@ -180,17 +181,30 @@ def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]
     return {name: known[name] for name in pods if name in known}, unknown
 
 
-def _best(found: Sequence[tuple[KvMatch | None, BlockChain, int]], slot: int) -> PodAnswer:
-    """Of an endpoint, in blocks of its own size: others have matched nothing."""
-    answer, most = _NOTHING, 0
-    for match, chain, total in found:
-        blocks = int(match.blocks[slot]) if match is not None else 0
-        if match is not None and blocks * max(chain.block_size, 1) > most:
-            most = blocks * max(chain.block_size, 1)
-            counts = match.tiers[:, slot].tolist()
-            tiers = {TIERS[Tier(tier)]: int(count) for tier, count in enumerate(counts) if count}
-            answer = PodAnswer(matched=blocks, hit_rate=round(blocks / total, 4), tiers=tiers)
-    return answer
+class _Columns(NamedTuple):
+    """What was found for one chain, one entry per slot. `size`: tokens of a block, 1 where it is not known."""
+
+    blocks: list[float]
+    tiers: list[list[float]]
+    total: int
+    size: int
+
+
+def _columns(match: KvMatch, chain: BlockChain, told: int) -> _Columns:
+    total = max(told, len(chain.keys))
+    return _Columns(match.blocks.tolist(), match.tiers.T.tolist(), total, max(chain.block_size, 1))
+
+
+def _best(found: Sequence[_Columns], slot: int) -> PodAnswer:
+    """Of an endpoint, in blocks of its own size: those of others have matched nothing."""
+    best, most = _NOTHING, 0.0
+    for columns in found:
+        blocks = columns.blocks[slot]
+        if blocks * columns.size > most:
+            most = blocks * columns.size
+            tiers = {_TIER_NAMES[tier]: int(count) for tier, count in enumerate(columns.tiers[slot]) if count}
+            best = PodAnswer(matched=int(blocks), hit_rate=round(blocks / columns.total, 4), tiers=tiers)
+    return best
 
 
 def _state(cache: RankCache) -> RankState:

@@ -20,6 +20,33 @@ from fairlead.testing.fake_kube import FakeKube
 PODS = Resource("", "v1", "pods", "default")
 
 
+#: Two self-signed certificates, `CN=one` and `CN=two`.
+AUTHORITIES = (
+    """-----BEGIN CERTIFICATE-----
+MIIBdDCCARmgAwIBAgIUXO7qBroMyIbQnbCJbzx4iv3REjQwCgYIKoZIzj0EAwIw
+DjEMMAoGA1UEAwwDb25lMCAXDTI2MTEyMTEyMTkwNFoYDzIxMjYxMDI4MTIxOTA0
+WjAOMQwwCgYDVQQDDANvbmUwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAASM5uGE
+eg0q3qYb7UV4vapBy5fDc2ZXXmSjizaWkwCZO7J7Ty6XFS0FTX5fwlaFtQyO4H22
+26NvNa/DDtA6Zcmzo1MwUTAdBgNVHQ4EFgQUQNuqXIGKngDULhKTXa7At8BN1F0w
+HwYDVR0jBBgwFoAUQNuqXIGKngDULhKTXa7At8BN1F0wDwYDVR0TAQH/BAUwAwEB
+/zAKBggqhkjOPQQDAgNJADBGAiEAm09TGaoZmnHJTZSablrrM62grJeqc51WQf8i
+P6JC0EMCIQDssQj1eLmEUPDgCrvUVErlSyKjf2NEdKJ/lruQ+PI+GA==
+-----END CERTIFICATE-----
+""",
+    """-----BEGIN CERTIFICATE-----
+MIIBczCCARmgAwIBAgIUVZVwECFvlDCMSaxOPXpiyrIWV0gwCgYIKoZIzj0EAwIw
+DjEMMAoGA1UEAwwDdHdvMCAXDTI2MTEyMTEyMTkwNFoYDzIxMjYxMDI4MTIxOTA0
+WjAOMQwwCgYDVQQDDAN0d28wWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAAQeSbwb
+t1Pg9hwQ0aLreWrN0tKd8yRYz0sesDdUkOkhkuC7ZkcB2wR1uUy+N01bl+F176X5
+woWhPlcEH3JoeZ4Po1MwUTAdBgNVHQ4EFgQUEgzBKgxbeSXVoi8DtJdygWD+kZIw
+HwYDVR0jBBgwFoAUEgzBKgxbeSXVoi8DtJdygWD+kZIwDwYDVR0TAQH/BAUwAwEB
+/zAKBggqhkjOPQQDAgNIADBFAiBxAXtmY0MaaLgZ4brMLBCWmaSPMzEemHGIv4FL
+q6J8uAIhALWsaOWcpIhGmeslElpqd3KyzqNSaA9rwDjS4v3x/F6Q
+-----END CERTIFICATE-----
+""",
+)
+
+
 def kubeconfig(directory: Path, user: Any, server: str = "http://127.0.0.1:1", **cluster: Any) -> Path:
     document = {
         "apiVersion": "v1",
@@ -62,6 +89,36 @@ async def test_a_token_file_is_read_again(tmp_path: Path) -> None:
     file.unlink()
     source.refused()
     assert (await source.get()).token == "three", "the last one stays"
+
+
+async def test_a_rotated_authority_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubelet renews ca.crt in place: within a minute it counts, and at once when a server was not trusted."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    now = 0.0
+    monkeypatch.setattr("fairlead.io.kube.auth.time.monotonic", lambda: now)
+    first, second = AUTHORITIES
+    (tmp_path / "token").write_text("t")
+    (tmp_path / "ca.crt").write_text(first)
+    access = in_cluster(tmp_path)
+
+    async def trusted() -> set[str]:
+        _, context = await access.credentials()
+        assert isinstance(context, ssl.SSLContext)
+        return {one["subject"][0][0][1] for one in context.get_ca_certs()}  # type: ignore[index,misc]
+
+    assert await trusted() == {"one"}
+    (tmp_path / "ca.crt").write_text(second)
+    assert await trusted() == {"one"}
+    access.refused()
+    assert await trusted() == {"one"}, "a 401 says nothing of the server"
+    access.distrusted()
+    assert await trusted() == {"two"}
+    (tmp_path / "ca.crt").write_text(first)
+    now = REREAD_S
+    assert await trusted() == {"one"}
+    (tmp_path / "ca.crt").write_text("half a certif")
+    access.distrusted()
+    assert await trusted() == {"one"}, "what cannot be used changes nothing"
 
 
 async def test_no_token_file_at_all(tmp_path: Path) -> None:

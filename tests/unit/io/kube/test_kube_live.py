@@ -74,7 +74,6 @@ def kubeconfig(kube: FakeKube, tmp_path: Path) -> Path:
 async def stack(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncExitStack]:
     monkeypatch.setattr(live_kube, "START_S", 0.1)
     monkeypatch.setattr(live_kube, "NOTICE_S", 0.01)
-    monkeypatch.setattr(live_kube, "OVERLAP_S", 0.01)
     async with AsyncExitStack() as opened:
         yield opened
 
@@ -139,7 +138,7 @@ async def test_a_standby_is_warm_and_not_ready_until_it_leads(
 ) -> None:
     kube.put(V1, "inferencepools", POOL)
     kube.put("v1", "pods", pod("a"))
-    election = LeaderElection(enabled=True, lease_duration=30.0, renew_deadline=20.0, retry_period=1.0)
+    election = LeaderElection(enabled=True, lease_duration=30.0, renew_deadline=20.0, retry_period=1.0, overlap=0.01)
     leader, standby = (Replica(kubeconfig, leader_election=election) for _ in range(2))
     await leader.kube.start(stack)
     await until(lambda: not leader.unready)

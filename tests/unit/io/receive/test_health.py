@@ -54,6 +54,18 @@ def test_liveness_is_always_serving() -> None:
     assert made.status("liveness") is ServingStatus.SERVING
 
 
+def test_a_standby_is_warm_and_not_ready() -> None:
+    made = HealthService()
+    _, watching = call(made, health.WATCH, named("warm"))
+    for ready, warm in ((False, False), (False, True), (True, True)):
+        made.set_ready(ready, warm)
+        assert call(made, health.CHECK, named("readiness"))[1].sent == [SERVING if ready else NOT_SERVING]
+        assert call(made, health.CHECK, named("warm"))[1].sent == [SERVING if warm else NOT_SERVING]
+    assert watching.sent == [NOT_SERVING, SERVING]
+    made.set_ready(False)
+    assert watching.sent == [NOT_SERVING, SERVING, NOT_SERVING], "left out, it is the same"
+
+
 def test_unknown_services() -> None:
     made = HealthService()
     _, stream = call(made, health.CHECK, named("inference-extension"))

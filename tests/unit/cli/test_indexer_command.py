@@ -1,0 +1,89 @@
+"""`fairlead indexer`: its flags, and one run from start to end."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+import zmq
+
+from fairlead.cli.indexer import _address
+from fairlead.cli.main import main
+from fairlead.config.load import load
+from fairlead.live.indexer import alone
+from fairlead.model.errors import ConfigError
+
+FILE = "endpoints: ['127.0.0.1:1']\nlog: {format: json}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9090", ("127.0.0.1", 9090)),
+        (":0", ("0.0.0.0", 0)),
+        ("[::1]:80", ("::1", 80)),
+        ("localhost", None),
+        ("h:x", None),
+        ("h:65536", None),
+        ("h:", None),
+        ("", None),
+    ],
+)
+def test_addresses(text: str, address: tuple[str, int] | None) -> None:
+    if address is None:
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            _address(text)
+    else:
+        assert _address(text) == address
+
+
+def test_a_schedulers_configuration_serves_an_indexer_too() -> None:
+    config = load(
+        "kubernetes: {pool: p, leaderElection: {enabled: true}}\n"
+        "kvEvents: {enabled: true, indexer: {url: 'http://i:9090'}}",
+        need_endpoints=False,
+    )
+    found = alone(config)
+    assert (found.kv_events.enabled, found.kv_events.indexer.url) == (True, "")
+    assert found.kubernetes.pool == "p"
+    assert not (found.kubernetes.leader_election.enabled or found.kubernetes.models or found.kubernetes.status)
+
+
+def test_a_taken_port_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(FILE)
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(SystemExit) as ended:
+            main(["indexer", str(file), "--listen", f"127.0.0.1:{port}"])
+    assert ended.value.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+async def test_it_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(FILE)
+    kept = tmp_path / "index.kv"
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "fairlead", "indexer", str(file), "--listen", "127.0.0.1:0", "--bind",
+        "tcp://127.0.0.1:*", "--snapshot", str(kept), "--warm-from", "http://127.0.0.1:1",
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stderr is not None
+    said = b""
+    async with asyncio.timeout(30):
+        while b'"url":"' not in said and b'"url": "' not in said:
+            line = await child.stderr.readline()
+            assert line, said.decode()
+            said += line
+        url = said.replace(b'": "', b'":"').split(b'"url":"')[1].split(b'"')[0].decode()
+        async with aiohttp.ClientSession() as session, session.get(f"{url}readyz") as answer:
+            assert answer.status == 200
+        child.send_signal(signal.SIGTERM)
+        said += await child.stderr.read()
+        assert await child.wait() == 0, said.decode()
+    assert b"no warm start from another indexer" in said
+    assert b"publishers of KV events may dial in" in said
+    assert kept.read_bytes().startswith(b"fairlead-kv")
