@@ -1,0 +1,130 @@
+"""`fairlead doctor`: what is wrong with a configuration and the installation that runs by it."""
+
+import os
+import sys
+from inspect import cleandoc
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+
+if TYPE_CHECKING:
+    from fairlead.config.schema import Config
+    from fairlead.doctor.run import Check, Examination, Outcome
+
+_EXAMPLES = """
+\b
+Examples:
+  fairlead doctor fairlead.yaml
+  fairlead doctor fairlead.yaml --probe --gateway http://127.0.0.1:8080
+  fairlead doctor fairlead.yaml --only kv-events,tokens --json
+  fairlead doctor --list
+"""
+
+_File = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="The configuration that the installation runs with.", show_default=False),
+]
+
+
+def doctor(
+    file: _File = None,
+    admin: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Admin port of a running scheduler. Default: as configured, if it is there."),
+    ] = "",
+    gateway: Annotated[
+        str, typer.Option(metavar="URL", help="Where clients connect: requests are sent through it.")
+    ] = "",
+    gateway_admin: Annotated[
+        str, typer.Option(metavar="URL", help="Admin page of its Envoy: its configuration is looked through.")
+    ] = "",
+    probe: Annotated[bool, typer.Option("--probe", help="Send small requests to model servers too.")] = False,
+    only: Annotated[str, typer.Option(metavar="CHECK,...", help="Run only these.")] = "",
+    list_checks: Annotated[bool, typer.Option("--list", help="Show all checks and what they can find.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON, for machines.")] = False,
+) -> None:
+    """Check a configuration, its endpoints and, if one runs, the scheduler and gateway; print findings by harm.
+
+    Each finding says what was seen, what to do, and where to read on. Nothing is changed anywhere; only --probe and
+    --gateway send requests that a model server has to compute, of one output token each.
+
+    Exit codes: 0 nothing found (notes do not count), 1 something found or a check could not finish, 2 cannot run.
+    """
+    from fairlead.doctor.catalogue import CHECKS
+    from fairlead.doctor.report import as_json as json_of
+    from fairlead.doctor.report import as_text, listed
+
+    checks = _chosen(CHECKS, only)
+    if list_checks:
+        typer.echo(listed(checks))
+        return
+    urls = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
+    examination = _examined(_config(file), checks, urls, probe)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    typer.echo(json_of(examination) if as_json else as_text(examination, colour))
+    if not examination.well:
+        raise typer.Exit(FAILED)
+
+
+def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
+    from fairlead.model.errors import ConfigError
+
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    known = {check.name for check in checks}
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(
+                f"there is no check '{name}'; there are {', '.join(check.name for check in checks)}", "--only"
+            )
+    return tuple(check for check in checks if not wanted or check.name in wanted)
+
+
+def _config(file: Path | None) -> "Config":
+    from fairlead.config.load import load
+
+    if file is None:
+        complain("name the configuration: fairlead doctor FILE")
+        raise typer.Exit(WRONG_INPUT)
+    return load(file)
+
+
+def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str], probe: bool) -> "Examination":
+    import asyncio
+
+    from fairlead.doctor.run import examine
+    from fairlead.doctor.site import CannotExamine, Site
+
+    for name, url in urls.items():
+        if url and not url.startswith(("http://", "https://")):
+            complain(f"--{name.replace('_', '-')}: expected a URL such as http://127.0.0.1:9090, got {url!r}")
+            raise typer.Exit(WRONG_INPUT)
+
+    async def run() -> "Examination":
+        async with Site(config, urls["admin"], urls["gateway"], urls["gateway_admin"], probe=probe) as site:
+            return await examine(site, checks, _Progress(len(checks)))
+
+    try:
+        return asyncio.run(run())
+    except CannotExamine as error:
+        complain(str(error))
+        raise typer.Exit(WRONG_INPUT) from None
+
+
+class _Progress:
+    """Tells on stderr, where that is a terminal, how far it is."""
+
+    def __init__(self, checks: int) -> None:
+        self._left = checks
+        self._shown = sys.stderr.isatty()
+
+    def __call__(self, outcome: "Outcome") -> None:
+        self._left -= 1
+        if self._shown:
+            text = f"{outcome.check}: {outcome.state}; {self._left} to go" if self._left else ""
+            typer.echo(f"\r\033[K{text}", err=True, nl=False)
+
+
+doctor.__doc__ = f"{cleandoc(doctor.__doc__ or '')}\n{_EXAMPLES}"

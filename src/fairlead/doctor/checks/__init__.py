@@ -1,0 +1,1 @@
+"""One check per file: what it can find, and how."""

@@ -1,0 +1,197 @@
+"""One careful HTTP client for all checks: bounded in time and size, no redirects, no proxy of the environment."""
+
+import asyncio
+import json
+import os
+import ssl
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+
+import aiohttp
+from msgspec import Struct
+
+from fairlead.config.schema import Metrics
+
+Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
+TIMEOUT = 3.0
+#: Requests at once, over all endpoints. Who waits for its turn is not late yet.
+AT_ONCE = 128
+_MOST_BYTES = 16 << 20
+#: How much longer than the scraper we wait for a page, to tell late ones from absent ones.
+_PATIENCE = 3.0
+
+
+class Unreached(Exception):
+    """No answer. `trouble` says of which kind, the message why."""
+
+    def __init__(self, trouble: Trouble, reason: str) -> None:
+        super().__init__(reason)
+        self.trouble = trouble
+
+
+class Answer(Struct, frozen=True):
+    """Header names are in lower case. `sent` and `came` are Unix seconds around the exchange."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    sent: float
+    came: float
+
+    def json(self) -> Any:
+        """Raises `ValueError`, also for what is nested too deeply."""
+        try:
+            return json.loads(self.body)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+    @property
+    def seconds(self) -> float:
+        return self.came - self.sent
+
+    def skew(self) -> float:
+        """Seconds by which the server's clock is surely ahead of ours (behind if negative); 0 = within what its `Date`
+        can tell, which has no fractions."""
+        try:
+            told = parsedate_to_datetime(self.headers.get("date", "")).timestamp()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+        return max(told - self.came, 0.0) + min(told + 1.0 - self.sent, 0.0)
+
+
+class Client:
+    """`async with Client(config.metrics) as client:`; certificates are judged as the scraper judges them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._ssl: ssl.SSLContext | bool = True
+        self._turn = asyncio.Semaphore(AT_ONCE)
+
+    async def __aenter__(self) -> "Client":
+        """Raises `OSError` for an authority or a token that cannot be read."""
+        tls = self._metrics.tls
+        if not tls.verify:
+            self._ssl = False
+        elif tls.ca_file:
+            self._ssl = await asyncio.to_thread(ssl.create_default_context, cafile=tls.ca_file)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            headers={"User-Agent": "fairlead-doctor", "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        return self._session
+
+    async def get(self, url: str, headers: Mapping[str, str] | None = None, seconds: float = TIMEOUT) -> Answer:
+        """Raises `Unreached`."""
+        return await self._ask("GET", url, None, headers, seconds)
+
+    async def post(
+        self, url: str, body: bytes, headers: Mapping[str, str] | None = None, seconds: float = TIMEOUT
+    ) -> Answer:
+        """JSON. Raises `Unreached`."""
+        return await self._ask("POST", url, body, {"Content-Type": "application/json", **(headers or {})}, seconds)
+
+    async def scrape(self, url: str) -> Answer:
+        """As `get`, with the token that the scraper sends. Raises `Unreached`."""
+        path = self._metrics.token_file
+        headers = {}
+        if path:
+            try:
+                token = await asyncio.to_thread(_read, path)
+            except OSError as error:
+                raise Unreached("other", f"cannot read {path}: {error.strerror or error}") from None
+            headers["Authorization"] = f"Bearer {token}"
+        return await self.get(url, headers, _PATIENCE * self._metrics.timeout)
+
+    async def _ask(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, seconds: float
+    ) -> Answer:
+        async with self._turn:
+            return await self._exchange(method, url, body, headers, seconds)
+
+    async def _exchange(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, seconds: float
+    ) -> Answer:
+        sent = time.time()
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._session.request(
+                    method, url, data=body, headers=headers, ssl=self._ssl, allow_redirects=False
+                ) as response,
+            ):
+                content = bytearray()
+                async for part in response.content.iter_any():
+                    content += part
+                    if len(content) > _MOST_BYTES:
+                        raise Unreached("other", f"more than {_MOST_BYTES} bytes")
+                heads = {name.lower(): value for name, value in response.headers.items()}
+                return Answer(response.status, heads, bytes(content), sent, time.time())
+        except Unreached:
+            raise
+        except TimeoutError:
+            raise Unreached("silent", f"no answer within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unreached(_trouble(error), _reason(error)) from None
+
+
+def _trouble(error: Exception) -> Trouble:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | ssl.SSLCertVerificationError):
+        return "untrusted"
+    if isinstance(error, aiohttp.ClientSSLError | ssl.SSLError):
+        return "tls"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "refused"
+    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ServerDisconnectedError | ConnectionResetError):
+        return "not-http"
+    return "other"
+
+
+def _reason(error: Exception) -> str:
+    cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
+    code = getattr(cause, "errno", None)
+    plain = os.strerror(code) if isinstance(code, int) and code > 0 and not isinstance(cause, ssl.SSLError) else ""
+    text = plain or str(getattr(cause, "strerror", None) or cause) or type(error).__name__
+    return " ".join(text.split())[:300]
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii", errors="replace") as file:
+        return file.read(65_536).strip()
+
+
+async def speaks_tls(host: str, port: int, seconds: float = 2.0) -> bool:
+    """Whether a TLS handshake is completed there, whatever the certificate says."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.transport.abort()
+    return True
+
+
+async def connects(host: str, port: int, seconds: float = 2.0) -> str:
+    """Why nothing can be reached there; empty = somebody accepts connections."""
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"no connection within {seconds:g} s"
+    except (OSError, ValueError) as error:
+        return _reason(error)
+    writer.transport.abort()
+    return ""

@@ -1,0 +1,149 @@
+"""Listening to the KV events of all endpoints while the site is open: an index of our own beside a running one.
+
+Publishers serve any number of subscribers, and replays are only read, so this changes nothing for anybody.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+from msgspec import Struct
+
+from fairlead.doctor.http import Answer, Unreached
+from fairlead.doctor.site import MOST_FOLLOWED, Site
+from fairlead.fleet.exact import ExactKnowledge
+from fairlead.fleet.kv.cache import Head, RankCache
+from fairlead.fleet.recipe import ANY_MODEL, Recipe, new_index
+from fairlead.io.kv_events import discovery
+from fairlead.io.kv_events.feed import Sync
+from fairlead.io.kv_events.settings import Curve, KvSource
+from fairlead.io.kv_events.subscriber import KvSubscriber
+from fairlead.io.kv_events.subscription import Subscription
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.errors import ConfigError
+
+#: Seconds for connecting and for what engines have kept.
+_CONNECTING, _REPLAYING = 3.0, 3.0
+_POLL = 0.02
+
+
+class Source(Struct, frozen=True):
+    """Where an endpoint publishes; without a `source` there is a `reason`."""
+
+    source: KvSource | None = None
+    reason: str = ""
+    #: The model server itself was not reached.
+    away: bool = False
+    topic: str = ""
+
+
+class KvListening:
+    """Endpoints have the slots of their order in `site.endpoints`; only the first `MOST_FOLLOWED` are listened to."""
+
+    def __init__(self, site: Site) -> None:
+        settings = site.config.kv_events
+        self.site = site
+        self.recipe = Recipe(settings.keys, settings.hash_algorithm, settings.hash_seed, settings.block_size)
+        self.exact = ExactKnowledge(self.recipe, new_index(self.recipe, settings.max_blocks))
+        self.endpoints = site.endpoints[:MOST_FOLLOWED]
+        self.sources: dict[int, Source] = {}
+
+    async def start(self) -> "KvListening":
+        """Find publishers, connect, and wait until what engines have kept is known, for a few seconds at most.
+
+        Raises `ConfigError` for CURVE keys that cannot be used."""
+        site = self.site
+        curve = await asyncio.to_thread(own_keys, site)
+        self._events = events = KvSubscriber(self.exact.index)
+        site.keep(events.close)
+        found = await asyncio.gather(*(self._source(endpoint, curve) for endpoint in self.endpoints))
+        for slot, source in enumerate(found):
+            self.exact.add_slot(slot)
+            self.sources[slot] = source
+            if source.source is not None:
+                try:
+                    events.watch(slot, source.source)
+                except (ConfigError, zmq.ZMQError) as error:
+                    self.sources[slot] = Source(None, str(error), topic=source.topic)
+        await self.until(lambda: all(self.linked(slot) for slot in self.watched), _CONNECTING)
+        await self.until(lambda: not any(self.behind(slot) for slot in self.watched), _REPLAYING)
+        self.exact.refresh()
+        return self
+
+    async def _source(self, endpoint: Endpoint, curve: Curve | None) -> Source:
+        settings = self.site.config.kv_events
+        if settings.port:
+            ports = settings.port, settings.replay_port, settings.ranks
+            return Source(discovery.at(endpoint.address, *ports, ANY_MODEL, curve))
+        try:
+            answer = await self.site.ask(endpoint, "/kv_event_sources")
+        except Unreached as error:
+            return Source(reason=str(error), away=True)
+        if answer.status != 200:
+            return Source(reason=f"GET /kv_event_sources: {answer.status}")
+        source = await discovery.ask(self.site.client.session, endpoint.address, ANY_MODEL, curve)
+        reason = "" if source else "/kv_event_sources names no ZMQ publisher"
+        return Source(source, reason, topic=_topic(answer))
+
+    @property
+    def watched(self) -> list[int]:
+        return [slot for slot, found in self.sources.items() if found.source is not None]
+
+    def caches(self, slot: int) -> list[RankCache]:
+        return list(self.exact.index.caches_of(slot))
+
+    def subscriptions(self, slot: int) -> list[Subscription]:
+        return self._events.subscriptions(slot)
+
+    def linked(self, slot: int) -> bool:
+        """Every rank is connected."""
+        caches = self.caches(slot)
+        return bool(caches) and all(cache.linked for cache in caches)
+
+    def behind(self, slot: int) -> bool:
+        return any(one.feed.cache.linked and one.feed.sync is not Sync.LIVE for one in self.subscriptions(slot))
+
+    def heads(self, slot: int) -> list[Head]:
+        """What was stored lately."""
+        return [head for cache in self.caches(slot) for head in cache.stores()]
+
+    def told(self, slot: int) -> int:
+        """Events so far."""
+        return sum(one.feed.count.events for one in self.subscriptions(slot))
+
+    async def until(self, happened: Callable[[], bool], seconds: float) -> bool:
+        """Whether it happened in time."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while not happened():
+            if loop.time() >= end:
+                return False
+            await asyncio.sleep(_POLL)
+        return True
+
+
+async def listening(site: Site) -> KvListening:
+    """The same one for all checks. Raises `ConfigError`."""
+    return await site.once("kv listening", lambda: KvListening(site).start())
+
+
+def own_keys(site: Site) -> Curve | None:
+    """Raises `ConfigError`."""
+    settings = site.config.kv_events.curve
+    if settings is None:
+        return None
+    try:
+        public, secret = (
+            Path(file).read_text().strip() for file in (settings.public_key_file, settings.secret_key_file)
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(error), "$.kvEvents.curve") from None
+    return Curve(public, secret, settings.server_key)
+
+
+def _topic(answer: Answer) -> str:
+    try:
+        return next((str(one.get("topic") or "") for one in answer.json().values()), "")
+    except (ValueError, AttributeError):
+        return ""

@@ -1,0 +1,83 @@
+"""An examination as text for people, and as JSON for machines."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from fairlead.doctor.finding import Finding, Severity
+from fairlead.doctor.needs import NEEDS
+from fairlead.doctor.run import Check, Examination
+
+#: Places that are written out.
+_MOST_PLACES = 5
+_COLOURS = {Severity.CRITICAL: "31;1", Severity.ERROR: "31", Severity.WARNING: "33", Severity.NOTE: "36"}
+
+
+def as_text(examination: Examination, colour: bool = False) -> str:
+    """Findings, the most harmful first, then one line of summary."""
+    return "\n".join([*_lines(examination.findings, colour), *_unable(examination), _summary(examination)])
+
+
+def _lines(findings: tuple[Finding, ...], colour: bool) -> Iterator[str]:
+    for one in findings:
+        word = f"{one.severity.word:8}"
+        yield f"{_painted(word, one.severity) if colour else word}  {one.code}: {one.what}"
+        told = {"where": _places(one.where), "seen": one.evidence, "do": one.fix, "read": one.docs}
+        yield from (f"          {name:6}{_plain(text)}" for name, text in told.items() if text)
+        yield ""
+
+
+def _plain(text: str) -> str:
+    """What a server said may hold anything."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _painted(text: str, severity: Severity) -> str:
+    return f"\033[{_COLOURS[severity]}m{text}\033[0m"
+
+
+def _places(where: tuple[str, ...]) -> str:
+    shown = ", ".join(where[:_MOST_PLACES])
+    return f"{shown} and {len(where) - _MOST_PLACES} more" if len(where) > _MOST_PLACES else shown
+
+
+def _unable(examination: Examination) -> Iterator[str]:
+    for one in examination.outcomes:
+        if one.state in ("unfinished", "failed"):
+            yield f"{one.state}: {one.check}: {_plain(one.detail)}"
+
+
+def _summary(examination: Examination) -> str:
+    counts = {severity: sum(one.severity is severity for one in examination.findings) for severity in Severity}
+    found = ", ".join(f"{count} {severity.word}" for severity, count in reversed(counts.items()) if count)
+    ran = [one for one in examination.outcomes if one.state != "skipped"]
+    reasons: dict[str, list[str]] = {}
+    for one in examination.outcomes:
+        if one.state == "skipped":
+            reasons.setdefault(one.detail, []).append(one.check)
+    left_out = [f"not run: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "\n".join([*left_out, f"{len(ran)} checks: {found or 'nothing found'}"])
+
+
+def as_json(examination: Examination) -> str:
+    """`{"well", "findings": [...], "checks": [...]}`; see docs/doctor.md."""
+    shown: dict[str, Any] = {
+        "well": examination.well,
+        "findings": [
+            {**msgspec.to_builtins(one), "severity": one.severity.word, "where": list(one.where)}
+            for one in examination.findings
+        ],
+        "checks": [msgspec.to_builtins(one) for one in examination.outcomes],
+    }
+    return msgspec.json.format(msgspec.json.encode(shown), indent=2).decode()
+
+
+def listed(checks: tuple[Check, ...]) -> str:
+    """All checks, what each looks at and needs, and what it can find."""
+    lines = []
+    for check in checks:
+        lines.append(f"{check.name}: {check.about}")
+        lines += [f"    {kind.severity.word:8}  {kind.code}" for kind in sorted(check.kinds, key=lambda k: -k.severity)]
+        lines += [f"    not run where {NEEDS[need]}" for need in check.needs]
+    return "\n".join(lines)

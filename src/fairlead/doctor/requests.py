@@ -1,0 +1,66 @@
+"""The smallest requests that say something: of one output token, marked so that they can be told in logs."""
+
+import json
+import secrets
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from fairlead.doctor.http import Answer
+from fairlead.doctor.site import Site
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+#: Ids of the made-up prompt: below the size of every vocabulary in use, above the control tokens.
+_FIRST_ID, _IDS = 1_000, 20_000
+
+
+async def gateway_request(site: Site) -> tuple[str, bytes]:
+    """Path and body of a request that clients of this pool could send."""
+    model = ""
+    for endpoint in site.endpoints:
+        model = model or await site.model(endpoint)
+    return CHAT, json.dumps({"model": model, "max_tokens": 1, "messages": _messages(4)}).encode()
+
+
+def _messages(words: int) -> list[dict[str, str]]:
+    nonce = secrets.token_hex(8)
+    text = " ".join(["fairlead doctor", nonce, *(f"{nonce[at % 12 : at % 12 + 4]}{at}" for at in range(words))])
+    return [{"role": "user", "content": text}]
+
+
+def chat(model: str, words: int) -> bytes:
+    """A prompt of at least so many tokens that nobody has sent before."""
+    return json.dumps({"model": model, "max_tokens": 1, "messages": _messages(words)}).encode()
+
+
+def completion(model: str, tokens: int) -> bytes:
+    """Likewise, as token ids, so that no tokeniser is needed."""
+    ids = [_FIRST_ID + secrets.randbelow(_IDS) for _ in range(tokens)]
+    return json.dumps({"model": model, "max_tokens": 1, "prompt": ids}).encode()
+
+
+class Told(Struct, frozen=True):
+    """Usage of an answer, in tokens; -1 = not told."""
+
+    prompt: int = -1
+    cached: int = -1
+
+
+def usage(answer: Answer) -> Told:
+    try:
+        told = answer.json()["usage"]
+        details = told.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+        return Told(int(told["prompt_tokens"]), -1 if cached is None else int(cached))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Told()
+
+
+def shown(answer: Answer) -> str:
+    """Of an answer that is an error."""
+    return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace')}"
+
+
+def marks() -> Mapping[str, str]:
+    """Headers by which a request can be found again."""
+    return {"x-request-id": f"fairlead-doctor-{secrets.token_hex(6)}"}

@@ -1,0 +1,277 @@
+"""What checks look at: the configuration, the endpoints, and the pages of both, each of them fetched once."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from msgspec import structs
+
+from fairlead.config.engines import engine_table
+from fairlead.config.files import read_bytes
+from fairlead.config.schema import Config
+from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
+from fairlead.doctor.needs import Need
+from fairlead.doctor.rows import Row, rows_of
+from fairlead.io.endpoint_set import resolve_host
+from fairlead.io.model_files import load_tokeniser
+from fairlead.io.scrape_target import page_address
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.errors import FairleadError
+from fairlead.parse.parsed import ParsedRequest
+from fairlead.tokens import PromptTokens
+from fairlead.wire.endpoint_entry import Listed
+from fairlead.wire.endpoint_list import parse_endpoints_text
+from fairlead.wire.engine_metrics import EngineSpecs, compile_engine, engine_of
+from fairlead.wire.promfamily import find_family
+from fairlead.wire.promtext import Reading, read_page
+
+T = TypeVar("T")
+
+#: Endpoints that are looked at one by one where this takes a connection that stays open.
+MOST_FOLLOWED = 64
+
+
+class Tokeniser(Protocol):
+    """`fairlead.tokens.PromptTokeniser`, as far as it is needed."""
+
+    def tokens_of(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptTokens: ...
+
+    def knows(self, model: str) -> bool: ...
+
+
+class CannotExamine(FairleadError):
+    """There is nothing to examine; the message says what to do."""
+
+
+class Site:
+    """`async with Site(config) as site:`. Addresses are looked up and a running scheduler is looked for at entry."""
+
+    def __init__(
+        self,
+        config: Config,
+        admin: str = "",
+        gateway: str = "",
+        gateway_admin: str = "",
+        *,
+        probe: bool = False,
+        tokeniser: Tokeniser | None = None,
+    ) -> None:
+        """`admin`: URL of a running scheduler's admin port; empty = as configured, and it need not be there.
+        `gateway`: URL where clients connect; `gateway_admin`: of Envoy's admin page, empty = as configured for the
+        embedded one. `tokeniser`: instead of the configured ones."""
+        self.config = config
+        self.gateway = gateway.rstrip("/")
+        own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
+        self.gateway_admin = gateway_admin.rstrip("/") or (f"http://127.0.0.1:{own}" if own else "")
+        self.probe = probe
+        self.endpoints: list[Endpoint] = []
+        #: Ids of endpoints that have no address, and why.
+        self.nameless: dict[str, str] = {}
+        self.client = Client(config.metrics)
+        self._wanted = admin.rstrip("/")
+        self._admin = ""
+        self._lent = tokeniser
+        self._engines = engine_table(config.metrics)
+        self._known: dict[Hashable, asyncio.Future[Any]] = {}
+        self._stack = contextlib.AsyncExitStack()
+        self._alone = asyncio.Lock()
+
+    async def __aenter__(self) -> "Site":
+        """Raises `CannotExamine`, or `ConfigError` for a file of endpoints that cannot be read."""
+        try:
+            await self._stack.enter_async_context(self.client)
+        except OSError as error:
+            raise CannotExamine(f"$.metrics.tls.caFile: {error}") from None
+        try:
+            await self._look_for_scheduler()
+            await self._find_endpoints()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for known in self._known.values():
+            known.cancel()
+        await asyncio.gather(*self._known.values(), return_exceptions=True)
+        await self._stack.aclose()
+
+    def keep(self, cleanup: Callable[[], Awaitable[object]]) -> None:
+        """Call it when the site is left."""
+        self._stack.push_async_callback(cleanup)
+
+    def has(self, need: Need) -> bool:
+        """Whether a check that needs this can run."""
+        config = self.config
+        return {
+            "endpoints": bool(self.endpoints),
+            "admin": bool(self._admin),
+            "gateway": bool(self.gateway),
+            "any-gateway": bool(self.gateway or self.gateway_admin),
+            "probe": self.probe,
+            "events": config.kv_events.enabled and not config.kv_events.indexer.url,
+            "tokens": bool(config.tokens.models) or self._lent is not None,
+            "embedded": config.gateway.mode == "embedded",
+        }[need]
+
+    async def once(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> T:
+        """What `make` gives, made for the first who asks. A check that is given up does not end it for the others."""
+        if key not in self._known:
+            self._known[key] = asyncio.ensure_future(make())
+        found: T = await asyncio.shield(self._known[key])
+        return found
+
+    async def each(self, ask: Callable[[Endpoint], Awaitable[Iterable[T]]]) -> list[T]:
+        """Of all endpoints at once, in their order."""
+        found = await asyncio.gather(*(ask(endpoint) for endpoint in self.endpoints))
+        return [one for part in found for one in part]
+
+    # ---------------------------------------------------------------- a running scheduler
+
+    async def _look_for_scheduler(self) -> None:
+        settings = self.config.admin
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+        url = self._wanted or (f"http://{host}:{settings.port}" if settings.port else "")
+        if not url:
+            return
+        try:
+            answer = await self.client.get(url + "/", seconds=2.0)
+            found = answer.status == 200 and answer.body.startswith(b"fairlead")
+            reason = "something else answers there"
+        except Unreached as error:
+            found, reason = False, str(error)
+        if found:
+            self._admin = url
+        elif self._wanted:
+            raise CannotExamine(f"no scheduler at {url}: {reason}; --admin is the URL of its admin port")
+
+    async def admin(self, path: str) -> Answer:
+        """A page of the admin port. Raises `Unreached`."""
+        return await self.once(("admin", path), lambda: self.client.get(self._admin + path))
+
+    async def told(self, path: str) -> Any:
+        """A JSON page of the admin port; `None` = there is none."""
+        try:
+            answer = await self.admin(path)
+            return answer.json() if answer.status == 200 else None
+        except (Unreached, ValueError):
+            return None
+
+    async def rows(self) -> list[Row]:
+        """Endpoints as the running scheduler sees them; empty = there is none, or it does not tell."""
+        return rows_of(await self.told("/debug/endpoints")) if self._admin else []
+
+    async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """All series of one family on the scheduler's metrics page."""
+        try:
+            answer = await self.admin("/metrics")
+        except Unreached:
+            return []
+        family = find_family(answer.body, name.encode()) if answer.status == 200 else None
+        series = family.series if family is not None else []
+        return [(one.labels() or {}, one.value) for one in series if one.value is not None]
+
+    # ---------------------------------------------------------------- endpoints
+
+    async def _find_endpoints(self) -> None:
+        source = self.config.endpoints
+        listed = source.static
+        if source.file:
+            listed = parse_endpoints_text(await asyncio.to_thread(read_bytes, Path(source.file))).entries
+        if listed:
+            found = await asyncio.gather(*map(self._resolved, listed))
+            self.endpoints = [endpoint for endpoint in found if endpoint is not None]
+            return
+        self.endpoints = [Endpoint(row.id, row.address, row.labels) for row in await self.rows()]
+
+    async def _resolved(self, entry: Listed) -> Endpoint | None:
+        endpoint = entry.endpoint
+        if entry.literal:
+            return endpoint
+        try:
+            async with asyncio.timeout(5.0):
+                address = (await resolve_host(entry.host, entry.port))[0]
+        except (OSError, TimeoutError, IndexError, UnicodeError) as error:
+            self.nameless[endpoint.id] = f"{entry.host}: {getattr(error, 'strerror', '') or error or 'no address'}"
+            return None
+        shown = f"[{address}]" if ":" in address else address
+        return structs.replace(endpoint, address=f"{shown}:{entry.port}", metrics_url=endpoint.scrape_url)
+
+    def engine(self, endpoint: Endpoint) -> str:
+        """Name of the engine that its page is read for."""
+        return engine_of(endpoint.labels, self._engines, self.config.metrics.default_engine)
+
+    def specs(self, engine: str) -> EngineSpecs:
+        return compile_engine(self._engines[engine])
+
+    @property
+    def engines(self) -> Iterable[str]:
+        return self._engines
+
+    async def ask(self, endpoint: Endpoint, path: str) -> Answer:
+        """A page of the model server itself. Raises `Unreached`; trouble `tls`: it speaks TLS, and nobody else does."""
+        return await self.once((endpoint.address, path), lambda: self._ask(endpoint, path))
+
+    async def _ask(self, endpoint: Endpoint, path: str) -> Answer:
+        try:
+            return await self.client.get(f"http://{endpoint.address}{path}")
+        except Unreached as error:
+            if error.trouble == "not-http" and await self.is_tls(f"https://{endpoint.address}/"):
+                raise Unreached("tls", "it answers with TLS where plain HTTP was expected") from None
+            raise
+
+    async def is_tls(self, url: str) -> bool:
+        """Whether a TLS handshake is completed where the URL points."""
+        try:
+            address = page_address(url)
+        except ValueError:
+            return False
+        return await self.once(
+            ("tls", address.host, address.port), lambda: speaks_tls(address.host.strip("[]"), address.port)
+        )
+
+    async def page(self, endpoint: Endpoint) -> Answer:
+        """Its metrics page, as the scraper asks for it. Raises `Unreached`."""
+        return await self.once(("page", endpoint.scrape_url), lambda: self.client.scrape(endpoint.scrape_url))
+
+    @staticmethod
+    def own_page(endpoint: Endpoint) -> bool:
+        """Its metrics are a page of the model server itself, at the address where requests go."""
+        return endpoint.scrape_url.startswith(f"http://{endpoint.address}/")
+
+    async def alone(self, ask: Callable[[], Awaitable[Answer]], before: Answer) -> Answer:
+        """Ask again while nobody else does, since many answers at once take long to read here; `before` if it fails."""
+        async with self._alone:
+            try:
+                return await ask()
+            except Unreached:
+                return before
+
+    async def reading(self, endpoint: Endpoint) -> Reading | None:
+        """What its metrics page says; `None` = there is no page."""
+        try:
+            answer = await self.page(endpoint)
+        except Unreached:
+            return None
+        return read_page(answer.body, self.specs(self.engine(endpoint))) if answer.status == 200 else None
+
+    async def served(self, endpoint: Endpoint) -> dict[str, bool]:
+        """Names of models that it serves, and whether each is an adapter; empty = it does not tell."""
+        try:
+            answer = await self.ask(endpoint, "/v1/models")
+            rows = answer.json()["data"] if answer.status == 200 else []
+            return {str(row["id"]): bool(row.get("parent")) for row in rows}
+        except (Unreached, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    async def model(self, endpoint: Endpoint) -> str:
+        """The base model of an endpoint; empty = it does not tell."""
+        return next((name for name, adapter in (await self.served(endpoint)).items() if not adapter), "")
+
+    async def tokeniser(self) -> Tokeniser:
+        """Loads the configured ones: seconds for each large vocabulary."""
+        if self._lent is not None:
+            return self._lent
+        return await self.once("tokeniser", lambda: asyncio.to_thread(load_tokeniser, self.config.tokens))

@@ -1,0 +1,244 @@
+"""Each fault is really there, in a real stub, and is named; the same installation without it gives no finding."""
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fairlead.doctor.finding import Severity
+from fairlead.doctor.run import Examination
+from fairlead.model.endpoint import ROLE_LABEL
+
+Json = dict[str, Any]
+Listed = Callable[..., list[Json]]
+
+
+def codes(examination: Examination) -> set[str]:
+    return {one.code for one in examination.findings}
+
+
+def places(examination: Examination, code: str) -> tuple[str, ...]:
+    return next(one.where for one in examination.findings if one.code == code)
+
+
+async def test_a_pool_that_is_well_gives_no_finding(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs())}
+    found = await world.examined(config, probe=True)
+    assert (found.findings, found.well) == ((), True)
+    ran = {one.check for one in found.outcomes if one.state == "well"}
+    assert {"endpoints", "metrics", "freshness", "models", "roles", "tls", "limits", "clock"} <= ran
+    assert {one.check for one in found.outcomes if one.state == "skipped"} >= {"scheduler", "headers", "asking"}
+
+
+async def test_a_wrong_port_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs()
+    await world.pool.stop(1)
+    found = await world.examined({"endpoints": pool_of(addresses)})
+    assert codes(found) == {"endpoints.unreachable"}
+    assert places(found, "endpoints.unreachable") == ("default/e1",)
+    assert found.findings[0].severity is Severity.CRITICAL
+    assert addresses[1] in found.findings[0].evidence and "refused" in found.findings[0].evidence
+    assert not found.well
+
+
+async def test_a_port_of_something_else_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(1)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff\0\0\0\0\0\0\0\1\x7f")  # how ZMQ begins
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        found = await world.examined({"endpoints": pool_of([*addresses, f"127.0.0.1:{port}"])})
+    assert codes(found) == {"endpoints.no-model-server"}
+    assert places(found, "endpoints.no-model-server") == ("default/e1",)
+
+
+async def test_an_engine_that_died_is_named(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs())}
+    world.pool.set_faults(0, engine_dead=True)
+    assert codes(await world.examined(config)) == {"endpoints.sick"}
+
+
+async def test_stale_metrics_are_named(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs())}
+    world.pool.set_faults(0, metrics_frozen=True)
+    found = await world.examined(config)
+    assert codes(found) == {"freshness.frozen"}
+    assert places(found, "freshness.frozen") == ("default/e0",)
+    world.pool.set_faults(0, metrics_frozen=False)
+    assert (await world.examined(config)).well
+
+
+async def test_metrics_that_fail_or_are_late_are_named(world: Any, pool_of: Listed) -> None:
+    config: Json = {"endpoints": pool_of(await world.stubs()), "metrics": {"timeout": "100ms"}}
+    world.pool.set_faults(0, metrics_status=500)
+    world.pool.set_faults(1, metrics_delay_s=0.3)
+    found = await world.examined(config)
+    assert codes(found) == {"metrics.refused", "metrics.slow"}
+
+
+async def test_a_wrong_engine_is_named_with_the_right_one(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs(1), **{"llm-d.ai/engine-type": "sglang"})}
+    found = await world.examined(config)
+    assert codes(found) == {"metrics.engine"}
+    assert found.findings[0].fix == "label the endpoint with llm-d.ai/engine-type: vllm"
+
+
+async def test_a_wrong_model_label_is_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs())
+    endpoints[1]["labels"]["model-id"] = "tinny"
+    found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"models.label"}
+    assert places(found, "models.label") == ("default/e1",)
+    assert found.findings[0].evidence == "model-id: tinny; /v1/models lists tiny"
+
+
+async def test_missing_roles_are_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs()
+    config: Json = {"policy": "prefill-decode", "endpoints": pool_of(addresses)}
+    assert codes(await world.examined(config)) == {"roles.no-prefill"}
+    config["endpoints"][0]["labels"][ROLE_LABEL] = "prefill"
+    config["endpoints"][1]["labels"][ROLE_LABEL] = "decode"
+    assert (await world.examined(config)).well
+    config["endpoints"][1]["labels"][ROLE_LABEL] = "prefill"
+    assert "roles.nobody" in codes(await world.examined(config))
+    config["endpoints"][1]["labels"][ROLE_LABEL] = "decoder"
+    assert codes(await world.examined(config)) == {"roles.unknown", "roles.nobody"}
+
+
+async def test_a_role_that_the_policy_never_uses_is_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs())
+    endpoints[0]["labels"][ROLE_LABEL] = "prefill"
+    found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"roles.idle"}
+    assert found.findings[0].severity is Severity.WARNING
+
+
+async def test_clock_skew_is_named(world: Any, pool_of: Listed, later_stub: Callable[[float], Awaitable[str]]) -> None:
+    addresses = [*await world.stubs(1), await later_stub(90.0)]
+    found = await world.examined({"endpoints": pool_of(addresses)})
+    assert codes(found) == {"clock.skew"}
+    assert places(found, "clock.skew") == ("default/e1",)
+    assert found.findings[0].evidence in [f"it is at least {seconds} s ahead of us" for seconds in (88, 89, 90)]
+
+
+async def _secured(address: str, certificate: tuple[str, str]) -> asyncio.Server:
+    """TLS in front of a stub."""
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, back), copy(there, writer))
+
+    return await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+
+
+async def test_tls_where_the_other_end_speaks_plaintext_is_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(1))
+    endpoints[0]["metricsUrl"] = f"https://{endpoints[0]['address']}/metrics"
+    found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"tls.https-to-http"}
+
+
+async def test_plaintext_where_the_other_end_speaks_tls_is_named(
+    world: Any, pool_of: Listed, certificate: tuple[str, str]
+) -> None:
+    addresses = await world.stubs(2)
+    async with await _secured(addresses[0], certificate) as server:
+        port = server.sockets[0].getsockname()[1]
+        endpoints = pool_of(addresses)
+        endpoints[0]["metricsUrl"] = f"http://127.0.0.1:{port}/metrics"
+        assert codes(await world.examined({"endpoints": endpoints})) == {"tls.http-to-https"}
+        endpoints[0]["metricsUrl"] = f"https://127.0.0.1:{port}/metrics"
+        assert codes(await world.examined({"endpoints": endpoints})) == {"tls.untrusted"}
+        believed = {"tls": {"verify": False}}
+        assert (await world.examined({"endpoints": endpoints, "metrics": believed})).well
+        endpoints = pool_of([f"127.0.0.1:{port}", addresses[1]])
+        found = await world.examined({"endpoints": endpoints})
+        assert codes(found) == {"endpoints.tls"}
+
+
+async def test_a_certificate_of_our_own_that_cannot_be_used_is_named(world: Any, pool_of: Listed) -> None:
+    config: Json = {"endpoints": pool_of(await world.stubs(1)), "extProc": {"tls": {"certDir": str(world.directory)}}}
+    assert codes(await world.examined(config)) == {"tls.files"}
+
+
+async def test_limits_that_do_not_fit_are_named(world: Any, pool_of: Listed) -> None:
+    config: Json = {
+        "endpoints": pool_of(await world.stubs(1)),
+        "gateway": {"mode": "embedded", "bodyLimit": "2MiB"},
+        "parsing": {"maxBodyBytes": "1MiB"},
+        "metrics": {"maxRate": 0.1, "staleness": "3s"},
+        "ledger": {"leaseTtl": "5s"},
+    }
+    found = await world.examined(config, only=("limits",))
+    assert codes(found) == {"limits.body", "limits.scrape-rate", "limits.lease"}
+
+
+async def test_endpoints_of_several_models_without_labels_are_named(world: Any, pool_of: Listed) -> None:
+    addresses = [*await world.stubs(1), *await world.stubs(1, model="large")]
+    endpoints = [{"name": f"e{at}", "address": address} for at, address in enumerate(addresses)]
+    found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"models.mixed"}
+    for endpoint, name in zip(endpoints, ("tiny", "large"), strict=True):
+        endpoint["labels"] = {"model-id": name}
+    assert (await world.examined({"endpoints": endpoints})).well
+
+
+async def test_a_name_that_leads_nowhere_is_named(world: Any, pool_of: Listed) -> None:
+    rewrite = (
+        "apiVersion: llm-d.ai/v1alpha2\nkind: InferenceModelRewrite\nmetadata: {{name: r}}\n"
+        "spec:\n  poolRef: {{name: pool}}\n"
+        "  rules: [{{matches: [{{model: {{value: chat}}}}], targets: [{{modelRewrite: {}}}]}}]\n"
+    )
+    config = {"endpoints": pool_of(await world.stubs(1)), "models": {"file": "names.yaml"}}
+    (world.directory / "names.yaml").write_text(rewrite.format("huge"))
+    found = await world.examined(config)
+    assert codes(found) == {"models.unserved"}
+    assert found.findings[0].evidence == "chat leads to huge"
+    (world.directory / "names.yaml").write_text(rewrite.format("tiny"))
+    assert (await world.examined(config)).well
+
+
+async def test_a_metrics_page_that_lacks_something_is_named(world: Any, pool_of: Listed) -> None:
+    config: Json = {
+        "endpoints": pool_of(await world.stubs(1)),
+        "metrics": {"engines": {"vllm": {"waiting": "renamed"}}},
+    }
+    found = await world.examined(config)
+    assert codes(found) == {"metrics.incomplete"}
+    assert "renamed is not on the page" in found.findings[0].evidence
+
+
+async def test_pages_of_any_bytes_break_no_check(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(1)
+    bodies = [b"", b"[" * 100_000, b'{"data": [1]}', b'{"data": {}}', b"\xff\0", b'{"data": [{"id": null}]}']
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = bodies[0]
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        config = {"endpoints": pool_of([*addresses, f"127.0.0.1:{port}"]), "kvEvents": {"enabled": True}}
+        while bodies:
+            found = await world.examined(config, probe=True)
+            assert codes(found) >= {"metrics.engine", "kv-events.off"}
+            bodies.pop(0)

@@ -1,0 +1,180 @@
+"""Faults between a real Envoy, a real scheduler and stubs."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from gw_modes import FULL_DUPLEX, Pair, bootstrap, connection_manager, embedded, ext_proc_filter
+from gw_processes import free_ports
+
+from fairlead.doctor.checks import scheduling
+from fairlead.doctor.run import Examination
+from fairlead.stub.kv_publisher import KvEventsConfig
+
+pytestmark = [pytest.mark.envoy, pytest.mark.usefixtures("envoy_binary")]
+
+Json = dict[str, Any]
+Listed = Callable[..., list[Json]]
+
+
+def codes(examination: Examination) -> set[str]:
+    return {one.code for one in examination.findings}
+
+
+@pytest.fixture(autouse=True)
+def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How busy the machine is that runs these tests is no fault of the installation."""
+    monkeypatch.setattr(scheduling, "_ENOUGH", 1_000_000)
+
+
+async def test_a_whole_installation_that_is_well_gives_no_finding(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(2, KvEventsConfig())
+    config: Json = {
+        "endpoints": pool_of(addresses),
+        "kvEvents": {"enabled": True},
+        "tokens": {"models": {"*": {"render": "engine"}}},
+    }
+    admin = await world.serve(config)
+    port = free_ports(1)[0]
+    envoy_admin = world.envoy(embedded(world.live.config, port, addresses))
+    await world.answers(f"{envoy_admin}/ready")
+    await world.answers(f"{admin}/readyz")
+    gateway = f"http://127.0.0.1:{port}"
+    found = await world.examined(config, admin=admin, gateway=gateway, gateway_admin=envoy_admin, probe=True)
+    assert (found.findings, found.well) == ((), True)
+    assert {one.check for one in found.outcomes if one.state != "well"} == {"kv-dialled"}
+
+
+async def test_a_gateway_that_obeys_clients_is_named(world: Any, pool_of: Listed) -> None:
+    """Somebody else's configuration that fails open, and no scheduler."""
+    addresses = await world.stubs(1)
+    port, nobody = free_ports(2)
+    config = bootstrap(Pair("BUFFERED", "NONE"), port, f"127.0.0.1:{nobody}", addresses)
+    ext_proc_filter(config)["failure_mode_allow"] = True
+    envoy_admin = world.envoy(config)
+    await world.answers(f"{envoy_admin}/ready")
+    found = await world.examined({"endpoints": pool_of(addresses)}, gateway=f"http://127.0.0.1:{port}")
+    assert "headers.obeyed" in codes(found)
+    assert "POST /v1/chat/completions" in found.findings[0].evidence
+
+
+async def test_a_gateway_that_does_not_strip_headers_is_named(world: Any, pool_of: Listed) -> None:
+    """The embedded gateway's configuration with one extension taken out; all requests are served."""
+    addresses = await world.stubs(1)
+    config = {"endpoints": pool_of(addresses)}
+    admin = await world.serve(config)
+    port = free_ports(1)[0]
+    stripped = embedded(world.live.config, port, addresses)
+    connection_manager(stripped).pop("early_header_mutation_extensions")
+    envoy_admin = world.envoy(stripped)
+    await world.answers(f"{envoy_admin}/ready")
+    found = await world.examined(
+        config, admin=admin, gateway=f"http://127.0.0.1:{port}", gateway_admin=envoy_admin, only=("headers",)
+    )
+    assert codes(found) == {"headers.not-stripped"}
+    assert "x-" in found.findings[0].evidence
+
+
+async def test_a_gateway_that_asks_nobody_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(1)
+    config = {"endpoints": pool_of(addresses)}
+    admin = await world.serve(config)
+    port, nobody = free_ports(2)
+    envoy_admin = world.envoy(bootstrap(Pair("whole", "none", log=False), port, f"127.0.0.1:{nobody}", addresses))
+    await world.answers(f"{envoy_admin}/ready")
+    found = await world.examined(config, admin=admin, gateway=f"http://127.0.0.1:{port}", only=("asking",))
+    assert codes(found) == {"asking.bypassed"}
+
+
+async def test_a_gateway_that_fails_or_is_away_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(1)
+    port, nobody = free_ports(2)
+    envoy_admin = world.envoy(bootstrap(Pair(FULL_DUPLEX, "NONE"), port, f"127.0.0.1:{nobody}", addresses))
+    await world.answers(f"{envoy_admin}/ready")
+    config = {"endpoints": pool_of(addresses)}
+    found = await world.examined(config, gateway=f"http://127.0.0.1:{port}", only=("asking",))
+    assert codes(found) == {"asking.failed"}
+    found = await world.examined(config, gateway=f"http://127.0.0.1:{nobody}", only=("asking",))
+    assert codes(found) == {"asking.no-answer"}
+
+
+async def test_the_embedded_gateways_configuration_is_tried(
+    world: Any, pool_of: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Json = {"endpoints": pool_of(await world.stubs(1)), "gateway": "embedded"}
+    assert (await world.examined(config, only=("gateway",))).well
+    found = await world.examined(config | {"gateway": {"host": "localhost"}}, only=("gateway",))
+    assert codes(found) == {"gateway.refused"}
+    assert "write 127.0.0.1" in found.findings[0].evidence
+    monkeypatch.setenv("FAIRLEAD_ENVOY", str(world.directory / "envoy"))
+    assert codes(await world.examined(config, only=("gateway",))) == {"gateway.no-envoy"}
+
+
+async def test_a_scheduler_that_runs_with_other_endpoints_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(2)
+    admin = await world.serve({"endpoints": pool_of(addresses[:1]), "gateway": {"mode": "none"}})
+    found = await world.examined({"endpoints": pool_of(addresses)}, admin=admin)
+    assert codes(found) == {"scheduler.other-endpoints"}
+    assert found.findings[0].where == ("default/e1",)
+
+
+async def test_a_scheduler_without_recent_metrics_is_named(world: Any, pool_of: Listed) -> None:
+    config: Json = {
+        "endpoints": pool_of(await world.stubs(2)),
+        "metrics": {"staleness": "2500ms"},
+        "gateway": {"mode": "none"},
+    }
+    admin = await world.serve(config)
+    assert (await world.examined(config, admin=admin)).well
+    await world.pool.stop(0)
+    async with asyncio.timeout(20):
+        while "freshness.stale" not in codes(await world.examined(config, admin=admin, only=("freshness",))):
+            await asyncio.sleep(0.2)
+    found = await world.examined(config, admin=admin)
+    assert codes(found) == {"endpoints.unreachable", "freshness.stale"}
+
+
+async def test_a_port_that_speaks_otherwise_than_configured_is_named(
+    world: Any, pool_of: Listed, certificate: tuple[str, str]
+) -> None:
+    """The certificate was configured after the scheduler had started."""
+    config: Json = {"endpoints": pool_of(await world.stubs(1)), "gateway": {"mode": "none"}}
+    admin = await world.serve(config)
+    for file, name in zip(certificate, ("tls.crt", "tls.key"), strict=True):
+        shutil.copy(file, world.directory / name)
+    config["extProc"] = {"port": world.live.config.ext_proc.port, "tls": {"certDir": str(world.directory)}}
+    found = await world.examined(config, admin=admin)
+    assert codes(found) == {"tls.ext-proc"}
+    assert found.findings[0].evidence.endswith("configured is TLS, it speaks plaintext")
+
+
+async def test_predictions_that_a_running_scheduler_distrusts_are_named(
+    world: Any, pool_of: Listed, stub_tokeniser: Callable[..., Any]
+) -> None:
+    """It reads chats with another template than the engine, and has seen that in answers."""
+    addresses = await world.stubs(1, KvEventsConfig())
+    config: Json = {"endpoints": pool_of(addresses), "kvEvents": {"enabled": True, "check": 1}}
+    admin = await world.serve(config)
+    world.live.core.kv.prompts.tokeniser = stub_tokeniser(b"<|be terse and kind|>...")
+    port = free_ports(1)[0]
+    envoy_admin = world.envoy(embedded(world.live.config, port, addresses))
+    await world.answers(f"{envoy_admin}/ready")
+    await world.answers(f"{admin}/readyz")
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "word " * 200}]}
+    async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+        while not codes(await world.examined(config, admin=admin, only=("hits",))):
+            async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+    found = await world.examined(config, admin=admin, only=("hits",))
+    assert codes(found) == {"hits.distrusted"}
+    assert found.findings[0].evidence.startswith("likely cause: chat-template")
+
+
+async def test_a_gateway_of_no_address_is_named(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs(1))}
+    for url in ("http://gateway.invalid:80", "http://127.0.0.1:99999", "http://[::1"):
+        found = await world.examined(config, gateway=url, only=("headers", "asking"))
+        assert codes(found) == {"asking.no-answer"}

@@ -1,0 +1,140 @@
+"""Faults of KV events, with stubs that publish what their caches do."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gw_processes import free_ports
+
+from fairlead.doctor.run import Examination
+from fairlead.stub.kv_publisher import KvEventsConfig
+
+Json = dict[str, Any]
+Listed = Callable[..., list[Json]]
+Made = Callable[..., Any]
+ON: Json = {"kvEvents": {"enabled": True}}
+BY_ENGINE: Json = {"tokens": {"models": {"*": {"render": "engine"}}}}
+
+
+def codes(examination: Examination) -> set[str]:
+    return {one.code for one in examination.findings}
+
+
+async def test_events_that_flow_and_agree_give_no_finding(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs(2, KvEventsConfig())), **ON, **BY_ENGINE}
+    found = await world.examined(config, probe=True)
+    assert (found.findings, found.well) == ((), True)
+    ran = {one.check: one.state for one in found.outcomes}
+    assert [ran[name] for name in ("kv-events", "kv-agreement", "tokens")] == ["well"] * 3
+
+
+async def test_events_that_are_off_are_named(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs()), **ON, **BY_ENGINE}
+    found = await world.examined(config, probe=True)
+    assert codes(found) == {"kv-events.off"}
+    assert found.findings[0].where == ("default/e0", "default/e1")
+
+
+async def test_a_wrong_port_of_events_is_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(1, KvEventsConfig()))
+    settings = {"enabled": True, "port": free_ports(1)[0]}
+    found = await world.examined({"endpoints": endpoints, "kvEvents": settings, **BY_ENGINE}, probe=True)
+    assert codes(found) == {"kv-events.unconnected"}
+
+
+async def test_a_wrong_port_of_replays_is_named(world: Any, pool_of: Listed) -> None:
+    events, replay = free_ports(2)
+    addresses = await world.stubs(1, KvEventsConfig(events=f"tcp://127.0.0.1:{events}"))
+    settings = {"enabled": True, "port": events, "replayPort": replay}
+    config = {"endpoints": pool_of(addresses), "kvEvents": settings, **BY_ENGINE}
+    found = await world.examined(config, only=("kv-events",))
+    assert codes(found) == {"kv-events.replay"}
+
+
+async def test_a_wrong_block_size_is_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(1, KvEventsConfig()))
+    config = {"endpoints": endpoints, "kvEvents": {"enabled": True, "blockSize": 32}, **BY_ENGINE}
+    found = await world.examined(config)
+    assert codes(found) == {"kv-events.block-size"}
+    assert found.findings[0].evidence == "configured are 32 tokens, its metrics page says 16"
+    assert codes(await world.examined(config, probe=True)) == {"kv-events.block-size", "kv-agreement.block-size"}
+
+
+async def test_a_wrong_hash_seed_is_named(world: Any, pool_of: Listed) -> None:
+    events = KvEventsConfig(hashes="sha256_cbor", hash_seed="7")
+    endpoints = pool_of(await world.stubs(1, events))
+
+    def config(**changes: str) -> Json:
+        settings = {"enabled": True, "keys": "engine", "hashAlgorithm": "sha256_cbor", "hashSeed": "7", **changes}
+        return {"endpoints": endpoints, "kvEvents": settings, **BY_ENGINE}
+
+    assert (await world.examined(config(), probe=True)).findings == ()
+    found = await world.examined(config(hashSeed="42"), probe=True)
+    assert codes(found) == {"kv-events.hash-seed", "kv-agreement.hash"}
+    assert "hash-seed" in next(one.evidence for one in found.findings if one.code == "kv-agreement.hash")
+    found = await world.examined(config(hashAlgorithm="sha256"))
+    assert codes(found) == {"kv-events.hash-algorithm"}
+    assert found.findings[0].evidence == "its hashes are those of sha256_cbor with PYTHONHASHSEED=7"
+
+
+async def test_a_wrong_chat_template_is_named(world: Any, pool_of: Listed, stub_tokeniser: Made) -> None:
+    config = {"endpoints": pool_of(await world.stubs(1, KvEventsConfig())), **ON}
+    assert (await world.examined(config, tokeniser=stub_tokeniser(), probe=True)).findings == ()
+    found = await world.examined(config, tokeniser=stub_tokeniser(b"<|be terse and kind|>..."), probe=True)
+    assert codes(found) == {"tokens.chat-template", "kv-agreement.chat-template"}
+
+
+async def test_a_wrong_tokeniser_is_named(world: Any, pool_of: Listed, stub_tokeniser: Made) -> None:
+    config = {"endpoints": pool_of(await world.stubs(1, KvEventsConfig())), **ON}
+    found = await world.examined(config, tokeniser=stub_tokeniser(width=3), probe=True)
+    assert codes(found) == {"tokens.tokeniser", "kv-agreement.tokeniser"}
+
+
+async def test_a_cache_that_is_not_reported_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = await world.stubs(1, KvEventsConfig(), prompt_tokens_details=False)
+    found = await world.examined({"endpoints": pool_of(addresses), **ON, **BY_ENGINE}, probe=True)
+    assert codes(found) == {"kv-agreement.not-told"}
+
+
+async def test_a_publisher_that_tells_nothing_is_named(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs(1, KvEventsConfig())), **ON, **BY_ENGINE}
+    world.pool.replicas[0].kv_events.lose(1_000)
+    found = await world.examined(config, probe=True)
+    assert codes(found) == {"kv-agreement.silent"}
+
+
+async def test_a_wrong_topic_is_named(world: Any, pool_of: Listed) -> None:
+    port = free_ports(1)[0]
+    dialling = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True)
+    settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
+    config = {"endpoints": pool_of(await world.stubs(1, dialling)), "kvEvents": settings, **BY_ENGINE}
+    assert (await world.examined(config, probe=True)).findings == ()
+    wrong = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True, topic="kv@vllm-7.example@tiny")
+    config = {"endpoints": pool_of(await world.stubs(1, wrong)), "kvEvents": settings, **BY_ENGINE}
+    found = await world.examined(config, probe=True)
+    assert "kv-dialled.topic" in codes(found)
+    assert found.findings[0].evidence == "heard: kv@vllm-7.example@tiny"
+
+
+async def test_a_wrong_topic_is_named_by_what_a_scheduler_refused(world: Any, pool_of: Listed) -> None:
+    port = free_ports(1)[0]
+    wrong = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True, topic="kv@nobody@tiny")
+    settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
+    config = {"endpoints": pool_of(await world.stubs(1, wrong)), "kvEvents": settings, **BY_ENGINE}
+    admin = await world.serve(config)
+    found = await world.examined(config, admin=admin, probe=True, only=("kv-dialled",))
+    assert codes(found) == {"kv-dialled.topic"}
+    assert found.findings[0].where == ("default/e0",)
+
+
+async def test_events_without_token_ids_of_chats_are_named(world: Any, pool_of: Listed) -> None:
+    found = await world.examined({"endpoints": pool_of(await world.stubs(1, KvEventsConfig())), **ON}, probe=True)
+    assert codes(found) == {"kv-agreement.no-tokens"}
+
+
+async def test_a_topic_of_another_endpoint_is_named(world: Any, pool_of: Listed) -> None:
+    addresses = [*await world.stubs(1), *await world.stubs(1, KvEventsConfig())]
+    addresses += await world.stubs(1, KvEventsConfig(topic=f"kv@{addresses[0]}@tiny"))
+    config = {"endpoints": pool_of(addresses), **ON, **BY_ENGINE}
+    found = await world.examined(config, only=("kv-events",))
+    assert codes(found) == {"kv-events.off", "kv-events.topic-of-another"}
+    assert found.findings[1].where == ("default/e2",)

@@ -1,0 +1,158 @@
+"""The troubleshooting trees: what a running scheduler's own pages say, here told by a server in its place."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from fairlead.doctor.run import Examination
+
+Json = dict[str, Any]
+Told = Callable[..., Awaitable[str]]
+
+
+def codes(examination: Examination) -> set[str]:
+    return {one.code for one in examination.findings}
+
+
+@pytest.fixture
+async def told() -> AsyncIterator[Told]:
+    """`await told(metrics, endpoints)` starts the pages; gives their URL."""
+    servers: list[TestServer] = []
+
+    async def start(metrics: str = "", endpoints: list[Json] | None = None, unready: str = "") -> str:
+        async def page(request: web.Request) -> web.Response:
+            if request.path == "/metrics":
+                return web.Response(text=metrics, status=500 if "failed" in metrics else 200)
+            if request.path == "/debug/endpoints":
+                return web.json_response({"endpoints": endpoints or []})
+            if request.path == "/readyz":
+                return web.Response(status=503 if unready else 200, text=unready)
+            return web.Response(text="fairlead\n")
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", page)
+        server = TestServer(app)
+        await server.start_server()
+        servers.append(server)
+        return str(server.make_url("")).rstrip("/")
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+async def examined(world: Any, admin: str, check: str) -> Examination:
+    """The configuration lists an endpoint that no check here asks."""
+    found: Examination = await world.examined({"endpoints": ["127.0.0.1:9"]}, admin=admin, only=(check,))
+    return found
+
+
+async def test_a_scheduler_that_is_not_ready_says_why(world: Any, told: Told) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    found = await examined(world, await told(endpoints=here, unready="not ready\n- no endpoints\n"), "scheduler")
+    assert codes(found) == {"scheduler.not-ready"}
+    assert found.findings[0].evidence == "not ready - no endpoints"
+
+
+async def test_a_metrics_page_that_fails_is_named(world: Any, told: Told) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    found = await examined(world, await told("/metrics failed: KeyError", here), "scheduler")
+    assert codes(found) == {"scheduler.no-metrics"}
+
+
+async def test_plugins_that_fail_and_requests_that_went_past_are_named(world: Any, told: Told) -> None:
+    metrics = (
+        'fairlead_plugin_errors_total{plugin_name="mine"} 3\n'
+        'fairlead_fallback_requests_total{endpoint="e"} 20\n'
+        'llm_d_epp_request_total{model_name="m"} 100\n'
+    )
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    found = await examined(world, await told(metrics, here), "scheduler")
+    assert codes(found) == {"scheduler.plugin-errors", "scheduler.bypassed"}
+    assert found.findings[0].where == ("mine",)
+    assert found.findings[1].evidence == "20 of 120 requests since the start"
+
+
+async def test_events_that_are_not_relied_on_are_named_with_their_cause(world: Any, told: Told) -> None:
+    metrics = (
+        'fairlead_kv_feed_connected{endpoint="e0",rank="0"} 1\nfairlead_kv_feed_connected{endpoint="e1",rank="0"} 1\n'
+        'fairlead_kv_source{endpoint="e0",source="learned"} 1\nfairlead_kv_source{endpoint="e1",source="exact"} 1\n'
+        'fairlead_kv_disagreements_total{endpoint="e0",cause="unknown"} 2\n'
+        'fairlead_kv_disagreements_total{endpoint="e0",cause="chat-template"} 9\n'
+        'fairlead_kv_disagreements_total{endpoint="e1",cause="evicted"} 1\n'
+    )
+    found = await examined(world, await told(metrics), "hits")
+    assert codes(found) == {"hits.distrusted"}
+    assert found.findings[0].where == ("e0",)
+    assert found.findings[0].evidence == "likely cause: chat-template (9 answers)"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ("kv_cache_lookup_total 1000000\nkv_cache_hit_total 100000\n", {"hits.low"}),
+        ("kv_cache_lookup_total 1000000\nkv_cache_hit_total 400000\n", set()),
+        ("kv_cache_lookup_total 1000\nkv_cache_hit_total 0\n", set()),
+        (
+            "fairlead_predicted_hit_tokens_total 200000\nfairlead_reported_cached_tokens_total 9000\n",
+            {"hits.not-real"},
+        ),
+        (
+            'llm_d_epp_request_total 1000\nfairlead_kv_prompts_without_tokens_total{reason="media"} 800\n',
+            {"hits.no-tokens"},
+        ),
+        ("", set()),
+    ],
+)
+async def test_hit_rates(world: Any, told: Told, metrics: str, expected: set[str]) -> None:
+    assert codes(await examined(world, await told(metrics), "hits")) == expected
+
+
+def histogram(name: str, quick: int, slow: int, labels: str = "") -> str:
+    return (
+        f'{name}_bucket{{{labels}le="0.001"}} {quick}\n{name}_bucket{{{labels}le="0.1"}} {quick + slow}\n'
+        f'{name}_bucket{{{labels}le="+Inf"}} {quick + slow}\n'
+    )
+
+
+LAG, DECIDING = "fairlead_loop_lag_seconds", "llm_d_epp_scheduler_e2e_duration_seconds"
+PLUGINS = 'llm_d_epp_plugin_duration_seconds_sum{plugin_name="mine"} 40\n' + (
+    'llm_d_epp_plugin_duration_seconds_sum{plugin_name="queue"} 3\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (histogram(LAG, 1000, 10) + histogram(DECIDING, 1000, 10), set()),
+        (histogram(LAG, 1000, 100), {"scheduling.cpu"}),
+        (histogram(LAG, 5, 5) + histogram(DECIDING, 5, 5), set()),
+        (histogram(DECIDING, 1000, 100), {"scheduling.slow"}),
+        (histogram(DECIDING, 1000, 100) + PLUGINS, {"scheduling.plugin"}),
+    ],
+)
+async def test_slow_scheduling(world: Any, told: Told, metrics: str, expected: set[str]) -> None:
+    assert codes(await examined(world, await told(metrics), "scheduling")) == expected
+
+
+def row(name: str, waiting: float, leases: int, running: float = 0.0, model: str = "m") -> Json:
+    page: Json = {"id": name, "address": "127.0.0.1:9", "fresh": True, "labels": {"model-id": model}}
+    return {**page, "waiting": waiting, "running": running, "leases": leases}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row("a", 3, 10), row("b", 0, 9)], set()),
+        ([row("a", 90, 90), row("b", 1, 9), row("c", 0, 8)], {"balance.skew"}),
+        ([row("a", 90, 90), row("b", 1, 9, model="other")], set()),
+        ([row("a", 0, 2, running=30.0), row("b", 0, 2, running=2.0)], {"balance.foreign"}),
+        ([row("a", 90, 90)], set()),
+        ([], set()),
+    ],
+)
+async def test_uneven_load(world: Any, told: Told, rows: list[Json], expected: set[str]) -> None:
+    assert codes(await examined(world, await told(endpoints=rows), "balance")) == expected

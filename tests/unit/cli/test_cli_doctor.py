@@ -1,0 +1,78 @@
+"""`fairlead doctor` as a command: exit codes, and what goes where."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from fairlead.cli.main import main
+from fairlead.doctor.catalogue import NAMES
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """One endpoint, where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = tmp_path / "fairlead.yaml"
+    file.write_text(f"endpoints: ['127.0.0.1:{port}']\ngateway: none\nadmin: {{port: 0}}\n")
+    return str(file)
+
+
+def test_findings_are_exit_code_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(config, "--only", "endpoints") == 1
+    said = capsys.readouterr()
+    assert "critical  endpoints.unreachable" in said.out and "refused" in said.out
+    assert "\x1b" not in said.out
+    assert said.err == ""
+
+
+def test_nothing_found_is_exit_code_0(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(config, "--only", "roles, limits") == 0
+    assert capsys.readouterr().out.endswith("2 checks: nothing found\n")
+
+
+def test_json_is_for_machines(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(config, "--only", "endpoints", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [one["code"] for one in told["findings"]] == ["endpoints.unreachable"]
+
+
+def test_the_list_needs_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--list") == 0
+    said = capsys.readouterr().out
+    assert [name for name in NAMES if f"{name}: " not in said] == []
+    assert "critical  endpoints.unreachable" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "name the configuration"),
+        (("CONFIG", "--only", "endpoint"), "there is no check 'endpoint'"),
+        (("CONFIG", "--gateway", "127.0.0.1:80"), "--gateway: expected a URL"),
+        (("CONFIG", "--gateway-admin", "ftp://x"), "--gateway-admin: expected a URL"),
+        (("CONFIG", "--admin", "http://127.0.0.1:9"), "--admin is the URL of its admin port"),
+        (("missing.yaml",), "missing.yaml"),
+    ],
+)
+def test_what_cannot_run_is_exit_code_2(
+    arguments: tuple[str, ...], complaint: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*(config if one == "CONFIG" else one for one in arguments)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_configuration_with_problems_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("endpoints: []\nmetrix: {}\n")
+    assert run(str(file)) == 2
+    assert "metrix" in capsys.readouterr().err

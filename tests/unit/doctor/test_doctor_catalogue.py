@@ -1,0 +1,64 @@
+"""What `fairlead doctor` can find is documented, and what it reads exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fairlead.doctor.catalogue import CHECKS
+from fairlead.doctor.finding import Kind
+from fairlead.fleet.exact import ExactKnowledge
+from fairlead.fleet.fleet import Fleet
+from fairlead.observe.kv_metrics import KvMetrics
+from fairlead.observe.watch import Watch
+
+ROOT = Path(__file__).parents[3]
+KINDS = [kind for check in CHECKS for kind in check.kinds]
+PAGE = (ROOT / "docs" / "doctor.md").read_text()
+TREES = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-") for heading in headings}
+
+
+def test_codes_are_unique_and_say_which_check_found_it() -> None:
+    assert len({kind.code for kind in KINDS}) == len(KINDS)
+    assert [kind.code for check in CHECKS for kind in check.kinds if kind.code.partition(".")[0] != check.name] == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.code)
+def test_every_finding_is_documented_as_it_is_told(kind: Kind) -> None:
+    row = f"| `{kind.code}` | {kind.severity.word} | {kind.what} | {kind.fix.replace('`', '')} |"
+    assert row in PAGE
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.code)
+def test_every_finding_leads_to_a_page(kind: Kind) -> None:
+    path, _, anchor = kind.docs.partition("#")
+    assert (ROOT / path).is_file()
+    assert not anchor or anchor in anchors(ROOT / path)
+
+
+def test_every_finding_that_the_trees_name_exists() -> None:
+    names = "|".join(check.name for check in CHECKS)
+    named = set(re.findall(rf"(?<![-\w])((?:{names})\.[a-z-]+)", TREES))
+    assert len(named) > 30
+    assert named <= {kind.code for kind in KINDS}
+
+
+def test_every_check_is_named_by_the_documents() -> None:
+    assert [check.name for check in CHECKS if f"**{check.name}**" not in PAGE] == []
+    assert [check.name for check in CHECKS if f"`{check.name}`" not in TREES] == []
+
+
+def test_every_metric_that_is_read_exists() -> None:
+    texts = "".join(file.read_text() for file in (ROOT / "src" / "fairlead" / "doctor" / "checks").glob("*.py"))
+    read = set(re.findall(r'"((?:fairlead|llm_d_epp|kv_cache)_\w+)"', texts))
+    watch = Watch(Fleet(), lambda: 0.0)
+    KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
+    shown = set(re.findall(r"^# TYPE (\S+)", b"".join(watch.exposition()).decode(), re.MULTILINE))
+    assert len(read) > 10
+    assert {name.removesuffix("_sum") for name in read} <= shown
