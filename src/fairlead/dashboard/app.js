@@ -1,0 +1,220 @@
+// The page's main module: follows the stream, keeps the points of the charts, and says when the stream is lost.
+
+import { count, decimal, DASH, milliseconds, percent, rate, seconds } from "./format.js";
+import { $, make, setAttribute, setHidden, setText } from "./dom.js";
+import { Chart } from "./charts.js";
+import { Panels } from "./panels.js";
+
+// Without a message for so long the stream counts as lost; a notice stays for so long at least. Milliseconds.
+const SILENCE = 3000;
+const NOTICE = 4000;
+const RETRY = [1000, 2000, 5000];
+const KEPT = 450;
+
+const panels = new Panels();
+let points = [];
+let about = null;
+let now = null;
+let stream = null;
+let heard = 0;
+let failures = 0;
+let retry = 0;
+let problem = "";
+
+// ---- charts ----
+
+const quantiles = (of) => [
+  { title: "p50", color: "blue", dash: "solid", width: 2.5, value: (point) => point[of][0] },
+  { title: "p95", color: "orange", dash: "dashed", value: (point) => point[of][1] },
+  { title: "p99", color: "violet", dash: "dotted", value: (point) => point[of][2] },
+];
+const LATENCY = {
+  ttft: [...quantiles("ttft"), { title: "p50 predicted", color: "teal", dash: "mixed", value: (point) => point.predicted }],
+  answer: quantiles("answer"),
+};
+const chart = (name, title, least, lines, show, axis) =>
+  new Chart({ chart: $(`${name}-chart`), legend: $(`${name}-legend`), lines, show, axis, name: title, least });
+const charts = {
+  latency: chart("latency", "Latency", 10, LATENCY.ttft, milliseconds, (value) => (value ? milliseconds(value).replace(".0 ", " ") : "0")),
+  traffic: chart("traffic", "Requests per second", 4, [
+    { title: "asked", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
+    { title: "refused here", color: "orange", dash: "dashed", value: (point) => point.refused_per_s },
+  ], (value) => (value === null || value === undefined ? DASH : `${rate(value)} /s`), (value) => (Number.isInteger(value) ? count(value) : decimal(value))),
+  load: chart("load", "Requests that wait and run", 4, [
+    { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.engines_running },
+    { title: "waiting", color: "orange", dash: "dashed", value: (point) => point.engines_waiting },
+    { title: "in our queue", color: "violet", dash: "dotted", value: (point) => point.waiting },
+  ], count, (value) => (Number.isInteger(value) ? count(value) : "")),
+};
+const EMPTY = {
+  latency: "No streamed answer in this time. Choose “whole answer” to see the others.",
+  traffic: "No request in this time.",
+  load: "No numbers yet.",
+};
+
+function draw() {
+  const shown = now && (!points.length || now.point.at > points[points.length - 1].at) ? [...points, now.point] : points;
+  for (const [name, one] of Object.entries(charts)) {
+    one.draw(shown, about.point_s);
+    setHidden($(`${name}-empty`), !one.empty);
+    setText($(`${name}-empty`), EMPTY[name]);
+  }
+}
+
+// ---- one snapshot ----
+
+const figure = (name, text) => setText(document.querySelector(`[data-figure="${name}"]`), text);
+
+function figures() {
+  const { totals, latency, queues, endpoints } = now;
+  figure("per_s", rate(totals.per_s));
+  figure("requests", count(totals.requests));
+  figure("leases", count(now.leases));
+  figure("ready", count(endpoints.filter((row) => row.fresh).length));
+  figure("endpoints", count(endpoints.length));
+  figure("waiting", queues ? count(queues.waiting) : DASH);
+  figure("queue_note", queues ? `saturation ${decimal(queues.saturation, 2)}; 1 = no endpoint has room` : "flow control is off; requests go on at once");
+  figure("ttft_p50", milliseconds(latency.ttft.p50));
+  figure("ttft_p95", milliseconds(latency.ttft.p95));
+  figure("hit_rate", percent(totals.prompt_tokens ? totals.hit_tokens / totals.prompt_tokens : null, 1));
+  figure("inside", percent(totals.forecasts ? totals.inside / totals.forecasts : null, 1));
+  figure("errors", count(totals.errors));
+  figure("refused", count(totals.refused));
+  setText($("policy"), now.policy);
+  setText($("uptime"), seconds(Math.max(now.at - about.started, 0)));
+}
+
+// A notice that comes and goes with every number would be unrest: it stays a few seconds.
+const noticed = new Map();
+function notices() {
+  const time = performance.now();
+  for (const { level, text } of now.notices) {
+    const key = text.replace(/\d[\d.,]*/g, "#");
+    if (!noticed.has(key)) announce(text);
+    noticed.set(key, { level, text, time });
+  }
+  for (const [key, { time: seen }] of noticed) if (time - seen > NOTICE) noticed.delete(key);
+  const wanted = [...noticed.values()].sort((a, b) => (a.level > b.level) - (a.level < b.level));
+  if (!wanted.length) wanted.push({ level: "calm", text: calm() });
+  const list = $("notices");
+  while (list.children.length > wanted.length) list.lastChild.remove();
+  while (list.children.length < wanted.length) list.append(make("li"));
+  wanted.forEach(({ level, text }, i) => {
+    setAttribute(list.children[i], "class", level);
+    setText(list.children[i], text);
+  });
+}
+
+// Read out what is new, and only that: ages that grow every second would never let anybody finish.
+function announce(text) {
+  setText($("announce"), text);
+}
+
+function calm() {
+  if (!now.totals.requests) return "Ready and waiting: no request has arrived yet.";
+  return "All is well: every endpoint answers, and nothing fails.";
+}
+
+function show() {
+  figures();
+  notices();
+  panels.show(now);
+  draw();
+}
+
+// ---- the stream ----
+
+function begin(told) {
+  about = told.about;
+  points = told.history;
+  noticed.clear();
+  setText($("pool"), about.pool);
+  setText($("version"), about.version);
+  document.title = `Fairlead · ${about.pool}`;
+}
+
+function take(told) {
+  now = told;
+  heard = performance.now();
+  failures = 0;
+  const newest = points.length ? points[points.length - 1].at : -Infinity;
+  if (now.point.at - newest >= about.point_s) {
+    points.push(now.point);
+    if (points.length > KEPT) points.shift();
+  }
+  state("live");
+  if (!document.hidden) show();
+}
+
+function state(name) {
+  if (document.body.dataset.state === "live" && name === "lost") announce("The connection to the scheduler is lost.");
+  if (document.body.dataset.state === "lost" && name === "live") announce("The scheduler answers again.");
+  setAttribute(document.body, "data-state", name);
+  setText($("connection-text"), { live: "live", lost: "connection lost", connecting: "connecting" }[name]);
+  if (name !== "lost") setHidden($("lost"), true);
+}
+
+function lost() {
+  if (!heard && !problem) return;
+  state("lost");
+  const since = heard ? ` The numbers below are ${seconds((performance.now() - heard) / 1000).replace(/\.\d/, "")} old.` : "";
+  setText($("lost"), `${problem || "The connection to the scheduler is lost."}${since} Trying again …`);
+  setHidden($("lost"), false);
+}
+
+function connect() {
+  clearTimeout(retry);
+  if (stream) stream.close();
+  stream = new EventSource("/dashboard/stream");
+  stream.addEventListener("beginning", (event) => begin(JSON.parse(event.data)));
+  stream.addEventListener("now", (event) => { problem = ""; take(JSON.parse(event.data)); });
+  stream.addEventListener("broken", () => { problem = "The scheduler could not make this page; its log says why."; lost(); });
+  stream.addEventListener("error", () => {
+    stream.close();
+    lost();
+    retry = setTimeout(again, RETRY[Math.min(failures++, RETRY.length - 1)]);
+  });
+}
+
+// An EventSource does not tell why it failed; a look at the same address does.
+async function again() {
+  try {
+    const leave = new AbortController();
+    const answer = await fetch("/dashboard/stream", { signal: leave.signal });
+    problem = answer.ok ? "" : `The scheduler refuses: ${(await answer.text()).trim()}.`;
+    leave.abort();
+  } catch {
+    problem = "";
+  }
+  connect();
+}
+
+setInterval(() => {
+  if (heard && performance.now() - heard > SILENCE) lost();
+}, 500);
+document.addEventListener("visibilitychange", () => { if (!document.hidden && now) show(); });
+addEventListener("pagehide", () => stream?.close());
+addEventListener("pageshow", (event) => { if (event.persisted) connect(); });
+
+// ---- choices ----
+
+$("latency-of").addEventListener("change", (event) => {
+  charts.latency.use(LATENCY[event.target.value]);
+  if (now) draw();
+});
+
+const theme = $("theme");
+const stored = (() => { try { return localStorage.getItem("fairlead-theme"); } catch { return null; } })();
+function dress(name) {
+  document.documentElement.dataset.theme = name;
+  for (const one of Object.values(charts)) one.redraw();
+}
+theme.value = ["light", "dark"].includes(stored) ? stored : "auto";
+dress(theme.value);
+theme.addEventListener("change", () => {
+  try { localStorage.setItem("fairlead-theme", theme.value); } catch { /* it is forgotten then */ }
+  dress(theme.value);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => dress(theme.value));
+
+connect();

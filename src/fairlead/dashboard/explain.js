@@ -1,0 +1,120 @@
+// One decision in full: asked of the scheduler when somebody wants to know.
+
+import { count, decimal, DASH, milliseconds, percent } from "./format.js";
+import { $, make } from "./dom.js";
+
+const SHOWN = 25;
+
+export async function explain(id) {
+  const dialog = $("why");
+  const body = $("why-body");
+  $("why-title").textContent = `Decision ${id}`;
+  body.replaceChildren(make("p", { class: "empty" }, "Asking the scheduler …"));
+  if (!dialog.open) dialog.showModal();
+  try {
+    const answer = await fetch(`/debug/decisions/${encodeURIComponent(id)}`);
+    if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
+    body.replaceChildren(...parts(await answer.json()));
+  } catch (error) {
+    body.replaceChildren(make("p", { class: "empty" }, `It could not be had: ${error.message}`));
+  }
+}
+
+function parts(found) {
+  const made = [facts(found)];
+  const explanation = found.explanation;
+  if (explanation) {
+    made.push(make("h3", {}, found.endpoint ? `Why ${found.endpoint}` : "Why nowhere"));
+    made.push(make("ul", { class: "why" }, ...explanation.why.map((line) => make("li", {}, line))));
+    if (!explanation.reproduced) {
+      made.push(make("p", { class: "empty" },
+        "This policy remembers or draws lots: asked again it rates otherwise. Totals are the recorded ones."));
+    }
+    made.push(candidates(explanation));
+  } else {
+    made.push(make("p", { class: "empty" }, `No reasons in numbers: ${found.unexplained ?? "not recorded"}.`));
+    if (found.trace) made.push(traced(found.trace));
+  }
+  return made;
+}
+
+function facts(found) {
+  const { prediction, result } = found;
+  const rows = [
+    ["Went to", found.endpoint ?? `nowhere (${found.outcome}, status ${found.status})`],
+    ["Decided by", found.policy],
+    ["Model", found.target_model === found.model ? found.model || DASH : `${found.model} → ${found.target_model}`],
+    ["Band, tenant", `${found.priority}, ${found.fairness_id || "none named"}`],
+    ["Request", `${found.api}${found.stream ? ", streamed" : ""}, ${count(found.prompt_tokens)} prompt tokens`],
+    ["Waited", `${milliseconds(found.waited_ms)}, of it in the queue ${milliseconds(found.queued_ms)}`],
+  ];
+  if (prediction) {
+    const { ttft_ms: ttft, cached_tokens: cached } = prediction;
+    const verdict = ttft.within === null ? "" : ttft.within ? " (within the band)" : " (outside the band)";
+    rows.push(
+      ["First token predicted", `${milliseconds(ttft.predicted)} (90 %: ${ttft.band.map(milliseconds).join(" to ")})`],
+      ["First token came after", `${milliseconds(ttft.actual)}${verdict}`],
+      ["Cached tokens predicted", count(cached.predicted)],
+      ["Cached tokens reported", cached.actual === null ? "not reported" : count(cached.actual)],
+    );
+  }
+  rows.push(["Ended", result
+    ? `${result.cause}, status ${result.status ?? DASH}, after ${milliseconds(result.duration_ms)}`
+    : found.endpoint ? "not yet" : "never began"]);
+  if (found.external_id) rows.push(["x-request-id", found.external_id]);
+  return make("dl", { class: "facts" }, ...rows.map(([name, value]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
+}
+
+function candidates(explanation) {
+  const costs = explanation.unit === "ms";
+  const sign = costs ? -1 : 1;
+  const terms = Object.keys(explanation.candidates[0]?.terms ?? {});
+  const unit = costs ? "ms" : "points";
+  const heads = ["Endpoint", "Cached tokens", "Queued tokens", "Running", "KV cache",
+    ...terms.map((term) => `${term}, ${unit}`), costs ? "Cost, ms" : "Total, points", `Behind, ${unit}`, "It would have tied with"];
+  const rows = explanation.candidates.slice(0, SHOWN).map((one) => row(one.chosen ? "chosen" : one.removed_by.length ? "removed" : "", [
+    (one.chosen ? "● " : "") + one.endpoint,
+    count(one.cached_tokens), count(one.queued_tokens), count(one.running_requests), percent(one.kv_usage),
+    ...terms.map((term) => decimal(sign * (one.terms[term] ?? 0))),
+    one.total === null ? DASH : decimal(sign * one.total),
+    one.behind === null ? DASH : decimal(one.behind),
+    tie(one),
+  ]));
+  const left = explanation.candidates.length - rows.length;
+  return make("div", {}, table("What each endpoint was rated", heads, rows),
+    ...(left > 0 ? [make("p", { class: "empty" }, `And ${left} more endpoints.`)] : []));
+}
+
+function traced(trace) {
+  const filters = Object.keys(trace.candidates[0]?.filters ?? {});
+  const scores = Object.keys(trace.candidates[0]?.scores ?? {});
+  const heads = ["Endpoint", ...filters.map((name) => `${name}?`), ...scores, "Total"];
+  const word = (kept) => (kept === null ? DASH : kept ? "kept" : "out");
+  const rows = trace.candidates.slice(0, SHOWN).map((one) => row(one.chosen ? "chosen" : one.kept ? "" : "removed", [
+    (one.chosen ? "● " : "") + one.endpoint,
+    ...filters.map((name) => word(one.filters[name])),
+    ...scores.map((name) => decimal(one.scores[name], 2)),
+    decimal(one.total, 2),
+  ]));
+  return table("How each endpoint was scored", heads, rows);
+}
+
+function tie(one) {
+  if (one.removed_by.length) return `was filtered out by ${one.removed_by.join(", ")}`;
+  if (one.chosen) return "was chosen";
+  const ways = [];
+  if (one.more_cached_tokens !== null) ways.push(`${count(one.more_cached_tokens)} more cached tokens`);
+  if (one.fewer_queued_tokens !== null) ways.push(`${count(one.fewer_queued_tokens)} fewer queued tokens`);
+  return ways.join(", or ") || "neither would do";
+}
+
+const row = (kind, values) => make("tr", { class: kind }, ...values.map((value, i) =>
+  make("td", { class: i === 0 || i === values.length - 1 ? "text" : "" }, value)));
+
+function table(caption, heads, rows) {
+  const head = make("tr", {}, ...heads.map((text, i) =>
+    make("th", { scope: "col", class: i === 0 || i === heads.length - 1 ? "text" : "" }, text)));
+  return make("div", { class: "wide", tabindex: "0", role: "region", "aria-label": caption },
+    make("table", {}, make("caption", { class: "hidden" }, caption), make("thead", {}, head), make("tbody", {}, ...rows)));
+}

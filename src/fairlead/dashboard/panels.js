@@ -1,0 +1,206 @@
+// The tables and the strip: which columns there are, and what they say.
+
+import { bytes, count, DASH, decimal, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
+import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
+import { explain } from "./explain.js";
+import { meter, Table } from "./tables.js";
+
+const FIRST = 16;
+
+const state = (row) => {
+  if (row.avoided_s > 0) return { text: "avoided", kind: "state bad", title: `after failed answers, for ${seconds(row.avoided_s)}` };
+  if (row.fresh) return { text: "fresh", kind: "state good" };
+  if (row.age_s === null) return { text: "no metrics", kind: "state watch", title: "it never answered a scrape" };
+  return { text: `silent ${seconds(row.age_s)}`, kind: "state watch", title: "its load is estimated from our own requests" };
+};
+const rank = (row) => (row.avoided_s > 0 ? 3 : row.fresh ? 0 : row.age_s === null ? 2 : 1);
+const about = (row) => (row.fresh ? "" : "≈ ");
+
+const SOURCES = { learned: "learned", either: "events, unproven", most: "events, catching up", exact: "events" };
+
+const ENDPOINTS = [
+  { id: "id", title: "Endpoint", text: true, name: true, sort: (row) => row.id,
+    value: (row) => ({ text: row.id, title: [row.address, row.model, row.role].filter(Boolean).join(" · ") }) },
+  { id: "state", title: "Metrics", text: true, value: state, sort: rank, hint: "Whether its last scrape is recent enough to be believed" },
+  { id: "queue", title: "Waiting", sort: (row) => row.queue, value: (row) => about(row) + count(row.queue),
+    hint: "Requests before their first token: the last scrape, corrected by our own requests since" },
+  { id: "active", title: "Running", sort: (row) => row.active, value: (row) => about(row) + count(row.active),
+    hint: "Requests past their first token, by the same account" },
+  { id: "kv", title: "KV cache", sort: (row) => row.kv, fill: meter((row) => row.kv, (row) => about(row) + percent(row.kv)), hint: "Blocks in use: as the engine reported, or estimated while it is silent" },
+  { id: "leases", title: "Ours in flight", sort: (row) => row.leases, value: (row) => count(row.leases), hint: "Requests that we sent and that have not ended" },
+  { id: "sent", title: "Sent, 1 min", sort: (row) => row.sent, value: (row) => count(row.sent) },
+  { id: "hits", title: "Prefix hits", sort: (row) => row.hit_rate, value: (row) => percent(row.hit_rate), hint: "Share of prompt tokens predicted to be cached, last minute" },
+  { id: "predicted", title: "TTFT predicted", sort: (row) => row.predicted_ms, value: (row) => milliseconds(row.predicted_ms), hint: "Mean of streamed answers of the last minute" },
+  { id: "actual", title: "TTFT actual", sort: (row) => row.actual_ms, value: (row) => milliseconds(row.actual_ms), hint: "Mean of the same answers" },
+  { id: "inside", title: "In 90 % band", sort: (row) => row.inside, value: (row) => percent(row.inside), hint: "Share of first tokens within the forecast's band; 90 % is promised" },
+  { id: "trust", title: "Trust in index", wide: true, sort: (row) => row.trust,
+    value: (row) => ({ text: `${SOURCES[row.source] ?? row.source} ${percent(row.trust)}`, title: "Where knowledge of its cache comes from, and how far predicted cached tokens came true" }) },
+];
+
+const TRAFFIC = [
+  { id: "model", title: "Model", text: true, name: true, value: (row) => (row.target ? `${row.model} → ${row.target}` : row.model || "(none named)") },
+  { id: "band", title: "Band", value: (row) => row.priority, hint: "Priority; higher goes first" },
+  { id: "rate", title: "Requests /s", value: (row) => rate(row.per_s) },
+  { id: "running", title: "In flight", value: (row) => count(row.running) },
+  { id: "requests", title: "Requests", value: (row) => count(row.requests) },
+  { id: "errors", title: "Errors", value: (row) => ({ text: count(row.errors), kind: row.errors ? "bad" : "" }) },
+  { id: "hits", title: "Prefix hits", value: (row) => percent(row.hit_rate) },
+];
+
+const QUEUES = [
+  { id: "band", title: "Band", text: true, name: true, value: (row) => `band ${row.priority}` },
+  { id: "waiting", title: "Waiting", value: (row) => count(row.waiting) },
+  { id: "flows", title: "Flows", value: (row) => count(row.flows), hint: "Tenants and models that wait" },
+  { id: "oldest", title: "Longest wait", value: (row) => (row.waiting ? seconds(row.oldest_s) : DASH) },
+  { id: "delay", title: "Until served", value: (row) => (row.waiting ? seconds(row.delay_s) : DASH), hint: "At the present pace; what Retry-After says" },
+  { id: "bytes", title: "Bodies", value: (row) => bytes(row.bytes) },
+  { id: "used", title: "Of its limit", value: (row) => percent(row.used) },
+];
+
+const SHADOWS = [
+  { id: "name", title: "Policy", text: true, name: true, value: (row) => row.name },
+  { id: "agrees", title: "Agrees", fill: meter((row) => share(row), (row) => percent(share(row))) },
+  { id: "decisions", title: "Decisions", value: (row) => count(total(row)) },
+  { id: "refused", title: "Would refuse", value: (row) => count(row.refuse) },
+  { id: "errors", title: "Errors", value: (row) => ({ text: count(row.error), kind: row.error ? "bad" : "" }) },
+  { id: "regret", title: "Regret", value: (row) => milliseconds(row.regret_ms), hint: "Forecast cost above the lowest possible, in the mean per decision" },
+  { id: "primary", title: "Regret of ours", value: (row) => milliseconds(row.primary_regret_ms), hint: "The same of the choices that were made" },
+  { id: "state", title: "State", text: true, value: (row) => (row.cut ? { text: "cut off", kind: "state bad", title: row.cut } : { text: "on trial", kind: "state good" }) },
+];
+const total = (row) => row.agree + row.differ + row.refuse + row.error;
+const share = (row) => (total(row) ? row.agree / total(row) : null);
+
+const DECISIONS = [
+  { id: "why", title: "Decision", text: true, name: true, fill: link },
+  { id: "at", title: "Time", text: true, value: (row) => timeOfDay(row.at) },
+  { id: "model", title: "Model", text: true, wide: true, value: (row) => row.model || DASH },
+  { id: "band", title: "Band", value: (row) => String(row.priority) },
+  { id: "endpoint", title: "Went to", text: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
+  { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
+  { id: "cached", title: "Cached", value: (row) => percent(row.prompt_tokens ? row.hit_tokens / row.prompt_tokens : null), hint: "Share of the prompt predicted to be cached there" },
+  { id: "queued", title: "Queued", value: (row) => (row.queued_ms ? milliseconds(row.queued_ms) : DASH) },
+  { id: "predicted", title: "TTFT predicted", value: (row) => milliseconds(row.predicted_ms) },
+  { id: "actual", title: "TTFT actual", value: (row) => milliseconds(row.ttft_ms) },
+  { id: "ended", title: "Answer", text: true, value: ended },
+];
+
+function ended(row) {
+  if (!row.endpoint) return { text: `refused ${row.status}`, kind: "bad" };
+  if (!row.cause) return { text: "in flight" };
+  const took = row.duration_ms === null ? "" : ` in ${milliseconds(row.duration_ms)}`;
+  if (row.cause !== "natural") return { text: `${row.cause}${took}`, kind: "watch" };
+  return { text: `${row.ended}${took}`, kind: row.ended >= 400 ? "bad" : "" };
+}
+
+function link(cell, row) {
+  let button = cell.firstChild;
+  if (!button) {
+    button = make("button", { type: "button", class: "link" });
+    button.addEventListener("click", () => explain(button.dataset.id));
+    cell.append(button);
+  }
+  if (button.dataset.id === String(row.id)) return;
+  button.dataset.id = String(row.id);
+  button.textContent = `why ${row.id}`;
+}
+
+export class Panels {
+  constructor() {
+    this.endpoints = new Table($("endpoint-rows"), { caption: "Endpoints", columns: ENDPOINTS, key: (row) => row.id, sortBy: "id" });
+    this.traffic = new Table($("traffic-rows"), { caption: "Traffic by model and band", columns: TRAFFIC, key: (row) => `${row.model}\n${row.target}\n${row.priority}` });
+    this.queues = new Table($("queue-rows"), { caption: "Queues by band", columns: QUEUES, key: (row) => row.priority });
+    this.shadows = new Table($("shadow-rows"), { caption: "Shadow policies", columns: SHADOWS, key: (row) => row.name });
+    this.decisions = new Table($("decision-rows"), { caption: "Last decisions", columns: DECISIONS, key: (row) => row.id });
+    this.endpoints.limit = FIRST;
+    this.paused = false;
+    this.rows = [];
+    $("filter").addEventListener("input", () => this.showEndpoints());
+    $("endpoints-more").addEventListener("click", () => {
+      this.endpoints.limit = this.endpoints.limit === FIRST ? Infinity : FIRST;
+      this.showEndpoints();
+    });
+    $("pause").addEventListener("click", () => this.pause(!this.paused));
+  }
+
+  pause(paused) {
+    this.paused = paused;
+    setAttribute($("pause"), "aria-pressed", String(paused));
+    setText($("pause"), paused ? "Go on" : "Pause the list");
+    setText($("decisions-sub"), paused ? "paused; newer ones are not shown" : "newest first");
+  }
+
+  show(now) {
+    this.rows = now.endpoints;
+    this.showEndpoints();
+    this.strip(now.endpoints);
+    this.traffic.show(now.traffic);
+    empty("models", now.traffic.length, "No request has arrived since the start.");
+    this.showQueues(now.queues);
+    this.shadows.show(now.shadows);
+    empty("shadows", now.shadows.length, "No policy is on trial, or none has judged a decision yet. They are set under “shadows” in the configuration.");
+    if (!this.paused) this.decisions.show(now.decisions);
+    empty("decisions", now.decisions.length, "No decision has been made yet. Send a request through the gateway, and it appears here with the reasons.");
+  }
+
+  showEndpoints() {
+    const words = $("filter").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    const text = (row) => `${row.id} ${row.address} ${row.model} ${row.role} ${state(row).text} ${row.source}`.toLowerCase();
+    const found = this.rows.filter((row) => words.every((word) => text(row).includes(word)));
+    this.endpoints.show(found);
+    const all = this.rows.length;
+    const fresh = this.rows.filter((row) => row.fresh).length;
+    setText($("endpoints-count"), all ? `${count(fresh)} of ${count(all)} with fresh metrics${words.length ? `, ${count(found.length)} found` : ""}` : "");
+    const more = $("endpoints-more");
+    setHidden(more, found.length <= FIRST);
+    setText(more, this.endpoints.limit === FIRST ? `Show all ${count(found.length)}` : `Show the first ${FIRST} only`);
+    if (!all) {
+      empty("endpoints", 0, "No endpoint is known yet, so nothing can be routed. Endpoints come from the configuration, a file or Kubernetes; they appear here as soon as they are known.");
+    } else {
+      empty("endpoints", found.length, "No endpoint matches what you look for.");
+    }
+  }
+
+  strip(rows) {
+    const strip = $("strip");
+    while (strip.children.length > rows.length) strip.lastChild.remove();
+    while (strip.children.length < rows.length) strip.append(make("span", {}, make("i", { class: "queue" }), make("i", { class: "running" })));
+    const most = Math.max(8, ...rows.map((row) => row.queue + row.active));
+    const height = (value) => `${Math.round((value / most) * 1000) / 10}%`;
+    rows.forEach((row, i) => {
+      const bar = strip.children[i];
+      const name = row.avoided_s > 0 ? "is-avoided" : row.fresh ? "" : "is-stale";
+      setClass(bar, name);
+      for (const [part, value] of [[bar.firstChild, row.queue], [bar.lastChild, row.active]]) {
+        const wanted = height(value);
+        if (part.style.height !== wanted) part.style.height = wanted;
+      }
+      setAttribute(bar, "title", `${row.id}: ${count(row.active)} running, ${count(row.queue)} waiting`);
+    });
+    strip.classList.toggle("many", rows.length > 40);
+    setHidden(strip, !rows.length);
+    setHidden($("strip-key"), !rows.length);
+    const sum = (of) => rows.reduce((all, row) => all + of(row), 0);
+    setText($("strip-scale"), `full height = ${count(most)} requests`);
+    setAttribute(strip, "aria-label", `Load of ${rows.length} endpoints: ${count(sum((row) => row.active))} requests running, ${count(sum((row) => row.queue))} waiting for their first token.`);
+  }
+
+  showQueues(queues) {
+    this.queues.show(queues ? queues.bands : []);
+    if (!queues) {
+      setText($("queues-sub"), "flow control is off");
+      empty("queues", 0, "Nothing waits here: every request goes on at once, and waits at its endpoint if it must.");
+      return;
+    }
+    const wanted = queues.waiting ? `, ${count(queues.wanted_endpoints)} endpoints would do` : "";
+    setText($("queues-sub"), `saturation ${decimal(queues.saturation, 2)}, ${count(queues.waiting)} waiting${wanted}`);
+    empty("queues", queues.bands.length, "No request has had to wait since the start.");
+  }
+}
+
+function empty(name, rows, text) {
+  const place = $(`${name}-empty`);
+  setHidden(place, rows > 0);
+  setText(place, text);
+  const table = { models: "traffic", queues: "queue", shadows: "shadow", decisions: "decision", endpoints: "endpoint" }[name];
+  setHidden($(`${table}-rows`), rows === 0);
+}

@@ -1,0 +1,45 @@
+"""What every state of the page must stand."""
+
+from typing import Any
+
+from br_chromium import Page
+
+_AXE = """
+axe.run(document, {resultTypes: ["violations"], runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]})
+  .then((found) => found.violations.map((one) => `${one.impact} ${one.id}: ` + one.nodes.map((node) =>
+    `${node.target} ${node.failureSummary}`).slice(0, 3).join(" | ")))
+"""
+
+
+async def accessible(page: Page, axe: str) -> None:
+    """Nothing that axe calls serious or critical."""
+    await page.run(f"{axe}; true")
+    found = await page.run(_AXE)
+    grave = [one for one in found if one.startswith(("serious", "critical"))]
+    assert not grave, "\n".join(grave)
+
+
+async def fits(page: Page) -> None:
+    """Nothing sticks out sideways."""
+    wide = await page.run("document.scrollingElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0
+
+
+async def figure(page: Page, name: str) -> float:
+    """A number on the page; its unit is left out."""
+    text = await text_of(page, f'[data-figure="{name}"]')
+    return float(text.replace(",", "").split(" ")[0])
+
+
+async def text_of(page: Page, selector: str) -> str:
+    found = await page.run(f"document.querySelector({selector!r})?.textContent ?? ''")
+    return str(found)
+
+
+async def rows(page: Page, table: str) -> dict[str, dict[str, str]]:
+    """Cells of a table by row and column."""
+    found: dict[str, Any] = await page.run(
+        f"""Object.fromEntries([...document.querySelectorAll("#{table} tbody tr")].map((row) => [row.dataset.key,
+        Object.fromEntries([...row.children].map((cell) => [cell.dataset.column, cell.textContent]))]))"""
+    )
+    return found

@@ -1,0 +1,184 @@
+"""The dashboard's page in states that a good run does not show: nothing there, a hundred endpoints, nobody answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from math import inf
+
+import pytest
+from br_checks import accessible, figure, fits, text_of
+from br_chromium import Browser, Page
+
+from fairlead.fleet.fleet import Fleet
+from fairlead.io.admin import Admin, AdminSources
+from fairlead.io.dashboard import DashboardSources
+from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.forecast import Forecast
+from fairlead.model.request import Request
+from fairlead.observe.snapshot import SnapshotMaker
+from fairlead.observe.watch import Watch
+
+EVIL = "<img src=x onerror=document.title='gotcha'>"
+
+
+class Scheduler:
+    """What the admin port shows, over a fleet in this process; `restart` keeps the port."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self.fleet = Fleet(staleness=inf)
+        self.watch = Watch(self.fleet, self.now)
+        self.maker = SnapshotMaker(
+            self.watch, self.now, 1.8e9, pool="default", policy=lambda: "cost-model", reasons=lambda: self.reasons
+        )
+        self.reasons: list[str] = []
+        self.port = 0
+
+    async def start(self) -> None:
+        maker = self.maker
+        source = DashboardSources(
+            begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.25
+        )
+        sources = AdminSources(
+            metrics=self.watch.exposition,
+            unready=lambda: self.reasons,
+            endpoints=self.watch.endpoints,
+            decisions=self.watch.decisions,
+            decision=self.watch.decision,
+            dashboard=source,
+        )
+        self.admin = Admin(sources, port=self.port)
+        await self.admin.start()
+        self.port = self.admin.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    def add(self, count: int) -> None:
+        for i in range(count):
+            name = f"default/model-server-{i:03}"
+            self.fleet.up(Endpoint(name, f"10.0.{i // 250}.{i % 250}:8000"))
+            at = self.now()
+            self.fleet.sampled(name, at, at, Sample(waiting=i % 4, running=i % 13, kv_usage=(i % 20) / 20))
+
+    def serve(self, number: int, endpoint: str, model: str = "m", **fields: object) -> None:
+        request = Request(id=number, arrived=self.now(), model=model, prompt_tokens=900, stream=True)
+        at = self.now()
+        forecast = Forecast(ttft_ms=120.0, low_ms=60.0, high_ms=300.0)
+        self.watch.on_decision(
+            DecisionRecord(request=request, at=at, policy="p", endpoint=endpoint, address="x:1", forecast=forecast),
+            1e-4,
+        )
+        self.watch.on_outcome(
+            OutcomeRecord(
+                request=request, at=at, endpoint=endpoint, status=200, ttft_ms=110.0, duration_ms=900.0,
+                forecast=forecast,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[Scheduler]:
+    made = Scheduler()
+    await made.start()
+    yield made
+    await made.admin.close()
+
+
+async def live(page: Page) -> None:
+    await page.until('document.body.dataset.state === "live"')
+
+
+async def test_nothing_is_there_yet(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.reasons = ["no endpoints"]
+    page = await browser.page(scheduler.url)
+    await live(page)
+    assert "Not ready: no endpoints." in await text_of(page, "#notices")
+    assert "No endpoint is known yet" in await text_of(page, "#endpoints-empty")
+    assert "No decision has been made yet" in await text_of(page, "#decisions-empty")
+    assert "NaN" not in await text_of(page, "body") and "undefined" not in await text_of(page, "main")
+    await accessible(page, axe)
+    scheduler.reasons = []
+    scheduler.add(1)
+    await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 1")
+    await page.until("document.querySelector('#notices').textContent.includes('no request has arrived yet')")
+    assert page.messages == []
+    await page.close()
+
+
+async def test_a_hundred_endpoints_and_a_hostile_name(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(100)
+    for i in range(60):
+        scheduler.serve(i, f"default/model-server-{i:03}", EVIL if i % 7 == 0 else "m")
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 16")
+    assert await figure(page, "endpoints") == 100
+    assert await page.run("document.querySelectorAll('#strip > span').length") == 100
+    await page.run("document.getElementById('endpoints-more').click()")
+    assert await page.run("document.querySelectorAll('#endpoint-rows tbody tr').length") == 100
+    await _sorts_and_finds(page)
+    assert EVIL in await text_of(page, "#traffic-rows")
+    assert await page.run("document.querySelectorAll('main img').length") == 0
+    assert await page.run("document.title") == "Fairlead · default"
+    await fits(page)
+    for width in (1400, 1024, 390):
+        await page.resize(width, 900)
+        await asyncio.sleep(0.5)
+        await fits(page)
+    await accessible(page, axe)
+    assert page.messages == []
+    await page.close()
+
+
+async def _sorts_and_finds(page: Page) -> None:
+    first = "#endpoint-rows tbody tr:first-child [data-column=id]"
+    running = "[...document.querySelectorAll('#endpoint-rows th button')].find((one) => one.textContent === 'Running')"
+    await page.run(f"({running}).focus()")
+    await page.press("Enter")
+    assert await text_of(page, "#endpoint-rows tbody tr:first-child [data-column=active]") == "12"
+    assert await page.run(f"({running}).parentElement.ariaSort") == "descending"
+    await page.press("Enter")
+    assert await text_of(page, "#endpoint-rows tbody tr:first-child [data-column=active]") == "0"
+    await page.run("(() => { const f = document.getElementById('filter'); f.value = 'server-042'; "
+                   "f.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    assert await text_of(page, first) == "default/model-server-042"
+    assert await page.run("document.querySelectorAll('#endpoint-rows tbody tr').length") == 1
+    assert "1 found" in await text_of(page, "#endpoints-count")
+
+
+async def test_a_lost_connection_is_told_and_comes_back(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(2)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await scheduler.admin.close()
+    await page.until('document.body.dataset.state === "lost"')
+    assert "The connection to the scheduler is lost." in await text_of(page, "#lost")
+    await page.until("document.querySelector('#lost').textContent.includes('old. Trying again')")
+    await accessible(page, axe)
+    await fits(page)
+    scheduler.add(3)
+    await scheduler.start()
+    await live(page)
+    await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 3")
+    assert await page.run("document.getElementById('lost').hidden")
+    await page.close()
+
+
+async def test_a_decision_that_is_no_longer_known(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    scheduler.serve(7, "default/model-server-000")
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelector('#decision-rows button')")
+    await page.run("document.querySelector('#decision-rows button').click()")
+    await page.until("document.querySelector('#why-body dl')")
+    assert "No reasons in numbers" in await text_of(page, "#why-body")
+    await page.press("Escape")
+    await page.run("(() => { const b = document.querySelector('#decision-rows button'); "
+                   "b.dataset.id = '12345'; b.click(); })()")  # fmt: skip
+    await page.until("document.querySelector('#why-body').textContent.includes('It could not be had')")
+    assert "no decision '12345' among the last ones" in await text_of(page, "#why-body")
+    await page.close()

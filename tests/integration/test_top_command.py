@@ -1,0 +1,125 @@
+"""`fairlead top` against an admin port."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fairlead.cli._top_feed import follow
+from fairlead.cli.main import build_app
+from fairlead.fleet.fleet import Fleet
+from fairlead.io.admin import Admin, AdminSources
+from fairlead.io.dashboard import DashboardSources
+from fairlead.model.decision import DecisionRecord
+from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.request import Request
+from fairlead.observe.snapshot import SnapshotMaker
+from fairlead.observe.watch import Watch
+
+
+class Port:
+    """An admin port over three endpoints, the last of which is silent."""
+
+    def __init__(self) -> None:
+        now = asyncio.get_running_loop().time
+        fleet = Fleet(staleness=1e6)
+        self.watch = Watch(fleet, now)
+        for i in (10, 2, 1):
+            fleet.up(Endpoint(f"server-{i}", f"10.0.0.{i}:80"))
+            if i > 1:
+                fleet.sampled(f"server-{i}", now(), now(), Sample(waiting=i, running=1, kv_usage=0.5))
+        for i in range(5):
+            request = Request(id=i, arrived=now(), model="llama", prompt_tokens=100)
+            record = DecisionRecord(request=request, at=now(), policy="p", endpoint="server-2", address="x:1")
+            self.watch.on_decision(record, 1e-4)
+        maker = SnapshotMaker(self.watch, now, 0.0, pool="default", policy=lambda: "cost-model", reasons=list)
+        dashboard = DashboardSources(
+            begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.05
+        )
+        self.sources = AdminSources(
+            metrics=list, unready=list, endpoints=list, decisions=lambda count: [], dashboard=dashboard
+        )
+        self.number = 0
+
+    async def start(self, debug: bool = True) -> str:
+        self.admin = Admin(self.sources, port=self.number, debug=debug)
+        await self.admin.start()
+        self.number = self.admin.port
+        return f"http://127.0.0.1:{self.number}"
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[Port]:
+    made = Port()
+    await made.start()
+    yield made
+    await made.admin.close()
+
+
+async def call(*arguments: str, width: int = 150) -> Any:
+    runner = CliRunner(env={"COLUMNS": str(width), "NO_COLOR": "1"})
+    return await asyncio.to_thread(runner.invoke, build_app(), ["top", *arguments])
+
+
+async def test_one_moment_as_text(port: Port) -> None:
+    done = await call(f"127.0.0.1:{port.number}", "--once")
+    assert done.exit_code == 0, done.output
+    names = [line.split()[0] for line in done.output.splitlines() if line.strip().startswith("server-")]
+    assert names == ["server-1", "server-2", "server-10"]
+    assert "5 in all" in done.output and "llama" in done.output and "cost-model" in done.output
+    assert "△ Endpoint server-1 has never answered a scrape" in done.output
+    assert "no metrics" in done.output and "≈0" in done.output
+    assert "\x1b" not in done.output
+
+
+async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:
+    done = await call(f"127.0.0.1:{port.number}", "--once", "--sort", "waiting", width=80)
+    lines = done.output.splitlines()
+    assert next(line.split()[0] for line in lines if line.strip().startswith("server-")) == "server-10"
+    assert max(map(len, lines)) <= 80
+    assert "in band" not in done.output
+
+
+async def test_one_moment_as_json(port: Port) -> None:
+    done = await call(f"http://127.0.0.1:{port.number}/", "--once", "--json")
+    told = json.loads(done.output)
+    assert told["now"]["totals"]["requests"] == 5
+    assert [row["id"] for row in told["now"]["endpoints"]] == ["server-10", "server-2", "server-1"]
+
+
+async def test_what_does_not_answer_is_said(port: Port) -> None:
+    await port.admin.close()
+    done = await call(f"127.0.0.1:{port.number}", "--once")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert f"error: http://127.0.0.1:{port.number} does not answer: " in done.stderr
+    await port.start(debug=False)
+    done = await call(f"127.0.0.1:{port.number}", "--once")
+    assert (done.exit_code, "it has no dashboard (is admin.debug off?)" in done.stderr) == (1, True)
+
+
+async def test_a_wrong_order_names_the_right_ones() -> None:
+    done = await call("--sort", "beauty")
+    assert done.exit_code == 2
+    assert "'beauty' is none of name, waiting" in done.stderr
+
+
+async def test_a_lost_connection_is_told_and_tried_again(port: Port) -> None:
+    feed = follow(f"http://127.0.0.1:{port.number}", 0.1)
+
+    async def following() -> tuple[dict[str, Any], str]:
+        return await asyncio.wait_for(asyncio.to_thread(next, feed), 20.0)
+
+    told, problem = await following()
+    assert (problem, told["about"]["pool"]) == ("", "default")
+    await port.admin.close()
+    while not problem:
+        told, problem = await following()
+    assert problem.endswith("; trying again") and told["now"]["policy"] == "cost-model"
+    await port.start()
+    while problem:
+        told, problem = await following()
+    assert told["now"]["totals"]["requests"] == 5
+    await asyncio.to_thread(feed.close)
