@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit test-kube e2e fuzz soak bench quality clean
+.PHONY: help demo test check unit test-kube e2e fuzz soak bench quality docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -33,11 +33,17 @@ demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin aga
 
 test: check unit ## all checks and tests but those of test-kube
 
-check: $(VENV)/.dev ## ruff, mypy, import contracts
+check: $(VENV)/.dev ## ruff, mypy, import contracts, the documentation's site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages that are written from the program
+	$(BIN)/python tools/write_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open out/site/index.html"
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest
@@ -57,10 +63,13 @@ soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by b
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
-	@for b in decision parse idle transport flow kv kube extproc remote shadows; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in decision parse idle transport flow kv kube extproc remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
 
 quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
 	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))
+
+metrics-page: $(VENV)/.dev ## write docs/metrics.md anew, from the code
+	$(BIN)/python -m fairlead.observe.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 
 clean: ## remove the virtual environment, caches and out/
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -15,11 +15,18 @@ from fairlead.config.load import FIELDS, load
 from fairlead.config.registry import build_policy
 from fairlead.fleet.exact import ExactKnowledge
 from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.kv.index import KvIndex
 from fairlead.io.admin import Admin, AdminSources
+from fairlead.io.indexer.server import IndexServer, IndexSources
+from fairlead.io.indexer.service import IndexService
 from fairlead.io.journal.recorder import Counts
+from fairlead.observe.exposition import Registry
+from fairlead.observe.indexer_metrics import AskingMetrics, IndexerMetrics
 from fairlead.observe.journal_metrics import show_journal
 from fairlead.observe.kv_metrics import KvMetrics
+from fairlead.observe.token_metrics import TokenMetrics
 from fairlead.observe.watch import Watch
+from fairlead.tokens import PromptTokeniser
 from fairlead.wire.endpoint_list import parse_endpoints_text
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +92,7 @@ def commands(program: str) -> list[Any]:
 def test_every_fairlead_command_exists(words: list[str]) -> None:
     name, *arguments = words
     if name == "COMMAND" or name.startswith("--"):
-        assert name in ("COMMAND", "--help", "--version")
+        assert name in ("COMMAND", "--help", "--version", "--install-completion", "--show-completion")
         return
     assert name in COMMANDS
     parameters = load_command(name, COMMANDS[name]).params
@@ -170,7 +177,10 @@ def test_every_example_loads(example: Path) -> None:
 
 def admin_routes() -> set[str]:
     sources = AdminSources(metrics=list, unready=list, endpoints=list, decisions=lambda count: [])
-    return {resource.canonical for resource in Admin(sources).make_app().router.resources()}
+    index = IndexSources(metrics=list, unready=list, snapshot=list)
+    service = IndexService(ExactKnowledge(), list, PromptTokeniser)
+    apps = Admin(sources).make_app(), IndexServer(service, index, "", 0).make_app()
+    return {resource.canonical for app in apps for resource in app.router.resources()}
 
 
 def test_every_admin_page_that_is_named_exists() -> None:
@@ -185,7 +195,11 @@ def test_every_metric_that_is_named_exists() -> None:
     watch = Watch(Fleet(), lambda: 0.0)
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
-    page = b"".join(watch.exposition()).decode()
+    AskingMetrics(watch.metrics.registry)
+    indexer = Registry()  # of another process
+    IndexerMetrics(indexer, KvIndex())
+    TokenMetrics(watch.metrics.registry, PromptTokeniser, dict, {})
+    page = (b"".join(watch.exposition()) + indexer.render()).decode()
     known = {*re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)}
     prefixes = r"fairlead_|llm_d_epp_|inference_(?:objective|pool|extension)_"
     named = {name for text in TEXTS.values() for name in re.findall(rf"`((?:{prefixes})\w+)`", text)}

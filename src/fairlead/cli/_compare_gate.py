@@ -39,14 +39,16 @@ def gate(
     head: int = 0,
 ) -> None:
     """Print both and exit with 1 when a condition is broken, 2 on wrong usage."""
+    from fairlead.cli._progress import busy
     from fairlead.model.errors import FairleadError
     from fairlead.sim.gate import FIGURES, condition
 
     try:
         conditions = [condition(text) for text in fail_if]
-        before, after, names = _figures(against, journal, policies, float(load), servers, preset, head)
+        with busy(f"simulating {against}" if journal is None else "reading journals"):
+            before, after, names = _figures(against, journal, policies, float(load), servers, preset, head)
     except (ValueError, OSError, FairleadError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
     for name in FIGURES:

@@ -16,8 +16,11 @@ ConfigFile = Annotated[
 ]
 
 
-def complain(message: str) -> None:
-    """One line on stderr for each line of the message."""
+def complain(problem: str | Exception) -> None:
+    """One line on stderr for each line of the message; of a file that cannot be used, its name and the reason."""
+    message = str(problem)
+    if isinstance(problem, OSError) and problem.filename and problem.strerror:
+        message = f"{problem.filename}: {problem.strerror}"
     for line in message.splitlines():
         typer.echo(f"error: {line}", err=True)
 

@@ -30,6 +30,8 @@ def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], C
 
     if not policy and not settings:
         return None
+    if policy.endswith(".py"):
+        raise ValueError(f"{policy}: a Python file can be simulated; here name an installed policy or a configuration")
     other = load(policy_text(policy), need_endpoints=False) if policy else None
 
     def apply(config: "Config") -> "Config":

@@ -126,7 +126,7 @@ def bench(
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
     except (TraceError, OSError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
     options = _options(load, _pairs(header, "--header"), timeout, max_in_flight)
     result = _run(url, load, model, options)

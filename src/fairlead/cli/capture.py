@@ -38,6 +38,7 @@ def capture(
         float, typer.Option(min=0.001, help="Of stubs that ran faster than real servers: times are multiplied by it.")
     ] = 1.0,
     refused: Annotated[bool, typer.Option(help="Keep requests that were refused.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """Make a workload of a journal: times, lengths, which prompts begin alike, sessions, limits, outcomes.
 
@@ -46,6 +47,7 @@ def capture(
     """
     import secrets
 
+    from fairlead.cli._progress import busy
     from fairlead.sim.capture import capture as take
     from fairlead.sim.journal import JournalError, one_run
     from fairlead.workload.formats import FORMATS
@@ -55,14 +57,29 @@ def capture(
             raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
         key = salt.encode() or secrets.token_bytes(32)
         size = block_size or _SIZES.get(format, 64)
-        made = take(one_run(journal, run), key=key, block_size=size, stretch=time_ratio, name=out.stem, refused=refused)
+        with busy(f"reading {journal}"):
+            there = one_run(journal, run)
+            made = take(there, key=key, block_size=size, stretch=time_ratio, name=out.stem, refused=refused)
         if not made.workload.records:
             raise ValueError(f"{journal} holds no request that could be repeated")
         out.write_bytes(FORMATS[format].write(made.workload))
     except (JournalError, OSError, ValueError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
     records = made.workload.records
+    if as_json:
+        import msgspec
+
+        figures = {
+            "file": str(out),
+            "requests": len(records),
+            "duration_s": made.workload.duration_s,
+            "block_size": size,
+            "estimated": {"prompts": made.estimated_prompts, "answers": made.estimated_answers},
+            "left_out": {"refused": made.refused, "without_prompt": made.without_prompt},
+        }
+        typer.echo(msgspec.json.format(msgspec.json.encode(figures)))
+        return
     typer.echo(f"{out}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
     typer.echo(
         f"  estimated: {made.estimated_prompts:,} prompt lengths, {made.estimated_answers:,} answer lengths "

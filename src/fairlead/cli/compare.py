@@ -20,7 +20,7 @@ def compare(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="Policy, FILE or NAME=FILE; repeat for more.", metavar="NAME"),
+        typer.Option("--policy", "-p", help="Policy, FILE (.yaml or .py) or NAME=FILE; repeat.", metavar="NAME"),
     ] = None,
     load: Annotated[str, typer.Option(help="Speedups of each scenario, e.g. 0.5,1,2.")] = "1",
     seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds.")] = 1,
@@ -37,11 +37,19 @@ def compare(
     against: Against = None,
     journal: Other = None,
     fail_if: FailIf = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Means of each policy on each scenario as JSON.")] = False,
 ) -> None:
     """Simulate every policy on every workload at every load.
 
     Writes results.json, plots and a self-contained report.html to the output directory. A run that was interrupted
     goes on where it stopped when it is started again.
+
+    \b
+    Examples:
+      fairlead compare -s agents -p default -p round-robin
+      fairlead compare -s traffic.jsonl -p default -p mine=mine.yaml --load 0.5,1,2
+      fairlead compare -s agents -p default -p my_policy.py
+      fairlead compare --against journal/ -p mine.yaml --fail-if 'ttft_p95 > +5%'
     """
     if against is not None:
         gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, preset=preset, head=head)
@@ -64,16 +72,28 @@ def compare(
             progress = stack.enter_context(_Progress(len(cells)))
             results = run_grid(cells, processes=processes, kept=kept, progress=progress.step, runner=runner)
     except (TraceError, ValueError, OSError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
-    print_comparison(results)
+    if as_json:
+        _print_json(results)
+    else:
+        print_comparison(results)
     for path in write_report(results, cells, out):
-        typer.echo(f"written: {path}")
+        typer.echo(f"written: {path}", err=True)
     errors = [result for result in results if result.error]
     for result in errors:
         complain(f"{result.policy} on {result.scenario}: {result.error}")
     if errors:
         raise typer.Exit(FAILED)
+
+
+def _print_json(results: "list[CellResult]") -> None:
+    import msgspec
+
+    from fairlead.sim.regret import mean_figures, regrets
+
+    means = mean_figures(results)
+    typer.echo(msgspec.json.format(msgspec.json.encode({"summary": means, "regret": regrets(means)})))
 
 
 def _cells(
@@ -96,7 +116,7 @@ def _cells(
     for name in scenarios:
         if name not in names() and not Path(name).is_file():
             raise ValueError(f"{name!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")
-    texts = {name.partition("=")[0]: policy_text(name) for name in policies} or known_policies()
+    texts = {_name(name): policy_text(name) for name in policies} or known_policies()
     loads = [float(part) for part in load.split(",") if part.strip()]
     if not loads or min(loads) <= 0:
         raise ValueError(f"loads must be numbers above 0, got {load!r}")
@@ -123,6 +143,12 @@ def _cells(
         for policy, text in texts.items()
         for seed in range(seeds)
     ]
+
+
+def _name(policy: str) -> str:
+    """As it stands in tables: what is before the `=`, or the name; of a Python file without its folder and ending."""
+    name = policy.partition("=")[0]
+    return Path(name).stem if name == policy and name.endswith(".py") else name
 
 
 def _label(source: str, factor: float, several: bool) -> str:

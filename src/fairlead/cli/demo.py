@@ -12,6 +12,7 @@ Examples:
   fairlead demo
   fairlead demo --rate 20 --requests 1500
   fairlead demo --time-ratio 1 --requests 300     (real time: takes longer)
+  fairlead demo --json > demo.json
 """
 
 
@@ -27,6 +28,7 @@ def demo(
         "out/demo"
     ),
     seed: Annotated[int, typer.Option(help="Of arrivals, texts and random choices.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summaries as JSON, all else on stderr.")] = False,
 ) -> None:
     """Compare round robin with Fairlead: same traffic, same Envoy, simulated replicas.
 
@@ -34,6 +36,7 @@ def demo(
     traffic of 150 groups of prompts that share a long system prompt. Ends with a table, summary.json and a plot.
     """
     import asyncio
+    from json import dumps
 
     from rich.console import Console
 
@@ -41,7 +44,9 @@ def demo(
     from fairlead.demo.run import run
 
     plan = Plan(requests=requests, rate=rate, time_ratio=time_ratio, replicas=replicas, port=port, out=out, seed=seed)
-    summaries = asyncio.run(run(plan, Console()))
+    summaries = asyncio.run(run(plan, Console(stderr=as_json)))
+    if as_json:
+        typer.echo(dumps(summaries, indent=2))
     if any(summary["failed"] for summary in summaries.values()):
         raise typer.Exit(1)
 

@@ -50,10 +50,10 @@ def explain(
         else:
             found = _search(Path(source), request, run, policy, setting)
     except (ValueError, OSError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
     except FairleadError as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(FAILED) from None
     if as_json:
         import msgspec
@@ -69,12 +69,14 @@ explain.__doc__ = f"{cleandoc(explain.__doc__ or '')}\n{_EXAMPLES}"
 
 
 def _fetch(url: str, request: str) -> dict[str, Any]:
-    """Raises `ValueError` or `OSError`."""
+    """Raises `ValueError`, `OSError`, or `EngineError` where nothing answers."""
     import urllib.error
     from urllib.parse import quote
     from urllib.request import urlopen
 
     import msgspec
+
+    from fairlead.model.errors import EngineError
 
     try:
         with urlopen(f"{url.rstrip('/')}/debug/decisions/{quote(request, safe='')}", timeout=10.0) as answer:
@@ -82,9 +84,14 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
             return found
     except urllib.error.HTTPError as error:
         raise ValueError(error.read(500).decode(errors="replace").strip() or str(error)) from None
+    except urllib.error.URLError as error:
+        raise EngineError(
+            url, f"does not answer ({error.reason}); is `fairlead serve` running, and is this its admin port?"
+        ) from None
 
 
 def _search(path: Path, request: str, run: str, policy: str, settings: list[str] | None) -> dict[str, Any]:
+    from fairlead.cli._progress import busy
     from fairlead.config.recorded import restore
     from fairlead.config.registry import build_policy
     from fairlead.observe.journal_explain import explained, plain
@@ -93,7 +100,8 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.sim.journal_search import search
 
     other = change(policy, settings)
-    found = search(path, request, run)
+    with busy(f"searching {path}"):
+        found = search(path, request, run)
     config = restore(found.scheduling)
     made = explained(found.decision, found.outcome, lambda: build_policy(config))
     made["decision_id"] = f"{found.run}.{found.decision.request.id:016x}"

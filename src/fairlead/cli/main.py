@@ -5,6 +5,7 @@ own `--help`), never to list the commands: that keeps `fairlead --help` fast, an
 missing hurts nobody else.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -33,12 +34,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "indexer": Command("fairlead.cli.indexer", "indexer", "The prefix index alone, asked over HTTP."),
     "validate": Command("fairlead.cli.validate", "validate", "Check a configuration and print every problem."),
+    "doctor": Command("fairlead.cli.doctor", "doctor", "Find out what is wrong with an installation."),
     "config": Command("fairlead.cli.config", "config", "Show the effective configuration, with origins."),
     "schema": Command("fairlead.cli.schema", "schema", "Print the JSON Schema of the configuration, for editors."),
     "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
     "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
     "bench": Command("fairlead.cli.bench", "bench", "Send load to a live OpenAI endpoint and measure it."),
+    "top": Command("fairlead.cli.top", "top", "A running scheduler in the terminal: endpoints, traffic, warnings."),
     "explain": Command("fairlead.cli.explain", "explain", "Why a request went where it went, in milliseconds."),
     "replay": Command("fairlead.cli.replay", "replay", "Feed a journal through the scheduler again, or another one."),
     "capture": Command("fairlead.cli.capture", "capture", "Make a workload of a journal, without names and texts."),
@@ -101,11 +104,19 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Decides for every LLM request when it runs and which model-server replica runs it."""
+    """Decides for every LLM request when it runs and which model-server replica runs it.
+
+    \b
+    Examples:
+      fairlead demo                              see what it does, on simulated replicas
+      fairlead serve fairlead.yaml               schedule for your own
+      fairlead compare -s agents -p default -p round-robin
+      fairlead COMMAND --help                    what a command takes, with examples
+    """
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, epilog=EPILOG)
+    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, epilog=EPILOG)
     app.callback()(_root)
     for name, command in COMMANDS.items():
         app.command(name, help=command.help)(_root)  # a placeholder with the right help
@@ -113,7 +124,12 @@ def build_app() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback."""
+    """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback.
+
+    With NO_COLOR in the environment nothing is drawn: neither colours nor bars, no escape codes at all.
+    """
+    if os.environ.get("NO_COLOR"):
+        os.environ["TERM"] = "dumb"  # What rich and click look at; NO_COLOR alone leaves bold, dim and cursor codes.
     try:
         typer.main.get_command(build_app())(args=arguments, prog_name="fairlead")
     except (ConfigError, PluginError) as error:

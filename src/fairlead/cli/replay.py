@@ -41,20 +41,27 @@ def replay(
     With --policy or --set: which decisions would be others, and why. What happened stays what happened (first tokens
     and ends come when they came); what another policy would have made of it, `fairlead simulate` says.
     """
+    from fairlead.cli._progress import busy
     from fairlead.sim import replay as same
     from fairlead.sim import replay_change
     from fairlead.sim.journal import JournalError, one_run
 
     try:
         other = change(policy, setting)
-        there = one_run(journal, run)
-        if other is not None:
-            _show_change(replay_change.compare(there, other), changes, as_json)
-            return
-        result = same.replay(there)
+        compared = result = None
+        with busy(f"replaying {journal}"):
+            there = one_run(journal, run)
+            if other is not None:
+                compared = replay_change.compare(there, other)
+            else:
+                result = same.replay(there)
     except (JournalError, OSError, ValueError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
+    if compared is not None:
+        _show_change(compared, changes, as_json)
+    if result is None:
+        return
     _show(result, as_json)
     if result.exact and not result.identical:
         raise typer.Exit(FAILED)

@@ -7,7 +7,7 @@ def schema() -> None:
     """Print the JSON Schema (draft 2020-12) of the configuration, installed plugins included.
 
     \b
-    For completion and checks in an editor with the YAML language server:
+    Examples: completion and checks in an editor with the YAML language server:
       fairlead schema > fairlead.schema.json
       # yaml-language-server: $schema=fairlead.schema.json     (first line of the configuration)
     """

@@ -11,7 +11,10 @@ Source = Annotated[
     str, typer.Argument(metavar="SCENARIO|FILE", help="A built-in scenario (--list), or a workload file.")
 ]
 Policy = Annotated[
-    str, typer.Option("--policy", "-p", help="A policy's name, or a configuration file whose scheduling part is used.")
+    str,
+    typer.Option(
+        "--policy", "-p", help="A policy's name, a configuration whose scheduling part is used, or a .py file."
+    ),
 ]
 
 
@@ -29,7 +32,7 @@ def simulate(
     prefill: Annotated[int, typer.Option(min=0, help="So many servers only prefill, the others decode.")] = 0,
     kv_lag_ms: Annotated[float, typer.Option(help="KV events that are so late; -1 = there are none.")] = -1,
     dispatch: Annotated[str, typer.Option(help="timestamp or think; default: the workload's own.")] = "",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is left to chance.")] = 0,
     validate: Annotated[bool, typer.Option(help="Check every invariant after every event (slow).")] = False,
     json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
     requests: Annotated[Path | None, typer.Option(help="Write one line of CSV per request to this file.")] = None,
@@ -39,6 +42,13 @@ def simulate(
 
     The same scheduler as in `fairlead serve` decides, fed with the same events; see docs/simulator.md for what is
     simulated and how well it agrees with measured servers.
+
+    \b
+    Examples:
+      fairlead simulate --list
+      fairlead simulate shared-prefix-14
+      fairlead simulate agents --policy mine.yaml --servers 4 --seed 1
+      fairlead simulate traffic.jsonl --speeds 1,1,0.4 --json
     """
     from fairlead.sim.build import ScenarioSpec, names
     from fairlead.sim.policies import known_policies, policy_text
@@ -69,7 +79,7 @@ def simulate(
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, requests)
     except (TraceError, ValueError, OSError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
 
 
@@ -78,6 +88,8 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
 
     import msgspec
 
+    from fairlead.cli._progress import counted
+    from fairlead.model.decision import OutcomeRecord
     from fairlead.sim.build import ScenarioSpec, build
     from fairlead.sim.result import request_table, summarise
     from fairlead.sim.run import scheduling_from
@@ -87,8 +99,10 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     scenario = build(spec)
     begun = perf_counter()
     made, desk = scheduling_from(text)
-    simulation = Simulation(scenario, made, seed, validate=validate, desk=desk)
-    simulation.run()
+    with counted(scenario.name, len(scenario.workload.records)) as step:
+        watch = (lambda record: step() if isinstance(record, OutcomeRecord) else None) if step else None
+        simulation = Simulation(scenario, made, seed, watch=watch, validate=validate, desk=desk)
+        simulation.run()
     took = perf_counter() - begun
     if requests is not None:
         requests.write_bytes(request_table(simulation))

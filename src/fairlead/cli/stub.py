@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli._options import preset_argument
+from fairlead.cli._options import WRONG_INPUT, complain, preset_argument
 
 if TYPE_CHECKING:
     from fairlead.engine.presets import Preset
@@ -187,7 +187,10 @@ def stub(
             ),
             seed=seed,
         )
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        complain(error)
+        raise typer.Exit(WRONG_INPUT) from None
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _end(run(config, replicas, host, port, write_endpoints, typer.echo))
 
@@ -251,7 +254,7 @@ def _engine(
 
 def _end(problem: str) -> None:
     if problem:
-        typer.echo(f"fairlead stub: {problem}", err=True)
+        complain(problem)
         raise typer.Exit(1)
 
 

@@ -55,6 +55,12 @@ def tune(
 
     The preset goes into the simulator and the stub: --preset FILE. Probe one idle server, not the gateway: other
     traffic is measured as slowness. The default policy needs none of this; it learns while it works.
+
+    \b
+    Examples:
+      fairlead tune http://localhost:8000 --out mine.yaml
+      fairlead tune --observations answers.jsonl --json
+      fairlead simulate agents --preset mine.yaml
     """
     from fairlead.bench.tune_advice import Traffic, advise, traffic_of
     from fairlead.bench.tune_fit import TooLittle, fit
@@ -70,10 +76,10 @@ def tune(
             _save(save, made)
         fitted = fit(made)
     except (ValueError, OSError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
     except TooLittle as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(FAILED) from None
     seen = traffic_of(made) if observations is not None else Traffic(hit_rate=facts.hit_rate)
     traffic = Traffic(

@@ -1,24 +1,36 @@
 """`fairlead validate FILE`: everything that is wrong with a configuration, before it runs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fairlead.cli._options import WRONG_INPUT, ConfigFile
 
 if TYPE_CHECKING:
+    from fairlead.config.problems import Report
     from fairlead.config.schema import Config
 
 
-def validate(file: ConfigFile) -> None:
+def validate(
+    file: ConfigFile,
+    as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False,
+) -> None:
     """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
 
     Plugins are loaded and made, and an endpoints file is read too; nothing is started and no port is opened.
+
+    \b
+    Examples:
+      fairlead validate examples/minimal.yaml
+      fairlead validate fairlead.yaml --json | jq .problems
     """
     from fairlead.config.load import examine
 
     config, report = examine(file)
+    if as_json:
+        _as_json(file, config, report)
+        return
     for problem in report.problems:
         typer.echo(problem.render(str(file)))
     for note in report.notes:
@@ -29,6 +41,25 @@ def validate(file: ConfigFile) -> None:
         raise typer.Exit(WRONG_INPUT)
     names = _names(config)
     typer.echo(f"{file}: valid. {_summary(config)}{names}")
+
+
+def _as_json(file: Path, config: "Config | None", report: "Report") -> None:
+    import msgspec
+
+    from fairlead.io.models_file import check_models
+
+    named = check_models(config.models.file)[1] if config is not None and config.models.file else []
+    valid = config is not None and not named
+    document = {
+        "file": str(file),
+        "valid": valid,
+        "problems": [*report.problems, *({"message": line} for line in named)],
+        "notes": report.notes,
+        "summary": _summary(config) if config is not None and valid else "",
+    }
+    typer.echo(msgspec.json.format(msgspec.json.encode(document)))
+    if not valid:
+        raise typer.Exit(WRONG_INPUT)
 
 
 def _names(config: "Config") -> str:

@@ -34,10 +34,19 @@ def workload(
     cv: Annotated[float, typer.Option(help="Of bursty arrivals: coefficient of variation.")] = 3.0,
     to_rate: Annotated[float, typer.Option(help="Of ramp arrivals: the last rate.")] = 0.0,
     dispatch: Annotated[str, typer.Option(help="timestamp or think.")] = "",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is left to chance.")] = 0,
     set: Annotated[list[str] | None, typer.Option(help="A parameter of the kind, e.g. --set groups=20.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
-    """Look at, convert and generate workloads. Formats and kinds are described in docs/workloads.md."""
+    """Look at, convert and generate workloads. Formats and kinds are described in docs/workloads.md.
+
+    \b
+    Examples:
+      fairlead workload kinds
+      fairlead workload show traffic.jsonl
+      fairlead workload convert trace.csv traffic.jsonl
+      fairlead workload generate interactive-chat chat.jsonl --seconds 600 --rate 4
+    """
     from fairlead.sim.workfiles import read_workload, write_workload
     from fairlead.workload.formats.problems import TraceError
     from fairlead.workload.generate import Pace, generate
@@ -63,9 +72,9 @@ def workload(
             made = read_workload(Path(source), format)
         if out is not None:
             write_workload(made, out, to)
-        _describe(made)
+        _describe(made, as_json)
     except (TraceError, ValueError, OSError) as error:
-        complain(str(error))
+        complain(error)
         raise typer.Exit(WRONG_INPUT) from None
 
 
@@ -111,8 +120,13 @@ def _print_kinds() -> None:
         typer.echo(f"  {name:18} {format.help}")
 
 
-def _describe(made: "Workload") -> None:
-    from fairlead.workload.describe import describe
+def _describe(made: "Workload", as_json: bool) -> None:
+    from fairlead.workload.describe import describe, figures
 
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.format(msgspec.json.encode(figures(made))))
+        return
     for line in describe(made):
         typer.echo(line)

@@ -5,6 +5,7 @@ from pathlib import Path
 from fairlead.config.builtins import BUILTINS
 from fairlead.config.defaults import POLICIES
 from fairlead.model.errors import FairleadError
+from fairlead.sim.policy_file import source_text
 from fairlead.sim.run import policy_from
 
 #: The default with a queue before it. No limits, and nobody runs out of time: the same requests are compared.
@@ -22,6 +23,7 @@ def known_policies() -> dict[str, str]:
 
 def policy_text(name: str) -> str:
     """The configuration text of a known policy, or of the file of that name: `tuned=path.yaml` and `path.yaml` alike.
+    A Python file with a policy in it counts as one, see `policy_file`.
 
     Raises `ValueError` when it is neither, `ConfigError` or `PluginError` when the file is wrong, `OSError`.
     """
@@ -31,6 +33,8 @@ def policy_text(name: str) -> str:
     path = Path(name.partition("=")[2] or name)
     if not path.is_file():
         raise ValueError(f"{name!r} is neither a policy nor a file; policies: {', '.join(texts)}")
+    if path.suffix == ".py":
+        return source_text(path)
     policy_from(path)
     return path.read_text()
 

@@ -15,23 +15,28 @@ from fairlead.config.load import load
 from fairlead.config.registry import build_policy
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
 from fairlead.schedule.framework import Policy
+from fairlead.sim.policy_file import configuration
 from fairlead.sim.result import Summary, summarise
 from fairlead.sim.simulation import Simulation
 from fairlead.sim.world import Scenario
 
 
 def policy_from(text: str | Path) -> Policy:
-    """The policy of a configuration's text or file (only its scheduling part matters), e.g. `policy: round-robin`.
+    """The policy of a configuration's text or file (only its scheduling part matters), e.g. `policy: round-robin`, or
+    of what `policy_file.source_text` made of a Python file.
 
     Raises `ConfigError` or `PluginError`.
     """
-    return build_policy(load(text, need_endpoints=False))
+    return scheduling_from(text)[0]
 
 
 def scheduling_from(text: str | Path) -> tuple[Policy, Desk | None]:
     """The policy and, where `flowControl` is configured, the queue before it."""
-    config = load(text, need_endpoints=False)
-    policy = build_policy(config)
+    registry = None
+    if isinstance(text, str):
+        text, registry = configuration(text)
+    config = load(text, need_endpoints=False, registry=registry)
+    policy = build_policy(config, registry=registry)
     return policy, build_desk(config, policy)
 
 

@@ -40,5 +40,25 @@ def describe(workload: Workload) -> list[str]:
     ]
 
 
+def figures(workload: Workload) -> dict[str, object]:
+    """The same for programs: seconds, tokens, shares."""
+    records = workload.records
+    return {
+        "name": workload.name,
+        "requests": len(records),
+        "duration_s": workload.duration_s,
+        "dispatch": workload.dispatch,
+        "sessions": len({record.session for record in records if record.session}),
+        "block_size": workload.block_size,
+        "in_tokens": _mean_and_more([record.in_tokens for record in records]),
+        "out_tokens": _mean_and_more([record.out_tokens for record in records]),
+        "ideal_hit": ideal_hit(workload),
+    }
+
+
+def _mean_and_more(values: Sequence[int]) -> dict[str, float]:
+    return {"mean": fmean(values), "p50": median(values), "max": max(values)} if values else {}
+
+
 def _spread(values: Sequence[int]) -> str:
     return f"mean {fmean(values):,.0f}  p50 {median(values):,.0f}  max {max(values):,}"

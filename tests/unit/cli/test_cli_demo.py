@@ -10,5 +10,6 @@ from fairlead.demo.plan import Plan
 
 def test_defaults_are_those_of_the_plan():
     options = {name: parameter.default for name, parameter in signature(demo).parameters.items()}
+    del options["as_json"]
     plan = structs.asdict(Plan())
     assert options == {name: plan[name] for name in options}

@@ -1,0 +1,127 @@
+"""The tables of docs/tuning.md: block size, weights and queue limits, in the simulator.
+
+python bench/tuning.py            about four CPU minutes
+python bench/tuning.py --head 300 quicker, coarser
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from random import Random
+from statistics import fmean
+from time import process_time
+
+from fairlead.config.defaults import BYTES_PER_TOKEN
+from fairlead.fleet.prefix import ChainHasher
+from fairlead.sim.build import ScenarioSpec
+from fairlead.sim.grid import Cell, CellResult, run_grid
+
+REUSE, AGENTS, NONE, TOO_MUCH = "shared-prefix-14", "agents", "azure-code", "shared-prefix-20"
+
+
+def profile(prefix: float, load: float, limit: int = 200, top_k: int = 1) -> str:
+    """The short form with its two scorers."""
+    return (
+        f"filters: [{{type: queue-depth, maxQueueLength: {limit}}}]\n"
+        f"scorers:\n- {{type: prefix-aware, weight: {prefix}, hashBlockSize: 64}}\n"
+        f"- {{type: load-aware, weight: {load}}}\nselection: {{topK: {top_k}}}\n"
+    )
+
+
+DEFAULT = "policy: default\n"
+Table = tuple[str, tuple[str, ...], dict[str, str]]
+TABLES: tuple[Table, ...] = (
+    (
+        "prefix : load",
+        (REUSE, AGENTS, NONE),
+        {f"{prefix} : {load}": profile(prefix, load) for prefix, load in ((100, 30), (60, 60), (30, 100), (0, 100))}
+        | {"100 : 30, topK 3": profile(100, 30, top_k=3), "default policy": DEFAULT},
+    ),
+    (
+        "maxQueueLength",
+        (REUSE, TOO_MUCH),
+        {str(limit): profile(100, 30, limit=limit) for limit in (1, 5, 20, 50, 200)} | {"default policy": DEFAULT},
+    ),
+)
+SIZES = (3, 5, 10, 20, 64, 256)
+#: Tokens that two prompts have in common.
+SHARED = (50, 200, 1_000, 6_000, 100_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each workload")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    for table in TABLES:
+        for line in lines(table, options.head, options.seeds):
+            sys.stdout.write(f"{line}\n")
+    for line in recognised():
+        sys.stdout.write(f"{line}\n")
+
+
+def lines(table: Table, head: int, seeds: int) -> Iterator[str]:
+    """Mean TTFT in ms, its p99, and the share of prompt tokens that were cached: the means of all seeds."""
+    title, scenarios, texts = table
+    cells = [
+        Cell(scenario=ScenarioSpec(name=source, source=source, head=head), policy=name, text=text, seed=seed)
+        for source in scenarios
+        for name, text in texts.items()
+        for seed in range(seeds)
+    ]
+    found = run_grid(cells, progress=_progress(title))
+    yield f"\n| {title} | " + " | ".join(f"{name}: TTFT mean | p99 | hit | unserved" for name in scenarios) + " |"
+    yield "|---" * (1 + 4 * len(scenarios)) + "|"
+    for name in texts:
+        parts = [name]
+        for source in scenarios:
+            runs = [one.figures for one in found if (one.policy, one.scenario) == (name, source)]
+            mean = {key: sum(run[key] for run in runs) / len(runs) for key in _KEYS}
+            unserved = (mean["shed"] + mean["failed"]) / mean["requests"]
+            parts.append(f"{mean['ttft_mean_ms']:,.0f} | {mean['ttft_p99_ms']:,.0f}")
+            parts.append(f"{mean['prefix_hit_rate']:.0%} | {unserved:.1%}")
+        yield f"| {' | '.join(parts)} |"
+
+
+_KEYS = ("ttft_mean_ms", "ttft_p99_ms", "prefix_hit_rate", "shed", "failed", "requests")
+
+
+def recognised() -> Iterator[str]:
+    """Of what two prompts have in common, the share that is recognised; mean of 200 lengths around each."""
+    rng = Random(1)
+    yield (
+        "\n| hashBlockSize | " + " | ".join(f"{shared:,} in common" for shared in SHARED) + " | µs for 24 kB | 500 kB |"
+    )
+    yield "|---" * (3 + len(SHARED)) + "|"
+    for size in SIZES:
+        hasher = ChainHasher(finest=size * BYTES_PER_TOKEN)
+        parts = [f"{fmean(_share(hasher, shared, rng) for _ in range(200)):.0%}" for shared in SHARED]
+        parts += [f"{_hash_us(hasher, length):,.0f}" for length in (24_000, 500_000)]
+        yield f"| {size} | {' | '.join(parts)} |"
+
+
+def _share(hasher: ChainHasher, shared: int, rng: Random) -> float:
+    """Two prompts that go on differently after `shared` tokens, more or less a half."""
+    common = rng.randbytes(int(shared * BYTES_PER_TOKEN * rng.uniform(0.5, 1.5)))
+    one, other = (hasher.chain(b"", [common + rng.randbytes(2_000)]) for _ in range(2))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.hashes, other.hashes, strict=True)))
+    return one.ends[same - 1] / len(common) if same else 0.0
+
+
+def _hash_us(hasher: ChainHasher, length: int) -> float:
+    prompt, count, begun = bytes(length), 200, process_time()
+    for _ in range(count):
+        hasher.chain(b"", [prompt])
+    return (process_time() - begun) / count * 1e6
+
+
+def _progress(title: str) -> Callable[[CellResult, int, int], None]:
+    def step(result: CellResult, count: int, total: int) -> None:
+        sys.stderr.write(f"\r{title}: {count} of {total}" + ("\n" if count == total else ""))
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

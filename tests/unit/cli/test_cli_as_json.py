@@ -1,0 +1,76 @@
+"""`--json` where a command has figures: one document on stdout, and nothing else there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.cli._options import complain
+from fairlead.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--json"])
+    return int(stopped.value.code or 0), json.loads(capsys.readouterr().out)
+
+
+def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: ['10.0.0.1:1']\n")
+    code, found = run(capsys, "validate", str(file))
+    assert (code, found["valid"], found["problems"]) == (0, True, [])
+    assert found["summary"].startswith("Policy default")
+    file.write_text("endpoints: ['10.0.0.1:1']\nscorers:\n- {type: load-aware, wieght: 3}\n")
+    code, found = run(capsys, "validate", str(file))
+    assert (code, found["valid"], found["summary"]) == (2, False, "")
+    assert found["problems"][0]["line"] == 3
+    assert found["problems"][0]["path"] == "$.scorers[0].wieght"
+
+
+def test_validate_looks_at_models_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    (tmp_path / "names.yaml").write_text("kind: InferenceModel\n")
+    file.write_text("endpoints: ['10.0.0.1:1']\nmodels: {file: names.yaml}\n")
+    code, found = run(capsys, "validate", str(file))
+    assert (code, found["valid"]) == (2, False)
+    assert "names.yaml" in found["problems"][0]["message"]
+
+
+def test_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "w.jsonl"
+    code, made = run(capsys, "workload", "generate", "interactive-chat", str(file), "--count", "30")
+    assert (code, made["sessions"]) == (0, 30)
+    code, shown = run(capsys, "workload", "show", str(file))
+    assert (code, shown["in_tokens"]) == (0, made["in_tokens"])
+    assert shown["in_tokens"]["max"] >= shown["in_tokens"]["p50"] > 0
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "-s",
+        "agents",
+        "--head",
+        "20",
+        "-p",
+        "random",
+        "-p",
+        "lpwl",
+        "--processes",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    code, found = run(capsys, "compare", *arguments)
+    assert code == 0
+    assert {*found["summary"]["agents"]} == {*found["regret"]} == {"random", "lpwl"}
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_file_that_cannot_be_used_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
+    complain(FileNotFoundError(2, "No such file or directory", "a.txt"))
+    complain(OSError("something else"))
+    complain("first\nsecond")
+    said = ["a.txt: No such file or directory", "something else", "first", "second"]
+    assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in said]

@@ -1,0 +1,159 @@
+"""How every command behaves: help with examples, unknown files, NO_COLOR, completion."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fairlead.cli import main as cli
+from fairlead.cli.main import COMMANDS, load_command
+
+#: A command line that names a file which is not there. `None`: the command reads no file.
+UNKNOWN_FILE: dict[str, list[str] | None] = {
+    "serve": ["serve", "nope.yaml"],
+    "indexer": ["indexer", "nope.yaml"],
+    "validate": ["validate", "nope.yaml"],
+    "config": ["config", "show", "nope.yaml"],
+    "schema": None,
+    "envoy-config": ["envoy-config", "--tls-ca", "nope.pem"],
+    "stub": ["stub", "--preset", "nope.yaml"],
+    "demo": None,
+    "bench": ["bench", "localhost:1", "--workload", "nope.jsonl"],
+    "explain": ["explain", "1", "nope"],
+    "replay": ["replay", "nope"],
+    "capture": ["capture", "nope", "out.jsonl"],
+    "simulate": ["simulate", "nope.jsonl"],
+    "workload": ["workload", "show", "nope.jsonl"],
+    "scheduler": ["scheduler", "serve", "nope.yaml"],
+    "tune": ["tune", "--observations", "nope.jsonl"],
+    "compare": ["compare", "--scenario", "nope.jsonl"],
+    "top": None,
+    "doctor": ["doctor", "nope.yaml"],
+}
+#: More ways to name one.
+MORE = [
+    ["validate", "nope.yaml", "--json"],
+    ["simulate", "agents", "--policy", "nope.yaml"],
+    ["simulate", "agents", "--policy", "nope.py"],
+    ["compare", "--against", "nope", "--policy", "default"],
+    ["compare", "--scenario", "agents", "--policy", "nope.py"],
+    ["workload", "convert", "nope.jsonl", "out.jsonl"],
+    ["scheduler", "serve", "nope:Policy"],
+]
+CASES = [arguments for arguments in (*UNKNOWN_FILE.values(), *MORE) if arguments and arguments[0] in COMMANDS]
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Usage: fairlead" in shown
+    text = shown[shown.index("Example") :]
+    assert re.search(rf"^\W*fairlead {name}\b", text, re.MULTILINE), "an example begins with the command"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_parameter_is_explained(name: str) -> None:
+    silent = [one.name for one in load_command(name, COMMANDS[name]).params if not one.help and not one.hidden]
+    assert silent == []
+
+
+def test_every_command_says_what_it_does_with_an_unknown_file() -> None:
+    assert {*COMMANDS} <= {*UNKNOWN_FILE}
+
+
+@pytest.mark.parametrize("arguments", CASES, ids=" ".join)
+def test_an_unknown_file_is_one_clear_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ") and "nope" in line
+    assert "Errno" not in line and "Traceback" not in line
+    assert [*tmp_path.iterdir()] == [], "nothing was written"
+
+
+def in_a_terminal(arguments: list[str], **environment: str) -> bytes:
+    """What a command writes where stdout and stderr are a terminal."""
+    parent, child = pty.openpty()
+    plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "TERM")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fairlead", *arguments],
+        env={**plain, "TERM": "xterm-256color", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=child,
+        stderr=child,
+    )
+    os.close(child)
+    written = bytearray()
+    while True:
+        try:
+            part = os.read(parent, 65536)
+        except OSError:  # Linux says so when the other end is closed.
+            break
+        if not part:
+            break
+        written += part
+    os.close(parent)
+    assert process.wait(60) in (0, 2)
+    return bytes(written)
+
+
+TALKATIVE = [
+    ["--help"],
+    ["bench", "--help"],
+    ["servee"],
+    ["simulate", "agents", "--head", "20"],
+    ["compare", "-s", "agents", "-p", "round-robin", "-p", "random", "--head", "20", "--processes", "1"],
+]
+
+
+@pytest.mark.parametrize("arguments", TALKATIVE, ids=" ".join)
+def test_no_color_means_no_escape_codes(arguments: list[str], tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path)] if arguments[0] == "compare" else []
+    plain = in_a_terminal([*arguments, *out], NO_COLOR="1")
+    assert plain and b"\x1b" not in plain
+    assert b"\x1b" not in in_a_terminal([*arguments, *out], NO_COLOR="1", FORCE_COLOR="1")
+
+
+def test_a_terminal_gets_colours_and_a_bar() -> None:
+    """So the test before this one can fail."""
+    assert b"\x1b[" in in_a_terminal(["--help"])
+    assert b"\x1b[" in in_a_terminal(["simulate", "agents", "--head", "200"])
+
+
+def complete(words: str) -> list[str]:
+    """What bash would offer for the last word."""
+    environment = {"_FAIRLEAD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-c", "from fairlead.cli.main import main; main()"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.split()
+
+
+def test_completion_knows_commands_and_options() -> None:
+    assert {"simulate", "schema", "stub"} <= {*complete("fairlead s")}
+    assert "--kv-lag-ms" in complete("fairlead simulate --kv")
+
+
+def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--install-completion" in shown and "--show-completion" in shown

@@ -1,0 +1,72 @@
+"""The pages that are written from the program are current, and complete."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import msgspec
+import pytest
+from msgspec import Meta, Struct
+
+from fairlead.cli.main import COMMANDS
+from fairlead.config.builtins import BUILTINS
+from fairlead.config.schema import SECTIONS
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fairlead_write_reference", ROOT / "tools" / "write_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["cli.md", "configuration-reference.md"])
+def test_the_page_is_current(name: str, tool: ModuleType) -> None:
+    written = (ROOT / "docs" / name).read_text()
+    assert written == tool.pages()[name], "run `make docs`, or python tools/write_reference.py"
+
+
+def test_every_field_and_plugin_has_a_row(tool: ModuleType) -> None:
+    page = tool.configuration_page()
+    for key, kind in SECTIONS.items():
+        for field in msgspec.structs.fields(kind):
+            assert f"`{key}.{field.encode_name}" in page
+    for known in BUILTINS.values():
+        for name in known:
+            assert f"#### `{name}`" in page
+
+
+def test_every_command_has_a_section_with_examples(tool: ModuleType) -> None:
+    page = tool.cli_page()
+    for name in COMMANDS:
+        section = page.split(f"\n## fairlead {name}\n")[1].split("\n## ")[0]
+        assert "Example" in section and f"fairlead {name}" in section
+
+
+class Inner(Struct, rename="camel", kw_only=True):
+    #: How far, in
+    #: metres.
+    how_far: Annotated[int, Meta(ge=1)] = 4
+    needed: str | None
+
+
+class Outer(Struct, rename="camel", kw_only=True):
+    inner: Inner
+    by_name: dict[str, Inner] = {}
+    names: list[str] = []
+
+
+def test_a_struct_becomes_rows(tool: ModuleType) -> None:
+    assert [*tool._fields(Outer, "top")] == [
+        ("`top.inner.howFar`", "whole number ≥ 1", "`4`", "How far, in metres."),
+        ("`top.inner.needed`", "text", "needed", ""),
+        ("`top.byName`", "mapping", "none", ""),
+        ("`top.byName.NAME.howFar`", "whole number ≥ 1", "`4`", "How far, in metres."),
+        ("`top.byName.NAME.needed`", "text", "needed", ""),
+        ("`top.names`", "list of text", "none", ""),
+    ]

@@ -1,0 +1,50 @@
+"""The site's hooks, and that its navigation names every page."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    spec = importlib.util.spec_from_file_location("fairlead_site_hooks", ROOT / "tools" / "site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rendered(hooks: ModuleType, markdown: str) -> str:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    return str(hooks.on_page_markdown(markdown, page, {}, []))
+
+
+def test_the_navigation_names_every_page() -> None:
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("markdown", "made"),
+    [
+        ("[a](../src/fairlead/pipeline.py)", "[a](files/src/fairlead/pipeline.py.txt)"),
+        ("[a](../src/fairlead/plugins)", "a"),
+        ("[a](policies.md#x) [b](https://example.org)", "[a](policies.md#x) [b](https://example.org)"),
+        ("[a](../nowhere.py)", "[a](../nowhere.py)"),
+        ("[a](../../outside.py)", "[a](../../outside.py)"),
+        ("```sh run\nx\n```", "```sh\nx\n```"),
+        ("```yaml run file=a.yaml\nx\n```", '```yaml title="a.yaml"\nx\n```'),
+        ("Text:\n- one\n- two", "Text:\n\n- one\n- two"),
+        ("Text:\n1. one\n2. two", "Text:\n\n1. one\n2. two"),
+        ("- one\n- two", "- one\n- two"),
+        ("```sh\nls\n- x\n```", "```sh\nls\n- x\n```"),
+    ],
+)
+def test_what_the_hooks_change(hooks: ModuleType, markdown: str, made: str) -> None:
+    assert rendered(hooks, markdown) == made
