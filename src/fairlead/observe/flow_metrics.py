@@ -56,6 +56,7 @@ class FlowMetrics:
         self._flow_age = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
         self._delays = gauges("priority", cap=256, fold=("priority",))
         self._waiting = gauges("unused", cap=2)
+        self._stale = gauges("unused", cap=2)
         self._delay = gauges("unused", cap=2)
         self._wanted = gauges("unused", cap=2)
         registry.before(self._refresh)
@@ -86,6 +87,9 @@ class FlowMetrics:
             self._used_all[kind].child("").set(_share(count, getattr(queues.limits.total, kind)))
         self._saturation.child("effective").set(self._saturated(desk, now))
         endpoints = self._fleet.table.count
+        table = self._fleet.table
+        stale = table.alive & (now - table.sampled_at > self._fleet.staleness)
+        self._stale.child("").set(float(stale.sum()))
         self._waiting.child("").set(len(queues))
         self._delay.child("").set(desk.drain_s())
         self._wanted.child("").set(desk.wanted(endpoints, now))
@@ -138,6 +142,8 @@ class FlowMetrics:
             show(f"{prefix}capacity_utilization_{kind}", text, self._used[kind], **pool)
             text = f"[ALPHA] Share of the global limit of {kind} that is used."
             show(f"{prefix}global_capacity_utilization_{kind}", text, self._used_all[kind], labels={}, **pool)
+        text = "[ALPHA] Endpoints whose metrics are too old to be believed."
+        show(f"{prefix}stale_endpoints", text, self._stale, labels={}, constant={"detector": "fairlead"})
         text = "Age of the request that waits longest, by band."
         show("fairlead_flow_head_age_seconds", text, self._age)
         text = "Age of the request that waits longest, by flow."

@@ -8,7 +8,7 @@ Rules
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -43,18 +43,31 @@ class Gauge:
 
 
 class Histogram:
-    """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last one is above all bounds."""
+    """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last one is above all bounds.
 
-    __slots__ = ("bounds", "counts", "sum")
+    `examples`: by bucket, the last observation whose request was told and that request's number; `None` = none was.
+    """
+
+    __slots__ = ("bounds", "counts", "examples", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum: float = 0
+        self.examples: list[tuple[float, int] | None] | None = None
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def observe_of(self, value: float, request_id: int) -> None:
+        """The request is shown beside its bucket, where the format can."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
+        self.sum += value
+        if self.examples is None:
+            self.examples = [None] * len(self.counts)
+        self.examples[bucket] = value, request_id
 
     @property
     def count(self) -> int:
@@ -108,6 +121,18 @@ class Family(Generic[Child]):
         index, values = self.labels.index(label), set(wanted)
         for key in [key for key in self.children if key[index] not in values]:
             del self.children[key]
+
+
+class Readings:
+    """A gauge or counter whose values somebody else keeps: read when somebody looks, and replaced as a whole."""
+
+    bounds: tuple[float, ...] = ()
+
+    def __init__(self, kind: str, *labels: str) -> None:
+        self.kind = kind
+        self.labels = labels
+        #: By label values. Never change the mapping, put another one in its place.
+        self.values: Mapping[tuple[str, ...], float] = {}
 
 
 def counters(*labels: str, cap: int = 1000, fold: Iterable[str] = ()) -> Family[Counter]:

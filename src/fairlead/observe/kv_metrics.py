@@ -1,13 +1,12 @@
 """What is known from KV events and how far it is relied on, on the metrics page. Set anew whenever somebody looks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
 
 from fairlead.fleet.exact import SOURCES, ExactKnowledge
 from fairlead.observe.exposition import Registry
-from fairlead.observe.instruments import counters, gauges
+from fairlead.observe.instruments import Readings, counters, gauges
 
 
 class KvFeedStatus(Struct, frozen=True):
@@ -47,6 +46,7 @@ _GAUGES = (
     ("provisional", "1 while part of the history is missing.", "provisional"),
     ("blocks", "Blocks that the rank is known to hold, over groups and tiers.", "blocks"),
 )
+_VERDICTS = ("equal", "close", "off", "idle")
 
 
 class KvMetrics:
@@ -69,13 +69,15 @@ class KvMetrics:
         self._feeds = feeds
         self._rejected = rejected
         self._without = without
-        self._counters = {field: counters("endpoint", "rank") for _, _, field in _COUNTERS}
-        self._gauges = {field: gauges("endpoint", "rank") for _, _, field in _GAUGES}
-        self._trust = gauges("endpoint")
-        self._source = gauges("endpoint", "source")
-        self._checked = counters("endpoint", "verdict")
-        self._tokens = counters("endpoint", "by")
-        self._causes = counters("endpoint", "cause")
+        self._counters = {field: Readings("counter", "endpoint", "rank") for _, _, field in _COUNTERS}
+        self._gauges = {field: Readings("gauge", "endpoint", "rank") for _, _, field in _GAUGES}
+        self._trust = Readings("gauge", "endpoint")
+        self._source = Readings("gauge", "endpoint", "source")
+        self._checked = Readings("counter", "endpoint", "verdict")
+        self._tokens = Readings("counter", "endpoint", "by")
+        self._causes = Readings("counter", "endpoint", "cause")
+        self._publishers = Readings("counter", "pod_identifier")
+        self._subscribers = gauges()
         self._index = gauges("what")
         self._refused = counters()
         self._unread = counters("reason")
@@ -83,16 +85,18 @@ class KvMetrics:
         self._show(registry)
 
     def _refresh(self) -> None:
-        for children in self._all_children():
-            children.clear()
-        for feed in self._feeds():
-            labels = feed.endpoint, str(feed.rank)
-            for field, counter in self._counters.items():
-                counter.child(*labels).value = getattr(feed, field)
-            for field, gauge in self._gauges.items():
-                gauge.child(*labels).set(float(getattr(feed, field)))
-        for slot, endpoint in self._endpoints():
-            self._endpoint(slot, endpoint)
+        """Anew each time: endpoints come and go."""
+        feeds = [(feed, (feed.endpoint, str(feed.rank))) for feed in self._feeds()]
+        for field, counter in self._counters.items():
+            counter.values = {labels: getattr(feed, field) for feed, labels in feeds}
+        for field, gauge in self._gauges.items():
+            gauge.values = {labels: int(getattr(feed, field)) for feed, labels in feeds}
+        batches: dict[tuple[str, ...], int] = {}
+        for feed, (endpoint, _) in feeds:
+            batches[(endpoint,)] = batches.get((endpoint,), 0) + feed.batches
+        self._publishers.values = batches
+        self._subscribers.child().set(sum(feed.linked for feed, _ in feeds))
+        self._check()
         index = self._exact.index
         self._index.child("blocks").set(index.entries)
         self._index.child("bytes").set(index.nbytes)
@@ -102,26 +106,22 @@ class KvMetrics:
         for reason, count in self._without.items():
             self._unread.child(reason).value = count
 
-    def _all_children(self) -> Iterator[dict[tuple[str, ...], Any]]:
-        """Endpoints come and go."""
-        for counter in (*self._counters.values(), self._checked, self._tokens, self._causes):
-            yield counter.children
-        for gauge in (*self._gauges.values(), self._trust, self._source):
-            yield gauge.children
-
-    def _endpoint(self, slot: int, endpoint: str) -> None:
-        check = self._exact.check
-        self._trust.child(endpoint).set(check.trust(slot).level)
-        now = self._exact.source(slot)
-        for source in SOURCES:
-            self._source.child(endpoint, source).set(float(source == now))
-        judged = check.judged(slot)
-        for verdict in ("equal", "close", "off", "idle"):
-            self._checked.child(endpoint, verdict).value = getattr(judged, verdict)
-        self._tokens.child(endpoint, "predicted").value = judged.predicted_tokens
-        self._tokens.child(endpoint, "reported").value = judged.reported_tokens
-        for cause, count in judged.causes.items():
-            self._causes.child(endpoint, cause).value = count
+    def _check(self) -> None:
+        exact, check = self._exact, self._exact.check
+        slots = list(self._endpoints())
+        judged = [(endpoint, check.judged(slot)) for slot, endpoint in slots]
+        self._trust.values = {(endpoint,): check.trust(slot).level for slot, endpoint in slots}
+        sources = [(endpoint, exact.source(slot)) for slot, endpoint in slots]
+        self._source.values = {(endpoint, one): int(one == now) for endpoint, now in sources for one in SOURCES}
+        self._checked.values = {(endpoint, one): getattr(found, one) for endpoint, found in judged for one in _VERDICTS}
+        told: dict[tuple[str, ...], float] = {}
+        for endpoint, found in judged:
+            told[endpoint, "predicted"] = found.predicted_tokens
+            told[endpoint, "reported"] = found.reported_tokens
+        self._tokens.values = told
+        self._causes.values = {
+            (endpoint, cause): count for endpoint, found in judged for cause, count in found.causes.items()
+        }
 
     def _show(self, registry: Registry) -> None:
         show = registry.show
@@ -142,4 +142,8 @@ class KvMetrics:
         )
         text = "Prompts whose token ids are not known, so that learned knowledge served them, by reason."
         show("fairlead_kv_prompts_without_tokens_total", text, self._unread)
+        text = "[ALPHA] Publishers of KV events that are connected."
+        show("llm_d_epp_kv_cache_events_active_subscribers", text, self._subscribers)
+        text = "[ALPHA] Batches of KV events, by publisher."
+        show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
         show("fairlead_kv_rejected_batches_total", "Batches of publishers that are not of the pool.", self._refused)

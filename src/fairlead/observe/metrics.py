@@ -1,7 +1,7 @@
 """Counts what was decided and what came of it. Called for every request, so each call is a few dictionary look-ups.
 
 Rules
-* `on_decision` once per decision, `on_outcome` once per routed request. Measured: 0.4 us and 1.9 us.
+* `on_decision` once per decision, `on_outcome` once per routed request. Measured: 0.5 us and 3.5 us.
 * Cache figures are in prompt tokens: `kv_cache_lookup_total` grows by the prompt of each routed request,
   `kv_cache_hit_total` by what was predicted to be cached at the chosen endpoint. Their ratio is the hit rate.
 * At most `cap` label sets of requests are told apart, whatever clients send; after that new ones are `other`. Models in
@@ -10,6 +10,7 @@ Rules
 """
 
 from collections.abc import Callable, Iterable
+from math import inf
 
 from fairlead import __version__
 from fairlead.model.decision import DecisionRecord, OutcomeRecord
@@ -25,8 +26,10 @@ SCALE_UP_HOLD_S = 60.0
 _MAX_LABEL = 200
 #: Children per label set of requests: error codes, streaming or not, endpoints.
 _FAMILY_ROOM = 10
-#: Endpoints' counters are kept for as many departed endpoints before they are swept.
+#: Endpoints' counters are kept for as many departed endpoints before they are swept, and how often that is looked at.
 _DEPARTED_KEPT = 256
+_SWEEP_S = 30.0
+_POLICIES = 64
 
 #: HTTP status to the published `error_code` values; others by their hundreds.
 _ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
@@ -94,6 +97,8 @@ class SchedulerMetrics:
         self._cap = cap
         self._bundles: dict[tuple[str, str, str, int], _Bundle] = {}
         self._overloaded_at: float | None = None
+        self._swept_at = -inf
+        self._splitting: set[str] = set()
         self._scale_up = gauges()
         families = self.families
         self._scheduling = families.scheduling.child()
@@ -126,7 +131,7 @@ class SchedulerMetrics:
             key = (OTHER, OTHER, "", 0)
         bundle = self._bundles.get(key) or self._bundle(*key)
         bundle.requests.value += 1
-        self._scheduling.observe(duration_s)
+        self._scheduling.observe_of(duration_s, request.id)
         if record.overloaded:
             self._overloaded.value += 1
             self._overloaded_at = record.at
@@ -135,6 +140,8 @@ class SchedulerMetrics:
             return
         if request.rewritten_by:
             self.families.rewrites.child(request.rewritten_by, *bundle.labels[:2]).value += 1
+        if record.prefill or record.policy in self._splitting:
+            self._split(record, bundle)
         bundle.running.value += 1
         bundle.lookups.value += request.prompt_tokens
         bundle.hits.value += record.hit_tokens
@@ -157,15 +164,19 @@ class SchedulerMetrics:
             self.families.ends.child(cause).value += 1
         duration, ttft, output = record.duration_ms / 1000, record.ttft_ms / 1000, record.completion_tokens
         if duration >= 0:
-            bundle.duration.observe(duration)
+            bundle.duration.observe_of(duration, request.id)
             if output > 0:
                 bundle.ntpot.observe(duration / output)
         if ttft >= 0:
-            (bundle.ttft_stream if request.stream else bundle.ttft).observe(ttft)
+            (bundle.ttft_stream if request.stream else bundle.ttft).observe_of(ttft, request.id)
             if request.stream and output > 1 and duration >= ttft:
                 bundle.tpot.observe((duration - ttft) / (output - 1))
+                if 0.0 < request.slo_tpot_ms < 1e3 * (duration - ttft) / (output - 1):
+                    self.families.slo_violations.child(*bundle.labels[:2], "tpot").value += 1
+            if 0.0 < request.slo_ttft_ms < record.ttft_ms:
+                self.families.slo_violations.child(*bundle.labels[:2], "ttft").value += 1
             if request.stream and record.forecast is not None:
-                self._judge(record.forecast, record.ttft_ms)
+                self._judge(bundle, record.forecast, record.ttft_ms)
         if record.request_bytes >= 0:
             bundle.request_size.observe(record.request_bytes)
         if record.response_bytes >= 0:
@@ -179,10 +190,13 @@ class SchedulerMetrics:
             bundle.reported.value += record.cached_tokens
             bundle.predicted.value += record.hit_tokens
 
-    def _judge(self, forecast: Forecast, ttft_ms: float) -> None:
+    def _judge(self, bundle: _Bundle, forecast: Forecast, ttft_ms: float) -> None:
         """How good the forecast was. Only of streams: in other answers the first byte is the last."""
         if forecast.ttft_ms <= 0.0:
             return
+        self.families.predicted_ttft.child(*bundle.labels[:2]).observe(forecast.ttft_ms / 1e3)
+        if forecast.tpot_ms > 0.0:
+            self.families.predicted_tpot.child(*bundle.labels[:2]).observe(forecast.tpot_ms / 1e3)
         place = "below" if ttft_ms < forecast.low_ms else "above" if ttft_ms > forecast.high_ms else "inside"
         self.families.forecasts.child(place).value += 1
         self.families.forecast_ratio.child().observe(ttft_ms / forecast.ttft_ms)
@@ -199,6 +213,13 @@ class SchedulerMetrics:
         self.families.plugin.child(extension_point, kind, name).observe(duration_s)
 
     # ---------------- seldom ----------------
+
+    def _split(self, record: DecisionRecord, bundle: _Bundle) -> None:
+        """A policy that ever split a request does so on purpose: those that it does not split are counted too."""
+        if len(self._splitting) < _POLICIES:
+            self._splitting.add(record.policy)
+        kind = "prefill-decode" if record.prefill else "decode-only"
+        self.families.pairs.child(record.policy, bundle.labels[0], kind).value += 1
 
     def _refused(self, record: DecisionRecord, bundle: _Bundle) -> None:
         families = self.families
@@ -246,6 +267,9 @@ class SchedulerMetrics:
     def _forget_departed(self) -> None:
         """Endpoints come and go under ever new names; their counters must not pile up."""
         attempts = self.families.attempts
+        if len(attempts.children) <= _DEPARTED_KEPT or self._now() - self._swept_at < _SWEEP_S:
+            return
+        self._swept_at = self._now()
         names = {key[2] for key in attempts.children}
         if len(names) <= _DEPARTED_KEPT:
             return

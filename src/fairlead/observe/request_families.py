@@ -12,6 +12,7 @@ from fairlead.observe.instruments import Counter, Family, Histogram, counters, g
 #: Label values that clients choose; they are folded into `other` past the cap.
 CLIENT_LABELS = ("model_name", "target_model_name", "target_model", "fairness_id")
 REQUEST_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
+_PREDICTED = ("model_name", "target_model_name")
 _MODEL = {"model_name": "model_name", "target_model_name": "target_model_name"}
 _MODEL_PRIORITY = {**_MODEL, "priority": "priority"}
 
@@ -59,6 +60,10 @@ class RequestFamilies:
         self.expired = counters()
         self.fallbacks = counters("endpoint", cap=cap, fold=("endpoint",))
         self.loop_lag = histograms(bounds=buckets.LAG)
+        self.predicted_ttft = histograms(*_PREDICTED, bounds=buckets.GENERAL, cap=cap, fold=CLIENT_LABELS)
+        self.predicted_tpot = histograms(*_PREDICTED, bounds=buckets.TPOT_TWIN, cap=cap, fold=CLIENT_LABELS)
+        self.slo_violations = counted(*_PREDICTED, "type")
+        self.pairs = counted("plugin_name", "model_name", "decision_type")
         self.forecasts = counters("result")
         self.forecast_ratio = histograms(bounds=buckets.RATIO)
 
@@ -68,6 +73,7 @@ class RequestFamilies:
         self._show_by_model(registry)
         self._show_tokens(registry)
         self._show_scheduler(registry)
+        self._show_predictions(registry)
         self._show_own(registry)
 
     def _show_requests(self, registry: Registry) -> None:
@@ -143,13 +149,27 @@ class RequestFamilies:
         for prefix in (_LLMD, _EXTENSION):
             name = prefix + "scheduler_e2e_duration_seconds"
             show(name, "[ALPHA] " + text, self.scheduling, bounds=buckets.SCHEDULING)
-        text = "[ALPHA] Time spent in a plugin."
+        text = "[ALPHA] Time to decide about a request, by the policy that did."
         show(_LLMD + "plugin_duration_seconds", text, self.plugin)
         show(_EXTENSION + "plugin_duration_seconds", text, self.plugin)
         text = "[ALPHA] Decisions, by their result and the endpoint."
         show(_LLMD + "scheduler_attempts_total", text, self.attempts)
         renamed = {label: label for label in self.attempts.labels} | {"endpoint_name": "pod_name"}
         show(_EXTENSION + "scheduler_attempts_total", text, self.attempts, labels=renamed)
+
+    def _show_predictions(self, registry: Registry) -> None:
+        show = registry.show
+        by = {"constant": {"plugin_name": "cost-model", "plugin_type": "cost-model"}}
+        text = "[ALPHA] Predicted time to first token, of streamed responses."
+        show(_LLMD + "request_predicted_ttft_seconds", text, self.predicted_ttft, **by)
+        text = "[ALPHA] Predicted time per output token, of streamed responses."
+        show(_LLMD + "request_predicted_tpot_seconds", text, self.predicted_tpot, **by)
+        text = "[ALPHA] Responses that missed the time that their request's headers asked for, by which."
+        show(_LLMD + "request_slo_violation_total", text, self.slo_violations, **by)
+        text = "[ALPHA] Requests routed by a policy that splits prefill from decode, by what it did."
+        names = {label: label for label in self.pairs.labels}
+        kind = {"constant": {"plugin_type": "prefill-decode"}}
+        show(_LLMD + "disagg_decision_total", text, self.pairs, labels=names, **kind)
 
     def _show_own(self, registry: Registry) -> None:
         show = registry.show

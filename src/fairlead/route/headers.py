@@ -48,6 +48,8 @@ TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TTL_HEADERS = ("x-fairlead-ttl-ms",)
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 REQUEST_ID = "x-request-id"
+#: W3C Trace Context: read where requests are traced, and always passed on.
+TRACE_HEADERS = ("traceparent", "tracestate")
 
 #: Conformance tests: addresses (`ip`, `ip:port`, comma list) to choose from, and who served, on the response.
 TEST_SELECTION = "test-epp-endpoint-selection"
@@ -100,6 +102,7 @@ READ_HEADERS = (
     *TPOT_SLO_HEADERS,
     *TTL_HEADERS,
     *REWRITE_HEADERS,
+    *TRACE_HEADERS,
     TEST_SELECTION,
 )
 

@@ -286,6 +286,7 @@ def test_departed_endpoints_are_forgotten(watched: Watched) -> None:
         watched.status = FleetStatus(endpoints=[EndpointStatus(id=f"ns/{name}", address="10.0.0.1:8000")])
         watched.metrics.on_decision(routed(endpoint=f"ns/{name}"), 0.001)
         if i % 100 == 99:
+            watched.now += 60.0
             watched.metrics.render()
     attempts = [key for key in watched.samples() if key.startswith("llm_d_epp_scheduler_attempts_total{")]
     assert len(attempts) <= 300

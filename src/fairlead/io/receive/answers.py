@@ -1,7 +1,7 @@
 """Encoded answers, with what repeats encoded once."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.instructions import Reject
@@ -11,6 +11,7 @@ from fairlead.wire import ext_proc
 from fairlead.wire.access_log import LEASE_KEY
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Kind, Modes
 from fairlead.wire.ext_proc_bodies import rewrite_request
+from fairlead.wire.traceparent import HEADER as TRACEPARENT
 
 #: Reasons that say that a good request was dropped; others say what is wrong with it.
 _DROPPED = ("rejected", "evicted")
@@ -29,6 +30,8 @@ class Answers:
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
+        #: The header `traceparent` that a request leaves with, by its number; empty = the client's, if there is one.
+        self.traceparent: Callable[[int], str] | None = None
         self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
 
     def lease(self, request_id: int) -> str:
@@ -47,6 +50,10 @@ class Answers:
         """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
         metadata, the address of who computes the prompt if that is another one, and the client's control headers
         (`spoofed`) out."""
+        trace = self.traceparent(request_id) if self.traceparent is not None else ""
+        if trace:
+            address, lease = endpoint.address.encode(), self.lease(request_id).encode()
+            return ext_proc.answer(kind, *_parts(address, lease, spoofed, prefill, trace=trace), reroute=True)
         key = kind, endpoint.address, spoofed, prefill
         template = self._templates.get(key)
         if template is None:
@@ -79,12 +86,18 @@ class Answers:
             removed |= {"accept-encoding"}
             more[REWRITTEN] = b"1"
         lease = self.lease(request_id).encode()
-        mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more)
+        trace = self.traceparent(request_id) if self.traceparent is not None else ""
+        mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more, trace)
         return rewrite_request(modes, body, mutation, metadata, trailers)
 
 
 def _parts(
-    address: bytes, lease: bytes, removed: frozenset[str], prefill: str, more: Mapping[str, bytes] = _NOTHING
+    address: bytes,
+    lease: bytes,
+    removed: frozenset[str],
+    prefill: str,
+    more: Mapping[str, bytes] = _NOTHING,
+    trace: str = "",
 ) -> tuple[bytes, bytes]:
     """HeaderMutation and metadata of a pick."""
     mutation = ext_proc.set_header(DESTINATION, address)
@@ -92,6 +105,8 @@ def _parts(
     if prefill:
         mutation += ext_proc.set_header(PREFILLER, prefill.encode())
         removed -= {PREFILLER}
+    if trace:
+        mutation += ext_proc.set_header(TRACEPARENT, trace.encode())
     mutation += ext_proc.remove_headers(sorted(removed))
     return mutation, ext_proc.lb_metadata({DESTINATION: address, **more, LEASE_KEY: lease})
 

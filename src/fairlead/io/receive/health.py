@@ -1,7 +1,8 @@
 """gRPC health checking, version 1 (grpc/doc/health-checking.md): `Check` and `Watch` over the transports' contract.
 
 Services: `liveness` is SERVING as long as the process answers; `readiness`, the empty name and the ext_proc service
-follow `set_ready`. Others are unknown: `Check` ends with NOT_FOUND, `Watch` says SERVICE_UNKNOWN and stays open.
+follow `set_ready`; `warm` is SERVING also on a standby that could take over. Others are unknown: `Check` ends with
+NOT_FOUND, `Watch` says SERVICE_UNKNOWN and stays open.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 
 LIVENESS = "liveness"
 READINESS = "readiness"
+WARM = "warm"
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
@@ -50,7 +52,7 @@ class HealthService:
     """Starts as not ready."""
 
     def __init__(self) -> None:
-        self._ready = False
+        self._ready = self._warm = False
         #: A gateway asked for the ext_proc service and was told that it serves.
         self.asked = False
         self._watchers: set[_Watch] = set()
@@ -63,10 +65,11 @@ class HealthService:
     def routes(self) -> Routes:
         return {CHECK: self._check, WATCH: self._watch}
 
-    def set_ready(self, ready: bool) -> None:
-        """Tell every watcher whose service changes by it."""
-        if ready != self._ready:
-            self._ready = ready
+    def set_ready(self, ready: bool, warm: bool | None = None) -> None:
+        """Tell every watcher whose service changes by it. `warm`: could take over at once; left out, the same."""
+        states = ready, ready if warm is None else warm
+        if states != (self._ready, self._warm):
+            self._ready, self._warm = states
             for watcher in list(self._watchers):
                 watcher.notify()
 
@@ -75,6 +78,8 @@ class HealthService:
             return ServingStatus.SERVING
         if service in ("", READINESS, EXT_PROC):
             return ServingStatus.SERVING if self._ready else ServingStatus.NOT_SERVING
+        if service == WARM:
+            return ServingStatus.SERVING if self._warm else ServingStatus.NOT_SERVING
         return ServingStatus.SERVICE_UNKNOWN
 
     def _check(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Check":

@@ -41,6 +41,8 @@ class Understanding:
         #: Takes a request's id, parsed body, body and model, and returns its number of prompt tokens, 0 = unknown. For
         #: who wants to know the prompt itself before the request arrives; `None` = nobody does.
         self.read_prompt: Callable[[int, ParsedRequest, bytes, str], int] | None = None
+        #: Told each request and its headers; `None` = nobody wants to know.
+        self.on_request: Callable[[Request, Mapping[str, str]], object] | None = None
         #: Requests whose prompts are still being read; the result is the number of tokens, 0 = unknown.
         self.reading: Mapping[int, asyncio.Task[int]] = {}
 
@@ -67,7 +69,7 @@ class Understanding:
         number, counted = next(self._ids), parsed.prompt_tokens
         if self.read_prompt is not None:
             counted = self.read_prompt(number, parsed, body, wishes.rewrite or parsed.model) or counted
-        return Request(
+        request = Request(
             id=number,
             arrived=self._now(),
             api=parsed.api,
@@ -91,6 +93,9 @@ class Understanding:
             ttl_s=wishes.ttl_s,
             external_id=headers.get(names.REQUEST_ID, "")[:MAX_NAME],
         )
+        if self.on_request is not None:
+            self.on_request(request, headers)
+        return request
 
     def _recognise(self, parsed: ParsedRequest, named: str) -> tuple[PrefixChain, str]:
         """The prompt's chain, and the session: as `named`, else recognised by the prompt."""

@@ -1,0 +1,39 @@
+"""The header `traceparent` (W3C Trace Context, level 1).
+
+Anything that is not as the recommendation has it counts as absent, so a caller's nonsense starts a new trace. A version
+above ours is read by its first four fields, as section 3.2.3 demands.
+"""
+
+import re
+
+from msgspec import Struct
+
+HEADER = "traceparent"
+STATE_HEADER = "tracestate"
+_SAMPLED = 1
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+
+
+class TraceParent(Struct, frozen=True, gc=False):
+    """Who called us. Both ids are above 0."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+
+def parse(text: str) -> TraceParent | None:
+    """`None` for what is no valid header."""
+    match = _FORM.fullmatch(text.strip(" \t"))
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, more = match.groups()
+    if version == "ff" or (version == "00" and more):
+        return None
+    parent = TraceParent(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & _SAMPLED))
+    return parent if parent.trace_id and parent.span_id else None
+
+
+def render(trace_id: int, span_id: int, sampled: bool) -> str:
+    """In version 00."""
+    return f"00-{trace_id:032x}-{span_id:016x}-{int(sampled):02x}"
