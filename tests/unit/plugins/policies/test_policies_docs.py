@@ -14,7 +14,7 @@ TEXT = (Path(__file__).parents[4] / "docs" / "policies.md").read_text()
 
 
 def test_the_tutorial_policy_works() -> None:
-    code = re.search(r"^```python\n(# shortest_wait\.py.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    code = re.search(r"^```python run file=shortest_wait\.py\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert code is not None
     made: dict[str, Any] = {}
     exec(compile(code[1], "shortest_wait.py", "exec"), made)
