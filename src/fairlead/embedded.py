@@ -31,6 +31,7 @@ from fairlead.model.errors import FairleadError
 from fairlead.model.events import EndpointDown, EndpointUp
 from fairlead.observe.log import get
 from fairlead.wire.endpoint_list import Listing
+from fairlead.wire.kube_pool import H2C
 
 log = get("serve")
 
@@ -72,7 +73,8 @@ class Embedded:
                 stack.push_async_callback(file.close)
                 await file.start()
             if self._config.kubernetes.on:
-                await follow_pool(stack, self._config.kubernetes, self._endpoint)
+                protocol = await follow_pool(stack, self._config.kubernetes, self._endpoint)
+                self._gateway.speak_http2(protocol == H2C)
             await self._gateway.start()
             stack.push_async_callback(self._gateway.stop, 0.0)
             stack.push_async_callback(self._end_scheduler)

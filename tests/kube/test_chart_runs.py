@@ -136,7 +136,7 @@ def test_the_picker_serves_tls_and_answers_its_probes(
     for name, value in certificate.items():
         (tmp_path / name).write_bytes(value)
     kube.pod(namespace, "vllm-0", "127.0.0.9", labels={"app": "vllm"})
-    start("serve", str(tmp_path / "fairlead.yaml"))
+    start("serve", str(tmp_path / "fairlead.yaml"), POD_IP="10.244.0.7", POD_NAME="epp-a")
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
     with grpc.insecure_channel(f"127.0.0.1:{health}") as channel:
         for probe in (pod["livenessProbe"], pod["readinessProbe"]):
@@ -152,6 +152,15 @@ def test_the_picker_serves_tls_and_answers_its_probes(
         "metadata": {"name": one(objects, "Deployment")["metadata"]["name"]},
     }
     assert kube.admin.get(lease, namespace)["spec"]["holderIdentity"]
+    leads_to = of_kind(objects, "InferencePool")[0]["spec"]["endpointPickerRef"]["name"]
+    found = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": {"name": f"{leads_to}-ipv4"}}
+
+    def told() -> bool:
+        slice_ = kube.admin.get(found, namespace)
+        ports = {one["name"]: one["port"] for one in slice_["ports"]}
+        return bool(slice_["endpoints"][0]["addresses"] == ["10.244.0.7"] and ports == {"grpc-ext-proc": 9002})
+
+    assert until(told, "the slice that gateways read")
 
 
 def check(channel: grpc.Channel, service: str) -> bool:

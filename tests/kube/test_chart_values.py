@@ -12,7 +12,7 @@ from fairlead.cli.main import COMMANDS, load_command
 from fairlead.config.load import load
 from fairlead.config.registry import build_policy
 from fairlead.config.schema import Config
-from fairlead.io.receive.health import LIVENESS, READINESS
+from fairlead.io.receive.health import LIVENESS, READINESS, WARM
 
 VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 every_set = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
@@ -24,6 +24,11 @@ def rendered(helm: Helm, values: Path) -> list[dict[str, Any]]:
 
 def by_name(helm: Helm, name: str) -> list[dict[str, Any]]:
     return rendered(helm, next(path for path in VALUES if path.stem == name))
+
+
+def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = (thing for thing in of_kind(objects, kind) if thing["metadata"]["name"] == name)
+    return found
 
 
 def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -66,12 +71,14 @@ def test_the_pod_serves_the_ports_that_the_configuration_opens(helm: Helm, value
 
 @every_set
 def test_probes_ask_what_is_answered(helm: Helm, values: Path) -> None:
-    pod = container(rendered(helm, values))
+    objects = rendered(helm, values)
+    pod = container(objects)
     named = {port["name"] for port in pod["ports"]}
+    leads = configured(objects).kubernetes.leader_election.enabled
     for probe, service, page in (
         (pod["livenessProbe"], LIVENESS, "/healthz"),
         (pod["startupProbe"], LIVENESS, "/healthz"),
-        (pod["readinessProbe"], READINESS, "/readyz"),
+        (pod["readinessProbe"], WARM if leads else READINESS, "/readyz"),
     ):
         if "grpc" in probe:
             assert probe["grpc"] == {"port": 9003, "service": service}
@@ -90,9 +97,15 @@ def test_the_command_line_exists(helm: Helm, values: Path) -> None:
 @every_set
 def test_services_lead_to_ports_of_the_pod(helm: Helm, values: Path) -> None:
     objects = rendered(helm, values)
-    pod = {port["name"] for port in container(objects)["ports"]}
+    ports = container(objects)["ports"]
+    pod = {port["name"] for port in ports}
     labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
     for service in of_kind(objects, "Service"):
+        if service["metadata"]["name"].endswith("-leader"):  # kept by the leader, see below
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= {
+                port["containerPort"] for port in ports
+            }
+            continue
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= pod
         assert service["spec"]["selector"].items() <= labels
 
@@ -113,7 +126,7 @@ def test_the_documented_values(helm: Helm) -> None:
     ]
     assert [(spec.type, spec.weight) for spec in config.policy.scorers] == [("prefix-aware", 100), ("load-aware", 50)]
     assert (config.kv_events.enabled, config.kv_events.bind) == (True, "tcp://0.0.0.0:5555")
-    assert 5555 in {port["port"] for port in one(objects, "Service")["spec"]["ports"]}
+    assert 5555 in {port["port"] for port in named(objects, "Service", "one-epp-leader")["spec"]["ports"]}
 
 
 def test_the_pool_names_the_service_and_its_port(helm: Helm) -> None:
@@ -121,7 +134,11 @@ def test_the_pool_names_the_service_and_its_port(helm: Helm) -> None:
     pool = one(objects, "InferencePool")
     assert configured(objects).kubernetes.pool == pool["metadata"]["name"] == "llama"
     picker = pool["spec"]["endpointPickerRef"]
-    service = one(objects, "Service")
+    service = named(objects, "Service", "one-epp-leader")
+    assert "selector" not in service["spec"] and {type(one["targetPort"]) for one in service["spec"]["ports"]} == {int}
+    assert configured(objects).kubernetes.leader_election.service == service["metadata"]["name"]
+    pods = named(objects, "Service", "one-epp")["spec"]
+    assert pods["selector"] and {port["name"] for port in pods["ports"]} == {"http-metrics"}
     assert picker == {"name": service["metadata"]["name"], "port": {"number": 9002}, "failureMode": "FailClose"}
     assert 9002 in {port["port"] for port in service["spec"]["ports"]}
     assert one(objects, "DestinationRule")["spec"]["host"] == f"{picker['name']}.default.svc.cluster.local"
@@ -142,9 +159,15 @@ def test_leader_election_is_for_several_replicas(helm: Helm, values: str, leads:
     leases = [rule for rule in rules if "leases" in rule["resources"]]
     assert (election.enabled, bool(leases)) == (leads, leads)
     update = one(objects, "Deployment")["spec"]["strategy"]["rollingUpdate"]
-    assert update == ({"maxUnavailable": "100%", "maxSurge": "100%"} if leads else {"maxUnavailable": 0, "maxSurge": 1})
+    assert update == {"maxUnavailable": 0, "maxSurge": 1}
+    environment = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in container(objects)["env"]}
+    assert ("status.podIP" in environment.values()) == leads
+    slices = [rule for rule in rules if "endpointslices" in rule["resources"]]
     if leads:
         assert leases[1]["resourceNames"] == [election.lease_name]
+        assert slices[1]["resourceNames"] == [f"{election.service}-ipv4", f"{election.service}-ipv6"]
+    else:
+        assert not slices and not election.service
 
 
 def test_the_role_is_as_small_as_what_is_used(helm: Helm) -> None:
@@ -192,7 +215,10 @@ def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> N
         ([*LABELS, "--set", "inferencePool.failureMode=Open"], "value must be one of"),
         ([*LABELS, "--set", "inferencePool.create=false"], "a gateway needs a pool"),
         ([*LABELS, "--set", "standalone.enabled=true,provider.name=istio"], "choose one of them"),
-        ([*LABELS, "--set", "inferenceExtension.replicas=2,podDisruptionBudget.enabled=true"], "never let the leader"),
+        (
+            [*LABELS, "--set", "inferenceExtension.replicas=2,inferenceExtension.terminationGracePeriodSeconds=44"],
+            "at least 45",
+        ),
         (
             [*LABELS, "--set", "inferenceExtension.leaderElection.enabled=true,autoscaling.enabled=true"],
             "further replicas take no requests",

@@ -1,75 +1,32 @@
 """Two replicas and an Envoy that may ask either, which does not fail open: every request needs a scheduler."""
 
 import asyncio
-import json
+import os
 import signal
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from kc_objects import pool, until
-from kc_pods import PodServer, pod_servers
+from kc_pods import pod_servers
+from kc_replicas import LEASE, Envoy, Replica, two_schedulers
 from kc_traffic import Traffic
 from kr_cluster import Cluster
 
-from fairlead.io.envoy.config import build
-from fairlead.io.envoy.options import Options
+from gw_processes import Child, _get, free_ports, require_envoy, stat  # isort: skip
 
-from gw_processes import Child, Envoy, Serve, _get, free_ports, require_envoy, stat  # isort: skip
-
-LEASE = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "epp-serving-llama.fairlead"}}
 DURATION_S = 4
 
 
-class Replica(Serve):
-    """One of several: it has started when it answers, ready or not."""
-
-    def again(self) -> Self:
-        self._file.write_text(json.dumps(self.config))
-        self.spawn(sys.executable, "-m", "fairlead", "serve", str(self._file))
-        self._until(lambda: _get(self.admin + "/healthz")[0] == 200)
-        return self
-
-    async def ready(self) -> bool:
-        return (await asyncio.to_thread(_get, self.admin + "/readyz"))[0] == 200
-
-    async def until_ready(self, seconds: float = 60.0) -> float:
-        began = time.monotonic()
-        while not await self.ready():
-            assert time.monotonic() - began < seconds, self.said()[-2000:]
-            await asyncio.sleep(0.01)
-        return time.monotonic() - began
-
-
 class World:
-    def __init__(self, cluster: Cluster, replicas: list[Replica], envoy: Envoy, pods: list[PodServer]) -> None:
-        self.cluster, self.replicas, self.envoy, self.pods = cluster, replicas, envoy, pods
+    def __init__(self, cluster: Cluster, namespace: str, replicas: list[Replica], envoy: Envoy) -> None:
+        self.cluster, self.namespace, self.replicas, self.envoy = cluster, namespace, replicas, envoy
 
     async def lease(self) -> dict[str, Any]:
-        found = await asyncio.to_thread(self.cluster.admin.get, LEASE, "serving")
+        found = await asyncio.to_thread(self.cluster.admin.get, LEASE, self.namespace)
         return dict(found["spec"])
-
-
-def two_schedulers(gateway: int, addresses: list[str], pods: list[PodServer], fail_open: bool) -> dict[str, Any]:
-    """A bootstrap whose ext_proc cluster has both."""
-    bootstrap: dict[str, Any] = build(
-        Options(
-            port=gateway,
-            ext_proc=addresses[0],
-            endpoints=tuple(f"{pod.address}:{pod.port}" for pod in pods),
-            fail_open=fail_open,
-        )
-    )
-    cluster = next(one for one in bootstrap["static_resources"]["clusters"] if one["name"] == "ext_proc")
-    hosts = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
-    other = json.loads(json.dumps(hosts[0]))
-    other["endpoint"]["address"]["socket_address"]["port_value"] = int(addresses[1].rpartition(":")[2])
-    hosts.append(other)
-    return bootstrap
 
 
 @pytest.fixture
@@ -80,24 +37,27 @@ def processes() -> Iterator[list[Child]]:
         child.end()
 
 
-@pytest.fixture
-async def world(
-    own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Child], request: pytest.FixtureRequest
+@asynccontextmanager
+async def two_replicas(
+    cluster: Cluster, namespace: str, tmp_path: Path, processes: list[Child], fail_open: bool = False
 ) -> AsyncIterator[World]:
     require_envoy()
-    cluster = await asyncio.to_thread(own_kube)
-    await asyncio.to_thread(cluster.install_crds)
-    await asyncio.to_thread(cluster.namespace, "serving")
     async with AsyncExitStack() as stack:
         pods = await pod_servers(2)
         for i, server in enumerate(pods):
             stack.push_async_callback(server.stop)
-            await asyncio.to_thread(cluster.pod, "serving", f"p{i}", server.address, labels={"app": "vllm"})
-        await asyncio.to_thread(cluster.admin.apply, pool(ports=(pods[0].port,)), "serving")
-        election = {"enabled": True, "leaseDuration": DURATION_S, "renewDeadline": 3, "retryPeriod": 1}
+            await asyncio.to_thread(cluster.pod, namespace, f"p{i}", server.address, labels={"app": "vllm"})
+        await asyncio.to_thread(cluster.admin.apply, pool(ports=(pods[0].port,)), namespace)
+        election = {
+            "enabled": True,
+            "leaseDuration": DURATION_S,
+            "renewDeadline": 3,
+            "retryPeriod": 1,
+            "leaseName": "epp",
+        }
         kubernetes = {
             "pool": "llama",
-            "namespace": "serving",
+            "namespace": namespace,
             "kubeconfig": str(cluster.kubeconfig(tmp_path / "kubeconfig")),
             "leaderElection": election,
         }
@@ -112,19 +72,26 @@ async def world(
         envoy = Envoy(tmp_path)
         processes.append(envoy)
         addresses = [replica.ext_proc for replica in replicas]
-        fail_open = bool(getattr(request, "param", False))
         await asyncio.to_thread(envoy.start, two_schedulers(gateway, addresses, pods, fail_open))
         async with asyncio.timeout(20):
             while await stat(envoy.admin, "cluster.ext_proc.membership_healthy") != 1:
                 await asyncio.sleep(0.02)
-        yield World(cluster, replicas, envoy, pods)
+        yield World(cluster, namespace, replicas, envoy)
+
+
+@pytest.fixture
+async def world(
+    kube: Cluster, namespace: str, tmp_path: Path, processes: list[Child], request: pytest.FixtureRequest
+) -> AsyncIterator[World]:
+    async with two_replicas(kube, namespace, tmp_path, processes, bool(getattr(request, "param", False))) as made:
+        yield made
 
 
 async def test_a_leader_that_is_told_to_stop_loses_no_request(world: World) -> None:
     leader, standby = world.replicas
     assert not await standby.ready()
     assert len(await standby.endpoints()) == 2, "a standby is warm"
-    async with Traffic(world.envoy.port) as traffic:
+    async with Traffic(world.envoy.port, clients=int(os.environ.get("FAIRLEAD_CLIENTS", "4"))) as traffic:
         await until(lambda: traffic.total > 50)
         leader.signal(signal.SIGTERM)
         took = await standby.until_ready(10)
@@ -158,7 +125,17 @@ async def test_a_leader_that_is_killed_is_replaced_when_its_lease_runs_out(world
     assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
 
 
-async def test_liveness_never_depends_on_leading_or_the_api_server(world: World) -> None:
+async def test_liveness_never_depends_on_leading_or_the_api_server(
+    own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Child]
+) -> None:
+    cluster = await asyncio.to_thread(own_kube)
+    await asyncio.to_thread(cluster.install_crds)
+    await asyncio.to_thread(cluster.namespace, "serving")
+    async with two_replicas(cluster, "serving", tmp_path, processes) as world:
+        await no_api_server(world)
+
+
+async def no_api_server(world: World) -> None:
     leader, standby = world.replicas
     await asyncio.to_thread(world.cluster.kill)
     await asyncio.sleep(DURATION_S + 2)

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kc_objects import model, pool, rewrite, until
-from kc_pods import PodServer, pod_servers
+from kc_pods import H2Pod, PodServer, pod_servers
 from kc_traffic import Traffic, load, one
 from kr_cluster import Cluster
 
@@ -68,27 +70,30 @@ def processes() -> Iterator[list[Serve]]:
         serve.end()
 
 
-@pytest.fixture
-async def world(own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Serve]) -> AsyncIterator[World]:
+@asynccontextmanager
+async def served(cluster: Cluster, namespace: str, tmp_path: Path, processes: list[Serve]) -> AsyncIterator[World]:
     """Four model servers, three of them pods, and traffic possible."""
     require_envoy()
-    cluster = await asyncio.to_thread(own_kube)
-    await asyncio.to_thread(cluster.install_crds)
-    await asyncio.to_thread(cluster.namespace, "serving")
     async with AsyncExitStack() as stack:
         pods = await pod_servers(4)
         for server in pods:
             stack.push_async_callback(server.stop)
         serve = Serve(tmp_path)
         processes.append(serve)
-        made = World(cluster, "serving", serve, pods)
+        made = World(cluster, namespace, serve, pods)
         await made.apply(pool(ports=(pods[0].port,)))
         for index in range(3):
             await made.pod(index)
         kubeconfig = cluster.kubeconfig(tmp_path / "kubeconfig")
-        config = {"kubernetes": {"pool": "llama", "namespace": "serving", "kubeconfig": str(kubeconfig)}}
+        config = {"kubernetes": {"pool": "llama", "namespace": namespace, "kubeconfig": str(kubeconfig)}}
         await asyncio.to_thread(serve.start, config)
         await sees_the_scheduler(serve.gateway)
+        yield made
+
+
+@pytest.fixture
+async def world(kube: Cluster, namespace: str, tmp_path: Path, processes: list[Serve]) -> AsyncIterator[World]:
+    async with served(kube, namespace, tmp_path, processes) as made:
         yield made
 
 
@@ -134,7 +139,7 @@ async def test_models_splits_and_their_status(world: World) -> None:
     later = model("chat-again", "chat", ("other", 1))
     await world.apply(later)
     lost = await world.condition(later, "False", "ModelNameInUse")
-    assert "serving/chat" in lost["message"]
+    assert f"{world.namespace}/chat" in lost["message"]
     await world.delete(chat)
     await world.condition(later, "True", "Accepted")
     await until(lambda: True)
@@ -149,8 +154,16 @@ async def test_models_splits_and_their_status(world: World) -> None:
     assert 'inference_pool_ready_pods{name="llama"} 3' in await world.serve.page("/metrics")
 
 
-async def test_the_api_server_may_die(world: World) -> None:
+async def test_the_api_server_may_die(own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Serve]) -> None:
     """Routing and readiness go on; the metric says so; afterwards everything is as it should be."""
+    cluster = await asyncio.to_thread(own_kube)
+    await asyncio.to_thread(cluster.install_crds)
+    await asyncio.to_thread(cluster.namespace, "serving")
+    async with served(cluster, "serving", tmp_path, processes) as world:
+        await no_api_server(world)
+
+
+async def no_api_server(world: World) -> None:
     await world.apply(model("chat", "chat"))
     await world.has(0, 1, 2)
     async with Traffic(world.serve.port) as traffic:
@@ -177,18 +190,44 @@ async def test_flags_reach_the_scheduler_behind_the_embedded_gateway(world: Worl
     file = tmp_path / "flags.json"
     file.write_text(json.dumps(config))
     kubeconfig = str(tmp_path / "kubeconfig")
-    flags = ["--pool-name", "llama", "--pool-namespace=serving", "--kubeconfig", kubeconfig]
+    flags = ["--pool-name", "llama", f"--pool-namespace={world.namespace}", "--kubeconfig", kubeconfig]
     world.serve.spawn(sys.executable, "-m", "fairlead", "serve", str(file), *flags)
     world.serve._until(lambda: _get(world.serve.admin + "/readyz")[0] == 200)
     await world.has(0, 1, 2)
     assert (await one(world.serve.port, "x")).status == 200
 
 
+async def test_pods_that_speak_http2_are_spoken_to_so(
+    kube: Cluster, namespace: str, tmp_path: Path, processes: list[Serve]
+) -> None:
+    """`appProtocol: kubernetes.io/h2c`: by the scheduler's choice, and by the gateway alone."""
+    require_envoy()
+    server = await H2Pod("127.0.0.2").start()
+    wanted = pool(ports=(server.port,))
+    wanted["spec"]["appProtocol"] = "kubernetes.io/h2c"
+    await asyncio.to_thread(kube.admin.apply, wanted, namespace)
+    await asyncio.to_thread(kube.pod, namespace, "pod-0", server.address, labels={"app": "vllm"})
+    serve = Serve(tmp_path)
+    processes.append(serve)
+    kubeconfig = str(kube.kubeconfig(tmp_path / "kubeconfig"))
+    config = {"kubernetes": {"pool": "llama", "namespace": namespace, "kubeconfig": kubeconfig}}
+    await asyncio.to_thread(serve.start, config)
+    await sees_the_scheduler(serve.gateway)
+    decided = await serve.decisions()
+    answer = await one(serve.port, "chat")
+    assert (answer.status, answer.body) == (200, b"by HTTP/2")
+    assert await serve.decisions() == decided + 1
+    os.kill(serve.scheduler_pid(), signal.SIGSTOP)  # now the gateway is on its own
+    answer = await one(serve.port, "chat")
+    assert (answer.status, answer.body, server.served) == (200, b"by HTTP/2", 2)
+    await server.stop()
+
+
 async def test_no_pool_no_readiness(world: World) -> None:
     await world.has(0, 1, 2)
     await world.call(world.cluster.admin.delete, pool(), world.namespace)
     await world.has()
-    with pytest.raises(AssertionError, match="there is no InferencePool serving/llama"):
+    with pytest.raises(AssertionError, match=f"there is no InferencePool {world.namespace}/llama"):
         await world.serve.page("/readyz")
     await world.apply(pool(ports=(world.pods[0].port,)))
     await world.has(0, 1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kc_objects import model, pool, until
+from kc_objects import leader_service, model, pool, until
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm
 from kr_helm import one as one_of
@@ -20,6 +20,8 @@ from fairlead.observe.exposition import Registry
 from fairlead.observe.kube_metrics import KubeMetrics
 
 GIE, LEGACY, LLMD = "inference.networking.k8s.io", "inference.networking.x-k8s.io", "llm-d.ai"
+SLICES = "discovery.k8s.io"
+LEASE, SERVICE = "epp", "epp-leader"
 NEEDED = [
     ("", "pods", ["list", "watch"]),
     (GIE, "inferencepools", ["list", "watch"]),
@@ -30,6 +32,9 @@ NEEDED = [
     # What is to be created has no name yet; everything else may be limited to the one lease.
     ("coordination.k8s.io", "leases", ["create"]),
     ("coordination.k8s.io", "leases", ["get", "list", "watch", "update"]),
+    ("", "services", ["get"]),
+    (SLICES, "endpointslices", ["create"]),
+    (SLICES, "endpointslices", ["get", "list", "watch", "update"]),
 ]
 #: One verb of each kind of request; "get" of a lease is asked for only after a conflict.
 MISSING = [
@@ -43,9 +48,18 @@ MISSING = [
     ("coordination.k8s.io", "leases", "create"),
     ("coordination.k8s.io", "leases", "update"),
     ("coordination.k8s.io", "leases", "list"),
+    ("", "services", "get"),
+    (SLICES, "endpointslices", "create"),
+    (SLICES, "endpointslices", "list"),
 ]
-LEASE = "epp"
+#: By resource: the one name that the rule is for.
+NAMES = {"leases": LEASE, "services": SERVICE, "endpointslices": f"{SERVICE}-ipv4"}
 _numbers = count(1)
+
+
+@pytest.fixture(autouse=True)
+def this_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POD_IP", "10.244.0.7")
 
 
 def rules(without: tuple[str, str, str] = ("", "", "")) -> list[dict[str, Any]]:
@@ -54,7 +68,7 @@ def rules(without: tuple[str, str, str] = ("", "", "")) -> list[dict[str, Any]]:
             "apiGroups": [group],
             "resources": [resource],
             "verbs": [verb for verb in verbs if (group, resource, verb) != without],
-            **({"resourceNames": [LEASE]} if resource == "leases" and verbs != ["create"] else {}),
+            **({"resourceNames": [NAMES[resource]]} if resource in NAMES and verbs != ["create"] else {}),
         }
         for group, resource, verbs in NEEDED
         if [verb for verb in verbs if (group, resource, verb) != without]
@@ -80,7 +94,7 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    cluster: Cluster, tmp_path: Path, given: list[dict[str, Any]], lease: str = LEASE
+    cluster: Cluster, tmp_path: Path, given: list[dict[str, Any]], lease: str = LEASE, service: str = SERVICE
 ) -> AsyncIterator[tuple[Running, Kube, str]]:
     """With a role of exactly these rules."""
     name = f"rbac-{next(_numbers)}"
@@ -90,13 +104,20 @@ async def running(
     await asyncio.to_thread(cluster.admin.apply, model("chat", "chat"), namespace)
     await asyncio.to_thread(cluster.pod, namespace, "a", "10.1.0.1", labels={"app": "vllm"})
     kubeconfig = cluster.kubeconfig(tmp_path / "kubeconfig", token, namespace)
-    election = LeaderElection(enabled=True, lease_name=lease, lease_duration=4.0, renew_deadline=1.5, retry_period=0.5)
+    await asyncio.to_thread(cluster.admin.apply, leader_service(service), namespace)
+    election = LeaderElection(
+        enabled=True, lease_name=lease, lease_duration=4.0, renew_deadline=1.5, retry_period=0.5, service=service
+    )
     settings = Kubernetes(pool="llama", namespace=namespace, kubeconfig=str(kubeconfig), leader_election=election)
     found = Running()
     async with AsyncExitStack() as stack:
         kube = Kube(settings, found.feed, lambda models: None, found.set_ready, KubeMetrics(Registry()))
         await kube.start(stack)
         yield found, kube, namespace
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    return " ".join(str(getattr(record, "fields", "")) + record.getMessage() for record in caplog.records)
 
 
 def written(cluster: Cluster, namespace: str) -> bool:
@@ -112,8 +133,11 @@ async def test_the_role_is_enough(kube: Cluster, tmp_path: Path, caplog: pytest.
         async with asyncio.timeout(20):
             while not await asyncio.to_thread(written, kube, namespace):
                 await asyncio.sleep(0.05)
+        assert live.beacon is not None
+        await until(lambda: live.beacon.writes == 1, "the slice that names the leader")
         await live.hand_over()
-    assert "not allowed" not in caplog.text
+        assert live.beacon.writes == 2, "nobody came after it: the slice is emptied"
+    assert "not allowed" not in said(caplog)
 
 
 @pytest.mark.parametrize("missing", MISSING, ids=lambda one: f"{one[2]} {one[1]}")
@@ -123,12 +147,9 @@ async def test_a_missing_verb_is_named(
     group, resource, verb = missing
     line = f'add to the role: - {{apiGroups: ["{group}"], resources: ["{resource}"], verbs: ["{verb}"]}}'
 
-    def said() -> str:
-        return " ".join(str(getattr(record, "fields", "")) + record.getMessage() for record in caplog.records)
-
     async with running(kube, tmp_path, rules(missing)) as (_, _, namespace):
-        await until(lambda: f"not allowed to {verb} {resource} in namespace {namespace}" in said())
-        assert line in said()
+        await until(lambda: f"not allowed to {verb} {resource} in namespace {namespace}" in said(caplog))
+        assert line in said(caplog)
 
 
 async def test_exactly_the_charts_role_is_enough(
@@ -137,11 +158,15 @@ async def test_exactly_the_charts_role_is_enough(
     things = await asyncio.to_thread(helm.render, *LABELS, "--set", "inferenceExtension.replicas=2")
     rules_of_chart = one_of(things, "Role")["rules"]
     config = yaml.safe_load(one_of(things, "ConfigMap")["data"]["fairlead.yaml"])
-    lease = config["kubernetes"]["leaderElection"]["leaseName"]
-    async with running(kube, tmp_path, rules_of_chart, lease) as (found, live, namespace):
+    election = config["kubernetes"]["leaderElection"]
+    names = election["leaseName"], election["service"]
+    async with running(kube, tmp_path, rules_of_chart, *names) as (found, live, namespace):
         await until(lambda: not found.unready, str(found.unready))
         async with asyncio.timeout(20):
             while not await asyncio.to_thread(written, kube, namespace):
                 await asyncio.sleep(0.05)
+        assert live.beacon is not None
+        await until(lambda: live.beacon.writes == 1, "the slice that names the leader")
         await live.hand_over()
-    assert "not allowed" not in caplog.text
+        assert live.beacon.writes == 2, "nobody came after it: the slice is emptied"
+    assert "not allowed" not in said(caplog)

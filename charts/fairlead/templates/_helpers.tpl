@@ -6,6 +6,11 @@
 {{- printf "%s-epp" (include "fairlead.fullname" .) -}}
 {{- end }}
 
+{{/* The service that gateways ask: with leader election one without a selector, which the leader itself points at */}}
+{{- define "fairlead.picker" -}}
+{{- include "fairlead.epp" . }}{{ if include "fairlead.leaderElection" . }}-leader{{ end -}}
+{{- end }}
+
 {{- define "fairlead.pool" -}}
 {{- if or .Values.inferencePool.create .Values.inferencePool.name -}}
 {{- .Values.inferencePool.name | default (include "fairlead.fullname" .) -}}
@@ -77,7 +82,7 @@ true
 {{- $_ := set $kubernetes "targetPorts" $ports -}}
 {{- end -}}
 {{- if include "fairlead.leaderElection" . -}}
-{{- $_ := set $kubernetes "leaderElection" (dict "enabled" true "leaseName" (include "fairlead.epp" .)) -}}
+{{- $_ := set $kubernetes "leaderElection" (dict "enabled" true "leaseName" (include "fairlead.epp" .) "service" (include "fairlead.picker" .)) -}}
 {{- end -}}
 {{- $_ := set $config "kubernetes" $kubernetes -}}
 {{- if .Values.standalone.enabled -}}
@@ -115,8 +120,8 @@ true
 {{- fail "provider.name: standalone is a gateway of its own; choose one of them" -}}
 {{- end -}}
 {{- if include "fairlead.leaderElection" . -}}
-{{- if .Values.podDisruptionBudget.enabled -}}
-{{- fail "podDisruptionBudget.enabled: with leader election it would never let the leader's node be drained; set inferenceExtension.leaderElection.enabled=false or leave it out" -}}
+{{- if lt (int .Values.inferenceExtension.terminationGracePeriodSeconds) 45 -}}
+{{- fail "inferenceExtension.terminationGracePeriodSeconds: with leader election at least 45, for a leader that ends hands over first (11 s) and then finishes its requests (30 s)" -}}
 {{- end -}}
 {{- if .Values.autoscaling.enabled -}}
 {{- fail "autoscaling.enabled: with leader election further replicas take no requests; set inferenceExtension.leaderElection.enabled=false" -}}

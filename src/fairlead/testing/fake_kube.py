@@ -16,8 +16,9 @@ from fairlead.testing.fake_kube_values import Object, Selector, apply, event_lin
 
 #: Plurals by group and version, unless told otherwise.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "v1": ("pods", "events"),
+    "v1": ("pods", "events", "services"),
     "coordination.k8s.io/v1": ("leases",),
+    "discovery.k8s.io/v1": ("endpointslices",),
     "inference.networking.k8s.io/v1": ("inferencepools",),
     "inference.networking.x-k8s.io/v1alpha2": (
         "inferencepools", "inferencemodels", "inferenceobjectives", "inferencemodelrewrites",
@@ -26,6 +27,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _KINDS = {
     "pods": "Pod", "events": "Event", "leases": "Lease", "inferencepools": "InferencePool",
+    "services": "Service", "endpointslices": "EndpointSlice",
     "inferencemodels": "InferenceModel", "inferenceobjectives": "InferenceObjective",
     "inferencemodelrewrites": "InferenceModelRewrite",
 }  # fmt: skip

@@ -16,6 +16,8 @@ GROUP, LEGACY_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s
 #: The versions that are read, by group.
 VERSIONS = {GROUP: "v1", LEGACY_GROUP: "v1alpha2"}
 MAX_PORTS = 8
+#: `appProtocol` of pods that take cleartext HTTP/2 by prior knowledge; `http` is HTTP/1.1.
+H2C = "kubernetes.io/h2c"
 #: Where a reference to the picker names no port.
 PICKER_PORT = 9002
 

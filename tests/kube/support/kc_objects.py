@@ -28,6 +28,12 @@ def pool(name: str = "llama", ports: tuple[int, ...] = (8000,), **labels: str) -
     return {"apiVersion": POOL_V1, "kind": "InferencePool", "metadata": {"name": name}, "spec": spec}
 
 
+def leader_service(name: str) -> Object:
+    """Without a selector: who leads says where it leads to."""
+    port = {"name": "grpc-ext-proc", "port": 9002, "targetPort": 9002}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": {"ports": [port]}}
+
+
 def model(name: str, asked: str, *targets: tuple[str, int], criticality: str = "Standard", of: str = "llama") -> Object:
     spec: Object = {
         "modelName": asked,

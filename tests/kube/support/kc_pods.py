@@ -5,6 +5,11 @@ import json
 import socket
 from collections import Counter
 
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived, StreamEnded
+from h2.exceptions import ProtocolError
+
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
 
 
@@ -95,3 +100,45 @@ async def pod_servers(count: int, delay: float = 0.0) -> list[PodServer]:
             if not isinstance(one, BaseException):
                 await server.stop()
     raise AssertionError("no port is free at all addresses")
+
+
+class H2Pod:
+    """A model server that takes cleartext HTTP/2 only. `served`: completions."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.port = 0
+        self.served = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> "H2Pod":
+        self._server = await asyncio.start_server(self._serve, self.address, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        while self._writers:
+            await asyncio.sleep(0.01)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        connection = H2Connection(H2Configuration(client_side=False, header_encoding="utf-8"))
+        connection.initiate_connection()
+        try:
+            while data := await reader.read(65_536):
+                for event in connection.receive_data(data):
+                    if isinstance(event, DataReceived):
+                        connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                    elif isinstance(event, StreamEnded):
+                        self.served += 1
+                        connection.send_headers(event.stream_id, [(":status", "200"), ("content-type", "text/plain")])
+                        connection.send_data(event.stream_id, b"by HTTP/2", end_stream=True)
+                writer.write(connection.data_to_send())
+        except (OSError, ProtocolError):
+            pass  # somebody asked by HTTP/1.1
+        finally:
+            self._writers.discard(writer)
+            writer.close()

@@ -185,3 +185,13 @@ def test_envoys_objection_is_passed_on(tmp_path: Path) -> None:
         validate(render(Options(tls=Tls(ca_file="/missing.pem"))))
     with pytest.raises(GatewayError, match="cannot be run"):
         validate("{}", str(tmp_path / "no-envoy"))
+
+
+def test_a_pool_of_http2_is_spoken_to_by_http2() -> None:
+    """Both by the scheduler's choice and on the gateway's own; gRPC went so before."""
+    key = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    for wanted, protocol in ((False, "http_protocol_options"), (True, "http2_protocol_options")):
+        made = build(Options(upstream_http2=wanted))
+        for name in ("dst", "all_endpoints"):
+            options = cluster(made, name)["typed_extension_protocol_options"][key]
+            assert list(options["explicit_http_config"]) == [protocol]

@@ -13,7 +13,8 @@ EXT_PROC = "ext_proc"
 ALS = "als"
 DESTINATION_CLUSTER = "dst"
 POOL = endpoints_file.CLUSTER
-#: The same endpoints over cleartext HTTP/2, for gRPC. All else goes by HTTP/1.1: vLLM's HTTP server has no other.
+#: The same endpoints over cleartext HTTP/2, for gRPC. All else goes by HTTP/1.1 unless the pool says otherwise: vLLM's
+#: HTTP server has no other.
 GRPC_DESTINATION = "dst_grpc"
 GRPC_POOL = "all_endpoints_grpc"
 
@@ -29,9 +30,10 @@ def seconds(value: float) -> str:
 
 
 def clusters(options: Options) -> list[Json]:
+    usual = _http2(options) if options.upstream_http2 else _http1(options)
     found = [
-        _destination(DESTINATION_CLUSTER, _http1(options)),
-        _pool(options, POOL, _http1(options)),
+        _destination(DESTINATION_CLUSTER, usual),
+        _pool(options, POOL, usual),
         _destination(GRPC_DESTINATION, _http2(options)),
         _pool(options, GRPC_POOL, _http2(options)),
         _ext_proc(options),
@@ -147,7 +149,9 @@ def _ext_proc(options: Options) -> Json:
         "max_ejection_time": "5s",
         "max_ejection_percent": 100,
     }
-    cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": 0}}
+    # By default workers hear of a change of health up to 1 s later when another came within that second before: long
+    # enough to know nobody although the main thread knows somebody (measured: 300 requests of 960).
+    cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"}
     return cluster
 
 

@@ -85,6 +85,10 @@ class Gateway:
             raise GatewayError("the gateway is not running")
         return self._supervisor.admin
 
+    def speak_http2(self, wanted: bool) -> None:
+        """To model servers, from the next `start` on."""
+        self._options = structs.replace(self._options, upstream_http2=wanted)
+
     async def start(self) -> None:
         """Returns when requests are served. Raises `GatewayError`: no Envoy, port taken, and so on."""
         binary = self._binary or find_envoy()

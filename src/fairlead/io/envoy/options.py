@@ -85,6 +85,8 @@ class Options(Struct, frozen=True, kw_only=True):
     #: An upstream connection idle for longer is closed. Below uvicorn's 5 s, which vLLM uses: who closes an idle
     #: connection later than its peer loses requests to the race.
     upstream_idle_timeout: float = 4.0
+    #: Model servers take cleartext HTTP/2, by prior knowledge: `appProtocol: kubernetes.io/h2c` of an InferencePool.
+    upstream_http2: bool = False
     #: A request may be silent in both directions this long: non-streaming generations are.
     stream_idle_timeout: float = 86_400.0
     #: Seconds between messages of the access log service.

@@ -10,8 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from msgspec import structs
+
 from fairlead.io.kube.kubeconfig import Where, read_kubeconfig
-from fairlead.io.kube.secrets import Secret, SecretSource, TokenFile
+from fairlead.io.kube.secrets import FreshFile, Secret, SecretSource, TokenFile
 from fairlead.model.errors import ConfigError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -20,11 +22,13 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 class Access:
     """What a client needs to connect. `where.namespace` is the one to assume, empty if nobody said."""
 
-    def __init__(self, where: Where, secrets: SecretSource) -> None:
+    def __init__(self, where: Where, secrets: SecretSource, authority: FreshFile | None = None) -> None:
+        """`authority`: a file of certificates that counts instead of `where.authority`, for it may be rotated."""
         self.where = where
         self._secrets = secrets
+        self._authority = authority
         self._context: ssl.SSLContext | None = None
-        self._made_of: tuple[str, str] = ("", "")
+        self._made_of: tuple[str, str, str] = ("", "", "")
 
     async def credentials(self) -> tuple[dict[str, str], ssl.SSLContext | bool]:
         """(headers, TLS context or True for plain HTTP). Raises `ConfigError`."""
@@ -32,14 +36,26 @@ class Access:
         headers = {"Authorization": f"Bearer {secret.token}"} if secret.token else {}
         if not self.where.server.startswith("https:"):
             return headers, True
-        made_of = secret.certificate, secret.key
+        authority = await self._authority.text() if self._authority is not None else self.where.authority
+        made_of = authority, secret.certificate, secret.key
         if self._context is None or made_of != self._made_of:
-            self._context, self._made_of = tls_context(self.where, secret), made_of
+            where = structs.replace(self.where, authority=authority)
+            try:
+                self._context = tls_context(where, secret)
+            except ConfigError:
+                if self._context is None:
+                    raise
+            self._made_of = made_of
         return headers, self._context
 
     def refused(self) -> None:
         """The API server said 401."""
         self._secrets.refused()
+
+    def distrusted(self) -> None:
+        """The API server's certificate did not stand the test: its authority may be a new one."""
+        if self._authority is not None:
+            self._authority.forget()
 
 
 def tls_context(where: Where, secret: Secret) -> ssl.SSLContext:
@@ -94,4 +110,5 @@ def in_cluster(account: Path = SERVICE_ACCOUNT) -> Access:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the service account cannot be used: {error}", "$.kubernetes") from None
     where = Where(f"https://{host}:{port}", authority, namespace=namespace)
-    return Access(where, TokenFile(account / "token", time.monotonic))
+    fresh = FreshFile(account / "ca.crt", time.monotonic, "the certificate of the API server's authority")
+    return Access(where, TokenFile(account / "token", time.monotonic), fresh)

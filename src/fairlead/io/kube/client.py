@@ -2,6 +2,7 @@
 
 Rules
 * 401: credentials are looked for once more, and the request is repeated once.
+* A server that the authority does not vouch for: the authority's certificate is read anew for the next request.
 * 403 says which verb of which resource is missing, and the line to add to the role.
 * Answers are bounded; a watch is read line by line, each line bounded as well.
 * Sockets are probed, so that a server that vanished without a word is noticed within half a minute.
@@ -152,7 +153,7 @@ class KubeClient:
                 finally:
                     _drop(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(_why(error)) from None
+            raise self._unreachable(error) from None
 
     async def _request(
         self,
@@ -172,7 +173,7 @@ class KubeClient:
                     answer = await _body(response)
                     status = response.status
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise Unreachable(_why(error)) from None
+                raise self._unreachable(error) from None
             if status == 401 and again:
                 self._access.refused()
                 continue
@@ -218,6 +219,11 @@ class KubeClient:
             timeout=aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT_S, sock_read=idle),
         ) as response:
             yield response
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            self._access.distrusted()
+        return Unreachable(_why(error))
 
 
 def _drop(response: aiohttp.ClientResponse) -> None:

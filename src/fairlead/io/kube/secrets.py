@@ -1,7 +1,8 @@
 """What proves who we are: tokens and client certificates, kept fresh.
 
 Rules
-* A token file is read again each minute, and at once after a 401: kubelet renews it long before it runs out.
+* A token file is read again each minute, and at once after a 401: kubelet renews it long before it runs out. So is the
+  certificate of the authority, at once after a server that it does not vouch for.
 * An exec plugin (client-go's `client.authentication.k8s.io`) is run when what it gave runs out, and after a 401.
 * What cannot be renewed keeps the last value; the next answer of the API server tells.
 """
@@ -54,31 +55,45 @@ class FixedSecret:
         pass
 
 
-class TokenFile:
-    """`base` brings a client certificate along."""
+class FreshFile:
+    """A file whose text changes now and then. `what` names it in errors."""
 
-    def __init__(self, path: str | Path, now: Callable[[], float], base: Secret = Secret()) -> None:  # noqa: B008 frozen
+    def __init__(self, path: str | Path, now: Callable[[], float], what: str) -> None:
         self._path = Path(path)
         self._now = now
-        self._base = base
-        self._token = ""
+        self._what = what
+        self._text = ""
         self._read_at = -inf
 
-    async def get(self) -> Secret:
+    async def text(self) -> str:
+        """Raises `ConfigError` when it could never be read."""
         now = self._now()
         if now - self._read_at >= REREAD_S:
             self._read_at = now
             try:
-                token = (await asyncio.to_thread(self._path.read_text)).strip()
+                self._text = (await asyncio.to_thread(self._path.read_text)).strip() or self._text
             except (OSError, UnicodeDecodeError) as error:
-                if not self._token:
-                    raise ConfigError(f"cannot read the token file {self._path}: {error}", "$.kubernetes") from None
-                token = self._token
-            self._token = token
-        return msgspec.structs.replace(self._base, token=self._token)
+                if not self._text:
+                    raise ConfigError(f"cannot read {self._what} {self._path}: {error}", "$.kubernetes") from None
+        return self._text
+
+    def forget(self) -> None:
+        """Read it again next time."""
+        self._read_at = -inf
+
+
+class TokenFile:
+    """`base` brings a client certificate along."""
+
+    def __init__(self, path: str | Path, now: Callable[[], float], base: Secret = Secret()) -> None:  # noqa: B008 frozen
+        self._file = FreshFile(path, now, "the token file")
+        self._base = base
+
+    async def get(self) -> Secret:
+        return msgspec.structs.replace(self._base, token=await self._file.text())
 
     def refused(self) -> None:
-        self._read_at = -inf
+        self._file.forget()
 
 
 class ExecPlugin(Struct, frozen=True, rename="camel"):
