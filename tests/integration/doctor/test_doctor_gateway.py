@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -163,11 +164,13 @@ async def test_predictions_that_a_running_scheduler_distrusts_are_named(
     envoy_admin = world.envoy(embedded(world.live.config, port, addresses))
     await world.answers(f"{envoy_admin}/ready")
     await world.answers(f"{admin}/readyz")
-    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "word " * 200}]}
-    async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+    prompts = (f"{number} " + "word " * 200 for number in count())
+    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
         while not codes(await world.examined(config, admin=admin, only=("hits",))):
-            async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
-                assert answer.status == 200
+            chat = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": next(prompts)}]}
+            for place in (addresses[0], f"127.0.0.1:{port}"):  # past the scheduler: all it can know of this is events
+                async with session.post(f"http://{place}/v1/chat/completions", json=chat) as answer:
+                    assert answer.status == 200
     found = await world.examined(config, admin=admin, only=("hits",))
     assert codes(found) == {"hits.distrusted"}
     assert found.findings[0].evidence.startswith("likely cause: chat-template")
