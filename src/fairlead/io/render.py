@@ -25,7 +25,8 @@ from msgspec import DecodeError, Raw, Struct, ValidationError
 
 from fairlead.parse import api as apis
 from fairlead.parse.parsed import ParsedRequest
-from fairlead.tokens import MediaItem, PromptTokens
+from fairlead.tokens import PromptTokens
+from fairlead.tokens.bodies import GenerateFields
 from fairlead.tokens.prompt_tokens import API, ENGINE, MEDIA, TOO_LONG, UNREAD, absent, packed
 
 CONCURRENCY = 32
@@ -48,22 +49,6 @@ _PROMPT_FIELDS = {
 }  # fmt: skip
 
 
-class _Place(Struct, gc=False):
-    offset: int
-    length: int
-
-
-class _Features(Struct, gc=False):
-    mm_hashes: dict[str, list[str]] | None = None
-    mm_placeholders: dict[str, list[_Place]] | None = None
-
-
-class _Rendered(Struct, gc=False):
-    token_ids: list[int]
-    features: _Features | None = None
-    cache_salt: str | None = None
-
-
 class _Tokenized(Struct, gc=False):
     tokens: list[int]
 
@@ -72,7 +57,7 @@ class _Salt(Struct, gc=False):
     cache_salt: str | None = None
 
 
-_decode_rendered = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
+_decode_rendered = msgspec.json.Decoder(GenerateFields | list[GenerateFields]).decode
 _decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_salt = msgspec.json.Decoder(_Salt).decode
@@ -191,19 +176,11 @@ def _rendered(status: int, answer: bytes) -> PromptTokens:
         raise _NoAnswer("an answer without a prompt")
     first = prompts[0]
     total = sum(len(one.token_ids) for one in prompts)
-    return PromptTokens(packed(first.token_ids), total, salt=first.cache_salt or "", media=_media(first.features))
-
-
-def _media(features: _Features | None) -> tuple[MediaItem, ...]:
-    if features is None or not features.mm_hashes:
-        return ()
-    places = features.mm_placeholders or {}
-    items: list[MediaItem] = []
-    for kind, digests in features.mm_hashes.items():
-        if len(places.get(kind, ())) != len(digests):
-            raise _NoAnswer(f"not as many places as hashes of '{kind}'")
-        items += [MediaItem(digest, at.offset, at.length) for digest, at in zip(digests, places[kind], strict=True)]
-    return tuple(sorted(items, key=lambda item: item.offset))
+    try:
+        media = first.media()
+    except ValueError as error:
+        raise _NoAnswer(str(error)) from None
+    return PromptTokens(packed(first.token_ids), total, salt=first.cache_salt or "", media=media)
 
 
 def _tokenized(status: int, answer: bytes, body: bytes) -> PromptTokens:

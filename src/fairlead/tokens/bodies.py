@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from msgspec import UNSET, DecodeError, Raw, Struct, UnsetType, ValidationError
 from msgspec.json import Decoder
 
-from fairlead.tokens.prompt_tokens import FIELDS, UNREAD, Absent
+from fairlead.tokens.prompt_tokens import FIELDS, UNREAD, Absent, MediaItem
 
 Flag = bool | int | str | None
 
@@ -44,9 +44,23 @@ class _Features(Struct, gc=False):
 
 
 class GenerateFields(Struct, gc=False):
+    """A request of `/inference/v1/generate`, which is also what an engine's `/render` answers."""
+
     token_ids: list[int]
     features: _Features | None = None
     cache_salt: str | None = None
+
+    def media(self) -> tuple[MediaItem, ...]:
+        """In the order of their places. Raises `ValueError` when hashes and places do not go together."""
+        if self.features is None:
+            return ()
+        places = self.features.mm_placeholders or {}
+        found: list[MediaItem] = []
+        for kind, digests in (self.features.mm_hashes or {}).items():
+            if len(places.get(kind, ())) != len(digests):
+                raise ValueError(f"not as many places as hashes of '{kind}'")
+            found += [MediaItem(one, at.offset, at.length) for one, at in zip(digests, places[kind], strict=True)]
+        return tuple(sorted(found, key=lambda item: item.offset))
 
 
 class SglangFields(Struct, gc=False):

@@ -155,15 +155,11 @@ def _prompts(fields: CompletionFields, model: ModelTokens | None) -> list[bytes]
 
 def _generate(body: bytes, model: ModelTokens | None) -> PromptTokens:
     fields = decode(Fields.generate, body)
-    media: list[MediaItem] = []
-    if fields.features is not None:
-        places = fields.features.mm_placeholders or {}
-        for kind, digests in (fields.features.mm_hashes or {}).items():
-            if len(places.get(kind, ())) != len(digests):
-                raise Absent(MEDIA, f"not as many places as hashes of '{kind}'")
-            media += [MediaItem(one, at.offset, at.length) for one, at in zip(digests, places[kind], strict=True)]
-    media.sort(key=lambda item: item.offset)
-    return _found(packed(fields.token_ids), fields.cache_salt, tuple(media))
+    try:
+        media = fields.media()
+    except ValueError as error:
+        raise Absent(MEDIA, str(error)) from None
+    return _found(packed(fields.token_ids), fields.cache_salt, media)
 
 
 def _sglang(body: bytes, model: ModelTokens | None) -> PromptTokens:
