@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from fairlead.io.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.io.dashboard import Dashboard, DashboardSources
+from fairlead.io.http_port import HttpPort
 
 #: Most decisions that one request may ask for.
 MAX_DECISIONS = 200
@@ -78,33 +79,23 @@ class Admin:
         on_error: Callable[[str, Exception], object] | None = None,
     ) -> None:
         self._sources = sources
-        self._host = host
-        self._wanted_port = port
+        self._port = HttpPort(host, port, grace_s=1.0)
         self._debug = debug
         self._on_error = on_error
-        self._runner: web.AppRunner | None = None
         self._dashboard: Dashboard | None = None
         if debug and sources.dashboard is not None:
             self._dashboard = Dashboard(sources.dashboard, on_error=on_error)
-        #: The port in use, once started.
-        self.port = 0
+
+    @property
+    def port(self) -> int:
+        """The port in use, once started."""
+        return self._port.port
 
     async def start(self) -> None:
-        runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        site = web.TCPSite(runner, self._host, self._wanted_port)
-        try:
-            await site.start()
-        except BaseException:
-            await runner.cleanup()
-            raise
-        self._runner = runner
-        self.port = int(runner.addresses[0][1])
+        await self._port.start(self.make_app())
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._port.close()
 
     def make_app(self) -> web.Application:
         """The application, for those who bring their own server."""

@@ -143,5 +143,6 @@ async def test_a_port_that_is_taken(visitor: Visitor) -> None:
 
 
 async def test_only_this_machine_is_served_by_default(visitor: Visitor) -> None:
-    assert visitor.admin._runner is not None
-    assert visitor.admin._runner.addresses[0][0] == "127.0.0.1"
+    runner = visitor.admin._port._runner
+    assert runner is not None
+    assert runner.addresses[0][0] == "127.0.0.1"

@@ -21,10 +21,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from fairlead.io.accept import TEXT_TYPE
+from fairlead.io.http_port import HttpPort
 from fairlead.io.indexer.service import IndexService
 from fairlead.wire.indexer import JSON, MSGPACK, QueryError, read_query, write
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_QUERY, MAX_SNAPSHOT = 8 << 20, 1 << 30
 
 _PAGES = {
@@ -61,29 +62,20 @@ class IndexServer:
     ) -> None:
         self._service = service
         self._sources = sources
-        self._host, self._wanted_port = host, port
-        self._grace_s = grace_s
+        self._port = HttpPort(host, port, grace_s)
         self._saving = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
-        #: The port in use, once started.
-        self.port = 0
+
+    @property
+    def port(self) -> int:
+        """The port in use, once started."""
+        return self._port.port
 
     async def start(self) -> None:
-        runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=self._grace_s)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self._host, self._wanted_port, reuse_address=True).start()
-        except BaseException:
-            await runner.cleanup()
-            raise
-        self._runner = runner
-        self.port = int(runner.addresses[0][1])
+        await self._port.start(self.make_app())
 
     async def close(self) -> None:
         """Take no more connections; give those that are being answered their time."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._port.close()
 
     def make_app(self) -> web.Application:
         """The application, for those who bring their own server."""
@@ -179,7 +171,7 @@ class IndexServer:
         for part in self._sources.metrics():
             parts.append(part)
             await asyncio.sleep(0)
-        return web.Response(body=b"".join(parts), headers={"Content-Type": METRICS_TYPE})
+        return web.Response(body=b"".join(parts), headers={"Content-Type": TEXT_TYPE})
 
 
 def _written(answer: Any, content_type: str) -> web.Response:
