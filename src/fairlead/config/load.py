@@ -31,6 +31,7 @@ from fairlead.config.schema import (
     Config,
     EndpointSource,
     ExtProc,
+    FlowSpec,
     Gateway,
     Metrics,
     Models,
@@ -161,18 +162,11 @@ class _Assembly:
         endpoints = self._endpoints(need_endpoints and not sections["kubernetes"].on)
         check_kubernetes(sections["kubernetes"], bool(endpoints.static or endpoints.file), self._report)
         check_choosers(sections, self._report, self._registry)
-        plugin = policy.plugin if policy else None
-        if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
-            hint = "take another policy, or leave flowControl out"
-            self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
+        self._check_splitting(policy, flow_control)
         if self._thorough:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
-            if endpoints.file:
-                where: tuple[str, ...] = (
-                    ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
-                )
-                check_file(endpoints.file, where, self._report)
+            self._check_endpoints_file(endpoints.file)
         seed = check(Seed | None, self._root.get("seed"), ("seed",), self._report)
         if policy is None or self._report.problems:
             return None
@@ -203,6 +197,17 @@ class _Assembly:
             source=source,
             notes=tuple(self._report.notes),
         )
+
+    def _check_splitting(self, policy: PolicySpec | None, flow_control: FlowSpec | None) -> None:
+        plugin = policy.plugin if policy else None
+        if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
+            hint = "take another policy, or leave flowControl out"
+            self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
+
+    def _check_endpoints_file(self, file: str) -> None:
+        if file:
+            key = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
+            check_file(file, key, self._report)
 
     def _policy(self) -> PolicySpec | None:
         """From a configuration of the reference picker, wherever it stands, or from our own fields."""
