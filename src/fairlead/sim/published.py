@@ -49,5 +49,5 @@ def stage(rate: float, seconds: float) -> Scenario:
 PUBLISHED: dict[str, Callable[[], Scenario]] = {
     **{f"headline-stage-{rate:g}": partial(stage, rate, seconds) for rate, seconds in STAGES.items()},
     # The same memory and warm caches under a load that lasts: about what the servers bear.
-    "headline-steady-15": partial(stage, 15.0, 600.0),
+    "headline-steady-16": partial(stage, 16.0, 1200.0),
 }
