@@ -9,7 +9,8 @@ RUN python -m venv /opt/build && python -m venv --without-pip /opt/fairlead
 RUN /opt/build/bin/pip install --no-cache-dir --only-binary :all: hatchling
 # What is needed changes less often than the sources: a layer of its own.
 COPY pyproject.toml README.md LICENSE ./
-RUN /opt/build/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > needed.txt
+# With the extra `tracing`, which is loaded only where an endpoint for spans is configured.
+RUN /opt/build/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['tracing'], sep='\n')" > needed.txt
 RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --only-binary :all: -r needed.txt
 COPY src ./src
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir dist .

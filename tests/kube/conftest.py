@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from kr_build import CannotBuild, ensure_built, find_go
 from kr_cluster import Cluster
 from kr_helm import CannotFetch, Helm, ensure_helm
+from kr_runs import Children
 
 _numbers = itertools.count(1)
 
@@ -125,3 +126,13 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
         return Helm(ensure_helm(), tmp_path_factory.mktemp("helm"))
     except CannotFetch as error:
         do_without(error)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Children]:
+    """`start(*arguments)` runs fairlead until the test ends."""
+    children = Children(tmp_path)
+    try:
+        yield children
+    finally:
+        children.end()

@@ -63,15 +63,16 @@ def test_its_pods_may_run_where_only_restricted_ones_may(
 ) -> None:
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     kube.admin.patch({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}, label)
-    template = one(helm.render("--values", str(values), namespace=namespace), "Deployment")["spec"]["template"]
-    pod = {"apiVersion": "v1", "kind": "Pod", **template}
-    pod["metadata"] = {**pod["metadata"], "name": "p"}
-    created = kube.admin.create(pod, namespace)
-    assert created["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
-    pod["metadata"]["name"] = "q"
-    pod["spec"]["containers"][0]["securityContext"] = {}
-    with pytest.raises(Refused, match="restricted"):
-        kube.admin.create(pod, namespace)
+    objects = helm.render("--values", str(values), namespace=namespace)
+    for deployment in of_kind(objects, "Deployment"):
+        pod = {"apiVersion": "v1", "kind": "Pod", **deployment["spec"]["template"]}
+        pod["metadata"] = {**pod["metadata"], "name": deployment["metadata"]["name"]}
+        created = kube.admin.create(pod, namespace)
+        assert created["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+        pod["metadata"]["name"] += "-open"
+        pod["spec"]["containers"][0]["securityContext"] = {}
+        with pytest.raises(Refused, match="restricted"):
+            kube.admin.create(pod, namespace)
 
 
 def install(cluster: Cluster, namespace: str, objects: list[Object]) -> str:
@@ -87,7 +88,9 @@ def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path
     access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "one-epp-tls"}}
     revisions = []
-    for more in ((), ("--set", "inferenceExtension.replicas=2"), ("--set", "standalone.enabled=true")):
+    indexer = "inferenceExtension.kvcacheIndexer.enabled=true,inferenceExtension.kvcacheIndexer.mode=service"
+    steps = ((), ("--set", "inferenceExtension.replicas=2"), ("--set", indexer), ("--set", "standalone.enabled=true"))
+    for more in steps:
         run = helm.run("upgrade", "--install", "one", str(CHART), *access, *more)
         assert run.returncode == 0, run.stderr
         if not more or "replicas" in more[1]:

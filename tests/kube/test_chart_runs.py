@@ -1,95 +1,16 @@
 """What the chart writes, run: its configuration, role, certificate and probes, against a real API server."""
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from base64 import b64decode
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
-import pytest
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
-
-PATIENCE = 60.0
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(*arguments)` runs fairlead until the test ends."""
-    children: list[subprocess.Popen[str]] = []
-
-    def run(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "fairlead", *arguments]
-        log = open(tmp_path / f"{len(children)}.log", "w")  # noqa: SIM115
-        with log:
-            children.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **environment}
-                )
-            )
-        return children[-1]
-
-    yield run
-    for child in reversed(children):
-        child.send_signal(signal.SIGTERM)
-    for child in children:
-        child.communicate(timeout=45)
-
-
-def stub_port(start: Start) -> int:
-    child = start("stub", "--port", "0", "--time-ratio", "20")
-    assert child.stdout is not None
-    for line in child.stdout:
-        for word in line.split():
-            if word.startswith("http://"):
-                return int(word.rpartition(":")[2].strip("/"))
-    raise AssertionError("the stub ended")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one_socket in sockets:
-            one_socket.bind(("127.0.0.1", 0))
-        return [one_socket.getsockname()[1] for one_socket in sockets]
-
-
-def installed(kube: Cluster, namespace: str, objects: list[dict[str, Any]], kubeconfig: Path) -> None:
-    """Apply all but the pods' controller, and write a kubeconfig of the chart's account."""
-    for thing in objects:
-        if thing["kind"] != "Deployment":
-            kube.admin.apply(thing)
-    account = one(objects, "ServiceAccount")["metadata"]["name"]
-    kube.kubeconfig(kubeconfig, kube.token(namespace, account), namespace)
-
-
-def until(attempt: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, grpc.RpcError):
-            answer = attempt()
-            if answer:
-                return answer
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {PATIENCE:.0f} s")
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
-        return str(response.read().decode())
+from kr_runs import Children, free_ports, get, installed, stub_port, until
 
 
 def test_standalone_serves_the_pods_of_its_pool(
-    kube: Cluster, namespace: str, helm: Helm, start: Start, tmp_path: Path
+    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path
 ) -> None:
     port = stub_port(start)
     gateway, admin, picker = free_ports(3)
@@ -120,7 +41,7 @@ def test_standalone_serves_the_pods_of_its_pool(
 
 
 def test_the_picker_serves_tls_and_answers_its_probes(
-    kube: Cluster, namespace: str, helm: Helm, start: Start, tmp_path: Path
+    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path
 ) -> None:
     picker, health, admin = free_ports(3)
     objects = helm.render(

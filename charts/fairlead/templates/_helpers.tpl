@@ -63,9 +63,21 @@ true
 {{- end }}
 
 {{/* The port that engines send KV events to, or nothing */}}
-{{- define "fairlead.kvPort" -}}
+{{- define "fairlead.zmqPort" -}}
 {{- with .Values.inferenceExtension.kvcacheIndexer -}}
 {{- if and .enabled .zmqSubscriberURL -}}{{- regexFind "[0-9]+$" .zmqSubscriberURL -}}{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* The same where it is a port of the scheduler */}}
+{{- define "fairlead.kvPort" -}}
+{{- if not (include "fairlead.ownIndexer" .) -}}{{- include "fairlead.zmqPort" . -}}{{- end -}}
+{{- end }}
+
+{{- define "fairlead.image" -}}
+{{- with .Values.image -}}
+image: "{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}"
+imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- end }}
 
@@ -93,10 +105,18 @@ true
 {{- if include "fairlead.tls" . -}}{{- $_ := set $extProc "tls" (dict "certDir" "/etc/fairlead-tls") -}}{{- end -}}
 {{- $_ := set $config "extProc" $extProc -}}
 {{- end -}}
+{{- with .Values.tracing -}}
+{{- /* `--set` makes text of fractions. */ -}}
+{{- if .endpoint -}}{{- $_ := set $config "tracing" (dict "endpoint" .endpoint "sample" (float64 .sample)) -}}{{- end -}}
+{{- end -}}
 {{- with .Values.inferenceExtension -}}
 {{- if .kvcacheIndexer.enabled -}}
 {{- $kv := dict "enabled" true -}}
+{{- if include "fairlead.ownIndexer" $ -}}
+{{- $_ := set $kv "indexer" (dict "url" (include "fairlead.indexerURL" $)) -}}
+{{- else -}}
 {{- with .kvcacheIndexer.zmqSubscriberURL -}}{{- $_ := set $kv "bind" (. | replace "*" "0.0.0.0") -}}{{- end -}}
+{{- end -}}
 {{- $_ := set $config "kvEvents" $kv -}}
 {{- end -}}
 {{- $extension := dict -}}
@@ -104,7 +124,23 @@ true
 {{- with .pluginsConfigFile -}}{{- $_ := set $extension "pluginsConfigFile" . -}}{{- end -}}
 {{- with $extension -}}{{- $_ := set $config "inferenceExtension" . -}}{{- end -}}
 {{- end -}}
-{{- toYaml (mergeOverwrite $config (deepCopy .Values.config)) -}}
+{{- toYaml (mergeOverwrite $config (include "fairlead.schedulerConfig" . | fromYaml)) -}}
+{{- end }}
+
+{{/* A selector of the model servers' pods; of all, where only the pool knows them */}}
+{{- define "fairlead.modelServers" -}}
+{{- with .Values.inferencePool.modelServers.matchLabels -}}
+matchLabels: {{- toYaml . | nindent 2 }}
+{{- else -}}
+{}
+{{- end -}}
+{{- end }}
+
+{{/* The port of an http URL */}}
+{{- define "fairlead.portOf" -}}
+{{- $url := urlParse . -}}
+{{- $port := regexFind ":[0-9]+$" $url.host | trimPrefix ":" -}}
+{{- $port | default (ternary "443" "80" (eq $url.scheme "https")) -}}
 {{- end }}
 
 {{/* What cannot work is refused here */}}
@@ -136,7 +172,8 @@ true
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: name the gateway, e.g. [{name: inference-gateway}]" -}}
 {{- end -}}
-{{- if and .Values.inferenceExtension.kvcacheIndexer.zmqSubscriberURL (not (include "fairlead.kvPort" .)) .Values.inferenceExtension.kvcacheIndexer.enabled -}}
+{{- include "fairlead.checkIndexer" . -}}
+{{- if and .Values.inferenceExtension.kvcacheIndexer.zmqSubscriberURL (not (include "fairlead.zmqPort" .)) .Values.inferenceExtension.kvcacheIndexer.enabled -}}
 {{- fail "inferenceExtension.kvcacheIndexer.zmqSubscriberURL: a port is missing, e.g. tcp://*:5555" -}}
 {{- end -}}
 {{- end }}

@@ -99,7 +99,8 @@ def of_kind(objects: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]
     return [thing for thing in objects if thing["kind"] == kind]
 
 
-def one(objects: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-    found = of_kind(objects, kind)
-    assert len(found) == 1, f"{len(found)} of {kind}"
+def one(objects: Sequence[dict[str, Any]], kind: str, ending: str = "") -> dict[str, Any]:
+    """The only one, or the only one whose name ends so: `-epp` is the scheduler's, `-indexer` the indexer's."""
+    found = [thing for thing in of_kind(objects, kind) if thing["metadata"]["name"].endswith(ending)]
+    assert len(found) == 1, f"{len(found)} of {kind} {ending}"
     return found[0]

@@ -1,0 +1,27 @@
+{{/* Groups of files/alerts, without those that are left out */}}
+{{- define "fairlead.alerts" -}}
+{{- $left := .Values.monitoring.rules.disabled -}}
+{{- $groups := list -}}
+{{- $named := list -}}
+{{- range $path, $_ := .Files.Glob "files/alerts/*.yaml" -}}
+{{- $text := $.Files.Get $path -}}
+{{- if eq $.Values.monitoring.provider "gmp" -}}
+{{- /* There the job is the name of the PodMonitoring. */ -}}
+{{- $text = $text | replace "job=\"inference-scheduler\"" (printf "job=\"%s\"" (include "fairlead.epp" $)) -}}
+{{- end -}}
+{{- range ($text | fromYaml).groups -}}
+{{- $rules := list -}}
+{{- range .rules -}}
+{{- with .alert -}}{{- $named = append $named . -}}{{- end -}}
+{{- if not (has (.alert | default "") $left) -}}{{- $rules = append $rules . -}}{{- end -}}
+{{- end -}}
+{{- if $rules -}}{{- $groups = append $groups (set (deepCopy .) "rules" $rules) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $left -}}
+{{- if not (has . $named) -}}
+{{- fail (printf "monitoring.rules.disabled: there is no alert %s; there are %s" . (join ", " $named)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $groups -}}
+{{- end }}

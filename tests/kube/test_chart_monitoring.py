@@ -1,0 +1,147 @@
+"""What the chart gives those who watch: alert rules, dashboards, monitors, where spans go."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kr_helm import CHART, LABELS, Helm, of_kind, one
+
+from fairlead.config.load import load
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES, RULES_TEST = DEPLOY / "alerts" / "fairlead.yaml", DEPLOY / "alerts" / "fairlead_test.yaml"
+DASHBOARD = DEPLOY / "grafana" / "fairlead.json"
+WITH_RULES = (*LABELS, "--set", "monitoring.rules.enabled=true")
+WITH_DASHBOARDS = (*LABELS, "--set", "monitoring.dashboards.enabled=true")
+#: Before labels in braces and values in pipes, Helm would stumble.
+BRACES = "{{ $labels.instance }}"
+
+
+def names(rules: dict[str, Any]) -> set[str]:
+    return {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+
+
+def test_all_of_it_is_off_by_default(helm: Helm) -> None:
+    objects = helm.render(*LABELS)
+    kinds = {thing["kind"] for thing in objects}
+    assert not kinds & {"PrometheusRule", "Rules", "ServiceMonitor", "PodMonitoring"}
+    assert [thing["metadata"]["name"] for thing in of_kind(objects, "ConfigMap")] == ["one-epp"]
+    assert load(one(objects, "ConfigMap")["data"]["fairlead.yaml"]).tracing.endpoint == ""
+
+
+def test_the_rules_are_those_of_the_file(helm: Helm) -> None:
+    """With the templates in them that Prometheus fills in."""
+    rendered = one(helm.render(*WITH_RULES, "--set", "monitoring.labels.release=prometheus"), "PrometheusRule")
+    written = yaml.safe_load(RULES.read_text())
+    assert rendered["spec"] == written
+    assert BRACES in json.dumps(rendered)
+    assert rendered["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_the_rendered_rules_fire_as_the_file_s_do(helm: Helm, tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if not promtool:
+        how = "promtool is missing: on Debian and Ubuntu `apt-get install prometheus`"
+        (pytest.fail if os.environ.get("FAIRLEAD_REQUIRE_ALL") else pytest.skip)(how)
+    spec = one(helm.render(*WITH_RULES), "PrometheusRule")["spec"]
+    (tmp_path / RULES.name).write_text(yaml.safe_dump(spec))
+    shutil.copy(RULES_TEST, tmp_path)
+    command = [promtool, "test", "rules", RULES_TEST.name]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_dashboard_is_the_file_to_the_byte(helm: Helm) -> None:
+    rendered = one(helm.render(*WITH_DASHBOARDS), "ConfigMap", "-dashboards")
+    assert rendered["data"] == {DASHBOARD.name: DASHBOARD.read_text()}
+    assert rendered["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert rendered["metadata"]["namespace"] == "default"
+    more = ("monitoring.dashboards.namespace=grafana", "monitoring.dashboards.annotations.grafana_folder=LLM")
+    elsewhere = one(helm.render(*WITH_DASHBOARDS, "--set", ",".join(more)), "ConfigMap", "-dashboards")["metadata"]
+    assert (elsewhere["namespace"], elsewhere["annotations"]) == ("grafana", {"grafana_folder": "LLM"})
+
+
+def test_a_package_has_both(helm: Helm, tmp_path: Path) -> None:
+    run = helm.run("package", str(CHART), "--destination", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert "WARN" not in run.stderr and "symlink" not in run.stderr
+    (package,) = tmp_path.glob("*.tgz")
+    more = ("--set", "monitoring.dashboards.enabled=true")
+    run = helm.run("template", "one", str(package), "--namespace", "default", *WITH_RULES, *more)
+    assert run.returncode == 0, run.stderr
+    packed = [thing for thing in yaml.safe_load_all(run.stdout) if thing]
+    assert one(packed, "PrometheusRule")["spec"] == yaml.safe_load(RULES.read_text())
+    assert one(packed, "ConfigMap", "-dashboards")["data"] == {DASHBOARD.name: DASHBOARD.read_text()}
+
+
+def test_alerts_can_be_left_out(helm: Helm) -> None:
+    every = names(yaml.safe_load(RULES.read_text()))
+    left = one(helm.render(*WITH_RULES, "--set", "monitoring.rules.disabled={HighTTFT,EPPPodDown}"), "PrometheusRule")
+    assert every - names(left["spec"]) == {"HighTTFT", "EPPPodDown"}
+    recorded = [rule for group in left["spec"]["groups"] for rule in group["rules"] if "record" in rule]
+    assert len(recorded) == 2
+    said = helm.refused(*WITH_RULES, "--set", "monitoring.rules.disabled={HighTTTF}")
+    assert "there is no alert HighTTTF; there are" in said and "HighTTFT" in said
+
+
+def test_google_s_rules_know_the_job_by_its_other_name(helm: Helm) -> None:
+    """A PodMonitoring's job has its name; it cannot be given another one."""
+    objects = helm.render(*WITH_RULES, "--set", "monitoring.provider=gmp,monitoring.enabled=true")
+    rules = one(objects, "Rules")
+    assert names(rules["spec"]) == names(yaml.safe_load(RULES.read_text()))
+    job = one(objects, "PodMonitoring")["metadata"]["name"]
+    assert f'job="{job}"' in json.dumps(rules).replace('\\"', '"')
+    assert "inference-scheduler" not in json.dumps(rules["spec"])
+
+
+@pytest.mark.parametrize("name", ["indexer", "indexer-dialled"])
+def test_each_part_is_monitored_at_a_port_that_it_has(helm: Helm, name: str) -> None:
+    objects = helm.render("--values", str(Path(__file__).parent / "values" / f"{name}.yaml"))
+    for part, job in (("-epp", "inference-scheduler"), ("-indexer", "kv-cache-indexer")):
+        pod = one(objects, "Deployment", part)["spec"]["template"]
+        if of_kind(objects, "PodMonitoring"):
+            spec = one(objects, "PodMonitoring", part)["spec"]
+            ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+            assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        else:
+            spec = one(objects, "ServiceMonitor", part)["spec"]
+            chosen = spec["selector"]["matchLabels"].items()
+            services = [one for one in of_kind(objects, "Service") if chosen <= one["metadata"]["labels"].items()]
+            assert {one["metadata"]["labels"][spec["jobLabel"]] for one in services} == {job}
+            ports = {port["name"] for one in services for port in one["spec"]["ports"]}
+        assert spec["endpoints"][0]["port"] in ports
+
+
+def test_notes_say_when_the_rules_have_nothing_to_go_by(helm: Helm) -> None:
+    assert "monitoring.enabled is false" in helm.notes(*WITH_RULES)
+    assert "monitoring.enabled" not in helm.notes(*WITH_RULES, "--set", "monitoring.enabled=true")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://otel-collector.observability:4318/v1/traces", 4318),
+        ("https://collector.example.com/v1/traces", 443),
+        ("http://collector/v1/traces", 80),
+        ("http://[fd00::1]:4318/v1/traces", 4318),
+    ],
+)
+def test_spans_reach_their_collector(helm: Helm, endpoint: str, port: int) -> None:
+    objects = helm.render(*LABELS, "--set", f"tracing.endpoint={endpoint}", "--set", "networkPolicy.enabled=true")
+    tracing = load(one(objects, "ConfigMap")["data"]["fairlead.yaml"]).tracing
+    assert (tracing.endpoint, tracing.sample) == (endpoint, 0.1)
+    egress = one(objects, "NetworkPolicy")["spec"]["egress"]
+    assert {"ports": [{"port": port, "protocol": "TCP"}]} in egress
+
+
+def test_the_configuration_wins_over_the_value(helm: Helm) -> None:
+    more = ("--set", "tracing.endpoint=http://a:4318/v1/traces", "--set", "config.tracing.maxRate=7")
+    objects = helm.render(*LABELS, *more, "--set", "tracing.sample=0.25")
+    tracing = load(one(objects, "ConfigMap")["data"]["fairlead.yaml"]).tracing
+    assert (tracing.endpoint, tracing.max_rate, tracing.sample) == ("http://a:4318/v1/traces", 7, 0.25)
+    assert "does not match pattern" in helm.refused(*LABELS, "--set", "tracing.sample=1.5")
