@@ -66,6 +66,10 @@ class Filter(Protocol):
     about load: when they leave nothing, the profile falls back to the endpoints that they removed. A filter that is not
     hard may have the attribute `availability = True`: it runs before the load filters, the fallback respects it too,
     and where it would leave nothing it is passed over.
+
+    With the attribute `steady = True` a filter promises that its answer to requests without a subset is one of the
+    target model and of `fleet.table.version` alone, as long as the table is not `troubled`. Where all filters promise
+    that, it is remembered for which models they kept every endpoint.
     """
 
     name: str

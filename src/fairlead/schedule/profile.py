@@ -19,6 +19,7 @@ import numpy as np
 
 from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.table import EndpointTable
 from fairlead.model.decision import Trace
 from fairlead.model.errors import PluginError
 from fairlead.model.request import Request
@@ -27,6 +28,8 @@ from fairlead.schedule.framework import CANDIDATES, Chosen, Demoter, Filter, Pic
 
 NO_ENDPOINTS = "rejected-no-endpoints"
 _ABILITY, _AVAILABILITY, _LOAD = range(3)
+#: Clients choose the names.
+_MAX_PASSED = 1024
 
 
 class Profile:
@@ -53,6 +56,11 @@ class Profile:
         self._told = tuple((plugin.name, cast(Chosen, plugin)) for plugin in plugins if hasattr(plugin, "chosen"))
         self._report = on_plugin_error
         self._turn = -1
+        self._steady = all(getattr(plugin, "steady", False) for plugin in filters)
+        #: Models for which the steady filters keep all, of this table in this version.
+        self._passed: set[str] = set()
+        self._table: EndpointTable | None = None
+        self._version = -1
 
     def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
         return [self._choose(request, fleet, context) for request in requests]
@@ -63,7 +71,12 @@ class Profile:
         trace = Trace(endpoints=table.ids) if context.trace else None
         if not table.count:
             return self._none(trace, "the pool has no endpoints")
-        kept, available, culprit = self._filter(request, fleet, cycle, trace, self._stages)
+        if self._steady and self._lets_pass(request, table):
+            kept = available = culprit = None
+        else:
+            kept, available, culprit = self._filter(request, fleet, cycle, trace, self._stages)
+            if self._steady and kept is None and culprit is None:
+                self._passed.add(request.target_model)
         if culprit is not None:
             if culprit.hard:
                 return self._none(trace, f"no endpoint can serve the request: filter {culprit.name} left none")
@@ -71,13 +84,28 @@ class Profile:
                 trace.candidates = available
             slot = self._overflow(available, request, fleet, cycle)
             return self._picked(slot, request, fleet, cycle, trace, overloaded=True)
-        cycle.once(CANDIDATES, lambda: available)
+        if available is not None:
+            cycle.once(CANDIDATES, lambda: available)
+        slot = self._best(kept, request, fleet, cycle, trace)
+        return self._picked(slot, request, fleet, cycle, trace)
+
+    def _best(self, kept: BoolColumn | None, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None) -> int:
+        """The pick among those that the filters left."""
         totals = self._totals(request, fleet, cycle, trace)
         if kept is not None:
             totals = np.where(kept, totals, -np.inf)
         if trace is not None:
             trace.total, trace.candidates = totals, kept
-        return self._picked(self._pick(request, fleet, totals, cycle), request, fleet, cycle, trace)
+        return self._pick(request, fleet, totals, cycle)
+
+    def _lets_pass(self, request: Request, table: EndpointTable) -> bool:
+        """Whether the filters, all of them steady, are known to keep every endpoint."""
+        if table is not self._table or table.version != self._version or len(self._passed) > _MAX_PASSED:
+            self._table, self._version = table, table.version
+            self._passed.clear()
+        if request.subset is not None or table.troubled:
+            return False
+        return (request.target or request.model) in self._passed
 
     def _filter(
         self, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None, stages: Sequence[tuple[Filter, int]]

@@ -151,6 +151,6 @@ def _near(trace: Trace | None, one: str, other: str) -> bool:
     """Whether both are as good as the best there."""
     if trace is None or trace.total is None or one not in trace.endpoints or other not in trace.endpoints:
         return False
-    best = float(trace.total.max())
+    best = float(max(trace.total))
     limit = best - NEAR * abs(best)
     return all(float(trace.total[trace.endpoints.index(name)]) >= limit for name in (one, other))

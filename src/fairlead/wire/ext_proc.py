@@ -15,6 +15,7 @@ from enum import IntEnum
 from functools import lru_cache
 
 from fairlead.model.errors import ProtocolError
+from fairlead.wire.ext_proc_headers import read_headers
 from fairlead.wire.protobuf import (
     BYTES,
     Json,
@@ -105,6 +106,12 @@ def _read_modes(config: bytes) -> Modes:
         raise ProtocolError(f"body modes {request}/{response} are not supported") from None
 
 
+@lru_cache(maxsize=64)
+def _read_rest(rest: bytes) -> list[tuple[int, int, int]]:
+    """The parts behind the first one. Mostly the ProtocolConfiguration alone, and with it the same few bytes again."""
+    return walk(rest, 0, len(rest))
+
+
 class Incoming:
     """One `ProcessingRequest`, its parts found but not decoded."""
 
@@ -122,24 +129,25 @@ class Incoming:
             if self.end == len(data):
                 return
             if self.end < len(data):
-                self._rest(walk(data, self.end, len(data)))
+                rest = data[self.end :]
+                self._rest(_read_rest(rest) if len(rest) <= _MAX_CONFIG else walk(rest, 0, len(rest)), self.end)
                 return
         self.kind, self.start, self.end = Kind.REQUEST_HEADERS, 0, -1
-        self._rest(walk(data, 0, len(data)))
+        self._rest(walk(data, 0, len(data)), 0)
         if self.end < 0:
             raise ProtocolError("an ext_proc message without headers, body or trailers")
 
-    def _rest(self, parts: list[tuple[int, int, int]]) -> None:
+    def _rest(self, parts: list[tuple[int, int, int]], offset: int) -> None:
         """Note what stands beside (or, in an order that Envoy does not use, before) the headers, body or trailers."""
         for key, start, end in parts:
-            if key == 8:
-                self._metadata = start, end
+            if key == 11:
+                self.protocol_config = start + offset, end + offset
+            elif key == 8:
+                self._metadata = start + offset, end + offset
             elif key == 9:
-                self._attributes += ((start, end),)
-            elif key == 11:
-                self.protocol_config = start, end
+                self._attributes += ((start + offset, end + offset),)
             elif key in KINDS:
-                self.kind, self.start, self.end = KINDS[key], start, end
+                self.kind, self.start, self.end = KINDS[key], start + offset, end + offset
 
     def modes(self) -> Modes | None:
         """How the gateway works; on the first message only."""
@@ -154,11 +162,17 @@ class Incoming:
         """(headers, end of stream). Names in lower case; of a repeated header the last value."""
         out: dict[str, str] = {}
         eos = False
-        for key, start, end in fields(self.data, self.start, self.end):
-            if key == 1 and end >= 0:
-                _read_headers(self.data, start, end, out)
-            elif key == 3 and end < 0:
-                eos = bool(start)
+        data, start, end = self.data, self.start, self.end
+        if start < end and data[start] == 0x0A:
+            size, first = read_varint(data, start + 1, end)
+            if first + size == end:  # with a body to come there is nothing else
+                read_headers(data, first, end, out)
+                return out, False
+        for key, a, b in fields(data, start, end):
+            if key == 1 and b >= 0:
+                read_headers(data, a, b, out)
+            elif key == 3 and b < 0:
+                eos = bool(a)
         return out, eos
 
     def body(self) -> tuple[bytes, bool]:
@@ -171,6 +185,8 @@ class Incoming:
                 raise ProtocolError("malformed protobuf: a field runs past its message")
             chunk = data[pos : pos + size]
             pos += size
+            if end - pos == 2 and data[pos] == 0x10 and data[pos + 1] < 0x80:
+                return chunk, data[pos + 1] > 0
         eos = False
         for key, a, b in fields(data, pos, end) if pos < end else ():
             if key == 1 and b >= 0:
@@ -221,57 +237,6 @@ class Incoming:
                 elif n == 2 and b >= 0:
                     values = read_struct(self.data, a, b)
             yield name, values
-
-
-def _read_headers(data: bytes, start: int, end: int, out: dict[str, str]) -> None:
-    """HeaderMap → dict. Latin-1, so every byte survives and nothing can fail.
-
-    Envoy writes each entry as `0a size 0a size name 1a size value` with one-byte sizes nearly always: that form is read
-    in place, any other by the general walk.
-    """
-    pos = start
-    while pos < end:
-        try:
-            size = data[pos + 1]
-            stop = pos + 2 + size
-            middle = pos + 4 + data[pos + 3]
-            if (
-                data[pos] == 0x0A == data[pos + 2]
-                and size < 0x80
-                and data[middle] in _VALUE_TAGS
-                and data[middle + 1] < 0x80
-                and middle + 2 + data[middle + 1] == stop <= end
-            ):
-                name = data[pos + 4 : middle].decode("latin-1")
-                out[name if name.islower() else name.lower()] = data[middle + 2 : stop].decode("latin-1")
-                pos = stop
-                continue
-        except IndexError:
-            pass
-        pos = _read_header(data, pos, end, out)
-
-
-#: Tags of HeaderValue.value and .raw_value.
-_VALUE_TAGS = (0x12, 0x1A)
-
-
-def _read_header(data: bytes, pos: int, end: int, out: dict[str, str]) -> int:
-    """Read the entry at `pos` field by field; returns the position behind it."""
-    tag, pos = read_varint(data, pos, end)
-    size, pos = read_varint(data, pos, end)
-    stop = pos + size
-    if tag != 0x0A or stop > end:
-        raise ProtocolError("malformed header map")
-    name = value = ""
-    for inner, x, y in fields(data, pos, stop):
-        if y < 0:
-            continue
-        if inner == 1:
-            name = data[x:y].decode("latin-1")
-        elif y > x:  # 2 = value, 3 = raw_value; Envoy fills one of them
-            value = data[x:y].decode("latin-1")
-    out[name.lower()] = value
-    return stop
 
 
 def set_header(name: str, value: bytes) -> bytes:

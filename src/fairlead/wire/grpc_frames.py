@@ -7,6 +7,7 @@ Header blocks are written without the dynamic table and without Huffman coding (
 every connection, so they are constants.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from struct import Struct
 
@@ -86,6 +87,14 @@ class MessageReader:
                 f"a message of {size} bytes is larger than the limit of {self._limit}", Status.RESOURCE_EXHAUSTED
             )
         return int(size)
+
+
+def joined(messages: Sequence[bytes]) -> bytes:
+    """Several messages, each but the first behind its prefix."""
+    parts = [messages[0]]
+    for message in messages[1:]:
+        parts += (PREFIX.pack(0, len(message)), message)
+    return b"".join(parts)
 
 
 def literal(name: bytes, value: bytes) -> bytes:

@@ -38,6 +38,12 @@ def number(number: int, value: int) -> bytes:
 
 def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
     """(value, position behind it)."""
+    if end - pos > 1:  # nearly all of them have one byte or two
+        value, more = data[pos], data[pos + 1]
+        if value < 0x80:
+            return value, pos + 1
+        if more < 0x80:
+            return value & 0x7F | more << 7, pos + 2
     value = shift = 0
     while pos < end:
         byte = data[pos]

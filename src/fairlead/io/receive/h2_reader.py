@@ -12,6 +12,7 @@ from fairlead.wire import h2
 from fairlead.wire.h2 import ErrorCode
 
 _head = h2.HEAD.unpack_from
+_HEAD_SIZE, _MAX_STREAM = h2.HEAD_SIZE, h2.MAX_STREAM_ID
 
 #: (flags, stream, data, pos, end): one frame; its payload is `data[pos:end]`.
 FrameHandler = Callable[[int, int, bytes, int, int], None]
@@ -72,18 +73,19 @@ class FrameReader(asyncio.BufferedProtocol):
         if not self._preface_seen:
             self._carry += data
             return
-        while end - pos >= h2.HEAD_SIZE:
+        max_frame = self._max_frame
+        while end - pos >= _HEAD_SIZE:
             length, flags, stream = _head(data, pos)
             size = length >> 8
-            stop = pos + h2.HEAD_SIZE + size
-            if size > self._max_frame:
+            stop = pos + _HEAD_SIZE + size
+            if size > max_frame:
                 raise ProtocolError(f"a frame of {size} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
             if stop > end:
                 break
-            self.handlers[length & 0xFF](flags, stream & h2.MAX_STREAM_ID, data, pos + h2.HEAD_SIZE, stop)
+            self.handlers[length & 0xFF](flags, stream & _MAX_STREAM, data, pos + _HEAD_SIZE, stop)
             pos = stop
         if pos < end:
-            self._need = h2.HEAD_SIZE if end - pos < h2.HEAD_SIZE else h2.HEAD_SIZE + size
+            self._need = _HEAD_SIZE if end - pos < _HEAD_SIZE else _HEAD_SIZE + size
             self._carry += memoryview(data)[pos:]
 
     @property

@@ -27,6 +27,7 @@ _RESPONSE_LENGTH = len(grpc.RESPONSE) << 8 | h2.HEADERS
 _OK_LENGTH = len(grpc.TRAILERS_OK) << 8 | h2.HEADERS
 _LAST = h2.END_HEADERS | h2.END_STREAM
 _ALL = 1 << 62
+_PREFIX_SIZE = grpc.PREFIX_SIZE
 
 
 class H2Stream:
@@ -60,28 +61,25 @@ class H2Stream:
     # ---- ServerStream ----
 
     def send(self, *messages: bytes) -> None:
-        if self.finished:
+        if self.finished or not messages:
             return
         connection = self._connection
-        out = connection.out
-        for message in messages:
-            size = len(message)
-            whole = size + grpc.PREFIX_SIZE
-            if (
-                self._queue
-                or whole > self.window
-                or whole > connection.window
-                or whole > connection.peer_frame
-                or connection.paused
-            ):
-                self._enqueue(message)
-                continue
+        data = messages[0] if len(messages) == 1 else grpc.joined(messages)
+        whole = len(data) + _PREFIX_SIZE
+        if (
+            whole <= self.window
+            and whole <= connection.window
+            and whole <= connection.peer_frame
+            and not (self._queue or connection.paused)
+        ):
             if not self._opened:
                 self._open()
             self.window -= whole
             connection.window -= whole
-            out.append(_message_head(whole << 8, 0, self.id, 0, size))
-            out.append(message)
+            connection.out += (_message_head(whole << 8, 0, self.id, 0, len(messages[0])), data)
+        else:
+            for message in messages:
+                self._enqueue(message)
         if not connection.corked:
             connection.flush_soon()
 
@@ -142,16 +140,17 @@ class H2Stream:
             self.fail(grpc.Status.RESOURCE_EXHAUSTED, f"more than {limits.max_stream_bytes} bytes on one stream")
             return
         try:
-            # Nearly always: one frame holds one message.
-            if (
-                self._reader is None
-                and size >= grpc.PREFIX_SIZE
-                and data[pos] == 0
-                and _u32(data, pos + 1)[0] == size - grpc.PREFIX_SIZE <= limits.max_message
-            ):
-                handler.on_message(data[pos + grpc.PREFIX_SIZE : end])
-            else:
-                self._assemble(handler, data, pos, end)
+            if self._reader is None:  # nearly always a frame holds whole messages
+                while end - pos >= _PREFIX_SIZE and not data[pos]:
+                    start = pos + _PREFIX_SIZE
+                    stop = start + _u32(data, pos + 1)[0]
+                    if stop > end or stop - start > limits.max_message:
+                        break
+                    handler.on_message(data[start:stop])
+                    if stop == end or self.finished:
+                        return
+                    pos = stop
+            self._assemble(handler, data, pos, end)
         except Exception:
             self._crashed()
 

@@ -27,6 +27,7 @@ class Health:
     type = "health"
     Params = HealthParams
     hard = False
+    steady = True
     availability = True
 
     def __init__(self, params: HealthParams, name: str = type) -> None:

@@ -29,6 +29,7 @@ class ModelCompatibility:
     type = "model-compatibility"
     Params = NoParams
     hard = True
+    steady = True
 
     def __init__(self, params: NoParams, name: str = type) -> None:
         self.name = name

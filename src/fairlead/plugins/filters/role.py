@@ -27,6 +27,7 @@ class Role:
     type = "role"
     Params = RoleParams
     hard = True
+    steady = True
 
     def __init__(self, params: RoleParams, name: str = type) -> None:
         self.name = name

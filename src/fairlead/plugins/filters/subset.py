@@ -18,6 +18,7 @@ class Subset:
     type = "subset"
     Params = NoParams
     hard = True
+    steady = True
 
     def __init__(self, params: NoParams, name: str = type) -> None:
         self.name = name

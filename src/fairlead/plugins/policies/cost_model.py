@@ -19,6 +19,7 @@ it most tightly without more work than elsewhere, and leaves the fast ones to ot
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Annotated
 
 import numpy as np
@@ -26,24 +27,22 @@ from msgspec import Meta
 
 from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
+from fairlead.model.decision import Trace
 from fairlead.model.request import Request
 from fairlead.plugins.params import Params
 from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
+from fairlead.plugins.policies.cost_of_few import FEW, FULL_FROM, FULL_SLOPE, PASSING, CostOfFew
 from fairlead.plugins.policies.ranked import Ranked
 from fairlead.schedule.cycle import Context, Cycle
 from fairlead.schedule.forecasts import estimate
-from fairlead.schedule.framework import Filter, Pick
+from fairlead.schedule.framework import Filter, Pick, prefix_share
 
 Weight = Annotated[float, Meta(ge=0, le=1000)]
-#: Share of the KV capacity from which memory has a price, and the inverse of the range over which it rises.
-FULL_FROM, FULL_SLOPE = 0.75, 5.0
-#: How much a request that is still to come counts beside one that waits already.
-PASSING = scalar(0.3)
 #: Where at least this many requests wait at every endpoint, more replicas are wanted: 80 % of vLLM's batch of 256.
 OVERLOADED = 200.0
 #: Own prefill within this share, and so many milliseconds, of the least is about the least.
 LITTLE, LITTLE_MS = 0.1, 5.0
-_ZERO, _ONE = scalar(0.0), scalar(1.0)
+_ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
 
 
 class CostModelParams(Params, frozen=True, kw_only=True):
@@ -68,6 +67,10 @@ class CostModel(Ranked):
         self._interference = scalar(params.interference)
         self._decode = params.decode
         self._memory = params.memory
+        self._few = CostOfFew(params.interference, params.decode, params.memory, params.near_tie)
+        own = type(self).cost is CostModel.cost and type(self).memory_price is CostModel.memory_price
+        #: It does what `CostOfFew` does: no subclass and no filter changes costs.
+        self._plain = own and not self._demoters
 
     def cost(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
         table, terms = fleet.table, estimate(request, fleet, cycle)
@@ -94,18 +97,32 @@ class CostModel(Ranked):
         ]
 
     def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
-        picks = super().choose(requests, fleet, context)
+        picks = []
         queue = fleet.table.queue
-        for pick in picks:
+        for request in requests:
+            pick = self._choose(request, fleet, context)
             if pick.slot >= 0 and queue[pick.slot] >= OVERLOADED:
                 pick.overloaded = bool((queue[fleet.table.alive] >= OVERLOADED).all())
+            picks.append(pick)
         return picks
+
+    def _best(self, kept: BoolColumn | None, request: Request, fleet: Fleet, cycle: Cycle, trace: Trace | None) -> int:
+        if len(fleet.table) > FEW or not self._plain or request.slo_ttft_ms > 0.0 or request.slo_tpot_ms > 0.0:
+            return super()._best(kept, request, fleet, cycle, trace)
+        share = prefix_share(request, fleet, cycle)
+        totals = scores = self._few.scores(request.prompt_tokens, share, fleet, cycle.now)
+        if kept is not None:
+            totals = [score if keep else -inf for score, keep in zip(scores, kept.tolist(), strict=True)]
+        if trace is not None:
+            trace.scorers.append(("cost", 1.0, scores))
+            trace.total, trace.candidates = totals, kept
+        return self._few.pick(totals, cycle.rng)
 
     def memory_price(self, used: FloatColumn, tokens: FloatColumn, fleet: Fleet) -> FloatColumn:
         """Milliseconds that others wait because `tokens` more are held there, which makes `used` of the capacity."""
         table = fleet.table
         full = np.minimum(np.maximum((used - FULL_FROM) * FULL_SLOPE, _ZERO), _ONE)
-        delayed = table.queue + PASSING * table.active + _ONE
+        delayed = table.queue + _PASSING * table.active + _ONE
         price: FloatColumn = (
             full * delayed * (scalar(self._memory * fleet.predictor.hold_ms) * tokens * table.per_capacity)
         )
