@@ -13,6 +13,8 @@ Rules
   it waiting although something is open.
 * Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
   most `batch` requests; `more` then says that it is not done, so that a long queue does not hold up everybody else.
+  One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
+  whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
 """
 
@@ -35,6 +37,8 @@ from fairlead.model.request import Request
 
 #: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
 PAIRS, FEWEST = 2400, 16
+#: Requests that are taken out and told so in one call: 0.05 ms each, all in all.
+REFUSALS = 16
 
 
 class Gate(Protocol):
@@ -75,6 +79,10 @@ class Binder(Protocol):
         """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
         ...
 
+    def able(self, request: Request, fleet: Fleet, now: float) -> BoolColumn | None:
+        """Where it can be served; `None` = everywhere that is alive."""
+        ...
+
     def follow(self, able: Any) -> None:
         """Other rules about where requests can be served, `able(request, fleet, now)`."""
         ...
@@ -104,7 +112,9 @@ class FlowControl:
         self._shares = shares or Shares({})
         self._ceiling = ceiling
         self._shedding = shedding
-        self._stopping = False
+        #: Since when nobody may wait any more; `inf` = they may.
+        self._stopped = inf
+        self._left = False
         #: The last look that found nobody to go: what was open, and the newest request then.
         self._in_vain: BoolColumn | None = None
         self._newest = (0, 0)
@@ -136,8 +146,8 @@ class FlowControl:
         work, known = self.binder.look(request, fleet, now)
         if work == inf:
             return None
-        if self._stopping:
-            return Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again", 503)
+        if self._stopped < inf:
+            return _stopping()
         outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work)
         if isinstance(outcome, Waiting):
             outcome.known = known
@@ -177,6 +187,7 @@ class FlowControl:
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
         if not len(self.queues) or not fleet.table.count:
+            self.look_again = inf  # an endpoint that joins makes us look
             return None
         opened = self.gate.open(fleet, now)
         if opened is None:
@@ -233,21 +244,29 @@ class FlowControl:
         return self.queues.cancel(request_id)
 
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
-        """Those whose time is over, and what they are told."""
+        """Those whose time is over, and what they are told: the first `REFUSALS`. For all others see `overdue`."""
+        if self._stopped < inf:
+            return self.stop(now)
         if fleet.table.count:
             why = Refused(EXPIRED, "the request timed out waiting for a free endpoint")
         else:
             why = Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints", 503)
-        return [(waiting, why) for waiting in self.queues.expire(now)]
+        late = self.queues.expire(now, REFUSALS)
+        self._left = len(late) == REFUSALS
+        return [(waiting, why) for waiting in late]
 
-    def stop(self) -> list[tuple[Waiting, Refused]]:
-        """Nobody waits any longer, and nobody may from now on."""
-        self._stopping = True
-        why = Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again", 503)
-        return [(waiting, why) for waiting in self.queues.clear()]
+    def stop(self, now: float) -> list[tuple[Waiting, Refused]]:
+        """Nobody may wait from now on. Takes out those that do as `expire` does."""
+        self._stopped = min(self._stopped, now)
+        self._left = True
+        return [(waiting, _stopping()) for waiting in self.queues.clear(REFUSALS)]
+
+    def overdue(self, now: float) -> bool:
+        """Whether some are left of those that were to be taken out, and `expire` must be called once more."""
+        return self._left and self.next_deadline() <= now
 
     def next_deadline(self) -> float:
-        return self.queues.next_deadline()
+        return self._stopped if self._stopped < inf and len(self.queues) else self.queues.next_deadline()
 
     def oldest(self) -> float:
         """Since when the request that waits longest waits; `inf` = none does."""
@@ -255,3 +274,7 @@ class FlowControl:
 
     def validate(self) -> None:
         self.queues.validate()
+
+
+def _stopping() -> Refused:
+    return Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again", 503)

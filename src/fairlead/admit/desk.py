@@ -68,6 +68,10 @@ class Desk:
         """Whether `arrived` must be told what the policy chooses."""
         return self.flow.asks(fleet, now)
 
+    def opened(self, fleet: Fleet, now: float) -> BoolColumn | None:
+        """Which endpoints may be sent one more request now; `None` = all of them."""
+        return self.flow.gate.open(fleet, now)
+
     def arrived(self, request: Request, fleet: Fleet, now: float, slot: int = -1) -> list[Instruction] | None:
         """`None` = schedule it now. `slot`: the policy's choice for it, if it `asks`; < 0 = none."""
         outcome = self.flow.arrived(request, fleet, now, slot)
@@ -83,7 +87,7 @@ class Desk:
     def dispatched(self, send: Send, fleet: Fleet, now: float) -> list[Instruction]:
         """To be called after every event while somebody waits."""
         instructions: list[Instruction] = []
-        for bound in self.flow.dispatch(fleet, now):
+        for bound in () if self.flow.overdue(now) else self.flow.dispatch(fleet, now):
             instructions += send(bound, now)
             if self._last > -inf:
                 self._gap += _PACE * (now - self._last - self._gap)
@@ -112,7 +116,7 @@ class Desk:
         if deadline != self._deadline:
             self._deadline = deadline
             if deadline < inf:
-                timers.append(SetTimer(DEADLINE_TIMER, deadline))
+                timers.append(SetTimer(DEADLINE_TIMER, max(deadline, now)))
         look = now if self.flow.more else max(self.flow.look_again, now)
         if self._eviction is not None:
             look = min(look, max(self._eviction.look_at(self.flow), now + _MOMENT))
@@ -134,14 +138,16 @@ class Desk:
     def lost(self, request_id: int, now: float) -> list[Instruction]:
         """The client went away; nothing if the request does not wait here."""
         waiting = self.flow.cancel(request_id)
-        if waiting is None:
-            return []
-        gone = Refused("rejected-context-cancelled", "client disconnected", 503)
-        return [self._record(waiting.request, gone, now, waiting)]
+        return [] if waiting is None else [self.gone(waiting.request, now, _waited_ms(waiting, now))]
+
+    def gone(self, request: Request, now: float, queued_ms: float) -> Record:
+        """The client of a request went away before it was sent anywhere."""
+        return self._record(request, Refused("rejected-context-cancelled", "client disconnected", 503), now, queued_ms)
 
     def stopping(self, now: float) -> list[Instruction]:
-        """The process ends: those that wait are told to try again elsewhere, and so are all that come from now on."""
-        told = self.flow.stop()
+        """The process ends: those that wait are told to try again elsewhere, and so are all that come from now on.
+        Where many wait, some are told by each call that follows."""
+        told = self.flow.stop(now)
         return [i for waiting, why in told for i in self._refuse(waiting.request, why, now, waiting)]
 
     def drain_s(self, priority: float = -inf) -> float:
@@ -159,7 +165,7 @@ class Desk:
         return max(ceil(endpoints * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def _refuse(self, request: Request, why: Refused, now: float, waiting: Waiting | None = None) -> list[Instruction]:
-        return [self._answer(request, why), self._record(request, why, now, waiting)]
+        return [self._answer(request, why), self._record(request, why, now, _waited_ms(waiting, now))]
 
     def _answer(self, request: Request, why: Refused) -> Reject:
         low, high = RETRY
@@ -172,7 +178,7 @@ class Desk:
             api=request.api,
         )
 
-    def _record(self, request: Request, why: Refused, now: float, waiting: Waiting | None) -> Record:
+    def _record(self, request: Request, why: Refused, now: float, queued_ms: float) -> Record:
         return Record(
             DecisionRecord(
                 request=request,
@@ -180,10 +186,14 @@ class Desk:
                 policy=self.policy,
                 outcome=why.reason,
                 status=why.status,
-                queued_ms=(now - waiting.since) * 1e3 if waiting else 0.0,
+                queued_ms=queued_ms,
             )
         )
 
     def validate(self) -> None:
         self.flow.validate()
         assert self._deadline <= self.flow.next_deadline()
+
+
+def _waited_ms(waiting: Waiting | None, now: float) -> float:
+    return (now - waiting.since) * 1e3 if waiting else 0.0

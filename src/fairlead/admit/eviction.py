@@ -44,23 +44,27 @@ class Eviction:
             return []
         for band in flow.queues.bands():
             if band.count and band.oldest() + self._after <= now:
-                found = self._for(band, fleet)
+                found = self._for(band, flow, fleet, now)
                 if found:
                     self._last = now
                     self._told.update((lease.request.id, now) for lease in found)
                     return found
         return []
 
-    def _for(self, band: Band, fleet: Fleet) -> list[Lease]:
+    def _for(self, band: Band, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
         ledger = fleet.ledger
-        able = band.longest_waiting().able
         running = [
             lease
             for slot, _ in fleet.table.slots()
-            if able is None or able[slot]
             for lease in ledger.of_slot(slot)
             if lease.request.priority < min(band.priority, 0) and 0 <= lease.request.id not in self._told
         ]
+        if not running:
+            return []
+        # What was known when it was queued may be of other endpoints at these slots.
+        able = flow.binder.able(band.longest_waiting().request, fleet, now)
+        if able is not None:
+            running = [lease for lease in running if able[lease.slot]]
         running.sort(key=lambda lease: (lease.request.priority, -lease.charged_at, -lease.request.id))
         return running[:AT_ONCE]
 

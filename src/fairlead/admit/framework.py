@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from fairlead.fleet.columns import BoolColumn
 from fairlead.model.request import Request
 
 
@@ -59,12 +58,6 @@ class Waiting(Struct, eq=False):
     flow: "Flow | None" = None
     #: The binder's memory of the request.
     known: Any = None
-
-    @property
-    def able(self) -> BoolColumn | None:
-        """Where it can be served, as far as the binder knows; `None` = everywhere."""
-        able: BoolColumn | None = getattr(self.known, "able", None)
-        return able
 
     @property
     def size(self) -> int:

@@ -202,19 +202,21 @@ class Queues:
         first = self._deadlines.first()
         return inf if first is None else first.deadline
 
-    def expire(self, now: float) -> list[Waiting]:
-        """Take out those whose time is over, the most overdue first."""
+    def expire(self, now: float, most: float = inf) -> list[Waiting]:
+        """Take out those whose time is over, the most overdue first, up to `most`."""
         late: list[Waiting] = []
-        while (first := self._deadlines.first()) is not None and first.deadline <= now:
+        while len(late) < most and (first := self._deadlines.first()) is not None and first.deadline <= now:
             self.remove(first)
             late.append(first)
         return late
 
-    def clear(self) -> list[Waiting]:
-        """Take out everybody, the highest band first."""
-        found = [entry[2] for band in self.bands() for flow in band.flows.values() for entry in flow.waiting]
-        for waiting in found:
-            self.remove(waiting)
+    def clear(self, most: float = inf) -> list[Waiting]:
+        """Take out everybody, up to `most`: the highest band first, and in it who waits longest."""
+        found: list[Waiting] = []
+        for band in self.bands():
+            while len(found) < most and band.count:
+                found.append(band.longest_waiting())
+                self.remove(found[-1])
         return found
 
     def validate(self) -> None:

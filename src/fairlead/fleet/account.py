@@ -21,6 +21,8 @@ effective columns are always
 says W = 0 with thirty of ours running says that none of them waits.
 """
 
+from collections.abc import Set
+from copy import copy
 from itertools import takewhile
 
 from fairlead.fleet.lease import Lease
@@ -139,6 +141,14 @@ class Account:
         self.growth_tokens -= lease.growth_tokens
         if not self.leases:
             self.kv_tokens = self.growth_tokens = 0.0
+
+    def without(self, numbers: Set[int]) -> "Account":
+        """A copy in which the leases of these ids are over."""
+        other = copy(self)
+        other.leases = dict(self.leases)
+        for number in numbers & self.leases.keys():
+            other.release(copy(self.leases[number]))
+        return other
 
     def reconcile(self, started: float, waiting: float, running: float) -> list[int]:
         """Take a scrape sent at `started`. `waiting` and `running` are finite and not negative.

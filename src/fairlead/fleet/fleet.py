@@ -64,10 +64,7 @@ class Fleet:
         slot = self.table.slot(endpoint_id)
         if slot is None:
             return []
-        leases = self.ledger.of_slot(slot)
-        for lease in leases:
-            self.ledger.release(lease.request.id)
-        self.ledger.forget_slot(slot)
+        leases = self.ledger.abandon(slot)
         self.prefix.drop_slot(slot)
         if self.exact is not None:
             self.exact.drop_slot(slot)
@@ -153,6 +150,15 @@ class Fleet:
         self._take(lease)
         return lease
 
+    def reserve(self, request: Request, slot: int, now: float, hit_tokens: int, expected_output: float) -> None:
+        """Keep room there for a request that may go elsewhere in the end. Nothing is learned of it."""
+        self.ledger.reserve(self._lease(replace(request, id=~request.id), slot, now, hit_tokens, expected_output))
+
+    def unreserve(self, request_id: int) -> None:
+        """Before it is charged, or when it will not be. Nothing when no room is kept for it."""
+        if ~request_id in self.ledger.reserved:
+            self.ledger.release(~request_id)
+
     def _take(self, lease: Lease) -> None:
         self.ledger.charge(lease)
         if lease.request.prefix.hashes:
@@ -215,10 +221,10 @@ class Fleet:
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
         chain = request.prefix
-        column = self.prefix.match(chain, len(self.table)) if chain.hashes else None
-        if column is not None:
+        column: FloatColumn | None = None
+        if chain.hashes:
             # Inline media count for less in `prompt_bytes` than they take up in the chain.
-            column /= max(request.prompt_bytes, chain.ends[-1])
+            column = self.prefix.match(chain, len(self.table), max(request.prompt_bytes, chain.ends[-1]))
         if self.exact is not None:
             return self.exact.refine(request, column, len(self.table), PRIOR.c_pf * self.predictor.rates.prefill)
         return column

@@ -32,3 +32,5 @@ class Lease(Struct, gc=False):
     first_token_at: float = -1.0
     #: Still before its first token.
     pending: bool = True
+    #: Id of the endpoint that it was meant for and that could not be reached; empty = this is the one.
+    unreached: str = ""

@@ -6,11 +6,15 @@ Rules
 * The prefill part is released at the first token, the rest at the end. Cancel, loss, expiry and the departure of the
   endpoint release whatever is left. Each part is released once; a lease remembers what it charged, so nothing that
   changed in between can make the columns drift.
+* A reservation keeps room for a request whose endpoint is still being asked for: a lease with the id `~request.id`,
+  charged like any other. Who asks is not to be led by it (`without_reserved`), and who reserves ends it.
 * Every lease expires: end-of-request signals can be lost (a gateway drops access-log entries while nobody listens).
 * What scrapes do to the sums, and when leases are dropped because of them: see `fairlead.fleet.account`.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
 
 from fairlead.fleet.account import Account
 from fairlead.fleet.lease import Lease
@@ -25,6 +29,8 @@ class Ledger:
         self.ttl = ttl
         #: In the order of their charge.
         self._leases: dict[int, Lease] = {}
+        #: Ids of reservations, all below 0.
+        self.reserved: set[int] = set()
         self._accounts: dict[int, Account] = {}
 
     def __len__(self) -> int:
@@ -58,6 +64,8 @@ class Ledger:
         lease = self._leases.pop(request_id, None)
         if lease is None:
             return None
+        if request_id < 0:
+            self.reserved.discard(request_id)
         account = self._accounts[lease.slot]
         account.release(lease)
         self._write(lease.slot, account)
@@ -74,23 +82,49 @@ class Ledger:
                 account.prefill_since = now
             self._write(other.slot, account)
 
+    def reserve(self, lease: Lease) -> None:
+        """Charge a reservation; `lease.request.id` is below 0. `release` ends it, as does its endpoint's departure."""
+        self.charge(lease)
+        self.reserved.add(lease.request.id)
+
+    @contextmanager
+    def without_reserved(self) -> Iterator[None]:
+        """The table as it is without reservations, for as long as this lasts. Nothing may change meanwhile."""
+        slots = {self._leases[number].slot for number in self.reserved}
+        for slot in slots:
+            self._write(slot, self._accounts[slot].without(self.reserved))
+        try:
+            yield
+        finally:
+            for slot in slots:
+                self._write(slot, self._accounts[slot])
+
     def of_slot(self, slot: int) -> list[Lease]:
         account = self._accounts.get(slot)
         return list(account.leases.values()) if account else []
 
-    def forget_slot(self, slot: int) -> None:
-        """The endpoint left; its leases must have been released."""
-        self._accounts.pop(slot, None)
+    def abandon(self, slot: int) -> list[Lease]:
+        """The endpoint left: its leases are released, in one go, and returned."""
+        leases = self.of_slot(slot)
+        for lease in leases:
+            if lease.prefill_slot >= 0:
+                self._release_prefill(lease, None)
+        for number in self._accounts.pop(slot, Account()).leases:
+            del self._leases[number]
+            if number < 0:
+                self.reserved.discard(number)
+        self._write(slot, Account())
+        return leases
 
-    def expired(self, now: float) -> Iterator[int]:
-        """Ids of leases past their time, oldest first. They may be released while this is iterated over."""
+    def expired(self, now: float, most: float = inf) -> list[int]:
+        """Ids of leases past their time, oldest first, up to `most`."""
         old: list[int] = []
         for request_id, lease in self._leases.items():
-            if lease.charged_at + self.ttl > now:
+            if lease.charged_at + self.ttl > now or len(old) == most:
                 break
             if request_id >= 0:
                 old.append(request_id)
-        return iter(old)
+        return old
 
     def reconcile(self, slot: int, started: float, waiting: float, running: float) -> list[int]:
         """Set the effective columns from a scrape sent at `started`. Returns ids the endpoint cannot hold any more.
@@ -148,6 +182,7 @@ class Ledger:
             assert table.active[slot] == account.active >= 0
         held = {number: lease for account in self._accounts.values() for number, lease in account.leases.items()}
         assert held == self._leases
+        assert all(number < 0 and number in held for number in self.reserved)
 
 
 __all__ = ["Lease", "Ledger"]

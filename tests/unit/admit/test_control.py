@@ -185,7 +185,7 @@ def test_stopping_refuses_those_that_wait_and_those_that_come():
     desk = Desk(endpoints=1)
     desk.arrive()
     second, _ = desk.arrive()
-    ((waiting, why),) = desk.flow.stop()
+    ((waiting, why),) = desk.flow.stop(desk.now)
     assert (waiting.request.id, why.reason, why.status) == (second.id, "rejected-shutting-down", 503)
     _, refused = desk.arrive()
     assert isinstance(refused, Refused)
@@ -228,6 +228,6 @@ def test_a_client_may_not_ask_for_more_than_the_longest_wait():
 
 def test_while_stopping_whoever_need_not_wait_still_goes():
     desk = Desk(endpoints=1)
-    desk.flow.stop()
+    desk.flow.stop(desk.now)
     assert desk.arrive()[1] is None
     assert isinstance(desk.arrive()[1], Refused)

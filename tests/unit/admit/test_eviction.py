@@ -158,3 +158,13 @@ def test_a_time_must_not_be_negative():
         Eviction().look_at(FlowControl(Queues(lambda p: (Strict(), Fcfs())), AtMost(1), PairBinder(lambda *_: None)))
         == inf
     )
+
+
+def test_an_endpoint_that_joins_while_somebody_waits_is_no_surprise():
+    """Where the waiting one can be served was known of fewer endpoints."""
+    house = House(able=lambda request, fleet, now: np.array([name in ("e0", "e1") for name in fleet.table.ids]))
+    for priority in (-10, -10, -10, -10):
+        assert routes(house.arrive(priority))
+    assert not routes(house.arrive(5))
+    house.feed(ev.EndpointUp(Endpoint("e2", "10.0.0.2:80")))
+    assert len(house.evicted(0.3)) == 2

@@ -1,0 +1,133 @@
+"""A scheduler's core under virtual time, and requests for it."""
+
+import gc
+import time
+from collections.abc import Callable
+from heapq import heapify
+from random import Random
+from typing import Any
+
+from fairlead.admit.binding import PairBinder
+from fairlead.admit.control import FlowControl
+from fairlead.admit.desk import Desk
+from fairlead.admit.fairness import DeficitRoundRobin
+from fairlead.admit.framework import Limit
+from fairlead.admit.gates import LedgerGate
+from fairlead.admit.limits import Limits
+from fairlead.admit.ordering import LeastWork
+from fairlead.admit.queues import Queues
+from fairlead.config.load import load
+from fairlead.config.registry import build_policy
+from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.prefix import ChainHasher
+from fairlead.io.receive.answers import Answers, refusal
+from fairlead.io.receive.driver import Driver, Observer
+from fairlead.live.memory import settle_memory
+from fairlead.model import events as ev
+from fairlead.model.endpoint import Endpoint
+from fairlead.model.instructions import Reject
+from fairlead.model.request import PrefixChain, Request
+from fairlead.observe.watch import Watch
+from fairlead.parse.tokens import TokenEstimator
+from fairlead.pipeline import Pipeline
+from fairlead.testing import SimClock
+from fairlead.wire.ext_proc import Kind
+
+FLOWS = 1000
+ENDPOINTS = 100
+_NOTHING: frozenset[str] = frozenset()
+
+
+class Silent:
+    """Hears everything, says nothing."""
+
+    def on_decision(self, record: object, duration_s: float) -> None: ...
+
+    def on_outcome(self, record: object) -> None: ...
+
+
+class Stream:
+    """A gateway's request: its answers are encoded, and go nowhere."""
+
+    def __init__(self, number: int, answers: Answers) -> None:
+        self._number = number
+        self._answers = answers
+
+    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "", second: str = "") -> None:
+        self._answers.pick(Kind.REQUEST_HEADERS, endpoint, self._number, _NOTHING, prefill, second)
+
+    def reject(self, reject: Reject) -> None:
+        refusal(reject)
+
+    def hold(self, seconds: float) -> None: ...
+
+    def stay(self) -> None: ...
+
+
+class Clock(SimClock):
+    """Forgets cancelled timers as asyncio does: left alone they would be most of what the cycle collector looks at."""
+
+    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> Any:
+        if len(self._heap) > 200:
+            self._heap = [entry for entry in self._heap if not entry[2].cancelled]
+            heapify(self._heap)
+        return super().call_at(when, callback, *args)
+
+
+class World:
+    """Fleet, pipeline and driver. `observer`: `None` = what `fairlead serve` has: metrics, decisions, log."""
+
+    def __init__(self, flow_control: bool, observer: Observer | None = None) -> None:
+        self.clock = Clock()
+        self.fleet = Fleet()
+        queues = Queues(
+            lambda priority: (DeficitRoundRobin(), LeastWork()), Limits(total=Limit(20_000), band=Limit(20_000))
+        )
+        self.desk = Desk(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)))
+        policy = build_policy(load("endpoints: []", need_endpoints=False))
+        desk = self.desk if flow_control else None
+        self.pipeline = Pipeline(self.clock, Random(1), self.fleet, policy, TokenEstimator(), desk=desk)
+        self.driver = Driver(self.pipeline, self.clock, observer or Watch(self.fleet, self.clock.time))
+        self._answers = Answers("bench")
+        self.driver.start()
+        for number in range(ENDPOINTS):
+            self.join(number)
+        # As the server does once it has started. What former worlds left may be collected.
+        gc.unfreeze()
+        settle_memory()
+
+    def join(self, number: int) -> None:
+        self.driver.feed(ev.EndpointUp(Endpoint(f"e{number}", f"10.0.{number // 250}.{number % 250}:8000")))
+
+    def arrive(self, request: Request) -> None:
+        self.driver.waiting[request.id] = Stream(request.id, self._answers)
+        self.driver.feed(ev.RequestArrived(request))
+
+    def serve(self, requests: list[Request]) -> float:
+        """CPU seconds; each request ends before the next arrives."""
+        feed = self.driver.feed
+        start = time.process_time()
+        for request in requests:
+            feed(ev.RequestArrived(request))
+            feed(ev.ResponseEnded(request_id=request.id, status=200))
+        return time.process_time() - start
+
+
+def chains(seed: int, count: int, size: int) -> list[PrefixChain]:
+    """The beginnings of so many different prompts of `size` bytes."""
+    hasher, rng = ChainHasher(), Random(seed)
+    return [hasher.chain(b"bench", [rng.randbytes(size)]) for _ in range(count)]
+
+
+def request(number: int, tokens: int, chain: PrefixChain) -> Request:
+    return Request(
+        id=number,
+        arrived=0.0,
+        api="chat",
+        model=f"model-{number % 10}",
+        fairness_id=f"tenant-{number % FLOWS // 10}",
+        prompt_tokens=tokens,
+        prompt_bytes=tokens * 4,
+        prefix=chain,
+        stream=True,
+    )
