@@ -3,8 +3,9 @@ from math import inf
 import numpy as np
 import pytest
 
-from fairlead.admit.binding import AGEING, PATIENCE_MS, PairBinder
+from fairlead.admit.binding import AGEING, LOOK_S, PATIENCE_MS, PairBinder
 from fairlead.admit.framework import Waiting
+from fairlead.admit.pairs import FULL_FROM
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.prefix import ChainHasher
 from fairlead.model.endpoint import Endpoint
@@ -176,11 +177,105 @@ def test_what_is_cached_elsewhere_is_not_copied_to_where_there_is_no_memory(flee
     assert isinstance(again, float) and again > NOW
 
 
-def test_what_is_cached_nowhere_does_not_wait_for_memory(fleet, queue):
-    """It takes its memory wherever it goes; who is behind it must not starve it."""
+def test_what_is_cached_nowhere_goes_where_memory_is_cheap(fleet, queue):
     without_memory_but_at_one(fleet)
+    fleet.table.kv[:] = [0.9, 0.2, 0.9]
     assert binder().bind([queue(4000)], fleet, np.array([True, False, True]), NOW).slot in (0, 2)
     assert binder().bind([queue(4000)], fleet, ALL, NOW).slot == 1
+
+
+def full_but_for(fleet, free: float) -> None:
+    """Memory for `free` of 100,000 tokens, everywhere."""
+    table = fleet.table
+    table.capacity_tokens[:] = 100_000.0
+    table.per_capacity[:] = 1e-5
+    table.kv[:] = 1.0 - free * 1e-5
+    table.active[:] = 20.0
+
+
+def test_a_prompt_waits_until_an_engine_has_room_for_it(fleet, queue):
+    full_but_for(fleet, 5000)
+    long = queue(30_000)
+    # 25,000 tokens are a quarter of what is given back within 10 s: some 2.7 s, worth over two minutes of waiting.
+    again = binder().bind([long], fleet, ALL, NOW)
+    assert again == pytest.approx(NOW + LOOK_S), "memory comes back without an event of ours"
+    assert isinstance(binder().bind([queue(30_000, NOW - 100)], fleet, ALL, NOW), float)
+    fleet.table.kv[2] = 0.69
+    assert binder().bind([long], fleet, ALL, NOW).slot == 2
+
+
+def test_what_fits_passes_it(fleet, queue):
+    full_but_for(fleet, 5000)
+    long, short = queue(30_000, NOW - 60), queue(4000)
+    assert binder().bind([long, short], fleet, ALL, NOW).waiting is short
+
+
+def test_it_does_not_wait_for_room_for_ever(fleet, queue):
+    full_but_for(fleet, 5000)
+    assert binder().bind([queue(30_000, NOW - 200)], fleet, ALL, NOW).slot in (0, 1, 2)
+
+
+def test_prompts_on_their_way_take_room(fleet, queue):
+    full_but_for(fleet, 8000)
+    fleet.table.queued_tokens[:] = 5000.0
+    assert isinstance(binder().bind([queue(4500)], fleet, ALL, NOW), float)
+    fleet.table.queued_tokens[1] = 0.0
+    assert binder().bind([queue(4500)], fleet, ALL, NOW).slot == 1
+
+
+def test_who_runs_nothing_gives_nothing_back(fleet, queue):
+    """A gauge that shows full memory where nothing runs is wrong, or about something that does not go away."""
+    full_but_for(fleet, 0)
+    fleet.table.active[:] = 0.0
+    assert binder().bind([queue(30_000)], fleet, ALL, NOW).slot in (0, 1, 2)
+
+
+def test_unknown_memory_is_not_waited_for(fleet, queue):
+    full_but_for(fleet, 0)
+    fleet.table.kv[:] = 1.0
+    fleet.table.capacity_tokens[:] = fleet.table.per_capacity[:] = 0.0
+    assert binder().bind([queue(30_000)], fleet, ALL, NOW).slot in (0, 1, 2)
+
+
+def test_a_less_loaded_endpoint_is_waited_for(fleet, queue):
+    """30,000 tokens take 2 s, and each of 30 answers would pause so long: 6 s at a tenth of the weight."""
+    fleet.table.active[:] = [30.0, 30.0, 0.0]
+    open_ones = np.array([True, True, False])
+    again = binder().bind([queue(30_000)], fleet, open_ones, NOW)
+    assert again == pytest.approx(NOW + LOOK_S), "load changes without an event of ours"
+    assert binder().bind([queue(100)], fleet, open_ones, NOW).slot in (0, 1), "a short prompt delays nobody"
+    assert binder().bind([queue(30_000, NOW - 400)], fleet, open_ones, NOW).slot in (0, 1)
+    fleet.table.active[2] = 30.0
+    assert binder().bind([queue(30_000)], fleet, open_ones, NOW).slot in (0, 1)
+
+
+def test_what_waits_there_is_load(fleet, queue):
+    """The endpoint without answers has 8 s of prompts to compute first."""
+    fleet.table.active[:] = [30.0, 30.0, 0.0]
+    fleet.charge(queue(80_000).request, 2, NOW, 0, 10)
+    assert binder().bind([queue(30_000)], fleet, np.array([True, True, False]), NOW).slot in (0, 1)
+
+
+def test_what_waits_at_an_open_endpoint_is_no_reason_to_wait(fleet, queue):
+    """It is worked off meanwhile, and who has waited longer would go there first."""
+    fleet.charge(queue(9000).request, 0, NOW, 0, 10)
+    fleet.charge(queue(4000).request, 2, NOW, 0, 10)
+    fleet.table.active[:] = [0.0, 30.0, 0.0]
+    assert binder().bind([queue(3000)], fleet, np.array([True, False, False]), NOW).slot == 0
+
+
+def test_an_endpoint_without_memory_is_not_waited_for(fleet, queue):
+    table = fleet.table
+    table.capacity_tokens[:] = 100_000.0
+    table.per_capacity[:] = 1e-5
+    table.active[:] = [30.0, 30.0, 0.0]
+    open_ones = np.array([True, True, False])
+    table.kv[:] = FULL_FROM - 0.1
+    assert isinstance(binder().bind([queue(20_000)], fleet, open_ones, NOW), float)
+    table.kv[1] = FULL_FROM + 0.01
+    assert isinstance(binder().bind([queue(20_000)], fleet, open_ones, NOW), float), "there is room where it waits for"
+    table.kv[2] = FULL_FROM + 0.01
+    assert binder().bind([queue(20_000)], fleet, open_ones, NOW).slot in (0, 1)
 
 
 def test_work_that_nobody_can_do_is_infinite(fleet, queue):
