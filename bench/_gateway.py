@@ -17,7 +17,8 @@ from fairlead.io.envoy.config import build
 from fairlead.io.envoy.options import Options
 
 #: Cluster names of the generated configuration; each side gets its own.
-_CLUSTERS = ("ext_proc", "als", "dst", "all_endpoints", "dst_grpc", "all_endpoints_grpc")
+_POOLS = ("dst", "dst_second", "dst_or_second", "all_endpoints")
+_CLUSTERS = ("ext_proc", "als", *_POOLS, *(f"{name}_grpc" for name in _POOLS))
 
 
 class Side(Struct, frozen=True):

@@ -77,3 +77,5 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     #: What was predicted at decision time, to compare with `cached_tokens` and `ttft_ms`.
     hit_tokens: int = 0
     forecast: Forecast | None = None
+    #: Id of the endpoint that was chosen for it and could not be reached; empty = `endpoint` was chosen.
+    unreached: str = ""

@@ -38,6 +38,15 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
     served_by: str = ""
 
 
+class RequestMoved(Struct, frozen=True, gc=False):
+    """No connection to the chosen endpoint could be made, and the gateway took the second (`Route.second`). Told when
+    a response comes from there, or at the end; before `ResponseEnded` in any case."""
+
+    request_id: int
+    #: Of the second.
+    address: str
+
+
 class UsageReported(Struct, frozen=True, gc=False):
     """A response told its token counts (before it has ended, or where nobody tells us its end)."""
 
@@ -119,6 +128,7 @@ class TimerFired(Struct, frozen=True, gc=False):
 Event = (
     RequestArrived
     | FirstTokenSeen
+    | RequestMoved
     | UsageReported
     | ResponseEnded
     | StreamLost

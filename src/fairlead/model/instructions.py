@@ -15,6 +15,8 @@ class Route(Struct, frozen=True, gc=False):
     endpoint: Endpoint
     #: Address of the endpoint that computes the prompt for it; empty = it does so itself.
     prefill: str = ""
+    #: Address of the endpoint that gets it when no connection to the first can be made; empty = none.
+    second: str = ""
     #: The model's name that goes into the request's body; empty = the body stays as it is.
     target: str = ""
     #: Where that name stands in the response, the client reads this one instead; empty = the response stays as it is.
@@ -61,7 +63,7 @@ class AskRemote(Struct, frozen=True):
     request: Request
     #: Column over slots: share of the prompt believed to be cached; `None` = nowhere any of it.
     hits: Column | None
-    #: Bool column of the endpoints that can serve it; `None` = all.
+    #: Bool column of the endpoints where it may go (able, with room under flow control); `None` = all.
     able: Column | None
     #: Output tokens that are expected.
     expected_output: float

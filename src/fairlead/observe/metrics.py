@@ -157,6 +157,8 @@ class SchedulerMetrics:
         bundle = self._bundles.get(key) or self._bundle(*key)
         if bundle.running.value > 0:
             bundle.running.value -= 1
+        if record.unreached:
+            self.families.repeated.child(record.unreached).value += 1
         status, cause = record.status, record.cause
         if status >= 400 or cause != "natural":
             self._ended_badly(bundle, status, cause)

@@ -114,3 +114,9 @@ WHOLE_BODY_METADATA = "fairlead-whole-body"
 #: chunks may become longer or shorter.
 RESIZABLE_METADATA = "fairlead-resizable"
 REWRITTEN = "fairlead-rewritten"
+#: A namespace of its own for what `RESIZABLE_METADATA` also promises: with `SECOND` in it, the address of another
+#: endpoint, a request whose endpoint cannot be reached is repeated there.
+OWN_NAMESPACE = "fairlead"
+SECOND = "second"
+#: What the gateway then tells beside the first chunk of the response, if that is the first message of it.
+ATTEMPTS = "upstream.request_attempt_count"

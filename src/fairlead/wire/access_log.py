@@ -26,17 +26,19 @@ GATEWAY_ID = "x-fairlead-id"
 TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
 
 #: Name and format of the custom tag that says everything: lease, status, µs to the first response body byte, ms to the
-#: end, response bytes, upstream, response flags, the gateway's own id. That header is gone once a request was sent
-#: where we chose, for then the lease says it; it is there when the answer with the lease came too late.
+#: end, response bytes, upstream, response flags, upstreams tried, the gateway's own id. That header is gone once a
+#: request was sent where we chose, for then the lease says it; it is there when the answer with it came too late.
 SUMMARY_TAG = "fairlead"
 SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
-    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS% %REQ({GATEWAY_ID}):36%;"
+    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
+    f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %REQ({GATEWAY_ID}):36%;"
 )
 _SUMMARY = re.compile(
     rb"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
     # What Envoy does not know is `-` or nothing: without a response body the time to its first byte is empty.
     rb"(\S*) (-|\d{0,3}) (-|\d{0,18}) (-|\d{0,18}) (-|\d{0,18}) (\S*) ([A-Za-z,\-]*)"
+    rb"(?: (-|\d{1,3})(?=[ ;]))?"  # gateways that were told by an older version do not say it
     rb"(?: ([ -~\x80-\xff]{0,36}))?;"  # other gateways may let a client write it: any bytes that a header can have
 )
 _NOTHING = (b"", b"-")
@@ -61,7 +63,8 @@ class AccessLogEntry(Struct, frozen=True, kw_only=True):
     duration_ms: float = -1.0
     response_bytes: int = -1
     client_gone: bool = False
-    #: Only of the summary.
+    #: Only of the summary: upstreams that were tried, and the gateway's own id.
+    attempts: int = 0
     gateway_id: str = ""
 
 
@@ -85,6 +88,7 @@ def _read_summary(
     size: bytes,
     upstream: bytes,
     flags: bytes,
+    attempts: bytes,
     gateway_id: bytes,
 ) -> AccessLogEntry:
     return AccessLogEntry(
@@ -95,6 +99,7 @@ def _read_summary(
         duration_ms=-1.0 if duration_ms in _NOTHING else float(duration_ms),
         response_bytes=-1 if size in _NOTHING else int(size),
         client_gone=flags != b"-" and any(flag in flags.split(b",") for flag in _GONE_FLAGS),
+        attempts=0 if attempts in _NOTHING else int(attempts),
         gateway_id="" if gateway_id == b"-" else gateway_id.decode("latin-1"),
     )
 

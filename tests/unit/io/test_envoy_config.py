@@ -55,7 +55,7 @@ def test_the_destination_is_read_from_metadata_only() -> None:
     bootstrap = build(Options())
     dst = cluster(bootstrap, "dst")["original_dst_lb_config"]
     assert set(dst) == {"metadata_key"} and dst["metadata_key"]["key"] == "envoy.lb"
-    assert ext_proc(bootstrap)["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb"]}}
+    assert ext_proc(bootstrap)["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb", "fairlead"]}}
 
 
 def test_the_scheduler_gets_every_header_that_it_reads_and_no_other() -> None:
@@ -66,7 +66,9 @@ def test_the_scheduler_gets_every_header_that_it_reads_and_no_other() -> None:
 def test_whole_mode_buffers_in_front_of_ext_proc() -> None:
     bootstrap = build(Options(body_limit=1234))
     names = [f["name"].rpartition(".")[2] for f in manager(bootstrap)["http_filters"]]
-    assert names == ["buffer", "ext_proc", "router"]
+    assert names == ["buffer", "ext_proc", "again", "router"]
+    first, second = (manager(bootstrap)["http_filters"][i]["typed_config"] for i in (0, 2))
+    assert first == second, "the router sees each body once"
     assert manager(bootstrap)["http_filters"][0]["typed_config"]["max_request_bytes"] == 1234
     config = ext_proc(bootstrap)
     assert config["send_body_without_waiting_for_header_response"] is True
@@ -108,7 +110,31 @@ def test_the_access_log_is_announced_to_the_scheduler_by_the_name_it_knows() -> 
     assert announced == {RESIZABLE_METADATA}
     assert "access_log" not in manager(plain)
     names = [c["name"] for c in plain["static_resources"]["clusters"]]
-    assert names == ["dst", "all_endpoints", "dst_grpc", "all_endpoints_grpc", "ext_proc"]
+    http, grpc = ["dst", "dst_second", "dst_or_second"], ["dst_grpc", "dst_second_grpc", "dst_or_second_grpc"]
+    assert names == [*http, "all_endpoints", *grpc, "all_endpoints_grpc", "ext_proc"]
+
+
+def test_what_names_a_second_endpoint_is_repeated_once_and_nothing_else_is() -> None:
+    bootstrap = build(Options())
+    (host,) = manager(bootstrap)["route_config"]["virtual_hosts"]
+    repeated = [
+        route for route in host["routes"] if route.get("route", {}).get("retry_policy", {}).get("num_retries") == 1
+    ]
+    assert [route["route"]["cluster"] for route in repeated] == ["dst_or_second_grpc", "dst_or_second", "dst_or_second"]
+    for route in repeated:
+        assert {m["filter"] for m in route["match"]["dynamic_metadata"]} == {"envoy.lb", "fairlead"}
+        policy = route["route"]["retry_policy"]
+        assert set(policy["retry_on"].split(",")) == {"connect-failure", "refused-stream", "reset-before-request"}
+        assert "retry_host_predicate" not in policy
+    for name, first, second in (
+        ("dst_or_second", "dst", "dst_second"),
+        ("dst_or_second_grpc", "dst_grpc", "dst_second_grpc"),
+    ):
+        either = cluster(bootstrap, name)
+        assert either["cluster_type"]["typed_config"]["clusters"] == [{"name": first}, {"name": second}]
+        assert either["circuit_breakers"]["thresholds"][0]["max_retries"] == 40_000
+        path = cluster(bootstrap, second)["original_dst_lb_config"]["metadata_key"]
+        assert (path["key"], path["path"]) == ("fairlead", [{"key": "second"}])
 
 
 def test_admin_is_local_or_absent() -> None:

@@ -27,6 +27,19 @@ def test_a_summary_is_read_whatever_its_length_is_written_in(padding: int) -> No
     ]  # fmt: skip
 
 
+def test_the_number_of_upstreams_that_were_tried_stands_before_the_id() -> None:
+    own = "62540fd2-6505-4c19-b85c-da9a044eac44"
+    texts = (
+        "x 200 1 1 1 10.0.0.1:80 - 2 -;",
+        f"x 200 1 1 1 10.0.0.1:80 - 1 {own};",
+        f"x 200 1 1 1 10.0.0.1:80 - - {own};",
+    )
+    older = f"x 200 1 1 1 10.0.0.1:80 - {own};", "x 200 1 1 1 10.0.0.1:80 - -;", "x 200 1 1 1 10.0.0.1:80 -;"
+    entries = read_entries(message(*(tagged(text.encode()) for text in (*texts, *older))))
+    assert [entry.attempts for entry in entries] == [2, 1, 0, 0, 0, 0]
+    assert [entry.gateway_id for entry in entries] == ["", own, own, own, "", ""]
+
+
 def test_what_envoy_does_not_know_is_empty_or_a_dash() -> None:
     """Read off Envoy 1.40: a client that left before the pick, a refused connection, an answer without a body."""
     own = "62540fd2-6505-4c19-b85c-da9a044eac44"

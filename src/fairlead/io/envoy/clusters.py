@@ -5,6 +5,7 @@ from typing import Any
 
 from fairlead.io.envoy import endpoints_file
 from fairlead.io.envoy.options import Address, Options, Tls, parse_address
+from fairlead.route.headers import OWN_NAMESPACE, SECOND
 from fairlead.wire.ext_proc import DESTINATION, LB_NAMESPACE
 
 Json = dict[str, Any]
@@ -17,11 +18,22 @@ POOL = endpoints_file.CLUSTER
 #: HTTP server has no other.
 GRPC_DESTINATION = "dst_grpc"
 GRPC_POOL = "all_endpoints_grpc"
+#: Behind these names stand two clusters each: the first attempt goes to the chosen endpoint, the one repetition to the
+#: second choice.
+EITHER, GRPC_EITHER = "dst_or_second", "dst_or_second_grpc"
+SECOND_DESTINATION, GRPC_SECOND = "dst_second", "dst_second_grpc"
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TLS_CONTEXT = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 #: In both directions unlimited in practice: flow control of the model servers is the scheduler's work.
-_WIDE = {"thresholds": [{"max_connections": 40_000, "max_pending_requests": 40_000, "max_requests": 40_000}]}
+_MANY = 40_000
+#: Also of repetitions at a time, of which Envoy by itself allows three.
+_WIDE = {
+    "thresholds": [
+        {"max_connections": _MANY, "max_pending_requests": _MANY, "max_requests": _MANY, "max_retries": _MANY}
+    ]
+}
+_COMPOSITE = "type.googleapis.com/envoy.extensions.clusters.composite.v3.ClusterConfig"
 
 
 def seconds(value: float) -> str:
@@ -32,9 +44,9 @@ def seconds(value: float) -> str:
 def clusters(options: Options) -> list[Json]:
     usual = _http2(options) if options.upstream_http2 else _http1(options)
     found = [
-        _destination(DESTINATION_CLUSTER, usual),
+        *_destinations(usual, DESTINATION_CLUSTER, SECOND_DESTINATION, EITHER),
         _pool(options, POOL, usual),
-        _destination(GRPC_DESTINATION, _http2(options)),
+        *_destinations(_http2(options), GRPC_DESTINATION, GRPC_SECOND, GRPC_EITHER),
         _pool(options, GRPC_POOL, _http2(options)),
         _ext_proc(options),
     ]
@@ -43,7 +55,29 @@ def clusters(options: Options) -> list[Json]:
     return found
 
 
-def _destination(name: str, protocol: Json) -> Json:
+def _destinations(protocol: Json, chosen: str, second: str, either: str) -> list[Json]:
+    """The endpoint that was chosen, the second choice, and the one after the other.
+
+    A retry asks the same cluster for a host, and a cluster that dials what metadata name has one answer. A composite
+    cluster has one cluster per attempt, and no host for a third.
+    """
+    one_after_the_other = {"@type": _COMPOSITE, "clusters": [{"name": chosen}, {"name": second}]}
+    composite: Json = {
+        "name": either,
+        "cluster_type": {"name": "envoy.clusters.composite", "typed_config": one_after_the_other},
+        "connect_timeout": "5s",
+        "lb_policy": "CLUSTER_PROVIDED",
+        "circuit_breakers": _WIDE,
+        "typed_extension_protocol_options": protocol,
+    }
+    return [
+        _destination(chosen, protocol, LB_NAMESPACE, DESTINATION),
+        _destination(second, protocol, OWN_NAMESPACE, SECOND),
+        composite,
+    ]
+
+
+def _destination(name: str, protocol: Json, namespace: str, key: str) -> Json:
     """Dials what the scheduler named. By metadata: a header could be set by a client."""
     return {
         "name": name,
@@ -51,7 +85,7 @@ def _destination(name: str, protocol: Json) -> Json:
         "connect_timeout": "5s",
         "lb_policy": "CLUSTER_PROVIDED",
         "circuit_breakers": _WIDE,
-        "original_dst_lb_config": {"metadata_key": {"key": LB_NAMESPACE, "path": [{"key": DESTINATION}]}},
+        "original_dst_lb_config": {"metadata_key": {"key": namespace, "path": [{"key": key}]}},
         "typed_extension_protocol_options": protocol,
     }
 

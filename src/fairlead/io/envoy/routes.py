@@ -2,17 +2,31 @@
 
 from typing import Any
 
-from fairlead.io.envoy.clusters import DESTINATION_CLUSTER, GRPC_DESTINATION, GRPC_POOL, POOL, seconds
+from fairlead.io.envoy.clusters import (
+    DESTINATION_CLUSTER,
+    EITHER,
+    GRPC_DESTINATION,
+    GRPC_EITHER,
+    GRPC_POOL,
+    POOL,
+    seconds,
+)
 from fairlead.io.envoy.headers import TOWARD_UPSTREAM
 from fairlead.io.envoy.options import Options
 from fairlead.parse.errors import TYPES
-from fairlead.route.headers import REWRITTEN
+from fairlead.route.headers import OWN_NAMESPACE, REWRITTEN, SECOND
 from fairlead.wire.access_log import GATEWAY_ID, LEASE_KEY
 from fairlead.wire.ext_proc import DESTINATION, LB_NAMESPACE
 
 Json = dict[str, Any]
 
 _CEL_FILTER = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+#: Only where the request certainly has not begun: generating twice costs as much as twice the requests. No connection
+#: came about, or nothing was written to it, or an HTTP/2 server says so (REFUSED_STREAM, RFC 9113 section 8.7).
+_NOT_BEGUN = "connect-failure,refused-stream"
+#: Bodies up to this size are kept until the response has ended, in case they must be sent again; requests with larger
+#: ones are not repeated.
+_REPEATABLE_BODY = 1 << 20
 #: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
 _OURS = "fairlead"
 
@@ -44,9 +58,8 @@ def _routes(options: Options) -> list[Json]:
         rest["route"] = {
             "cluster": POOL,
             **limits,
-            # Only where the request certainly has not begun: generating twice costs as much as twice the requests.
             "retry_policy": {
-                "retry_on": "connect-failure,refused-stream",
+                "retry_on": _NOT_BEGUN,
                 "num_retries": 2,
                 "retry_host_predicate": [
                     {
@@ -75,8 +88,25 @@ def _routes(options: Options) -> list[Json]:
     }
     refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
     # A model server's name never stands in a gRPC message, so nothing is rewritten there.
-    grpc = [_for_grpc(picked, GRPC_DESTINATION), _for_grpc(rest, GRPC_POOL)]
-    return [refused, *grpc, rewritten, picked, rest]
+    grpc = [
+        _repeated(_for_grpc(picked, GRPC_DESTINATION), GRPC_EITHER),
+        _for_grpc(picked, GRPC_DESTINATION),
+        _for_grpc(rest, GRPC_POOL),
+    ]
+    return [refused, *grpc, _repeated(rewritten, EITHER), rewritten, _repeated(picked, EITHER), picked, rest]
+
+
+def _repeated(route: Json, cluster: str) -> Json:
+    """The same where the scheduler named a second endpoint: once, and at once."""
+    named = [*route["match"]["dynamic_metadata"], _present(SECOND, OWN_NAMESPACE)]
+    at_once = {"base_interval": "0.001s", "max_interval": "0.001s"}
+    policy = {"retry_on": f"{_NOT_BEGUN},reset-before-request", "num_retries": 1, "retry_back_off": at_once}
+    return {
+        **route,
+        "match": {**route["match"], "dynamic_metadata": named},
+        "route": {**route["route"], "cluster": cluster, "retry_policy": policy},
+        "request_body_buffer_limit": _REPEATABLE_BODY,
+    }
 
 
 def _for_grpc(route: Json, cluster: str) -> Json:
@@ -87,9 +117,9 @@ def _for_grpc(route: Json, cluster: str) -> Json:
     return made
 
 
-def _present(key: str) -> Json:
+def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
     """The scheduler's answer has this key in its metadata."""
-    return {"filter": LB_NAMESPACE, "path": [{"key": key}], "value": {"present_match": True}}
+    return {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
 
 
 def local_replies() -> Json:

@@ -3,7 +3,7 @@
 from fairlead.io.receive.session import Host
 from fairlead.io.receive.stream import HandlerFactory, ServerStream
 from fairlead.model.errors import ProtocolError
-from fairlead.model.events import ResponseEnded
+from fairlead.model.events import RequestMoved, ResponseEnded
 from fairlead.wire.access_log import AccessLogEntry, read_entries
 
 PATH = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
@@ -35,6 +35,8 @@ class AccessLogStream:
     def _entry(self, entry: AccessLogEntry) -> None:
         request_id = self._host.answers.request_id(entry.lease) if entry.lease else None
         if request_id is not None:
+            if entry.attempts > 1:
+                self._host.driver.feed(RequestMoved(request_id, entry.upstream))
             self._host.driver.feed(
                 ResponseEnded(
                     request_id=request_id,

@@ -6,11 +6,20 @@ from collections.abc import Callable, Mapping
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.instructions import Reject
 from fairlead.parse.errors import content_type, error_body, grpc_status
-from fairlead.route.headers import DESTINATION, DROPPED_REASON, PREFILLER, REWRITTEN, TEST_SERVED
+from fairlead.route.headers import (
+    DESTINATION,
+    DROPPED_REASON,
+    OWN_NAMESPACE,
+    PREFILLER,
+    REWRITTEN,
+    SECOND,
+    TEST_SERVED,
+)
 from fairlead.wire import ext_proc
 from fairlead.wire.access_log import LEASE_KEY
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Kind, Modes
 from fairlead.wire.ext_proc_bodies import rewrite_request
+from fairlead.wire.protobuf import field, nested_struct, string_struct
 from fairlead.wire.traceparent import HEADER as TRACEPARENT
 
 #: Reasons that say that a good request was dropped; others say what is wrong with it.
@@ -33,6 +42,7 @@ class Answers:
         #: The header `traceparent` that a request leaves with, by its number; empty = the client's, if there is one.
         self.traceparent: Callable[[int], str] | None = None
         self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
+        self._seconds: dict[str, bytes] = {"": b""}
 
     def lease(self, request_id: int) -> str:
         return f"{self._instance}.{request_id:016x}"
@@ -45,22 +55,40 @@ class Answers:
         return int(number, 16)
 
     def pick(
-        self, kind: Kind, endpoint: Endpoint, request_id: int, spoofed: frozenset[str], prefill: str = ""
+        self,
+        kind: Kind,
+        endpoint: Endpoint,
+        request_id: int,
+        spoofed: frozenset[str],
+        prefill: str = "",
+        second: str = "",
     ) -> bytes:
         """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
-        metadata, the address of who computes the prompt if that is another one, and the client's control headers
-        (`spoofed`) out."""
+        metadata, the address of who computes the prompt if that is another one, that of who gets the request if the
+        first cannot be reached, and the client's control headers (`spoofed`) out."""
+        end = self._second(second)
         trace = self.traceparent(request_id) if self.traceparent is not None else ""
         if trace:
             address, lease = endpoint.address.encode(), self.lease(request_id).encode()
-            return ext_proc.answer(kind, *_parts(address, lease, spoofed, prefill, trace=trace), reroute=True)
+            return ext_proc.answer(kind, *_parts(address, lease, spoofed, prefill, trace=trace), reroute=True) + end
         key = kind, endpoint.address, spoofed, prefill
         template = self._templates.get(key)
         if template is None:
             if len(self._templates) > _CACHE:
                 self._templates.clear()
             template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed, prefill)
-        return self.lease(request_id).encode().join(template)
+        return self.lease(request_id).encode().join(template) + end
+
+    def _second(self, address: str) -> bytes:
+        """More metadata, behind that of the answer. The two are one message: protobuf merges what is there twice, and
+        of two namespaces each stays. So a pool needs a template for each endpoint, not for each two."""
+        found = self._seconds.get(address)
+        if found is None:
+            if len(self._seconds) > _CACHE:
+                self._seconds = {"": b""}
+            entries = string_struct({SECOND: address.encode()})
+            found = self._seconds[address] = field(8, nested_struct(OWN_NAMESPACE, entries))
+        return found
 
     def _template(self, kind: Kind, address: bytes, spoofed: frozenset[str], prefill: str) -> tuple[bytes, bytes]:
         lease = self.lease(0).encode()
@@ -78,6 +106,7 @@ class Answers:
         trailers: bool,
         mapped: bool,
         prefill: str = "",
+        second: str = "",
     ) -> list[bytes]:
         """All answers to a request that leaves with another body. `mapped`: its response is going to change as well."""
         more: dict[str, bytes] = {}
@@ -88,7 +117,7 @@ class Answers:
         lease = self.lease(request_id).encode()
         trace = self.traceparent(request_id) if self.traceparent is not None else ""
         mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more, trace)
-        return rewrite_request(modes, body, mutation, metadata, trailers)
+        return rewrite_request(modes, body, mutation, metadata + self._second(second), trailers)
 
 
 def _parts(

@@ -46,7 +46,7 @@ class Incidents(Protocol):
 class Waiting(Protocol):
     """A request that waits for its answer."""
 
-    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "") -> None:
+    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "", second: str = "") -> None:
         """All but the first: see `Route`."""
 
     def reject(self, reject: Reject) -> None: ...
@@ -125,7 +125,8 @@ class Driver:
             if instruction.evictable:
                 self.evictable[instruction.request_id] = waiting
                 waiting.stay()
-            waiting.route(instruction.endpoint, instruction.target, instruction.shown, prefill=instruction.prefill)
+            others = instruction.prefill, instruction.second
+            waiting.route(instruction.endpoint, instruction.target, instruction.shown, *others)
 
     def _reject(self, instruction: Reject) -> None:
         waiting = self.waiting.pop(instruction.request_id, None)

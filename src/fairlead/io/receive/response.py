@@ -1,22 +1,27 @@
 """What a session sees of a response: status, first byte, token counts."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from fairlead.io.receive.driver import Driver
-from fairlead.model.events import FirstTokenSeen, ResponseEnded
+from fairlead.model.events import FirstTokenSeen, RequestMoved, ResponseEnded
 from fairlead.model.request import Usage
 from fairlead.parse.response import Scanner, scanner_for, scanner_unseen
+from fairlead.route.headers import ATTEMPTS
 
 
 class ResponseWatch:
     """Follows one response. `arrived`: clock seconds at which its request came; `streaming`: it asked for a stream;
-    `api`: see `parse.api`."""
+    `api`: see `parse.api`; `second`: who has the request if its endpoint could not be reached."""
 
     __slots__ = (
-        "_api", "_arrived", "_bytes", "_now", "_scanner", "_status", "_streaming", "_ttft_ms", "is_sse", "started",
+        "_api", "_arrived", "_bytes", "_now", "_scanner", "_second", "_status", "_streaming", "_ttft_ms", "is_sse",
+        "started",
     )  # fmt: skip
 
-    def __init__(self, arrived: float, streaming: bool, now: Callable[[], float], api: str = "") -> None:
+    def __init__(
+        self, arrived: float, streaming: bool, now: Callable[[], float], api: str = "", second: str = ""
+    ) -> None:
         self._api = api
         self._arrived = arrived
         self._streaming = streaming
@@ -25,6 +30,7 @@ class ResponseWatch:
         self._bytes = 0
         self._ttft_ms = -1.0
         self._scanner: Scanner | None = None
+        self._second = second
         #: A response message was seen: the model server has the request.
         self.started = False
         self.is_sse = False
@@ -37,9 +43,12 @@ class ResponseWatch:
         self.is_sse = kind.startswith("text/event-stream")
         self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._api)
 
-    def status(self, status: object) -> None:
+    def attributes(self, attributes: Mapping[str, Any], driver: Driver, request_id: int) -> None:
         """Of a response whose headers are not shown; what it is shows in its request and in its first bytes."""
         self.started = True
+        status, attempts = attributes.get("response.code"), attributes.get(ATTEMPTS)
+        if self._second and isinstance(attempts, float | int) and attempts > 1:
+            driver.feed(RequestMoved(request_id, self._second))
         self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
         self.is_sse = self._streaming
         self._scanner = scanner_unseen(self._api, self._streaming)

@@ -43,23 +43,23 @@ from fairlead.wire.access_log import GATEWAY_ID
 from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
 
 _INVALID_ARGUMENT = 3
-_ANNOUNCED = (ACCESS_LOG_METADATA, WHOLE_BODY_METADATA, RESIZABLE_METADATA)
 
 
 class Host(Shared):
     """Opens sessions."""
 
     def session(self, stream: ServerStream, metadata: Mapping[str, str]) -> "Session":
-        return Session(stream, self, *(key in metadata for key in _ANNOUNCED))
+        announced, whole = ACCESS_LOG_METADATA in metadata, WHOLE_BODY_METADATA in metadata
+        return Session(stream, self, announced, whole, RESIZABLE_METADATA in metadata)
 
 
 class Session:
     """See the module's rules. States: collecting → waiting → routed → closed."""
 
     __slots__ = (
-        "_announced", "_awaited", "_begun", "_body", "_chunks", "_closed", "_collected", "_eager", "_headers", "_host",
-        "_parts", "_renaming", "_request", "_request_mode", "_resizable", "_response_mode", "_size", "_stream",
-        "_subset", "_trailers", "_watch", "_whole",
+        "_announced", "_awaited", "_begun", "_body", "_chunks", "_closed", "_collected", "_eager", "_ended", "_headers",
+        "_host", "_parts", "_renaming", "_request", "_request_mode", "_resizable", "_response_mode", "_size",
+        "_stream", "_subset", "_trailers", "_watch", "_whole",
     )  # fmt: skip
 
     def __init__(self, stream: ServerStream, host: Host, announced: bool, whole: bool, resizable: bool) -> None:
@@ -71,7 +71,7 @@ class Session:
         self._request_mode = self._response_mode = BodyMode.FULL_DUPLEX  # what the protocol demands of gateways
         self._eager = False
         #: A message was taken. Only the first one may be the headers, or tell the modes.
-        self._begun = self._collected = False
+        self._begun = self._collected = self._ended = False
         self._headers: Mapping[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._parts: list[bytes] = []
@@ -84,8 +84,7 @@ class Session:
         self._trailers = self._closed = False
         self._request: Request | None = None
         self._watch: ResponseWatch | None = None
-        #: The response is going to be changed.
-        self._renaming: Renaming | None = None
+        self._renaming: Renaming | None = None  # the response is going to be changed
 
     # ---- the transport calls ----
 
@@ -115,10 +114,10 @@ class Session:
     def _request_headers(self, message: Incoming) -> None:
         if self._begun:
             raise ProtocolError("request headers that are not the first message")
-        self._headers, eos = message.headers()
+        self._headers, self._ended = message.headers()
         self._subset = message.subset()
         mode = self._request_mode
-        if eos or mode is BodyMode.NONE or (mode is BodyMode.STREAMED and not self._eager):
+        if self._ended or mode is BodyMode.NONE or (mode is BodyMode.STREAMED and not self._eager):
             self._complete(Kind.REQUEST_HEADERS)
         elif mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
             self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
@@ -126,7 +125,7 @@ class Session:
     def _request_body(self, message: Incoming) -> None:
         if self._trailers:
             raise ProtocolError("a request body after the trailers")
-        chunk, eos = message.body()
+        chunk, self._ended = message.body()
         mode = self._request_mode
         if self._collected:
             if mode is BodyMode.STREAMED:
@@ -137,11 +136,11 @@ class Session:
             self._fail(ClientError(f"the request body is larger than {self._host.max_body} bytes", 413))
             return
         self._parts.append(chunk)
-        if mode is BodyMode.BUFFERED_PARTIAL and not eos:
+        if mode is BodyMode.BUFFERED_PARTIAL and not self._ended:
             self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
         elif mode is BodyMode.BUFFERED or mode is BodyMode.BUFFERED_PARTIAL:
             self._complete(Kind.REQUEST_BODY)
-        elif eos or self._whole:
+        elif self._ended or self._whole:
             self._complete(Kind.REQUEST_HEADERS)
 
     def _request_trailers(self, message: Incoming) -> None:
@@ -202,14 +201,15 @@ class Session:
     def reject(self, reject: Reject) -> None:
         self._answer(refusal(reject))
 
-    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "") -> None:
+    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "", second: str = "") -> None:
         request = self._request
         assert request is not None
         removed = REMOVED_HEADERS.intersection(self._headers)
+        others = prefill, second if self._resizable and self._ended else ""  # with trailers Envoy would double the body
         if target:
-            messages = self._rewritten(request, endpoint, removed, target, shown, prefill)
+            messages = self._rewritten(request, endpoint, removed, target, shown, *others)
         else:
-            messages = [self._host.answers.pick(self._awaited, endpoint, request.id, removed, prefill)]
+            messages = [self._host.answers.pick(self._awaited, endpoint, request.id, removed, *others)]
             if self._awaited is Kind.REQUEST_HEADERS:
                 messages += rest_of_request(self._request_mode, self._body, self._chunks, self._trailers)
         self._body = b""
@@ -226,10 +226,10 @@ class Session:
         else:
             if self._wired():
                 self._stream.watch_cancel(False)  # the access log tells the end in any case
-            self._watch = ResponseWatch(request.arrived, request.stream, self._host.now, request.api)
+            self._watch = ResponseWatch(request.arrived, request.stream, self._host.now, request.api, second)
 
     def _rewritten(
-        self, request: Request, endpoint: Endpoint, removed: frozenset[str], target: str, shown: str, prefill: str
+        self, request: Request, endpoint: Endpoint, removed: frozenset[str], target: str, shown: str, *others: str
     ) -> list[bytes]:
         """The pick with another model name in the body; nothing if there is no place for it."""
         body = splice_model(self._body, target, self._headers.get("content-type", ""), request.api)
@@ -239,8 +239,8 @@ class Session:
         if shown and mode is not BodyMode.NONE:
             self._renaming = Renaming(target, shown, mode, request.stream, self._resizable)
         modes, mapped = (self._request_mode, mode, self._eager), self._renaming is not None
-        rest = self._trailers, mapped, prefill
-        return self._host.answers.pick_with_body(modes, endpoint, request.id, removed, body, *rest)
+        rest = self._trailers, mapped
+        return self._host.answers.pick_with_body(modes, endpoint, request.id, removed, body, *rest, *others)
 
     def _wired(self) -> bool:
         """The gateway will tell us the end of this request."""
@@ -284,7 +284,7 @@ class Session:
             raise ProtocolError("a response body before the request was routed")
         chunk, eos = message.body()
         if not watch.started:  # no headers message came; the status is an attribute then
-            watch.status(message.attributes().get("response.code"))
+            watch.attributes(message.attributes(), self._host.driver, request.id)
         first = watch.chunk(chunk, self._host.driver, request.id)
         if self._renaming is not None:
             self._stream.send(*self._renaming.chunk(chunk, eos))

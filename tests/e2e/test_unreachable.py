@@ -1,0 +1,309 @@
+"""A chosen endpoint that cannot be reached: the request is repeated once at another one, and nothing else changes.
+
+`round-robin` without filters never learns that an endpoint is gone, so every fourth request is sent there first.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from gw_http1 import Http1
+from gw_http2 import Http2
+from gw_load import under_load
+from gw_messages import JSON, Ask, Fields, Got
+from gw_mirror import Mirror
+from gw_modes import Pair, bootstrap
+from gw_processes import Envoy, Serve, Stub, Upstream, free_ports, sees_the_scheduler, stat
+from gw_site import EMBEDDED, post, site
+from gw_traffic import Tally, exchanges, run
+
+from fairlead.bench.workload import Call
+from fairlead.live import Live
+
+Note = Callable[[str], None]
+PATH = "/v1/chat/completions"
+MODEL = "Qwen/Qwen3-32B"
+BLIND = {"policy": "round-robin", "builtinFilters": False}
+PAIRS = [Pair("whole", "first-chunk"), Pair("whole", "none"), Pair("whole", "headers"), Pair("buffered", "first-chunk")]
+#: Larger bodies are not kept to be sent again.
+REPEATABLE = 1 << 20
+RATE = 100.0
+STREAMS = int(os.environ.get("FAIRLEAD_SOAK_STREAMS", "200"))
+
+
+class World:
+    """A scheduler in this process, its gateway, and three model servers behind one that is not there."""
+
+    def __init__(self, live: Live, envoy: Envoy) -> None:
+        self.live, self.envoy = live, envoy
+        self.before: Counter[str] = Counter()
+
+    async def counts(self) -> Counter[str]:
+        """Since the start of the test: repetitions as Envoy counts them and as we do, by endpoint, and ends."""
+        lines = b"".join(self.live.watch.exposition()).decode().splitlines()
+        found: Counter[str] = Counter()
+        for line in lines:
+            if line.startswith(("fairlead_repeated_total{", "fairlead_request_end_total{")):
+                found[line.split('"')[1]] += int(float(line.rsplit(" ", 1)[1]))
+        found["retries"] = await stat(self.envoy.admin, "cluster.dst_or_second.upstream_rq_retry")
+        found["second"] = await stat(self.envoy.admin, "cluster.dst_second.upstream_rq_total")
+        return found - self.before
+
+    async def ask(self, body: bytes, *fields: tuple[str, str], path: str = PATH, chunked: bool = False) -> Got:
+        pieces = [body[i : i + 50_000] for i in range(0, len(body), 50_000)] if chunked else [body]
+        async with Http1(self.envoy.port) as client:
+            return await client.ask(Ask(path=path, fields=[JSON, *fields], pieces=pieces, chunked=chunked))
+
+    async def settled(self) -> None:
+        pipeline = self.live.pipeline
+        async with asyncio.timeout(30):
+            while len(pipeline.fleet.ledger):
+                pipeline.validate()
+                await asyncio.sleep(0.02)
+        pipeline.validate()
+
+
+@asynccontextmanager
+async def world(live: Any, envoy: Any, addresses: list[str], pair: Pair = PAIRS[0]) -> AsyncIterator[World]:
+    listed = [
+        {"name": f"e{i}", "address": "127.0.0.1", "port": int(a.rpartition(":")[2])} for i, a in enumerate(addresses)
+    ]
+    running, _ = await live({"endpoints": listed, **BLIND})
+    (port,) = free_ports(1)
+    text = bootstrap(pair, port, f"127.0.0.1:{running.config.ext_proc.port}", addresses)
+    at = World(running, await asyncio.to_thread(envoy, text))
+    await sees_the_scheduler(at.envoy.admin)
+    async with Http1(port) as client, asyncio.timeout(30):
+        for _ in addresses:  # Envoy connects its access log when it has something to say
+            await client.ask(Ask("GET", "/v1/models"))
+        while not running.host.access_logs:
+            await asyncio.sleep(0.01)
+    await at.settled()
+    at.before = await at.counts()
+    yield at
+
+
+def nobody() -> str:
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+def chat(tokens: int, stream: bool) -> bytes:
+    content = "What does a fairlead do on a ship? " * 20
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
+    return json.dumps(body | {"stream": stream, "ignore_eos": True}).encode()
+
+
+def uploads() -> Iterator[tuple[bytes, bool]]:
+    chance = Random(3)
+    for size in (0, 1, 500, 32_767, 32_769, 70_000, 300_000, REPEATABLE):
+        for chunked in (False, True):
+            yield chance.randbytes(size), chunked
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+async def test_requests_are_repeated_byte_for_byte(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream, pair: Pair
+) -> None:
+    gone = nobody()
+    async with world(live, envoy, [gone, *upstream.addresses[:3]], pair) as at:
+        asked = 0
+        for body, chunked in uploads():
+            for _ in range(4):  # so that each is chosen once
+                got = await at.ask(body, ("x-bench-mode", "echo"), path="/upload", chunked=chunked)
+                told = {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+                assert (got.status, json.loads(got.body)) == (200, told), got
+                asked += 1
+        for seed in range(16):
+            fields: Fields = [("x-bench-mode", "verify"), ("x-bench-seed", str(seed)), ("x-bench-max-bytes", "20000")]
+            got = await at.ask(chat(5, stream=True), *fields)
+            assert got.status == 200 and got.sha256 == got.field("x-bench-sha256")
+            asked += 1
+        await at.settled()
+        once = asked // 4
+        assert await at.counts() == {"retries": once, "second": once, "default/e0": once, "natural": asked}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+async def test_streams_of_all_kinds_are_repeated(
+    live: Callable[..., Awaitable[Any]],
+    envoy: Callable[..., Envoy],
+    upstream: Upstream,
+    tallies: list[Tally],
+    pair: Pair,
+) -> None:
+    async with world(live, envoy, [nobody(), *upstream.addresses[:3]], pair) as at:
+        tally = Tally(f"{pair.name}, 1 of 4 gone")
+        tallies.append(tally)
+        await run(tally, at.envoy.port, exchanges(seed=STREAMS, count=STREAMS, largest=REPEATABLE))
+        await at.settled()
+        assert tally.differences[:5] == [] and tally.streams == STREAMS
+        assert (await at.counts())["retries"] == STREAMS // 4
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids=lambda pair: pair.name)
+async def test_a_body_that_is_too_large_to_be_kept_fails_as_before(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream, pair: Pair
+) -> None:
+    body = b"x" * (3 * REPEATABLE)
+    async with world(live, envoy, [nobody(), *upstream.addresses[:3]], pair) as at:
+        statuses = [(await at.ask(body, ("x-bench-mode", "echo"), path="/upload")).status for _ in range(8)]
+        await at.settled()
+        assert sorted(statuses) == [200] * 6 + [503] * 2
+        assert await at.counts() == {"natural": 8}
+
+
+async def test_the_lease_is_where_the_request_runs(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream
+) -> None:
+    gone = nobody()
+    async with world(live, envoy, [gone, *upstream.addresses[:3]]) as at:
+        fleet = at.live.pipeline.fleet
+        slot = fleet.table.slot("default/e0")
+        before = fleet.table.errors[slot]
+        settings = [("x-bench-mode", "sse"), ("x-bench-chunks", "40"), ("x-bench-interval-ms", "50")]
+        clients = [Http1(at.envoy.port) for _ in range(8)]
+        readers = [await c.begin(Ask(fields=[JSON, *settings], pieces=[chat(5, stream=True)])) for c in clients]
+        for reader in readers:
+            await reader.readuntil(b"data: ")
+        async with asyncio.timeout(20):
+            while fleet.table.inflight[slot]:
+                await asyncio.sleep(0.01)
+        at.live.pipeline.validate()
+        assert len(fleet.ledger) == 8, "all of them run"
+        assert fleet.table.errors[slot] == before + 2, "each attempt in vain is a failed response of that endpoint"
+        assert sum(bool(lease.unreached) for lease in map(fleet.ledger.get, list(fleet.ledger._leases)) if lease) == 2
+        for client in clients:
+            client.abort()
+        await at.settled()
+
+
+async def test_when_nobody_can_be_reached_the_client_is_told_so_at_once(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy]
+) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(4)]
+    async with world(live, envoy, addresses) as at:
+        answers = await asyncio.gather(*(at.ask(chat(5, stream=bool(i % 2))) for i in range(40)))
+        await at.settled()
+        assert {(got.status, got.field("content-type")) for got in answers} == {(503, "application/json")}
+        assert {json.loads(got.body)["error"]["code"] for got in answers} == {503}
+        counts = await at.counts()
+        assert counts["retries"] == 40 == counts["natural"], "once each"
+        assert [counts[f"default/e{i}"] for i in range(4)] == [10] * 4
+
+
+async def close(mirror: Mirror) -> None:
+    assert mirror._server is not None
+    mirror._server.close()
+    for writer in list(mirror._connections):
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+async def test_over_http2_and_to_any_kind_of_address(tmp_path: Path, host: str) -> None:
+    async with (
+        site(EMBEDDED, tmp_path, hosts=(host, host), builtinFilters=False) as at,
+        Http2(at.gateway.port) as client,
+    ):
+        await close(at.mirrors[0])
+        for number in range(8):
+            body = bytes(40_000 * number)
+            got = await client.ask(post(body, path="/upload"))
+            told = json.loads(got.body)
+            assert (got.status, told["at"], told["bytes"]) == (200, at.mirrors[1].address, len(body))
+        assert await at.stat("cluster.dst_or_second.upstream_rq_retry") == 4
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids=lambda pair: pair.name)
+async def test_a_request_with_trailers_is_sent_once(tmp_path: Path, pair: Pair) -> None:
+    """Envoy would double the body of what it may have to send again."""
+    trailers = [("x-checksum", "1")]
+    async with site(pair, tmp_path, builtinFilters=False) as at, Http2(at.gateway.port) as client:
+        for mirror in at.mirrors:
+            mirror.told.clear()
+        for size in (10, 150_000) * 4:
+            got = await client.ask(post(bytes(size), path="/upload", trailers=trailers))
+            assert (got.status, json.loads(got.body)["bytes"]) == (200, size)
+        assert sorted(told["bytes"] for mirror in at.mirrors for told in mirror.told) == [10] * 4 + [150_000] * 4
+        await close(at.mirrors[0])
+        statuses = [
+            (await client.ask(post(bytes(150_000), path="/upload", trailers=trailers))).status for _ in range(4)
+        ]
+        assert sorted(statuses) == [200, 200, 503, 503], "as before"
+
+
+@pytest.mark.parametrize("size", [10, 70_000, 150_000, 1_000_000])
+async def test_what_nobody_scheduled_is_sent_once_too(tmp_path: Path, size: int) -> None:
+    """The scheduler hangs, and the request ends by trailers: the fallback route may repeat it, but not its bytes."""
+    async with site(EMBEDDED, tmp_path, message_timeout=0.2) as at, Http2(at.gateway.port) as client:
+        at.live.host.arrive = lambda request: None  # type: ignore[method-assign]
+        for mirror in at.mirrors:
+            mirror.told.clear()
+        for trailers in ([("x-checksum", "1")], []):
+            got = await client.ask(post(bytes(size), path="/upload", trailers=trailers))
+            assert (got.status, json.loads(got.body)["bytes"]) == (200, size)
+        assert [told["bytes"] for mirror in at.mirrors for told in mirror.told] == [size] * 2
+        assert await at.stat("cluster.all_endpoints.upstream_rq_total") == 2
+        del at.live.host.arrive
+
+
+class Chats:
+    """Streams and plain answers in turn."""
+
+    def calls(self) -> Iterator[Call]:
+        bodies = chat(60, stream=True), chat(20, stream=False)
+        number = 0
+        while True:
+            yield Call(body=bodies[number % 2], group=number % 2)
+            number += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [{}, BLIND], ids=["default", "blind"])
+async def test_a_killed_model_server_costs_only_what_ran_there(
+    serve: Callable[..., Serve],
+    ending: Callable[[Stub], Stub],
+    tmp_path: Path,
+    figures: list[str],
+    rules: dict[str, Any],
+) -> None:
+    stubs = [ending(Stub(tmp_path / f"stub{i}.log")) for i in range(4)]
+    await asyncio.gather(*(asyncio.to_thread(stub.start, 1, "--time-ratio", "5") for stub in stubs))
+    started = await asyncio.to_thread(serve, {"endpoints": [stub.addresses[0] for stub in stubs], "seed": 1, **rules})
+    await sees_the_scheduler(started.gateway)
+    running = 0
+
+    async def script(note: Note) -> None:
+        nonlocal running
+        held = {e["address"]: int(e["leases"]) for e in await started.endpoints()}
+        busiest = max(stubs, key=lambda stub: held[stub.addresses[0]])
+        running = held[busiest.addresses[0]]
+        note("the kill")
+        os.kill(busiest.pid, signal.SIGKILL)
+        await busiest.wait()  # now its sockets are closed: until then the kernel takes connections for it
+        note("the end")
+        await asyncio.sleep(2.0)
+
+    story = await under_load(f"http://127.0.0.1:{started.port}", script, RATE, workload=Chats())  # type: ignore[arg-type]
+    failed = [record for record in story.records if record.error]
+    late = [record.error for record in failed if record.sent > story.moments["the end"]]
+    repeated = await started.metric("fairlead_repeated_total")
+    took = story.moments["the end"] - story.moments["the kill"]
+    figures.append(
+        f"kill -9 of a model server ({'round-robin' if rules else 'default'}): requests {len(story.records)}, at it "
+        f"{running}, failed {len(failed)}, repeated {repeated:.0f}, dead after {took * 1e3:.0f} ms"
+    )
+    assert late == [], "what was sent later is repeated elsewhere"
+    assert 0 < len(failed) <= running + 2 * RATE * took + 5, "only what it had"
+    assert repeated >= (20 if rules else 1)
+    assert await started.settled(60.0) == {}
+    assert await started.metric("fairlead_request_end_total") == len(story.records)
