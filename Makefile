@@ -5,9 +5,10 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 600
+QUEUE_STEPS ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit test-kube e2e fuzz soak bench quality docs metrics-page clean
+.PHONY: help demo test check unit test-kube e2e fuzz soak states bench quality docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -61,6 +62,9 @@ e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills 
 
 soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
+
+states: $(VENV)/.dev ## flow control, eviction and remote schedulers as state machines, QUEUE_STEPS (default 100000) random steps each
+	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py -q -o faulthandler_timeout=3600
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
 	@for b in decision parse idle transport flow kv kube extproc remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done

@@ -23,11 +23,12 @@ from typing import Any
 
 from fairlead.admit.control import Bound
 from fairlead.admit.desk import Desk
+from fairlead.fleet import endings
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.ledger import Lease
 from fairlead.model import events as ev
 from fairlead.model.clock import Clock
-from fairlead.model.decision import DecisionRecord, OutcomeRecord
+from fairlead.model.decision import DecisionRecord
 from fairlead.model.errors import PluginError
 from fairlead.model.instructions import Instruction, Record, Reject, Route, SetTimer
 from fairlead.model.request import Request, Usage
@@ -37,7 +38,10 @@ from fairlead.route.models import Catalogue, Refusal, applied
 from fairlead.schedule.cycle import Context
 from fairlead.schedule.framework import Pick, Policy
 from fairlead.schedule.parking import TIMER as REMOTE_TIMER
-from fairlead.schedule.parking import Decided, Parking
+from fairlead.schedule.parking import Decided, Parking, Question
+from fairlead.schedule.records import decided, ended, refused
+from fairlead.schedule.room import Room
+from fairlead.schedule.second import moved, second
 from fairlead.schedule.shadow import CaseTaker
 
 #: Name and period (seconds) of the timer that looks for expired leases.
@@ -76,9 +80,11 @@ class Pipeline:
         #: Requests that schedulers in other processes were asked for; `None` = there are none.
         self.parking: Parking | None = None
         self._usage: dict[int, Usage] = {}
+        self._endings = endings.Endings(clock, self._ended, self._give_up)
         self._handlers: dict[type, Callable[[Any], list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
             ev.FirstTokenSeen: self._first_token_seen,
+            ev.RequestMoved: lambda event: moved(event, self.fleet, clock.time()),
             ev.UsageReported: self._usage_reported,
             ev.ResponseEnded: self._response_ended,
             ev.StreamLost: self._stream_lost,
@@ -114,40 +120,75 @@ class Pipeline:
         if isinstance(found, Refusal):
             return self._unnamed(event.request, found, now)
         request = applied(event.request, found)
-        pick: Pick | None = None
         if self.desk is not None:
-            pick = self._choose(request, now) if self.desk.asks(self.fleet, now) else None
-            held = self.desk.arrived(request, self.fleet, now, pick.slot if pick else -1)
-            if held is not None:
-                return held
-        if self.parking is not None:
-            expected = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
-            asked = self.parking.ask(self.policy, request, self.fleet, now, expected)
-            if asked:
-                return asked
-        return self._settle(request, pick or self._choose(request, now), now)
+            return self._admitted(self.desk, request, now)
+        return self._ask(request, now) or self._settle(request, self._choose(request, now), now)
 
-    def _settle(self, request: Request, pick: Pick, now: float) -> list[Instruction]:
+    def _admitted(self, desk: Desk, request: Request, now: float) -> list[Instruction]:
+        """Flow control. Where another process decides, having room somewhere is enough to go on."""
+        question = pick = None
+        room = Room(None, now)
+        if desk.asks(self.fleet, now):
+            if self.parking is not None and self.parking.reaches(self.policy, request, now):
+                room.opened = desk.opened(self.fleet, now)
+                question = self.parking.question(self.policy, request, self.fleet, now, room)
+            else:
+                pick = self._choose(request, now)
+        held = desk.arrived(request, self.fleet, now, pick.slot if pick else room.slot)
+        if held is not None:
+            return held
+        asked = self._ask(request, now, room, question)
+        return asked or self._settle(request, pick or self._choose(request, now), now)
+
+    def _ask(
+        self, request: Request, now: float, room: Room | None = None, question: Question | None = None
+    ) -> list[Instruction]:
+        """Put it to the scheduler in another process; nothing = it is decided here."""
+        if self.parking is None:
+            return []
+        expected = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+        return self.parking.ask(self.policy, request, self.fleet, now, expected, room, question)
+
+    def _settle(self, request: Request, pick: Pick, now: float, queued_ms: float = 0.0) -> list[Instruction]:
         if pick.slot < 0:
-            return [self._reject(request, pick), self._decided(request, pick, now)]
-        return self._send(request, pick, now)
+            record = decided(request, pick, self.fleet, now, self.policy.name, queued_ms=queued_ms)
+            return [refused(request, pick), record]
+        return self._send(request, pick, now, queued_ms)
 
     def _remote(self, event: ev.RemoteUp | ev.RemoteDown | ev.RemotePicked) -> list[Instruction]:
         parking, now = self.parking, self._clock.time()
         return [] if parking is None else self._decide(parking.heard(event, self.fleet, now))
 
-    def _decide(self, decided: list[Decided]) -> list[Instruction]:
-        """Requests that were asked for elsewhere, one after the other: each sees the charges of those before it."""
+    def _decide(self, over: list[Decided]) -> list[Instruction]:
+        """Requests that were asked for elsewhere, one after the other: each sees the charges of those before it, and
+        the room that is kept for those after it."""
         now, instructions = self._clock.time(), list[Instruction]()
-        for one in decided:
-            pick = one.pick or self._choose(one.request, now, one.policy)
-            instructions += self._settle(one.request, pick, now)
+        for one in over:
+            self.fleet.unreserve(one.request.id)
+            queued_ms = one.room.queued_ms(now) if one.room is not None else 0.0
+            instructions += self._settle(one.request, one.pick or self._instead(one, now), now, queued_ms)
         return instructions
+
+    def _instead(self, one: Decided, now: float) -> Pick:
+        """A scheduler did not decide: late binding has, or the policy does, unless what it wants has no room."""
+        kept = one.room.kept(self.fleet) if one.room is not None else None
+        if kept is not None and one.room is not None and one.room.waited:
+            return kept
+        pick = self._choose(one.request, now, one.policy)
+        opened = self.desk.opened(self.fleet, now) if self.desk is not None and kept is not None else None
+        return pick if kept is None or opened is None or pick.slot < 0 or opened[pick.slot] else kept
 
     def _bound(self, bound: Bound, now: float) -> list[Instruction]:
         """A request that waited goes now."""
-        pick = Pick(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share)
-        return self._send(bound.waiting.request, pick, now, (now - bound.waiting.since) * 1e3)
+        assert self.desk is not None
+        waiting, by = bound.waiting, self.desk.policy
+        pick = Pick(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=by)
+        if self.parking is not None:
+            room = Room(self.desk.opened(self.fleet, now), waiting.since, waiting.deadline, pick, waited=True)
+            asked = self._ask(waiting.request, now, room)
+            if asked:
+                return asked
+        return self._send(waiting.request, pick, now, (now - waiting.since) * 1e3)
 
     def _send(self, request: Request, pick: Pick, now: float, queued_ms: float = 0.0) -> list[Instruction]:
         endpoint = self.fleet.table.endpoints[pick.slot]
@@ -166,11 +207,12 @@ class Pipeline:
             request.id,
             endpoint,
             prefill=other.address if other else "",
+            second=second(pick, self.fleet.table),
             target=request.target,
             shown=request.model if request.target else "",
             evictable=self.desk is not None and self.desk.may_evict(request),
         )
-        return [route, self._decided(request, pick, now, lease, queued_ms), *shown]
+        return [route, decided(request, pick, self.fleet, now, self.policy.name, lease, queued_ms), *shown]
 
     def _unnamed(self, request: Request, why: Refusal, now: float) -> list[Instruction]:
         """Nobody defined the model."""
@@ -201,40 +243,6 @@ class Pipeline:
         if not alive:
             return Pick(-1, reason="rejected-no-endpoints", message="the pool has no endpoints")
         return Pick(alive[int(self._rng.random() * len(alive))][0], reason="policy-failed")
-
-    def _reject(self, request: Request, pick: Pick) -> Reject:
-        return Reject(
-            request_id=request.id,
-            status=503,
-            reason=pick.reason,
-            message=pick.message,
-            retry_after_s=1.0,
-            api=request.api,
-        )
-
-    def _decided(
-        self, request: Request, pick: Pick, now: float, lease: Lease | None = None, queued_ms: float = 0.0
-    ) -> Record:
-        endpoint = self.fleet.table.endpoints[pick.slot] if pick.slot >= 0 else None
-        prefill = self.fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
-        return Record(
-            DecisionRecord(
-                request=request,
-                at=now,
-                policy=pick.by or self.policy.name,
-                endpoint=endpoint.id if endpoint else "",
-                address=endpoint.address if endpoint else "",
-                prefill=prefill.id if prefill else "",
-                hit_tokens=int(pick.hit_share * request.prompt_tokens),
-                best_hit_tokens=int(pick.best_share * request.prompt_tokens),
-                outcome="routed" if endpoint else pick.reason,
-                status=200 if endpoint else 503,
-                overloaded=pick.overloaded,
-                queued_ms=queued_ms,
-                forecast=lease.forecast if lease else None,
-                trace=pick.trace,
-            )
-        )
 
     # ---- observed ----
 
@@ -274,31 +282,23 @@ class Pipeline:
         usage = event.usage or usage or Usage()
         if self.fleet.exact is not None:
             self.fleet.exact.ended(event.request_id, usage, 200 <= event.status < 300, self._clock.time())
-        return Record(
-            OutcomeRecord(
-                request=lease.request,
-                at=self._clock.time(),
-                endpoint=lease.endpoint_id,
-                status=event.status,
-                cause=cause,
-                ttft_ms=event.ttft_ms,
-                duration_ms=event.duration_ms,
-                request_bytes=lease.request.body_bytes,
-                response_bytes=event.response_bytes,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-                hit_tokens=lease.hit_tokens,
-                forecast=lease.forecast,
-            )
-        )
+        return ended(lease, event, usage, cause, self._clock.time())
 
     def _stream_lost(self, event: ev.StreamLost) -> list[Instruction]:
-        if self.parking is not None and self.parking.cancel(event.request_id):
-            return []
+        asked = self.parking.cancel(event.request_id) if self.parking is not None else None
+        if asked is not None:
+            return self._asked_in_vain(asked)
         waited = self.desk.lost(event.request_id, self._clock.time()) if self.desk is not None else []
         evicted = self.desk is not None and self.desk.evicted(event.request_id)
         return waited or self._give_up(event.request_id, "evicted" if evicted else "stream-lost")
+
+    def _asked_in_vain(self, question: Question) -> list[Instruction]:
+        """The client went away while a scheduler was asked."""
+        self.fleet.unreserve(question.request.id)
+        if self.desk is None or question.room is None:
+            return []
+        now = self._clock.time()
+        return [self.desk.gone(question.request, now, question.room.queued_ms(now))]
 
     def _give_up(self, request_id: int, cause: str) -> list[Instruction]:
         lease = self.fleet.ledger.release(request_id)
@@ -307,17 +307,14 @@ class Pipeline:
     # ---- the fleet ----
 
     def _endpoint_up(self, event: ev.EndpointUp) -> list[Instruction]:
-        return self._gone(self.fleet.up(event.endpoint))
+        return self._endings.add(self.fleet.up(event.endpoint), "endpoint-gone")
 
     def _endpoint_down(self, event: ev.EndpointDown) -> list[Instruction]:
-        return self._gone(self.fleet.down(event.endpoint_id))
-
-    def _gone(self, leases: list[Lease]) -> list[Instruction]:
-        return [self._ended(lease, ev.ResponseEnded(request_id=lease.request.id), "endpoint-gone") for lease in leases]
+        return self._endings.add(self.fleet.down(event.endpoint_id), "endpoint-gone")
 
     def _metrics_sampled(self, event: ev.MetricsSampled) -> list[Instruction]:
         held_no_more = self.fleet.sampled(event.endpoint_id, event.started, self._clock.time(), event.sample)
-        return [i for request_id in held_no_more for i in self._give_up(request_id, "reconciled")]
+        return self._endings.add(held_no_more, "reconciled")
 
     def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
         self.fleet.scrape_failed(event.endpoint_id, self._clock.time())
@@ -334,11 +331,13 @@ class Pipeline:
         now = self._clock.time()
         if event.name == REMOTE_TIMER and self.parking is not None:
             return self._decide(self.parking.expired(now)) + self.parking.timer()
+        if event.name == endings.TIMER:
+            return self._endings.some()
         if event.name != EXPIRY_TIMER:
             return self.desk.fired(event.name, self.fleet, now) if self.desk is not None else []
-        expired = list(self.fleet.ledger.expired(now))
-        instructions = [i for request_id in expired for i in self._give_up(request_id, "expired")]
-        return [*instructions, SetTimer(EXPIRY_TIMER, now + EXPIRY_PERIOD)]
+        expired = self.fleet.ledger.expired(now, endings.MOST)
+        again = now if len(expired) == endings.MOST else now + EXPIRY_PERIOD
+        return [*self._endings.add(expired, "expired"), SetTimer(EXPIRY_TIMER, again)]
 
     def validate(self) -> None:
         """Raise `AssertionError` when an invariant of any part is broken."""
@@ -347,4 +346,5 @@ class Pipeline:
             self.desk.validate()
         if self.parking is not None:
             self.parking.validate()
-        assert all(self.fleet.ledger.get(request_id) is not None for request_id in self._usage)
+        held = self.fleet.ledger.get
+        assert all(held(request_id) is not None or request_id in self._endings for request_id in self._usage)

@@ -1,4 +1,5 @@
-"""The pipeline with flow control: each request is answered once or was lost, none is stuck, the ledger empties."""
+"""The pipeline with flow control, eviction, and a scheduler in another process that answers anything at any time: each
+request is answered once or was lost, evicted at most once, none is stuck, the ledger empties."""
 
 import os
 import random
@@ -7,11 +8,12 @@ from math import inf
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fairlead.admit.binding import PairBinder
 from fairlead.admit.control import FlowControl
 from fairlead.admit.desk import Desk
+from fairlead.admit.eviction import Eviction
 from fairlead.admit.fairness import DeficitRoundRobin
 from fairlead.admit.framework import Limit
 from fairlead.admit.gates import LedgerGate
@@ -22,6 +24,7 @@ from fairlead.fleet.fleet import Fleet
 from fairlead.io.receive.driver import Driver
 from fairlead.model import events as ev
 from fairlead.model.endpoint import Endpoint, Sample
+from fairlead.model.remote import RemotePick
 from fairlead.model.request import PrefixChain, Request
 from fairlead.parse.tokens import TokenEstimator
 from fairlead.pipeline import Pipeline
@@ -29,13 +32,17 @@ from fairlead.plugins.filters.subset import Subset
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
 from fairlead.plugins.scorers.load_aware import LoadAware, LoadAwareParams
+from fairlead.schedule.breaker import BreakerRules
 from fairlead.schedule.cycle import Context, Cycle
+from fairlead.schedule.parking import Parking
 from fairlead.schedule.profile import Profile
+from fairlead.schedule.remote import RemotePolicy
 from fairlead.testing import SimClock
 
 NAMES = st.sampled_from(["a", "b", "c"])
 STEPS = int(os.environ.get("FAIRLEAD_QUEUE_STEPS", "2000"))
 LIMITS = Limits(total=Limit(12), band=Limit(8), flow=Limit(5))
+BUDGET = 0.2
 
 
 class Answer:
@@ -48,8 +55,14 @@ class Answer:
         self._machine.answers[self._number] += 1
         self._machine.routed.append(self._number)
 
+    def stay(self) -> None:
+        assert self._machine.priorities[self._number] < 0
+
     def reject(self, reject) -> None:
         assert reject.status in (429, 503)
+        if reject.reason == "evicted":
+            self._machine.on_evict(self._number)
+            return
         assert 1.0 <= reject.retry_after_s <= 60.0
         self._machine.answers[self._number] += 1
 
@@ -64,15 +77,24 @@ class Machine(RuleBasedStateMachine):
         self.clock = SimClock()
         self.answers, self.ends = Counter(), Counter()
         self.lost, self.held, self.arrived, self.routed = set(), set(), [], []
+        self.evicted, self.priorities = [], {}
         subset = Subset(NoParams())
         profile = Profile("test", [subset], [(LoadAware(LoadAwareParams()), 50.0)], MaxScore(MaxScoreParams()))
         rng = random.Random(7)
         queues = Queues(lambda priority: (DeficitRoundRobin(), LeastWork()), LIMITS)
-        binder = PairBinder(lambda r, fleet, now: subset.keep(r, fleet, Cycle(Context(now, rng))))
+
+        def able(request, fleet, now):
+            return subset.keep(request, fleet, Cycle(Context(now, rng)))
+
+        binder = PairBinder(able)
         gate = LedgerGate(tokens=5000, requests=2)
         flow = FlowControl(queues, gate, binder, Times(30.0, 10.0), batch=3)
         fleet = Fleet(lease_ttl=60.0)
-        self.pipeline = Pipeline(self.clock, rng, fleet, profile, TokenEstimator(), desk=Desk(flow))
+        desk = Desk(flow, eviction=Eviction(0.25))
+        policy = RemotePolicy("remote", profile, able, BUDGET, BreakerRules(failures=3, cooldown=1.0))
+        self.pipeline = Pipeline(self.clock, rng, fleet, policy, TokenEstimator(), desk=desk)
+        self.parking = self.pipeline.parking = Parking()
+        self.parking.remotes = {"remote": policy}
         self.driver = Driver(self.pipeline, self.clock, self)
         self.driver.start()
 
@@ -82,6 +104,12 @@ class Machine(RuleBasedStateMachine):
 
     def on_outcome(self, record):
         self.ends[record.request.id] += 1
+        assert record.cause != "evicted" or record.request.priority < 0
+
+    def on_evict(self, number):
+        assert number in self.routed and number not in self.evicted and not self.ends[number]
+        assert self.priorities[number] < 0
+        self.evicted.append(number)
 
     @rule(name=NAMES, port=st.integers(1, 3))
     def up(self, name, port):
@@ -116,9 +144,49 @@ class Machine(RuleBasedStateMachine):
             ttl_s=ttl,
         )
         self.arrived.append(number)
+        self.priorities[number] = priority
         self.driver.waiting[number] = Answer(self, number)
+        before = len(self.parking)
         self.driver.feed(ev.RequestArrived(request))
-        assert self.answers[number] or number in self.held
+        assert self.answers[number] or number in self.held or len(self.parking) > before
+
+    @rule(count=st.integers(1, 6), seconds=st.sampled_from([0.0, 0.03, 0.5, 5.0]))
+    def overload(self, count, seconds):
+        """Sheddable requests, and one that is not."""
+        for priority in [-10] * count + [10]:
+            self.arrive(4000, [], priority, "", None, True, 0.0)
+        self.clock.advance(seconds)
+
+    @initialize(connected=st.booleans(), endpoints=st.integers(0, 3))
+    def begin(self, connected, endpoints):
+        for port, name in enumerate("abc"[:endpoints], 1):
+            self.up(name, port)
+        self.connection(connected)
+
+    @rule(up=st.booleans())
+    def connection(self, up):
+        self.driver.feed(ev.RemoteUp("remote") if up else ev.RemoteDown("remote"))
+
+    @precondition(lambda self: len(self.parking))
+    @rule(data=st.data(), outcome=st.sampled_from([1, 1, 1, 0, 2, 3, 4]), name=NAMES, other=NAMES, pair=st.booleans())
+    def answer(self, data, outcome, name, other, pair):
+        asked = [number for number in self.driver.waiting if self.pipeline.desk.flow.queues.get(number) is None]
+        numbers = data.draw(st.lists(st.sampled_from(asked), max_size=3))
+        picks = tuple(
+            RemotePick(number, outcome, name, alternatives=((other, 1.0),), prefill=other if pair else "")
+            for number in numbers
+        )
+        self.driver.feed(ev.RemotePicked("remote", picks))
+
+    @precondition(lambda self: self.arrived)
+    @rule(back=st.integers(1, 8), name=NAMES)
+    def answer_whatever(self, back, name):
+        self.driver.feed(ev.RemotePicked("remote", (RemotePick(self.arrived[-back:][0], 1, name),)))
+
+    @rule()
+    def out_of_reach(self):
+        """Whoever runs now cannot be told to make way any more."""
+        self.driver.evictable.clear()
 
     @precondition(lambda self: self.arrived)
     @rule(data=st.data(), what=st.sampled_from(["token", "end", "end", "gone", "lost"]))
@@ -138,29 +206,31 @@ class Machine(RuleBasedStateMachine):
         sample = Sample(waiting=waiting, running=running, kv_usage=kv, block_size=16, num_blocks=1000)
         self.driver.feed(ev.MetricsSampled(name, self.clock.time(), sample))
 
-    @rule(seconds=st.sampled_from([0.01, 0.5, 5.0, 40.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.03, 0.5, 5.0, 40.0]))
     def wait(self, seconds):
         self.clock.advance(seconds)
 
     @invariant()
     def nothing_is_lost_or_doubled(self):
         self.pipeline.validate()
-        queued = len(self.pipeline.desk)
+        queued, asked = len(self.pipeline.desk), len(self.parking)
         assert queued <= LIMITS.total.requests
-        assert queued == len(self.driver.waiting)
+        assert queued + asked == len(self.driver.waiting)
+        assert len(self.pipeline.fleet.ledger.reserved) <= asked
         assert all(count == 1 for count in self.answers.values())
         assert all(count == 1 for count in self.ends.values())
 
     def teardown(self):
         # Time alone answers everybody who waits, and ends every lease.
         self.clock.advance(31.0)
-        assert len(self.pipeline.desk) == 0
+        assert len(self.pipeline.desk) == len(self.parking) == 0
         assert not self.driver.waiting
         assert set(self.answers) | self.lost == set(self.arrived)
         assert not set(self.answers) & self.lost
         self.clock.advance(100.0)
         assert len(self.pipeline.fleet.ledger) == 0
-        assert set(self.ends) == set(self.routed)
+        assert set(self.ends) == set(self.routed) >= set(self.evicted)
+        assert not self.pipeline.fleet.table.inflight.any()
         assert self.pipeline.desk.flow.next_deadline() == inf
 
 

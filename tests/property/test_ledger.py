@@ -93,6 +93,24 @@ class FleetMachine(RuleBasedStateMachine):
         lease = self.fleet.charge(request, slot, self.now, hit, output)
         self.book[self.number] = (name, True, lease.uncached_tokens, lease.kv_tokens)
 
+    @precondition(lambda self: self.fleet.table.count)
+    @rule(data=st.data(), prompt=st.integers(0, 50_000), stream=st.booleans())
+    def reserve(self, data: st.DataObject, prompt: int, stream: bool) -> None:
+        slot = self.fleet.table.slot(data.draw(st.sampled_from(self.known())))
+        assert slot is not None
+        self.number += 1
+        request = Request(id=self.number, arrived=self.now, prompt_tokens=prompt, stream=stream)
+        before = self.fleet.table.inflight[slot]
+        self.fleet.reserve(request, slot, self.now, 0, 100.0)
+        assert self.fleet.table.inflight[slot] == before + 1
+
+    @precondition(lambda self: self.fleet.ledger.reserved)
+    @rule(data=st.data())
+    def unreserve(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.fleet.ledger.reserved)))
+        self.fleet.unreserve(~number)
+        assert number not in self.fleet.ledger.reserved
+
     @precondition(lambda self: self.book)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
@@ -136,8 +154,14 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def columns_are_the_book(self) -> None:
         self.fleet.validate()
+        ledger, before = self.fleet.ledger, self.fleet.table.floats.copy()
+        assert len(ledger) - len(ledger.reserved) == len(self.book)
+        with ledger.without_reserved():
+            self.without_reservations()
+        assert np.array_equal(self.fleet.table.floats, before, equal_nan=True)
+
+    def without_reservations(self) -> None:
         table = self.fleet.table
-        assert len(self.fleet.ledger) == len(self.book)
         for slot, name in enumerate(table.ids):
             entries = [entry for entry in self.book.values() if entry[0] == name]
             pending = [entry for entry in entries if entry[1]]
@@ -147,8 +171,9 @@ class FleetMachine(RuleBasedStateMachine):
                 assert not any(getattr(table, column)[slot] for column in LOAD)
 
     def teardown(self) -> None:
-        for number in list(self.book):
+        for number in [*self.book, *self.fleet.ledger.reserved]:
             self.fleet.ledger.release(number)
+        assert not self.fleet.ledger.reserved
         table = self.fleet.table
         assert len(self.fleet.ledger) == 0
         for column in OWN:

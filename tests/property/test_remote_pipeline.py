@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
         machine = self
 
         class Waiting:
-            def route(self, endpoint, target="", shown="", prefill=""):
+            def route(self, endpoint, *_, **__):
                 machine.answers[number] += 1
 
             def reject(self, reject):

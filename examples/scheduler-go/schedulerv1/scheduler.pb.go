@@ -898,7 +898,8 @@ type Request struct {
 	// are not named hold none of it.
 	HitSlots  []uint32  `protobuf:"varint,15,rep,packed,name=hit_slots,json=hitSlots,proto3" json:"hit_slots,omitempty"`
 	HitShares []float64 `protobuf:"fixed64,16,rep,packed,name=hit_shares,json=hitShares,proto3" json:"hit_shares,omitempty"`
-	// Endpoints that can serve it at all; absent = every endpoint. Others are refused as picks.
+	// Endpoints where it may go: they can serve it and, under flow control, have room; absent = every endpoint. Others are
+	// refused as picks.
 	Candidates *Candidates `protobuf:"bytes,17,opt,name=candidates,proto3" json:"candidates,omitempty"`
 	// Only for schedulers that asked for it in Welcome. One entry per slot (0 .. highest slot in use).
 	Forecast *Forecast `protobuf:"bytes,18,opt,name=forecast,proto3" json:"forecast,omitempty"`

@@ -10,7 +10,7 @@ from fairlead.schedule.remote import RemotePolicy
 
 #: Seconds.
 BOUNDS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-_SUMS = ("asked", "answered", "refused", "late", "alternatives")
+_SUMS = ("asked", "queued", "answered", "refused", "late", "alternatives")
 
 
 class ChooserMetrics:

@@ -32,18 +32,19 @@ class Breaker:
         self._opened_at = 0.0
         self._probing = False
 
-    def allows(self, now: float) -> bool:
+    def ready(self, now: float) -> bool:
         """Whether one more may be tried now; half open that is one at a time."""
-        if self.state == CLOSED:
-            return True
         if self.state == OPEN:
-            if now - self._opened_at < self.rules.cooldown:
-                return False
-            self.state = HALF_OPEN
-            self._probing = False
-        if self._probing:
+            return now - self._opened_at >= self.rules.cooldown
+        return self.state == CLOSED or not self._probing
+
+    def allows(self, now: float) -> bool:
+        """The same, and it is tried: `succeeded`, `failed` or `dropped` follows."""
+        if not self.ready(now):
             return False
-        self._probing = True
+        if self.state != CLOSED:
+            self.state = HALF_OPEN
+            self._probing = True
         return True
 
     def succeeded(self) -> None:

@@ -1,5 +1,8 @@
 """Requests that wait for the answer of a scheduler in another process; the rules are those of `remote`."""
 
+from math import inf
+from typing import cast
+
 from msgspec import Struct
 
 from fairlead.fleet.columns import BoolColumn, FloatColumn
@@ -10,29 +13,35 @@ from fairlead.model.remote import Outcome, RemotePick
 from fairlead.model.request import Request
 from fairlead.schedule.framework import Pick, Policy
 from fairlead.schedule.remote import REFUSED, RemotePolicy
+from fairlead.schedule.room import Room
 
 TIMER = "remote-deadline"
 #: Requests that may be parked at once; more are decided by the built-in policy.
 MAX_PARKED = 4096
 
 
-class _Parked(Struct):
+class Question(Struct):
+    """A request, whom to ask for it, and what to tell."""
+
     request: Request
     policy: RemotePolicy
     hits: FloatColumn | None
     able: BoolColumn | None
     #: `table.ids` when it was asked for: who stood where.
     ids: tuple[str, ...]
-    at: float
-    deadline: float
+    #: What flow control keeps for it; `None` = nothing.
+    room: Room | None = None
+    at: float = 0.0
+    deadline: float = inf
 
 
 class Decided(Struct):
-    """`pick` is `None` where the policy behind has to choose."""
+    """`pick` is `None` where the policy behind has to choose. A room is still kept."""
 
     request: Request
     policy: RemotePolicy
     pick: Pick | None
+    room: Room | None
 
 
 class Parking:
@@ -41,45 +50,85 @@ class Parking:
     def __init__(self) -> None:
         #: Those that may be asked, by name.
         self.remotes: dict[str, RemotePolicy] = {}
-        self._parked: dict[int, _Parked] = {}
-        self._armed = False
+        self._parked: dict[int, Question] = {}
+        #: When the timer fires; `inf` = it is not set.
+        self._due = inf
 
     def __len__(self) -> int:
         return len(self._parked)
 
-    def ask(self, policy: Policy, request: Request, fleet: Fleet, now: float, output: float) -> list[Instruction]:
-        """Nothing = decide it here. `output` are the tokens that the answer is expected to have."""
-        choose = getattr(policy, "remote_for", None)
-        remote: RemotePolicy | None = choose(request) if choose is not None else None
-        if remote is None:
-            return []
-        why = self._why_not(remote, now)
-        if why:
-            remote.stats.fell_back(why)
-            return []
+    def reaches(self, policy: Policy, request: Request, now: float) -> bool:
+        """Whether somebody elsewhere can be asked for the request."""
+        remote = _remote(policy, request)
+        return remote is not None and not self._why_not(remote, now)
+
+    def question(
+        self, policy: Policy, request: Request, fleet: Fleet, now: float, room: Room | None = None
+    ) -> Question | None:
+        """What to ask for the request; `None` = it is decided here. Changes nothing. `room`: under flow control."""
+        remote = _remote(policy, request)
+        if remote is None or self._why_not(remote, now) or not fleet.table.count:
+            return None
         able = remote.able(request, fleet, now)
-        if not fleet.table.count or (able is not None and not able.any()):
-            remote.breaker.dropped()
-            return []  # a refusal, and the built-in policy words it
+        if room is not None and room.opened is not None:
+            able = room.opened if able is None else able & room.opened
+        if able is not None and not able.any():
+            return None  # a refusal, and the built-in policy words it; or it has to wait
         hits = fleet.match(request)
-        ids = fleet.table.ids
-        self._parked[request.id] = _Parked(request, remote, hits, able, ids, now, now + remote.budget)
+        if room is not None and not room.keep(request, fleet, hits, able, remote.fallback.name):
+            return None
+        return Question(request, remote, hits, able, fleet.table.ids, room)
+
+    def ask(
+        self,
+        policy: Policy,
+        request: Request,
+        fleet: Fleet,
+        now: float,
+        output: float,
+        room: Room | None = None,
+        question: Question | None = None,
+    ) -> list[Instruction]:
+        """Nothing = decide it here. `output` are the tokens that the answer is expected to have; `question` is what was
+        found to be asked a moment ago."""
+        question = question or self.question(policy, request, fleet, now, room)
+        if question is None:
+            self._missed(policy, request, now)
+            return []
+        remote = question.policy
+        remote.breaker.allows(now)
+        question.at, question.deadline = now, now + remote.budget
         remote.stats.asked += 1
-        return [AskRemote(remote.name, request, hits, able, output), *self.timer()]
+        if room is not None and room.pick is not None:
+            question.deadline = min(question.deadline, room.until)
+            remote.stats.queued += room.waited
+            fleet.reserve(request, room.pick.slot, now, int(room.pick.hit_share * request.prompt_tokens), output)
+        self._parked[request.id] = question
+        return [AskRemote(remote.name, request, question.hits, question.able, output), *self._by(question.deadline)]
+
+    def _missed(self, policy: Policy, request: Request, now: float) -> None:
+        """Counted, if somebody should have been asked and could not be."""
+        remote = _remote(policy, request)
+        why = self._why_not(remote, now) if remote is not None else ""
+        if remote is not None and why:
+            remote.stats.fell_back(why)
 
     def _why_not(self, remote: RemotePolicy, now: float) -> str:
         if not remote.connected:
             return "down"
         if len(self._parked) >= MAX_PARKED:
             return "full"
-        return "" if remote.breaker.allows(now) else "breaker"
+        return "" if remote.breaker.ready(now) else "breaker"
 
     def timer(self) -> list[Instruction]:
-        """For the next deadline; nothing when one is set already, or nobody waits."""
-        if self._armed or not self._parked:
+        """For the next deadline; nothing when it is set already, or nobody waits."""
+        return self._by(min((one.deadline for one in self._parked.values()), default=inf))
+
+    def _by(self, deadline: float) -> list[Instruction]:
+        if deadline >= self._due:
             return []
-        self._armed = True
-        return [SetTimer(TIMER, min(one.deadline for one in self._parked.values()))]
+        self._due = deadline
+        return [SetTimer(TIMER, deadline)]
 
     def heard(self, event: RemoteUp | RemoteDown | RemotePicked, fleet: Fleet, now: float) -> list[Decided]:
         """News of a scheduler. Returns what is decided by it."""
@@ -106,7 +155,7 @@ class Parking:
             decided.append(self._decide(parked, pick, fleet, now))
         return decided
 
-    def _decide(self, parked: _Parked, pick: RemotePick, fleet: Fleet, now: float) -> Decided:
+    def _decide(self, parked: Question, pick: RemotePick, fleet: Fleet, now: float) -> Decided:
         policy = parked.policy
         stats = policy.stats
         found, why = _believed(parked, pick, fleet, now)
@@ -122,14 +171,17 @@ class Parking:
             stats.refused += found.slot < 0
             stats.alternatives += why == "alternative"
             found.by = policy.name
-        return Decided(parked.request, policy, found)
+        return Decided(parked.request, policy, found, parked.room)
 
     def expired(self, now: float) -> list[Decided]:
         """The timer fired: who has waited for too long."""
-        self._armed = False
+        self._due = inf
         late = [one for one in self._parked.values() if one.deadline <= now]
         for one in late:
-            one.policy.breaker.failed(now)
+            if one.deadline < one.at + one.policy.budget:
+                one.policy.breaker.dropped()  # the request's own time was over first
+            else:
+                one.policy.breaker.failed(now)
         return self._given_up(late, "deadline")
 
     def _lost(self, remote: str) -> list[Decided]:
@@ -139,26 +191,32 @@ class Parking:
             policy.breaker.dropped()
         return self._given_up([one for one in self._parked.values() if one.policy.name == remote], "lost")
 
-    def _given_up(self, parked: list[_Parked], why: str) -> list[Decided]:
+    def _given_up(self, parked: list[Question], why: str) -> list[Decided]:
         for one in parked:
             del self._parked[one.request.id]
             one.policy.stats.fell_back(why)
-        return [Decided(one.request, one.policy, None) for one in parked]
+        return [Decided(one.request, one.policy, None, one.room) for one in parked]
 
-    def cancel(self, request_id: int) -> bool:
-        """The client went away; True if the request was parked here."""
+    def cancel(self, request_id: int) -> Question | None:
+        """The client went away; `None` = the request is not parked here. A room is still kept."""
         parked = self._parked.pop(request_id, None)
         if parked is not None:
             parked.policy.breaker.dropped()
-        return parked is not None
+        return parked
 
     def validate(self) -> None:
         assert len(self._parked) <= MAX_PARKED
         assert all(key == one.request.id for key, one in self._parked.items())
-        assert self._armed or not self._parked, "somebody waits without a deadline"
+        assert all(self._due <= one.deadline for one in self._parked.values()), "somebody waits without a deadline"
 
 
-def _believed(parked: _Parked, pick: RemotePick, fleet: Fleet, now: float) -> tuple[Pick | None, str]:
+def _remote(policy: Policy, request: Request) -> RemotePolicy | None:
+    """Who is to be asked for it; `None` = nobody elsewhere."""
+    choose = getattr(policy, "remote_for", None)
+    return None if choose is None else cast("RemotePolicy | None", choose(request))
+
+
+def _believed(parked: Question, pick: RemotePick, fleet: Fleet, now: float) -> tuple[Pick | None, str]:
     """(the pick; why there is none, or that an alternative stands in)."""
     if pick.outcome == Outcome.PASSED:
         return None, "passed"
@@ -181,7 +239,7 @@ def _believed(parked: _Parked, pick: RemotePick, fleet: Fleet, now: float) -> tu
     return None, "gone" if gone else "invalid"
 
 
-def _pick(parked: _Parked, slot: int, prefill: str, fleet: Fleet) -> Pick:
+def _pick(parked: Question, slot: int, prefill: str, fleet: Fleet) -> Pick:
     other = fleet.table.slot(prefill) if prefill else None
     found = Pick(slot, prefill_slot=-1 if other is None or other == slot else other)
     hits = parked.hits

@@ -5,6 +5,7 @@ Rules
   first; the others find it gone and change nothing. So it is decided exactly once, and charged only when it is.
 * Whatever a scheduler does (late, silent, gone, nonsense), its requests are decided by the built-in policy behind it.
   Only an explicit refusal reaches the client.
+* Under flow control it is asked once there is room, also for requests that waited (`room`).
 * A pick is believed only if the endpoint exists and can serve the request, by the filters of the built-in policy.
 * Late and invalid answers count for the breaker. Losing the connection does not: while there is none nobody is asked.
 """
@@ -31,6 +32,8 @@ class RemoteStats(Struct):
     """Sums over a policy's life."""
 
     asked: int = 0
+    #: Of those, requests that had waited under flow control.
+    queued: int = 0
     #: Answers that decided a request (picks and refusals).
     answered: int = 0
     refused: int = 0

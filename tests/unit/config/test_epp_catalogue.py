@@ -33,6 +33,7 @@ REFUSED = {"data-parallel-profile-handler", "request-attribute-reporter"}
 #: Parameters of those that cannot do without.
 NEEDED: dict[str, dict[str, Any]] = {
     "file-discovery": {"path": "e.yaml"},
+    "priority-holdback-policy": {"minCeiling": 0.5},
     "endpoint-attribute-filter": {
         "attribute": "waiting",
         "algorithm": {"threshold": {"operator": "LessThan", "value": 3}},

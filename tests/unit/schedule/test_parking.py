@@ -68,7 +68,7 @@ class Rig:
         rig = self
 
         class Waiting:
-            def route(self, endpoint: Any, target: str = "", shown: str = "", prefill: str = "") -> None:
+            def route(self, endpoint: Any, *_: str, **__: str) -> None:
                 assert request.id not in {**rig.routed, **rig.rejected}
                 rig.routed[request.id] = endpoint.id
 

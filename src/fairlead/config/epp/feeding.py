@@ -132,10 +132,18 @@ PRODUCERS: Table = {
 }
 
 _ADMIT = "requests are not shed by it; flow control has limits and times to live"
+_EVICTED = "built in: flowControl.eviction; below priority 0, the lowest and newest first"
+
+
+def _holdback(params: ref.Holdback) -> str:
+    return "minCeiling is above maxCeiling: swap them" if params.min_ceiling > params.max_ceiling else ""
+
 
 FLOW: Table = {
     "latency-slo-admitter": Entry(role="control", counterpart="none", note=_ADMIT),
-    "probabilistic-admitter": Entry(role="control", counterpart="none", params=ref.ProbabilisticAdmitter, note=_ADMIT),
+    "probabilistic-admitter": Entry(
+        role="control", counterpart="flowControl.earlyShedding", params=ref.ProbabilisticAdmitter
+    ),
     "global-strict-fairness-policy": Entry(role="flow", counterpart="fairness global-strict"),
     "round-robin-fairness-policy": Entry(role="flow", counterpart="fairness round-robin"),
     "program-aware-fairness": Entry(
@@ -147,13 +155,21 @@ FLOW: Table = {
     "fcfs-ordering-policy": Entry(role="flow", counterpart="ordering fcfs"),
     "edf-ordering-policy": Entry(role="flow", counterpart="ordering edf"),
     "slo-deadline-ordering-policy": Entry(role="flow", counterpart="ordering edf"),
-    "static-usage-limit-policy": Entry(role="flow", counterpart="none", params=ref.StaticLimit),
-    "priority-holdback-policy": Entry(role="flow", status="alpha", refused="use static-usage-limit-policy"),
-    "soft-reflective-ceiling-policy": Entry(role="flow", status="alpha", refused="use static-usage-limit-policy"),
-    "sheddable-eviction-filter": Entry(role="flow", status="alpha", refused="requests in flight are never evicted"),
-    "priority-then-time-eviction-order-policy": Entry(
-        role="flow", status="alpha", refused="requests in flight are never evicted"
+    "static-usage-limit-policy": Entry(
+        role="flow", counterpart="ceiling static-usage-limit-policy", params=ref.StaticLimit
     ),
+    "priority-holdback-policy": Entry(
+        role="flow",
+        status="alpha",
+        counterpart="ceiling priority-holdback-policy",
+        params=ref.Holdback,
+        refused=_holdback,
+    ),
+    "soft-reflective-ceiling-policy": Entry(
+        role="flow", status="alpha", counterpart="ceiling soft-reflective-ceiling-policy"
+    ),
+    "sheddable-eviction-filter": Entry(role="flow", status="alpha", counterpart=_EVICTED),
+    "priority-then-time-eviction-order-policy": Entry(role="flow", status="alpha", counterpart=_EVICTED),
 }
 
 DATA: Table = {

@@ -241,8 +241,8 @@ class SessionIdProducer(Section, frozen=True, kw_only=True):
 class ProbabilisticAdmitter(Section, frozen=True, kw_only=True):
     queue_depth_threshold: Annotated[float, Meta(gt=0)] = 5
     kv_cache_util_threshold: Annotated[float, Meta(gt=0)] = 0.8
-    power: float = 5
-    k: float = 300
+    power: Annotated[float, Meta(gt=0, le=100)] = 5
+    k: Annotated[float, Meta(gt=0, le=1e9)] = 300
 
 
 class Reporter(Section, frozen=True, kw_only=True):
@@ -259,7 +259,14 @@ class ProgramAwareFairness(Section, frozen=True, kw_only=True):
 
 
 class StaticLimit(Section, frozen=True, kw_only=True):
-    threshold: Annotated[float, Meta(ge=0)] = 1.0
+    threshold: Annotated[float, Meta(gt=0, le=100)] = 1.0
+
+
+class Holdback(Section, frozen=True, kw_only=True):
+    min_ceiling: Annotated[float, Meta(gt=0, le=100)]
+    max_ceiling: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    shape: Literal["linear"] = "linear"
+    domain: Literal["rank", "value"] = "rank"
 
 
 class MetricsSource(Section, frozen=True, kw_only=True):

@@ -28,9 +28,9 @@ from fairlead.config.epp.document import (
 )
 from fairlead.config.epp.entry import Settings
 from fairlead.config.epp.flow import AT as FLOW
-from fairlead.config.epp.flow import Named, flow_spec
+from fairlead.config.epp.flow import Named, NamedBand, flow_spec, without_flow
 from fairlead.config.epp.instances import Instance, Instances
-from fairlead.config.epp.parameters import FileDiscovery
+from fairlead.config.epp.parameters import FileDiscovery, ProbabilisticAdmitter
 from fairlead.config.epp.profiles import Profiles
 from fairlead.config.problems import Report, describe
 from fairlead.config.registry import Registry
@@ -70,13 +70,12 @@ class _Translator:
         self._gates()
         self._instances.read(self._root.get("plugins"), ("plugins",))
         policy = self._policy()
-        flow: FlowControl | None = self._field("flowControl")
-        control = self._flow(flow) if flow is not None else self._flow(FlowControl()) if self._flow_gate else None
+        detector = self._top_level_ref("saturationDetector", "saturation")
+        control = self._flow(self._field("flowControl"), detector)
         handler: RequestHandler | None = self._field("requestHandler")
         for i, parser in enumerate((handler.parsers or ()) if handler else ()):
             self._ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
         self._top_level_ref("parser", "parser")
-        self._top_level_ref("saturationDetector", "saturation")
         endpoints = self._data_layer()
         failed = len(self._report.problems) > before
         return Translation(None if failed else policy, self._instances.settings, endpoints, control)
@@ -129,34 +128,41 @@ class _Translator:
     def _ref(self, name: str, place: Place, role: str) -> Instance | None:
         return self._instances.ref(name, place, role)
 
-    def _top_level_ref(self, key: str, role: str) -> None:
+    def _top_level_ref(self, key: str, role: str) -> Instance | None:
         ref: Ref | None = self._field(key)
-        if ref is not None:
-            self._ref(ref.plugin_ref, (key, "pluginRef"), role)
+        return None if ref is None else self._ref(ref.plugin_ref, (key, "pluginRef"), role)
 
-    def _flow(self, flow: FlowControl) -> FlowSpec | None:
-        """`None` while the gate is off, as in the reference."""
-        named = Named()
+    def _flow(self, given: FlowControl | None, detector: Instance | None) -> FlowSpec | None:
+        """`None` while the gate is off, as in the reference. `detector`: from where it is deprecated."""
+        flow = given or FlowControl()
+        named = Named(self._band("defaultPriorityBand", flow.default_priority_band), saturation=detector)
+        if flow.default_negative_priority_band is not None:
+            named.negative = self._band("defaultNegativePriorityBand", flow.default_negative_priority_band)
+        named.bands = [self._band(("priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
         if flow.saturation_detector:
             place: Place = (*FLOW, "saturationDetector", "pluginRef")
             named.saturation = self._ref(flow.saturation_detector.plugin_ref, place, "saturation")
         if flow.usage_limit_policy_plugin_ref:
             named.limit = self._ref(flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow")
-        places = [("defaultPriorityBand", flow.default_priority_band)]
-        places += [("defaultNegativePriorityBand", flow.default_negative_priority_band)]
-        bands: list[tuple[Place, Band]] = [((*FLOW, key), band) for key, band in places if band is not None]
-        bands += [((*FLOW, "priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
-        for at, band in bands:
-            if band.fairness_policy_ref:
-                one = self._ref(band.fairness_policy_ref, (*at, "fairnessPolicyRef"), "flow")
-                named.fairness = named.fairness or one
-            if band.ordering_policy_ref:
-                one = self._ref(band.ordering_policy_ref, (*at, "orderingPolicyRef"), "flow")
-                named.ordering = named.ordering or one
-        if not self._flow_gate:
+        declared = self._instances.by_name.values()
+        named.admitter = next((one for one in declared if isinstance(one.parameters, ProbabilisticAdmitter)), None)
+        if self._flow_gate:
+            return flow_spec(flow, named, self._report)
+        if given is not None:
             self._report.note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
-            return None
-        return flow_spec(flow, named, [band for _, band in bands], self._report)
+        if named.admitter is not None:
+            without_flow(named.admitter, self._report)
+        return None
+
+    def _band(self, key: str | tuple[str, int], band: Band | None) -> NamedBand:
+        named = NamedBand((*FLOW, key) if isinstance(key, str) else (*FLOW, *key), band or Band())
+        if named.band.fairness_policy_ref:
+            at = (*named.place, "fairnessPolicyRef")
+            named.fairness = self._ref(named.band.fairness_policy_ref, at, "flow")
+        if named.band.ordering_policy_ref:
+            at = (*named.place, "orderingPolicyRef")
+            named.ordering = self._ref(named.band.ordering_policy_ref, at, "flow")
+        return named
 
     def _data_layer(self) -> EndpointSource | None:
         layer: DataLayer | None = self._field("dataLayer")

@@ -213,11 +213,13 @@ class RemoteClient:
     def _send(self, waiting: list[AskRemote], fleet: Fleet, now: float, snapshot: Snapshot | None = None) -> None:
         if self._stream is None:
             return
-        state = self._state.changes(self._settled(now), snapshot)
+        forecasts = self.welcome is not None and self.welcome.wants_forecasts
+        # Room is kept for these very requests: told of it, a scheduler would send them anywhere but there.
+        with self._fleet.ledger.without_reserved():
+            state = self._state.changes(self._settled(now), snapshot)
+            requests = [asked(one, fleet, now, forecasts) for one in waiting]
         self._batch += 1
         self._open[self._batch] = _Open(len(waiting), now + 2 * self.options.budget)
-        forecasts = self.welcome is not None and self.welcome.wants_forecasts
-        requests = [asked(one, fleet, now, forecasts) for one in waiting]
         self._stream.send(encode_ask(Ask(state=state, batch=Batch(number=self._batch, now=now, requests=requests))))
 
     def _settled(self, now: float) -> int:
