@@ -28,13 +28,12 @@ from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.ledger import Lease
 from fairlead.model import events as ev
 from fairlead.model.clock import Clock
-from fairlead.model.decision import DecisionRecord
 from fairlead.model.errors import PluginError
-from fairlead.model.instructions import Instruction, Record, Reject, Route, SetTimer
+from fairlead.model.instructions import Instruction, Record, Route, SetTimer
 from fairlead.model.request import Request, Usage
 from fairlead.model.snapshot import Snapshot
 from fairlead.parse.tokens import TokenEstimator
-from fairlead.route.models import Catalogue, Refusal, applied
+from fairlead.route.models import Catalogue, Refusal, applied, unnamed
 from fairlead.schedule.cycle import Context
 from fairlead.schedule.framework import Pick, Policy
 from fairlead.schedule.parking import TIMER as REMOTE_TIMER
@@ -118,7 +117,7 @@ class Pipeline:
         now = self._clock.time()
         found = self.models.resolve(event.request, self._rng)
         if isinstance(found, Refusal):
-            return self._unnamed(event.request, found, now)
+            return unnamed(event.request, found, now, self.policy.name)
         request = applied(event.request, found)
         if self.desk is not None:
             return self._admitted(self.desk, request, now)
@@ -213,19 +212,6 @@ class Pipeline:
             evictable=self.desk is not None and self.desk.may_evict(request),
         )
         return [route, decided(request, pick, self.fleet, now, self.policy.name, lease, queued_ms), *shown]
-
-    def _unnamed(self, request: Request, why: Refusal, now: float) -> list[Instruction]:
-        """Nobody defined the model."""
-        reject = Reject(
-            request_id=request.id,
-            status=why.status,
-            reason=why.code,
-            message=why.message,
-            api=request.api,
-            param=why.param,
-        )
-        record = DecisionRecord(request=request, at=now, policy=self.policy.name, outcome=why.code, status=why.status)
-        return [reject, Record(record)]
 
     def _choose(self, request: Request, now: float, policy: Policy | None = None) -> Pick:
         policy = policy or self.policy

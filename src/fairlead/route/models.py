@@ -27,7 +27,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from fairlead.model.decision import DecisionRecord
 from fairlead.model.inference import CRITICALITY, InferenceModel, ModelRules, ModelSet, Target
+from fairlead.model.instructions import Instruction, Record, Reject
 from fairlead.model.request import PrefixChain, Request
 
 #: Names in an error message.
@@ -58,6 +60,20 @@ class Refusal(Struct, frozen=True):
     code: str
     message: str
     param: str = "model"
+
+
+def unnamed(request: Request, why: Refusal, now: float, policy: str) -> list[Instruction]:
+    """Nobody defined the model: the answer, and the record of it."""
+    reject = Reject(
+        request_id=request.id,
+        status=why.status,
+        reason=why.code,
+        message=why.message,
+        api=request.api,
+        param=why.param,
+    )
+    record = DecisionRecord(request=request, at=now, policy=policy, outcome=why.code, status=why.status)
+    return [reject, Record(record)]
 
 
 def applied(request: Request, found: Resolution) -> Request:
