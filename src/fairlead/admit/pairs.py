@@ -8,12 +8,9 @@ from numpy.typing import NDArray
 
 from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.predictor import LEAST_USAGE
+from fairlead.fleet.predictor import FULL_FROM, FULL_SLOPE, LEAST_USAGE, PASSING
 from fairlead.fleet.rates import PRIOR, STEP_TOKENS
 
-#: Share of the KV capacity from which memory has a price, the inverse of the range over which it rises, and how much a
-#: request that is still to come counts beside one that waits; as in the policy `cost-model`.
-FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
 _STEP_MS = scalar(PRIOR.c_pf * STEP_TOKENS)
 
 

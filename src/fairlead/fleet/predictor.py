@@ -52,6 +52,9 @@ LONG_STRETCH = 5 * STEP_TOKENS
 LEAST_USAGE = 0.1
 #: KV utilisation above which who waits, waits for memory: one goes in for each answer that ends.
 FULL = 0.98
+#: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
+#: that is still to come counts beside one that waits already.
+FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
 #: KV utilisation above which stretches may contain waits for memory and do not teach rates.
 CROWDED = 0.9
 #: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory.

@@ -5,8 +5,8 @@ import pytest
 
 from fairlead.admit.binding import AGEING, LOOK_S, PATIENCE_MS, PairBinder
 from fairlead.admit.framework import Waiting
-from fairlead.admit.pairs import FULL_FROM
 from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.predictor import FULL_FROM
 from fairlead.fleet.prefix import ChainHasher
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.request import Request

@@ -27,11 +27,12 @@ from msgspec import Meta
 
 from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
 from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.predictor import FULL_FROM, FULL_SLOPE, PASSING
 from fairlead.model.decision import Trace
 from fairlead.model.request import Request
 from fairlead.plugins.params import Params
 from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.plugins.policies.cost_of_few import FEW, FULL_FROM, FULL_SLOPE, PASSING, CostOfFew
+from fairlead.plugins.policies.cost_of_few import FEW, CostOfFew
 from fairlead.plugins.policies.ranked import Ranked
 from fairlead.schedule.cycle import Context, Cycle
 from fairlead.schedule.forecasts import estimate

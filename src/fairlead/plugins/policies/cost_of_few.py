@@ -17,13 +17,11 @@ from random import Random
 
 from fairlead.fleet.columns import FloatColumn
 from fairlead.fleet.fleet import Fleet
+from fairlead.fleet.predictor import FULL_FROM, FULL_SLOPE, PASSING
 from fairlead.fleet.rates import PRIOR, STEP_TOKENS
 
 #: Slots up to which the loop is the faster one.
 FEW = 16
-#: Share of the KV capacity from which memory has a price, the inverse of the range over which it rises, and how much a
-#: request that is still to come counts beside one that waits already.
-FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
 
 _C_0, _C_SEQ, _C_KV, _C_PF, _C_ATTN = PRIOR.c0, PRIOR.c_seq, PRIOR.c_kv, PRIOR.c_pf, PRIOR.c_attn
 _HALF_ATTN = 0.5 * _C_ATTN
