@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,10 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
             page = await answer.json()
         async with session.get(f"{running.admin}/debug/decisions/nobody.ffff") as answer:
             assert answer.status == 404
-        while "ended" not in [kind for kind, _, _ in one_run(running.journal).items()]:
+        written = Counter[str]()
+        while (written["decided"], written["ended"]) != (REQUESTS, REQUESTS):
             await asyncio.sleep(0.05)
+            written = Counter(kind for kind, _, _ in one_run(running.journal).items())
         async with session.get(f"{running.admin}/metrics") as answer:
             metrics = await answer.text()
     assert 'fairlead_journal_lost_total{why="busy"} 0' in metrics
