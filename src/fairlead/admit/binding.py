@@ -61,7 +61,7 @@ PATIENCE = 0.02
 HITS_AGE = 1.0
 #: Requests looked up anew in one choice; the others are judged by what was known. An endpoint that joins or changes
 #: makes all of them be looked up, in several choices if they are more than `LOOKUPS`.
-REFRESHES, LOOKUPS = 8, 16
+REFRESHES, LOOKUPS = 8, 10
 #: Timers and waits are floats: a look that comes an instant too early would be in vain.
 _MILLISECOND = 1e-3
 #: Seconds until the next look at who waits for less load or for memory, if nothing happens: scrapes tell of memory,

@@ -36,7 +36,7 @@ from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
 
 #: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
-PAIRS, FEWEST = 2400, 16
+PAIRS, FEWEST = 2048, 16
 #: Requests that are taken out and told so in one call: 0.05 ms each, all in all.
 REFUSALS = 16
 

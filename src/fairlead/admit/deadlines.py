@@ -4,14 +4,16 @@ A heap would keep those that left until their time comes, or hold everybody up w
 whose time comes next is sorted, once; most of it is in order already, as requests came.
 """
 
-from bisect import insort
+from bisect import bisect_left
 from heapq import heappop, heappush
 from math import inf
+from operator import attrgetter
 
 from fairlead.admit.framework import Waiting
 
 #: Buckets per second.
 _PER_SECOND = 8
+_deadline = attrgetter("deadline")
 
 
 class Deadlines:
@@ -21,9 +23,12 @@ class Deadlines:
         self._buckets: dict[int, dict[int, Waiting]] = {}
         #: Keys of `_buckets`, and of some that are gone by now.
         self._keys: list[int] = []
-        #: The bucket that is next: its key, and (-deadline, -number) of its members and some that left, the next last.
+        #: The bucket that is next: its key, and negative deadlines and numbers of its members and some that left, the
+        #: next last. No tuples, for thousands of them would call the cycle collector; and no members, for thousands of
+        #: them would die in one call.
         self._next = -1
-        self._order: list[tuple[float, int]] = []
+        self._times: list[float] = []
+        self._numbers: list[int] = []
 
     def add(self, waiting: Waiting) -> None:
         if waiting.deadline == inf:
@@ -35,7 +40,9 @@ class Deadlines:
             heappush(self._keys, key)
         bucket[waiting.number] = waiting
         if key == self._next:
-            insort(self._order, (-waiting.deadline, -waiting.number))
+            place = bisect_left(self._times, -waiting.deadline)
+            self._times.insert(place, -waiting.deadline)
+            self._numbers.insert(place, waiting.number)
 
     def remove(self, waiting: Waiting) -> None:
         if waiting.deadline == inf:
@@ -58,11 +65,14 @@ class Deadlines:
         bucket = self._buckets[keys[0]]
         if keys[0] != self._next:
             self._next = keys[0]
-            self._order = [(-waiting.deadline, -number) for number, waiting in reversed(bucket.items())]
-            self._order.sort()
-        while -self._order[-1][1] not in bucket:
-            self._order.pop()
-        return bucket[-self._order[-1][1]]
+            members = sorted(bucket.values(), key=_deadline)  # of equal ones who came first is first
+            members.reverse()
+            self._times = [-waiting.deadline for waiting in members]
+            self._numbers = [waiting.number for waiting in members]
+        while self._numbers[-1] not in bucket:
+            self._numbers.pop()
+            self._times.pop()
+        return bucket[self._numbers[-1]]
 
     def members(self) -> set[int]:
         """Numbers of all that are kept."""

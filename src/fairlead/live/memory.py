@@ -15,7 +15,7 @@ def settle_memory() -> None:
     10,000 requests queue up). Older ones are as rarely looked at as ever."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 500, 40)
+    gc.set_threshold(5_000, 50, 400)
 
 
 def keep_heap() -> None:
