@@ -67,7 +67,8 @@ def _section(summary: Summary, regret: Rows, run: Run, plots: Sequence[str]) -> 
     lines = [
         f"`make quality TRACES=directory` — {len(policies)} policies, {len(summary)} scenarios, {run.seeds} "
         f"seed{'s' * (run.seeds > 1)}: {run.cells} simulations in {run.cpu_minutes:.0f} CPU minutes. 8 servers of",
-        f"Qwen3-32B on two H100 each; the Mooncake conversation and Azure code traces are {traces}.",
+        "Qwen3-32B on two H100 each (`headline-70b-20`: Llama 3.1 70B on four);",
+        f"the Mooncake conversation and Azure code traces are {traces}.",
         "What the scenarios are: [workloads.md](workloads.md); what the policies do: [policies.md](policies.md).",
         "Bold: best of all policies (or within 0.5 %); a star: some requests were shed or failed.",
         "",

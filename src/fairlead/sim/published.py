@@ -27,8 +27,9 @@ PAUSE_S = 250.0
 STAGES = {20.0: 38.0, 40.0: 38.0, 60.0: 25.0}
 
 
-def stage(rate: float, seconds: float) -> Scenario:
-    """One stage behind the one that warms the caches; only the former is counted."""
+def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
+    """One stage behind the one that warms the caches; only the former is counted. `preset`: other servers than the
+    published ones, with the memory that they have."""
     spec = SharedPrefix()
     first, lasts = WARM_UP_STAGE
     warm, counted = int(first * lasts), int(rate * seconds)
@@ -38,10 +39,12 @@ def stage(rate: float, seconds: float) -> Scenario:
     arrivals += [begin + at for at in times(poisson(rate), rng, count=counted)]
     made = shared_prefix(spec, rate=rate, count=warm + counted)
     records = [structs.replace(r, arrival_us=int(at * 1e6)) for r, at in zip(made.records, arrivals, strict=True)]
+    size = spec.block_size
+    servers = replicas(8, preset, block_size=size) if preset else replicas(8, block_size=size, kv_tokens=KV_TOKENS)
     return Scenario(
         name=f"headline-stage-{rate:g}",
         workload=Workload(name="shared-prefix-stage", records=records),
-        replicas=replicas(8, block_size=spec.block_size, kv_tokens=KV_TOKENS),
+        replicas=servers,
         counted_from_s=begin,
     )
 
@@ -50,4 +53,6 @@ PUBLISHED: dict[str, Callable[[], Scenario]] = {
     **{f"headline-stage-{rate:g}": partial(stage, rate, seconds) for rate, seconds in STAGES.items()},
     # The same memory and warm caches under a load that lasts: about what the servers bear.
     "headline-steady-16": partial(stage, 16.0, 1200.0),
+    # Where a prompt costs more in comparison with an answer, and the answers fit into the memory.
+    "headline-70b-20": partial(stage, 20.0, 600.0, "llama-70b-h100-tp4"),
 }
