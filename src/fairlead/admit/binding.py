@@ -134,12 +134,11 @@ class PairBinder:
     ) -> tuple[FloatColumn, FloatColumn, FloatColumn]:
         """Of each pair of a request and an open slot: its cost, what the best other endpoint would save of computing
         and of memory, and the most that is gained by waiting, be it for that, for load or for memory."""
-        table, rates = fleet.table, fleet.predictor.rates
-        prior, running = rates.prior, table.active
+        table, predictor = fleet.table, fleet.predictor
         own = np.array([k.own for k in known])
         uncached = np.array([k.uncached for k in known])
-        step = rates.step * (prior.c0 + prior.c_seq * running + prior.c_kv * table.kv_tokens)
-        load = own * (1.0 + INTERFERENCE * running) + step * (1.0 + DECODE * fleet.predictor.answer_steps)
+        load = own * (1.0 + INTERFERENCE * table.active)
+        load += predictor.steps() * (1.0 + DECODE * predictor.answer_steps)
         whole = load + ahead(fleet, now)
         used = promised(fleet)
         prices = memory_prices(uncached, used, fleet)

@@ -6,12 +6,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from fairlead.fleet.columns import BoolColumn, FloatColumn, scalar
+from fairlead.fleet.columns import BoolColumn, FloatColumn
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.predictor import FULL_FROM, FULL_SLOPE, LEAST_USAGE, PASSING
-from fairlead.fleet.rates import PRIOR, STEP_TOKENS
-
-_STEP_MS = scalar(PRIOR.c_pf * STEP_TOKENS)
 
 
 def promised(fleet: Fleet) -> FloatColumn:
@@ -21,13 +18,11 @@ def promised(fleet: Fleet) -> FloatColumn:
 
 
 def ahead(fleet: Fleet, now: float) -> FloatColumn:
-    """Until each endpoint has computed the prompts that were sent there, at most one step of the first being done."""
-    table, rates = fleet.table, fleet.predictor.rates
-    if not np.count_nonzero(table.queued_tokens):
-        return np.zeros(len(table))
-    done = np.minimum(now * 1e3 - table.prefill_since_ms, _STEP_MS * rates.prefill)
-    left = np.maximum(rates.prefill * table.queued_ms - done, 0.0)
-    return np.where(table.queued_tokens > 0.0, left, 0.0)
+    """Until each endpoint has computed the prompts that were sent there; 0 where none are."""
+    queued = fleet.table.queued_tokens
+    if not np.count_nonzero(queued):
+        return np.zeros(len(queued))
+    return np.where(queued > 0.0, fleet.predictor.ahead(now), 0.0)
 
 
 def room_waits(uncached: FloatColumn, used: FloatColumn, fleet: Fleet, slots: NDArray[np.intp]) -> FloatColumn | None:

@@ -132,25 +132,32 @@ class Predictor:
         else:
             uncached = np.maximum(scalar(prompt) - hit, _ONE)
             prefill = rates.prefill * (uncached * (scalar(_C_PF + _C_ATTN * prompt) - _HALF_ATTN * uncached))
-        running, queued = table.active, table.queued_tokens
-        step = rates.step * (_C_0 + _C_SEQ * running + _C_KV * table.kv_tokens)
-        ahead = queued + uncached
-        ttft = prefill + step * (np.ceil(_PER_STEP * ahead) + _HALF)
-        if np.count_nonzero(queued):
-            done = np.minimum(scalar(now * 1e3) - table.prefill_since_ms, _STEP_MS * rates.prefill)
-            ttft += np.maximum(rates.prefill * table.queued_ms - done, _ZERO)
-        used = table.kv + ahead * table.per_capacity
+        step = self.steps()
+        tokens = table.queued_tokens + uncached
+        ttft = prefill + step * (np.ceil(_PER_STEP * tokens) + _HALF)
+        if np.count_nonzero(table.queued_tokens):
+            ttft += self.ahead(now)
+        used = table.kv + tokens * table.per_capacity
         return Estimate(uncached, prefill, step, self.kappa * ttft, used)
+
+    def steps(self) -> FloatColumn:
+        """S of each endpoint."""
+        table = self._table
+        steps: FloatColumn = self.rates.step * (_C_0 + _C_SEQ * table.active + _C_KV * table.kv_tokens)
+        return steps
+
+    def ahead(self, now: float) -> FloatColumn:
+        """Q of each endpoint. Only where something is queued does it say anything."""
+        table, prefill = self._table, self.rates.prefill
+        done = np.minimum(scalar(now * 1e3) - table.prefill_since_ms, _STEP_MS * prefill)
+        ahead: FloatColumn = np.maximum(prefill * table.queued_ms - done, _ZERO)
+        return ahead
 
     def parts(self, terms: Estimate, now: float) -> tuple[FloatColumn, FloatColumn, FloatColumn]:
         """What `Estimate.ttft` is made of: the own prompt, the prompts before it, the steps that both share."""
-        table, rates = self._table, self.rates
+        table = self._table
         own = self.kappa * terms.prefill
-        done = np.minimum(now * 1e3 - table.prefill_since_ms, _STEP_MS * rates.prefill)
-        ahead = np.maximum(rates.prefill * table.queued_ms - done, _ZERO)
-        if not np.count_nonzero(table.queued_tokens):
-            ahead = np.zeros(len(table))
-        queue = self.kappa * ahead
+        queue = self.kappa * (self.ahead(now) if np.count_nonzero(table.queued_tokens) else np.zeros(len(table)))
         steps = self.kappa * terms.step * (np.ceil(_PER_STEP * (table.queued_tokens + terms.uncached)) + _HALF)
         return own, queue, steps
 

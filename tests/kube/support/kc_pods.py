@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections import Counter
+from typing import Self
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -13,24 +14,15 @@ from h2.exceptions import ProtocolError
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
 
 
-class PodServer:
-    """Answers completions with the model it was asked for, and keeps count. `delay`: seconds per answer."""
+class _Server:
+    """Listens at an address, and ends its connections when it stops. `port` 0 = a free one."""
 
-    def __init__(self, address: str, port: int, delay: float = 0.0) -> None:
+    def __init__(self, address: str, port: int = 0) -> None:
         self.address = address
         self.port = port
-        self.delay = delay
-        self.models: Counter[str] = Counter()
-        #: When the last completion came in, by the loop's clock.
-        self.last_at = 0.0
-        self.open = 0
         self._writers: set[asyncio.StreamWriter] = set()
 
-    @property
-    def served(self) -> int:
-        return sum(self.models.values())
-
-    async def start(self) -> "PodServer":
+    async def start(self) -> Self:
         self._server = await asyncio.start_server(self._serve, self.address, self.port, limit=1 << 22)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -41,6 +33,25 @@ class PodServer:
             writer.transport.abort()
         while self._writers:
             await asyncio.sleep(0.01)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection; its writer is among `_writers` for as long."""
+
+
+class PodServer(_Server):
+    """Answers completions with the model it was asked for, and keeps count. `delay`: seconds per answer."""
+
+    def __init__(self, address: str, port: int, delay: float = 0.0) -> None:
+        super().__init__(address, port)
+        self.delay = delay
+        self.models: Counter[str] = Counter()
+        #: When the last completion came in, by the loop's clock.
+        self.last_at = 0.0
+        self.open = 0
+
+    @property
+    def served(self) -> int:
+        return sum(self.models.values())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -102,26 +113,12 @@ async def pod_servers(count: int, delay: float = 0.0) -> list[PodServer]:
     raise AssertionError("no port is free at all addresses")
 
 
-class H2Pod:
+class H2Pod(_Server):
     """A model server that takes cleartext HTTP/2 only. `served`: completions."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
-        self.port = 0
+        super().__init__(address)
         self.served = 0
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def start(self) -> "H2Pod":
-        self._server = await asyncio.start_server(self._serve, self.address, 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def stop(self) -> None:
-        self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
-        while self._writers:
-            await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
