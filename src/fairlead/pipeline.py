@@ -165,7 +165,10 @@ class Pipeline:
         for one in over:
             self.fleet.unreserve(one.request.id)
             queued_ms = one.room.queued_ms(now) if one.room is not None else 0.0
-            instructions += self._settle(one.request, one.pick or self._instead(one, now), now, queued_ms)
+            pick = one.pick or self._instead(one, now)
+            if pick.second < 0 and one.room is not None:
+                pick.second = one.room.second(pick.slot, self.fleet)
+            instructions += self._settle(one.request, pick, now, queued_ms)
         return instructions
 
     def _instead(self, one: Decided, now: float) -> Pick:
@@ -181,7 +184,7 @@ class Pipeline:
         """A request that waited goes now."""
         assert self.desk is not None
         waiting, by = bound.waiting, self.desk.policy
-        pick = Pick(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=by)
+        pick = Pick(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=by, second=bound.second)
         if self.parking is not None:
             room = Room(self.desk.opened(self.fleet, now), waiting.since, waiting.deadline, pick, waited=True)
             asked = self._ask(waiting.request, now, room)

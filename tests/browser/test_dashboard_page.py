@@ -163,6 +163,22 @@ async def test_a_run_seen_in_a_browser(run: Run, browser: Browser, axe: str) -> 
     await page.close()
 
 
+NOTICES = "document.querySelectorAll('#notices li').length"
+#: Over three seconds: how far things moved, and which.
+MOVED = """new Promise((resolve) => {
+  const moved = {sum: 0, what: []};
+  const rect = (r) => `${r.x},${r.y} ${r.width}x${r.height}`;
+  const told = (s) => `${s.node?.id || s.node?.nodeName} ${s.node?.textContent?.slice(0, 40)}: `
+    + `${rect(s.previousRect)} -> ${rect(s.currentRect)}`;
+  const watch = new PerformanceObserver((list) => list.getEntries().forEach((one) => {
+    moved.sum += one.value;
+    moved.what.push([one.value, ...one.sources.map(told)]);
+  }));
+  watch.observe({type: "layout-shift"});
+  setTimeout(() => { watch.disconnect(); resolve(moved); }, 3000);
+})"""
+
+
 async def _counts_while_running(run: Run, page: Page) -> None:
     """What the page says lies between the metrics of just before and just after."""
     before = await run.metrics()
@@ -186,16 +202,14 @@ async def _comes_every_second(page: Page) -> None:
 
 
 async def _stands_still(page: Page) -> None:
-    """Numbers change in their places: the layout does not move (0.1 is what browsers call good for a whole visit)."""
-    moved = await page.run(
-        """new Promise((resolve) => {
-          let sum = 0;
-          const watch = new PerformanceObserver((list) => list.getEntries().forEach((one) => { sum += one.value; }));
-          watch.observe({type: "layout-shift"});
-          setTimeout(() => { watch.disconnect(); resolve(sum); }, 3000);
-        })"""
-    )
-    assert moved < 0.02
+    """Numbers change in their places: the layout does not move (0.1 is what browsers call good for a whole visit). A
+    notice that comes or goes may move it: a machine that has too much to do has something to say."""
+    for _ in range(5):
+        before = await page.run(NOTICES)
+        moved = await page.run(MOVED)
+        if before == await page.run(NOTICES):
+            break
+    assert moved["sum"] < 0.02, moved["what"]
 
 
 async def _explains(page: Page, axe: str) -> None:

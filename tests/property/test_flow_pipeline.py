@@ -51,7 +51,9 @@ class Answer:
     def __init__(self, machine: "Machine", number: int) -> None:
         self._machine, self._number = machine, number
 
-    def route(self, endpoint, *_, **__) -> None:
+    def route(self, endpoint, target="", shown="", prefill="", second="") -> None:
+        alive = {there.address for _, there in self._machine.pipeline.fleet.table.slots()}
+        assert not second or second in alive
         self._machine.answers[self._number] += 1
         self._machine.routed.append(self._number)
 

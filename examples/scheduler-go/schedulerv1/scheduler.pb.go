@@ -1382,7 +1382,7 @@ type Pick struct {
 	Score float64 `protobuf:"fixed64,4,opt,name=score,proto3" json:"score,omitempty"`
 	// With OUTCOME_REFUSED, for the client.
 	Reason string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
-	// Others, the best first: taken where `endpoint` has left in the meantime.
+	// Others, the best first: taken where `endpoint` has left in the meantime, or where no connection to it can be made.
 	Alternatives []*Alternative `protobuf:"bytes,6,rep,name=alternatives,proto3" json:"alternatives,omitempty"`
 	// Id of the endpoint that computes the prompt; empty = the same.
 	Prefill string `protobuf:"bytes,7,opt,name=prefill,proto3" json:"prefill,omitempty"`

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from fairlead.admit.control import Bound
 from fairlead.admit.framework import Waiting
-from fairlead.admit.pairs import ahead, memory_prices, promised, room_waits, saved_elsewhere, with_memory
+from fairlead.admit.pairs import ahead, memory_prices, promised, room_waits, saved_elsewhere, soonest, with_memory
 from fairlead.fleet.columns import BoolColumn, FloatColumn, top
 from fairlead.fleet.fleet import Fleet
 from fairlead.model.request import Request
@@ -120,7 +120,7 @@ class PairBinder:
         cost[better > bound] = inf
         row, column = divmod(int(cost.argmin()), len(slots))
         if cost[row, column] < inf:
-            return self._bound(window[row], known[row], int(slots[column]), now)
+            return self._bound(window[row], known[row], int(slots[column]), fleet, slots, now)
         if np.count_nonzero(saved <= bound):
             # Nobody waits for a prefix alone: load and memory change without an event of their own.
             again = min(again, now + LOOK_S)
@@ -210,14 +210,17 @@ class PairBinder:
         known.own = np.where(able, own, inf)
         known.saved = saved_elsewhere(known.own[None, :])[0]
 
-    def _bound(self, waiting: Waiting, known: _Known, slot: int, now: float) -> Bound:
+    def _bound(
+        self, waiting: Waiting, known: _Known, slot: int, fleet: Fleet, slots: NDArray[np.intp], now: float
+    ) -> Bound:
         request = waiting.request
         if request.prefix.hashes:
             if len(self._departed) >= _REMEMBERED:
                 self._departed.clear()
             self._departed[request.prefix.hashes[0]] = now
+        other = soonest(known.own + ahead(fleet, now), slot, slots)
         hits, prompt = known.hits, max(request.prompt_tokens, 1)
         if hits is None:
-            return Bound(waiting, slot, float(prompt))
+            return Bound(waiting, slot, float(prompt), second=other)
         here = float(hits[slot])
-        return Bound(waiting, slot, max(prompt - here, 1.0), here / prompt, top(hits) / prompt)
+        return Bound(waiting, slot, max(prompt - here, 1.0), here / prompt, top(hits) / prompt, other)

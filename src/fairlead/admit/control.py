@@ -65,6 +65,8 @@ class Bound(Struct, frozen=True):
     #: Share of the prompt believed to be cached there, and the best share anywhere.
     hit_share: float = 0.0
     best_share: float = 0.0
+    #: Who gets it if no connection to `slot` can be made; -1 = nobody.
+    second: int = -1
 
 
 class Binder(Protocol):

@@ -74,3 +74,12 @@ def least_elsewhere(own: FloatColumn) -> FloatColumn:
     elsewhere = np.repeat(own[rows, best][:, None], own.shape[1], axis=1)
     elsewhere[rows, best] = others.min(axis=1)
     return elsewhere
+
+
+def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
+    """The slot with the least of `work`, one row, beside one of them: an open one if there is any; -1 = none."""
+    work[besides] = np.inf
+    slot = int(opened[work[opened].argmin()])
+    if work[slot] == np.inf:
+        slot = int(work.argmin())
+    return slot if work[slot] < np.inf else -1

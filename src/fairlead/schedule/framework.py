@@ -48,6 +48,8 @@ class Pick(Struct):
     trace: Trace | None = None
     #: Who decided, where a policy has others decide for it; empty = the policy that was asked.
     by: str = ""
+    #: Who gets it if no connection to `slot` can be made; -1 = the runner-up of `trace`, if there is one.
+    second: int = -1
 
 
 class Policy(Protocol):

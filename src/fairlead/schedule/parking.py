@@ -1,5 +1,6 @@
 """Requests that wait for the answer of a scheduler in another process; the rules are those of `remote`."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import cast
 
@@ -228,15 +229,27 @@ def _believed(parked: Question, pick: RemotePick, fleet: Fleet, now: float) -> t
     if fleet.table.ids is not parked.ids:  # endpoints came, went or changed: slots may be others now
         able = parked.policy.able(parked.request, fleet, now)
     gone = True
-    for rank, name in enumerate((pick.endpoint, *(name for name, _ in pick.alternatives))):
+    names = pick.endpoint, *(name for name, _ in pick.alternatives)
+    for rank, name in enumerate(names):
         slot = fleet.table.slot(name)
         if slot is None:
             gone = gone and name in parked.ids
         elif able is None or able[slot]:
-            return _pick(parked, slot, pick.prefill, fleet), "alternative" if rank else ""
+            found = _pick(parked, slot, pick.prefill, fleet)
+            found.second = _second(found, names[rank + 1 :], able, fleet)
+            return found, "alternative" if rank else ""
         else:
             gone = gone and fleet.table.ids is not parked.ids
     return None, "gone" if gone else "invalid"
+
+
+def _second(pick: Pick, names: Sequence[str], able: BoolColumn | None, fleet: Fleet) -> int:
+    """The first of these alternatives that is there and can serve it; -1 = none."""
+    for name in names:
+        slot = fleet.table.slot(name)
+        if slot is not None and slot not in (pick.slot, pick.prefill_slot) and (able is None or able[slot]):
+            return slot
+    return -1
 
 
 def _pick(parked: Question, slot: int, prefill: str, fleet: Fleet) -> Pick:

@@ -32,8 +32,8 @@ class Room(Struct):
     pick: Pick | None = None
     #: It has waited in a queue, and `pick` was chosen for it.
     waited: bool = False
-    #: Who held the slot then.
-    endpoint: str = ""
+    #: Who held which slot then.
+    ids: tuple[str, ...] = ()
 
     @property
     def slot(self) -> int:
@@ -48,15 +48,25 @@ class Room(Struct):
         """Find the place. `able`: where it may be. False = what was chosen is not among these."""
         pick = self.pick = self.pick or _soonest(request, fleet, hits, able)
         pick.by = pick.by or by
-        self.endpoint = fleet.table.ids[pick.slot]
+        self.ids = fleet.table.ids
         return able is None or bool(able[pick.slot])
 
     def kept(self, fleet: Fleet) -> Pick | None:
         """The place, if the endpoint is still there."""
         pick, ids = self.pick, fleet.table.ids
-        if pick is None or pick.slot >= len(ids) or not self.endpoint or ids[pick.slot] != self.endpoint:
+        if pick is None or ids is self.ids:
+            return pick if self.ids else None
+        slot = pick.slot
+        if slot >= min(len(ids), len(self.ids)) or ids[slot] != self.ids[slot]:
             return None
+        pick.second = -1  # it may have left
         return pick
+
+    def second(self, slot: int, fleet: Fleet) -> int:
+        """Who gets a request that waited, and was then sent to `slot`, if nobody is reached there: whom late binding
+        had in mind; -1 = nobody."""
+        pick = self.kept(fleet) if self.waited else None
+        return -1 if pick is None else pick.slot if pick.slot != slot else pick.second
 
 
 def _soonest(request: Request, fleet: Fleet, hits: FloatColumn | None, able: BoolColumn | None) -> Pick:

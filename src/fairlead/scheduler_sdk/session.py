@@ -23,6 +23,7 @@ from fairlead.model.errors import ProtocolError
 from fairlead.model.remote import Outcome, RemotePick
 from fairlead.schedule.cycle import Context
 from fairlead.schedule.framework import Pick, Policy
+from fairlead.schedule.second import runner_up
 from fairlead.scheduler_sdk.simple import PASSED
 from fairlead.wire.grpc_frames import Status
 from fairlead.wire.scheduler import COLUMNS, Answer, Ask, Asked, Batch, Picks, State, Welcome
@@ -109,7 +110,7 @@ class Session:
         self._batch = batch.number
         self._stats.batches += 1
         self._stats.requests += len(batch.requests)
-        context = Context(batch.now, self._rng, trace=False)
+        context = Context(batch.now, self._rng)
         picks = tuple(self._pick(one, context) for one in batch.requests)
         self._fleet.hits.clear()
         self._stream.send(encode_answer(Answer(picks=Picks(batch=batch.number, picks=picks))))
@@ -144,6 +145,9 @@ class Session:
             raise IndexError(f"slot {pick.slot} has no endpoint")
         hits = fleet.hits.get(request.id)
         share = 0.0 if hits is None else float(hits[pick.slot])
+        second = runner_up(pick, fleet.table)
         fleet.take(request, pick.slot, share, asked.expected_output, self._batch)
         other = fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
-        return RemotePick(request.id, Outcome.PICKED, endpoint.id, prefill=other.id if other else "")
+        alternatives = ((fleet.table.ids[second], 0.0),) if second >= 0 else ()
+        prefill = other.id if other else ""
+        return RemotePick(request.id, Outcome.PICKED, endpoint.id, alternatives=alternatives, prefill=prefill)

@@ -11,6 +11,9 @@ from fairlead.model.request import Request
 from fairlead.schedule.cycle import Context
 from fairlead.schedule.framework import Pick
 
+#: An endpoint's id, or several, the best first; `None` or nothing = no opinion.
+Choice = str | Sequence[str] | None
+
 #: `Pick.reason` of "no opinion".
 PASSED = "passed"
 
@@ -38,8 +41,9 @@ class EndpointView(Struct, frozen=True):
 class Scheduler(Protocol):
     """What `fairlead scheduler serve` takes, beside any `Policy`."""
 
-    def pick(self, request: Request, endpoints: Sequence[EndpointView]) -> str | None:
-        """The id of one of the endpoints; `None` = no opinion, Fairlead's own policy decides.
+    def pick(self, request: Request, endpoints: Sequence[EndpointView]) -> Choice:
+        """The id of one of the endpoints, or of several, the best first: the next one gets the request if the first
+        has left or cannot be reached. `None` or nothing = no opinion, Fairlead's own policy decides.
 
         May raise `RefusedRequest`. Anything else that it raises counts as no opinion, and is logged.
         """
@@ -49,7 +53,7 @@ class Scheduler(Protocol):
 class SimplePolicy:
     """A `Policy` that asks a `Scheduler`, or a function of the same arguments."""
 
-    def __init__(self, pick: Callable[[Request, Sequence[EndpointView]], str | None], name: str) -> None:
+    def __init__(self, pick: Callable[[Request, Sequence[EndpointView]], Choice], name: str) -> None:
         self.name = name
         self._pick = pick
 
@@ -58,15 +62,16 @@ class SimplePolicy:
 
     def _choose(self, request: Request, fleet: Fleet, context: Context) -> Pick:
         try:
-            name = self._pick(request, views(request, fleet, context.now))
+            chosen = self._pick(request, views(request, fleet, context.now))
         except RefusedRequest as why:
             return Pick(-1, reason="refused", message=str(why))
-        if name is None:
+        names = [chosen] if isinstance(chosen, str) else chosen
+        if not names:
             return Pick(-1, reason=PASSED)
-        slot = fleet.table.slot(name)
+        slot, *others = map(fleet.table.slot, names)
         if slot is None:
-            raise ValueError(f"pick returned {name!r}, which is no endpoint")
-        return Pick(slot)
+            raise ValueError(f"pick returned {names[0]!r}, which is no endpoint")
+        return Pick(slot, second=next((other for other in others if other not in (slot, None)), -1))
 
 
 def views(request: Request, fleet: Fleet, now: float) -> list[EndpointView]:

@@ -282,3 +282,24 @@ def test_work_that_nobody_can_do_is_infinite(fleet, queue):
     nobody = binder(lambda request, fleet, now: np.zeros(len(fleet.table), dtype=np.bool_))
     assert nobody.look(queue(100).request, fleet, NOW)[0] == inf
     assert nobody.look(queue(100).request, Fleet(), NOW)[0] == 100, "somebody may come who can"
+
+
+def test_the_second_choice_is_who_computes_the_prompt_soonest(fleet, queue):
+    text = bytes(range(256)) * 100
+    fleet.charge(queue(6000, text=text).request, 2, NOW - 10, 0, 10)
+    fleet.ledger.release(1)
+    pairs = binder()
+    assert pairs.bind([queue(6000, text=text)], fleet, ALL, NOW).second == 0, "alike: the first"
+    fleet.charge(queue(9000).request, 0, NOW, 0, 10)
+    assert pairs.bind([queue(6000, text=text)], fleet, ALL, NOW).second == 1, "e0 has a prompt to compute"
+    late = queue(6000, NOW - 60.0, text=text)
+    only = pairs.bind([late], fleet, np.array([True, False, False]), NOW)
+    assert (only.slot, only.second) == (0, 2), "nobody else is open: who holds its beginning"
+    open_too = pairs.bind([late], fleet, np.array([True, True, False]), NOW)
+    assert {open_too.slot, open_too.second} == {0, 1}, "somebody else is open"
+
+
+def test_nobody_else_able_is_no_second_choice(fleet, queue):
+    pairs = binder(lambda request, fleet, now: np.array([False, True, False]))
+    bound = pairs.bind([queue(100)], fleet, ALL, NOW)
+    assert (bound.slot, bound.second) == (1, -1)

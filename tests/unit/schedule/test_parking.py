@@ -29,6 +29,7 @@ from fairlead.schedule.canary import Canary
 from fairlead.schedule.parking import MAX_PARKED, Parking
 from fairlead.schedule.remote import REFUSED, RemotePolicy
 from fairlead.testing import SimClock, builders
+from fairlead.testing.clients import Clients
 
 BUDGET = 0.005
 
@@ -48,8 +49,8 @@ class Rig:
         self.driver = Driver(self.pipeline, self.clock, self)
         self.driver.remotes["remote"] = self._asked
         self.asked: list[AskRemote] = []
-        self.routed: dict[int, str] = {}
-        self.rejected: dict[int, Any] = {}
+        self.clients = Clients()
+        self.routed, self.rejected = self.clients.routed, self.clients.rejected
         self.records: list[Any] = []
         self.driver.start()
         self.driver.feed(RemoteUp("remote"))
@@ -65,20 +66,7 @@ class Rig:
 
     def arrive(self, **fields: Any) -> Request:
         request = builders.request("hello", **fields)
-        rig = self
-
-        class Waiting:
-            def route(self, endpoint: Any, *_: str, **__: str) -> None:
-                assert request.id not in {**rig.routed, **rig.rejected}
-                rig.routed[request.id] = endpoint.id
-
-            def reject(self, reject: Any) -> None:
-                assert request.id not in {**rig.routed, **rig.rejected}
-                rig.rejected[request.id] = reject
-
-            def hold(self, seconds: float) -> None: ...
-
-        self.driver.waiting[request.id] = Waiting()
+        self.clients.wait(request, self.driver.waiting)
         self.driver.feed(RequestArrived(request))
         self.pipeline.validate()
         return request
@@ -174,6 +162,30 @@ def test_a_pick_that_cannot_serve_the_request_is_not_believed() -> None:
     request = rig.arrive()
     rig.pick(request, "e0", alternatives=(("e2", 2.0), ("e1", 1.0)))
     assert rig.routed[request.id] == "e1" and rig.policy.stats.alternatives == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "second"),
+    [
+        ({"alternatives": (("e0", 2.0), ("e1", 1.0))}, "e0"),
+        ({"alternatives": (("nobody", 2.0), ("e2", 2.0), ("e1", 1.0))}, "e1"),
+        ({"alternatives": (("e0", 2.0), ("e1", 1.0)), "prefill": "e0"}, "e1"),
+        ({}, None),
+    ],
+)
+def test_its_alternatives_are_the_second_choice(fields: dict[str, Any], second: str | None) -> None:
+    rig = Rig()
+    request = rig.arrive()
+    rig.pick(request, "e2", **fields)
+    addresses = {endpoint.id: endpoint.address for _, endpoint in rig.fleet.table.slots()}
+    assert (rig.routed[request.id], rig.clients.seconds[request.id]) == ("e2", addresses[second] if second else "")
+
+
+def test_an_alternative_that_cannot_serve_the_request_is_no_second_choice() -> None:
+    rig = Rig(lambda request, fleet, now: fleet.table.mask(("two",), lambda slot, one: one.id != "e0"))
+    request = rig.arrive()
+    rig.pick(request, "e2", alternatives=(("e0", 2.0),))
+    assert (rig.routed[request.id], rig.clients.seconds[request.id]) == ("e2", "")
 
 
 def test_where_nobody_is_able_it_is_not_even_asked() -> None:

@@ -11,6 +11,7 @@ from fairlead.fleet.fleet import Fleet
 from fairlead.io.receive.driver import Driver
 from fairlead.model.events import (
     EndpointDown,
+    EndpointUp,
     RemoteDown,
     RemotePicked,
     RemoteUp,
@@ -29,6 +30,7 @@ from fairlead.schedule.breaker import BreakerRules
 from fairlead.schedule.parking import Parking
 from fairlead.schedule.remote import REFUSED, RemotePolicy
 from fairlead.testing import SimClock, builders
+from fairlead.testing.clients import Clients
 
 BUDGET = 0.005
 
@@ -73,8 +75,8 @@ class Rig:
         self.driver = Driver(self.pipeline, self.clock, self)
         self.asked: list[AskRemote] = []
         self.driver.remotes["remote"] = self.asked.append
-        self.routed: dict[int, str] = {}
-        self.rejected: dict[int, Any] = {}
+        self.clients = Clients()
+        self.routed, self.rejected = self.clients.routed, self.clients.rejected
         self.records: list[Any] = []
         self.driver.start()
         if connected:
@@ -88,20 +90,7 @@ class Rig:
 
     def arrive(self, **fields: Any) -> Request:
         request = builders.request("hello", **fields)
-        rig = self
-
-        class Waiting:
-            def route(self, endpoint: Any, *_: str, **__: str) -> None:
-                assert request.id not in {**rig.routed, **rig.rejected}
-                rig.routed[request.id] = endpoint.id
-
-            def reject(self, reject: Any) -> None:
-                assert request.id not in {**rig.routed, **rig.rejected}
-                rig.rejected[request.id] = reject
-
-            def hold(self, seconds: float) -> None: ...
-
-        self.driver.waiting[request.id] = Waiting()  # type: ignore[assignment]
+        self.clients.wait(request, self.driver.waiting)
         self.feed(RequestArrived(request))
         return request
 
@@ -279,6 +268,38 @@ def test_an_endpoint_that_leaves_takes_the_kept_room_with_it() -> None:
     assert rig.fleet.ledger.reserved == set() and len(rig.parking) == 1
     rig.clock.advance(2 * BUDGET)
     assert rig.routed[waiting.id] == "e1" and rig.builtin.asked == 1, "the policy decides: the pair is gone"
+
+
+@pytest.mark.parametrize(
+    ("picked", "alternatives", "second"),
+    [
+        ("e0", (), "e1"),  # where late binding would have sent it, and whom it had in mind
+        ("e0", (("e1", 1.0),), "e1"),
+        (None, (), "e1"),  # late binding decides
+    ],
+)
+def test_one_that_waited_has_a_second_choice(picked: str | None, alternatives: Any, second: str) -> None:
+    rig = Rig()
+    running = rig.full()
+    waiting = rig.arrive()
+    rig.end(running[0])
+    if picked is None:
+        rig.clock.advance(2 * BUDGET)
+    else:
+        rig.pick(waiting, picked, alternatives=alternatives)
+    addresses = {endpoint.id: endpoint.address for _, endpoint in rig.fleet.table.slots()}
+    assert (rig.routed[waiting.id], rig.clients.seconds[waiting.id]) == ("e0", addresses[second])
+
+
+def test_the_second_choice_is_not_who_has_left_meanwhile() -> None:
+    rig = Rig()
+    running = rig.full()
+    waiting = rig.arrive()
+    rig.end(running[0])
+    rig.feed(EndpointDown("e1"))
+    rig.feed(EndpointUp(builders.endpoint("e9")))  # at the slot of e1
+    rig.clock.advance(2 * BUDGET)
+    assert (rig.routed[waiting.id], rig.clients.seconds[waiting.id]) == ("e0", "")
 
 
 def test_those_that_are_asked_for_are_answered_although_the_process_ends() -> None:

@@ -66,6 +66,14 @@ def test_no_reasons_or_nobody_else_is_no_second() -> None:
     assert second(Pick(0, trace=Trace(endpoints=alone.ids, total=[1.0])), alone) == ""
 
 
+def test_who_decided_may_name_it() -> None:
+    fleet = table("a:1", "b:1", "c:1")
+    trace = Trace(endpoints=fleet.table.ids, total=[3.0, 2.0, 1.0])
+    assert second(Pick(0, trace=trace, second=2), fleet.table) == "c:1"
+    assert second(Pick(0, second=1), fleet.table) == "b:1"
+    assert second(Pick(0, prefill_slot=1, second=1), fleet.table) == "", "not who prefills"
+
+
 class Rig:
     def __init__(self, endpoints: int = 3) -> None:
         self.clock = SimpleNamespace(now=100.0, time=lambda: self.clock.now)

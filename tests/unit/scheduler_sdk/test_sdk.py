@@ -100,6 +100,21 @@ def test_a_simple_scheduler_sees_what_can_serve_the_request() -> None:
     assert [one.id for one in seen[1]] == ["e1"]
 
 
+@pytest.mark.parametrize(
+    ("said", "slots"),
+    [
+        (["e1", "e2", "e0"], (1, 2)),
+        (("e1", "e1", "gone", "e0"), (1, 0)),
+        (["e1"], (1, -1)),
+        ("e1", (1, -1)),
+    ],
+)
+def test_a_simple_scheduler_may_name_several(said: Any, slots: tuple[int, int]) -> None:
+    fleet, context = builders.fleet("e0", "e1", "e2"), Context(1.0, Random(0))
+    pick = SimplePolicy(lambda request, endpoints: said, "p").choose((builders.request(),), fleet, context)[0]
+    assert (pick.slot, pick.second) == slots
+
+
 def test_it_may_pass_refuse_and_fail() -> None:
     fleet, context = builders.fleet(), Context(1.0, Random(0))
     request = builders.request()
@@ -136,6 +151,18 @@ def session(target: str = "round-robin") -> tuple[Session, Stream, SchedulerStat
 
 def endpoints(count: int) -> list[EndpointState]:
     return [EndpointState(slot=i, id=f"e{i}", address=f"10.0.0.{i}:1") for i in range(count)]
+
+
+@pytest.mark.parametrize(("target", "named"), [("cost-model", True), ("{module}:Least", False)])
+def test_the_runner_up_is_told_as_an_alternative(module: str, target: str, named: bool) -> None:
+    one, stream, _ = session(target.format(module=module))
+    one.on_message(encode_ask(Ask(hello=Hello(), state=Dialogue().state(endpoints(2)))))
+    one.on_message(encode_ask(Ask(batch=Batch(number=1, requests=[Asked(request=builders.request("x"))]))))
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None
+    (pick,) = picks.picks
+    other = {"e0": "e1", "e1": "e0"}[pick.endpoint]
+    assert [name for name, _ in pick.alternatives] == [other] * named
 
 
 def test_a_policy_that_raises_has_no_opinion(module: str) -> None:
