@@ -1,12 +1,12 @@
 """What five viewers of the dashboard change for clients: requests while nobody looks and while five do, in turns.
 
-    python bench/dashboard.py [--rate 200] [--slots 72] [--slot 2.5] [--viewers 5] [--endpoints 8]
+    python bench/dashboard.py [--json] [--rate 200] [--slots 72] [--slot 2.5] [--viewers 5] [--endpoints 8]
 
 One scheduler behind one Envoy, one run of load; viewers come and go in slots of some seconds, in the order ABBA, so
 that whatever else the machine does meets both sides alike. A request belongs to the slot in which it was due; the first
 `SETTLE` seconds of a slot count for neither. Latencies are wall-clock milliseconds of whole answers, counted from the
 scheduled arrival; the model servers' answers take no time, so all of it is the way through gateway and scheduler. The
-viewers read everything at once. The interval is a bootstrap over pairs of slots. Prints one JSON object.
+viewers read everything at once. The interval is a bootstrap over pairs of slots.
 """
 
 import argparse
@@ -146,7 +146,7 @@ def interval(nobody: list[list[float]], looked: list[list[float]], share: float)
     return round(ratios[int(0.025 * DRAWS)], 3), round(ratios[int(0.975 * DRAWS)], 3)
 
 
-async def main(options: argparse.Namespace) -> dict[str, Any]:
+async def run(options: argparse.Namespace) -> dict[str, Any]:
     viewers = Viewers(options.viewers)
     with Processes([SIDE], list(range(FIRST_PORT, FIRST_PORT + options.endpoints))) as processes:
         spec = RunSpec(
@@ -156,10 +156,10 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
             arrivals=Poisson(options.rate),
             options=Options(duration_s=options.slots * options.slot + 8.0, read_usage=False, gaps=False, timeout_s=60),
         )
-        run = asyncio.create_task(run_in_process(spec))
+        load = asyncio.create_task(run_in_process(spec))
         await asyncio.sleep(5.0)
         slots = await take_turns(processes, viewers, options.slots, options.slot)
-        result = await run
+        result = await load
     failed = [record.error for record in result.records if record.error or record.status != 200]
     assert not failed, failed[:3]
     sides: dict[bool, list[list[float]]] = {False: [], True: []}
@@ -195,11 +195,38 @@ def summary(slots: list[Slot], latencies: list[list[float]], looking: bool) -> d
     }
 
 
-if __name__ == "__main__":
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"{found['rate_per_s']:g} requests/s, {found['slots']} slots of {found['slot_s']:g} s in turns; "
+        f"{found['viewers']} viewers read {found['events']:,} events, {found['stream_bytes'] / 1e6:.1f} MB\n"
+    )
+    keys = ("requests", "p50_ms", "p95_ms", "p99_ms", "cpu_us_per_request")
+    print(f"{'':<10}" + "".join(f"{key:>20}" for key in keys))
+    for side in ("nobody", "looking"):
+        print(f"{side:<10}" + "".join(f"{found[side][key]:>20,}" for key in keys))
+    low, high = found["p99_ratio_95"]
+    print(f"\np99 with viewers / without: {found['p99_ratio']:.3f} (95 %: {low:.3f} to {high:.3f})")
+    low, high = found["p99_ratio_95_of_nothing"]
+    print(f"of slots without viewers against slots without viewers (95 %): {low:.3f} to {high:.3f}")
+    for one in found["snapshot"]:
+        print("one snapshot: " + ", ".join(f"{key} {value:,}" for key, value in one.items()))
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--slots", type=int, default=72, help="a multiple of four")
-    parser.add_argument("--slot", type=float, default=2.5)
+    parser.add_argument("--slot", type=float, default=2.5, help="seconds")
     parser.add_argument("--viewers", type=int, default=5)
     parser.add_argument("--endpoints", type=int, default=8)
-    print(json.dumps(asyncio.run(main(parser.parse_args())), indent=2))
+    options = parser.parse_args()
+    found = asyncio.run(run(options))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

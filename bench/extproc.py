@@ -1,6 +1,6 @@
 """What scheduling costs: the same requests through the same Envoy without ext_proc, with Fairlead, and with grpc.aio.
 
-    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N]
+    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N] [--requests N]
 
 Sides: `direct` (no ext_proc), `fairlead` (own transport, complete default pipeline, access log included), `grpc_aio`
 (the same behind the grpc.aio transport). `epp_ms` and `envoy_ms` are CPU milliseconds per request by the operating
@@ -104,11 +104,16 @@ def count_syscalls(pid: int, run: Callable[[], None]) -> int:
     return int(total.split()[2 if total.split()[2].isdigit() else 3])
 
 
-async def batch(names: list[str], rounds: int, console: Console, strace: bool) -> dict[str, dict[str, Any]]:
+async def batch(
+    names: list[str], rounds: int, console: Console, strace: bool, most: int = 0
+) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     with Processes(SIDES, PORTS) as processes:
         for name in names:
             spec = SCENARIOS[name]
+            if most:
+                count = min(most, spec.options.requests)
+                spec = structs.replace(spec, options=structs.replace(spec.options, requests=count))
             found: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
             warm = structs.replace(
                 spec, options=structs.replace(spec.options, requests=max(spec.options.requests // 8, 8))
@@ -175,13 +180,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only these")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds per scenario and side")
+    parser.add_argument("--requests", type=int, default=0, help="at most so many per round, for a quick look")
     parser.add_argument("--strace", action="store_true", help="also count system calls (needs strace)")
     arguments = parser.parse_args()
     if arguments.strace and not shutil.which("strace"):
         parser.error("strace is not installed (Debian: apt-get install strace)")
     console = Console(stderr=arguments.json)
     names = arguments.scenario or list(SCENARIOS)
-    results = asyncio.run(batch(names, arguments.rounds, console, arguments.strace))
+    results = asyncio.run(batch(names, arguments.rounds, console, arguments.strace, arguments.requests))
     if arguments.json:
         print(json.dumps(results))
     else:

@@ -1,6 +1,6 @@
 """What the decision journal costs: CPU per request on the event loop's thread, without and with it, warm and cold.
 
-    python bench/journal.py [--requests 4000] [--repeat 5]
+    python bench/journal.py [--json] [--requests 3000] [--repeat 5]
 
 The events of a simulated run (shared-prefix workload, 8 endpoints: 1 arrival, 1 first token and 1 end per request, and
 every tenth scrape, which makes as many per request as at 160 requests per second) are fed through the live driver
@@ -12,9 +12,12 @@ only add.
     snapshots  and the numbers of each decision are taken down (journal.explain)
     taken      and all is put before the writing thread, which is not there
     written    and the thread packs and writes it; its own CPU stands beside
+
+JSON: {"requests", "events", MODE: {"warm_us", "cold_us", "thread_us"}}.
 """
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -123,27 +126,48 @@ def _feed(
     return requests, spent
 
 
+MODES = ("off", "snapshots", "taken", "written")
+
+
+def measure(requests: int, repeat: int) -> dict[str, Any]:
+    settle_memory()  # as the server does
+    feed = events(requests)
+    rows: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="fairlead-journal-") as folder:
+        for _ in range(repeat):
+            for mode in MODES:
+                for cold in (False, True):
+                    rows.setdefault((mode, cold), []).append(run(mode, feed, cold, folder))
+    least = {key: (min(one for one, _ in found), min(two for _, two in found)) for key, found in rows.items()}
+    found: dict[str, Any] = {"requests": sum(type(event) is RequestArrived for _, event in feed), "events": len(feed)}
+    for mode in MODES:
+        (warm, thread), (cold, _) = least[mode, False], least[mode, True]
+        found[mode] = {"warm_us": warm, "cold_us": cold, "thread_us": thread}
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"{found['requests']} requests, {found['events']} events, 8 endpoints")
+    print(f"{'':10} {'warm µs/request':>18} {'added':>8} {'cold µs/request':>18} {'added':>8} {'thread µs':>10}")
+    off = found["off"]
+    for mode in MODES:
+        row = found[mode]
+        warm, cold = row["warm_us"], row["cold_us"]
+        more = warm - off["warm_us"], cold - off["cold_us"]
+        print(f"{mode:10} {warm:18.1f} {more[0]:8.1f} {cold:18.1f} {more[1]:8.1f} {row['thread_us']:10.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
-    settle_memory()  # as the server does
-    feed = events(options.requests)
-    modes = ("off", "snapshots", "taken", "written")
-    print(f"{sum(type(event) is RequestArrived for _, event in feed)} requests, {len(feed)} events, 8 endpoints")
-    print(f"{'':10} {'warm µs/request':>18} {'added':>8} {'cold µs/request':>18} {'added':>8} {'thread µs':>10}")
-    with tempfile.TemporaryDirectory(prefix="fairlead-journal-") as folder:
-        found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-        for _ in range(options.repeat):
-            for mode in modes:
-                for cold in (False, True):
-                    found.setdefault((mode, cold), []).append(run(mode, feed, cold, folder))
-    least = {key: (min(one for one, _ in rows), min(two for _, two in rows)) for key, rows in found.items()}
-    for mode in modes:
-        warm, cold = least[mode, False][0], least[mode, True][0]
-        more = warm - least["off", False][0], cold - least["off", True][0]
-        print(f"{mode:10} {warm:18.1f} {more[0]:8.1f} {cold:18.1f} {more[1]:8.1f} {least[mode, False][1]:10.1f}")
+    found = measure(options.requests, options.repeat)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
 
 
 if __name__ == "__main__":

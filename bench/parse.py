@@ -115,7 +115,7 @@ class Rig:
             self.pipeline.handle(ResponseEnded(request_id=request_id, status=200))
 
 
-def measure_routed(size: int, second: bool, booked: bool, batches: int = 100) -> list[float]:
+def measure_routed(size: int, second: bool, booked: bool, batches: int) -> list[float]:
     """Microseconds per request, of every batch. `second`: the first turn of each conversation was seen."""
     rig = Rig()
     headers = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
@@ -167,15 +167,16 @@ def measure_responses() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    as_json = parser.parse_args().json
+    parser.add_argument("--batches", type=int, default=100, help="per kind of body")
+    options = parser.parse_args()
     routed = {
-        f"chat_{name}{turn}{all_}": measure_routed(SIZES[name], second, booked)
+        f"chat_{name}{turn}{all_}": measure_routed(SIZES[name], second, booked, options.batches)
         for name in ("24kb", "500kb")
         for turn, second in (("", False), ("_turn", True))
         for all_, booked in (("", False), ("_booked", True))
     }
     requests, responses = measure_requests(), measure_responses()
-    if as_json:
+    if options.json:
         figures = {f"{name}_us": round(median(batches), 2) for name, batches in routed.items()}
         figures |= {f"{name}_min_us": round(min(batches), 2) for name, batches in routed.items()}
         figures |= {f"parse_{label}_us": round(row[1], 2) for label, row in requests.items()}

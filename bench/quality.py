@@ -50,13 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write(out / "summary.json", summary)
     regret = regrets({name: figures for name, figures in summary.items() if name in QUALITY})
     _write(out / "regret.json", regret)
-    print_table(summary, regret)
-    print(f"written: {out / 'summary.json'}")
+    if options.json:
+        print(msgspec.json.encode({"summary": summary, "regret": regret}).decode())
+    else:
+        print_table(summary, regret)
+    print(f"written: {out / 'summary.json'}", file=sys.stderr)
     if options.docs:
         minutes = sum(result.cpu_s for result in results) / 60
         run = Run(cells=len(results), seeds=options.seeds, cpu_minutes=minutes, traces=bool(traces))
         for path in write_section(Path(options.docs), summary, regret, run):
-            print(f"written: {path}")
+            print(f"written: {path}", file=sys.stderr)
     errors = [result for result in results if result.error]
     for result in errors:
         print(f"error: {result.policy} on {result.scenario}: {result.error}", file=sys.stderr)
@@ -69,6 +72,7 @@ def _write(path: Path, document: object) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object, summary and regret, instead of tables")
     parser.add_argument("--quick", action="store_true", help="fewer requests of each scenario")
     parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each scenario")
     parser.add_argument("--policy", action="append", help="only these (may be given more than once)")

@@ -1,16 +1,21 @@
 """What it costs to have a scheduler in another process decide: latency and CPU, beside the same policy in-process.
 
-    python bench/remote.py [--rate 500] [--seconds 10] [--endpoints 8] [--address HOST:PORT]
+    python bench/remote.py [--json] [--rate 500] [--seconds 10] [--endpoints 8] [--address HOST:PORT]
 
 Open-loop arrivals at a constant rate go through the real pipeline and driver, without gateway and sockets. `in-process`
 has the policy decide, `remote` asks a `fairlead scheduler serve` in a process of its own (or the scheduler at
 --address). Printed is the time from `RequestArrived` to `Route`. The last table is one exchange after the other over
 the same server, by our own client and by grpc.aio: why the client is our own.
+
+JSON: {"routing": [{"rate_per_s", "in_process": ROW, "remote": ROW}], "exchange": {CLIENT: {"us", "cpu_us"}}}, where a
+ROW has `routed`, `p50_ms` … `p999_ms`, CPU microseconds per request `here_us` and `there_us`, `answered`, `fell_back`,
+`refused`.
 """
 
 import argparse
 import asyncio
 import gc
+import json
 import os
 import re
 import subprocess
@@ -38,6 +43,7 @@ from fairlead.wire.scheduler import PATH, Ask, Asked, Batch, EndpointState, Hell
 from fairlead.wire.scheduler_ask import encode_ask
 
 _HOLD = 0.2
+PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p99_ms": 99.0, "p999_ms": 99.9}
 
 
 class Waiting:
@@ -46,7 +52,7 @@ class Waiting:
     def __init__(self, rig: "Rig", number: int, sent: float) -> None:
         self._rig, self._number, self._sent = rig, number, sent
 
-    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "") -> None:
+    def route(self, endpoint: Endpoint, *more: str) -> None:
         self._rig.took.append(perf_counter() - self._sent)
         self._rig.driver.later(_HOLD / 2, self._rig.driver.feed, FirstTokenSeen(self._number))
         self._rig.driver.later(_HOLD, self._rig.driver.feed, ResponseEnded(request_id=self._number, status=200))
@@ -139,25 +145,24 @@ def start_scheduler() -> tuple[subprocess.Popen[str], str]:
     return child, found[1]
 
 
-async def measure(
-    name: str, endpoints: int, rate: float, seconds: float, remote: str, budget: float, pid: int
-) -> list[float]:
-    rig = Rig(endpoints, remote, budget)
+async def measure(options: argparse.Namespace, rate: float, remote: str, pid: int) -> dict[str, float]:
+    rig = Rig(options.endpoints, remote, options.budget)
     gc.collect()
     before, theirs = process_time(), cpu_seconds(pid) if pid else 0.0
-    await rig.run(rate, seconds)
-    cpu = (process_time() - before) / len(rig.took) * 1e6
-    other = (cpu_seconds(pid) - theirs) / len(rig.took) * 1e6 if pid else 0.0
+    await rig.run(rate, options.seconds)
+    cpu = process_time() - before
+    other = cpu_seconds(pid) - theirs if pid else 0.0
     took = np.array(rig.took) * 1e3
-    row = [float(np.percentile(took, q)) for q in (50, 90, 99, 99.9)]
-    fell = sum(rig.policy.stats.fallbacks.values())
-    print(
-        f"{name:<12}{rate:>7.0f}/s{len(rig.took):>8}" + "".join(f"{value:>9.3f}" for value in row)
-        + f"{cpu:>10.0f}{other:>10.0f}{rig.policy.stats.answered if remote else 0:>9}{fell:>7}{rig.rejected:>7}",
-        flush=True,
-    )  # fmt: skip
     await rig.close()
-    return row
+    return {
+        "routed": len(took),
+        **{name: float(np.percentile(took, share)) for name, share in PERCENTILES.items()},
+        "here_us": cpu / len(took) * 1e6,
+        "there_us": other / len(took) * 1e6,
+        "answered": rig.policy.stats.answered if remote else 0,
+        "fell_back": sum(rig.policy.stats.fallbacks.values()),
+        "refused": rig.rejected,
+    }
 
 
 def question(number: int) -> bytes:
@@ -195,41 +200,72 @@ async def grpc_client(address: str, rounds: int) -> tuple[float, float]:
         return took
 
 
-async def main(options: argparse.Namespace) -> None:
+async def run(options: argparse.Namespace) -> dict[str, Any]:
     child = None
     address = options.address
     if not address:
         child, address = start_scheduler()
     pid = child.pid if child is not None else 0
+    routing, exchange = [], {}
     try:
-        print(f"{options.endpoints} endpoints, {options.seconds:g} s each; milliseconds from arrival to route\n")
-        print(
-            f"{'':<12}{'rate':>9}{'routed':>8}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>9}{'us here':>10}{'us there':>10}"
-            f"{'answered':>9}{'fell':>7}{'refused':>7}"
-        )
         for rate in (options.rate, 1000.0):
-            base = await measure("in-process", options.endpoints, rate, options.seconds, "", options.budget, 0)
-            far = await measure("remote", options.endpoints, rate, options.seconds, address, options.budget, pid)
-            print(f"{'added':<12}{'':>17}" + "".join(f"{b - a:>9.3f}" for a, b in zip(base, far, strict=True)))
-        print("\none exchange after the other          us    us CPU here")
+            row: dict[str, Any] = {"rate_per_s": rate}
+            for name, where in (("in_process", ""), ("remote", address)):
+                print(f"{name} at {rate:g}/s …", file=sys.stderr)
+                row[name] = await measure(options, rate, where, pid if where else 0)
+            routing.append(row)
         for name, client in (("own HTTP/2", own_client), ("grpc.aio", grpc_client)):
             try:
-                took, cpu = await client(address, 3000)
+                took, cpu = await client(address, options.exchanges)
             except ImportError:
-                print(f"{name:<30}not installed (pip install fairlead[grpc])")
+                print(f"{name}: not installed (pip install fairlead[grpc])", file=sys.stderr)
                 continue
-            print(f"{name:<30}{took * 1e6:>10.0f}{cpu * 1e6:>15.0f}")
+            exchange[name] = {"us": took * 1e6, "cpu_us": cpu * 1e6}
     finally:
         if child is not None:
             child.terminate()
             child.wait()
+    return {"endpoints": options.endpoints, "seconds": options.seconds, "routing": routing, "exchange": exchange}
 
 
-if __name__ == "__main__":
+def show(found: dict[str, Any]) -> None:
+    print(f"{found['endpoints']} endpoints, {found['seconds']:g} s each; milliseconds from arrival to route\n")
+    print(
+        f"{'':<12}{'rate':>9}{'routed':>8}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>9}{'us here':>10}{'us there':>10}"
+        f"{'answered':>9}{'fell':>7}{'refused':>8}"
+    )
+    for rates in found["routing"]:
+        for name in ("in_process", "remote"):
+            row = rates[name]
+            print(
+                f"{name:<12}{rates['rate_per_s']:>7.0f}/s{row['routed']:>8}"
+                + "".join(f"{row[key]:>9.3f}" for key in PERCENTILES)
+                + f"{row['here_us']:>10.0f}{row['there_us']:>10.0f}"
+                f"{row['answered']:>9}{row['fell_back']:>7}{row['refused']:>8}"
+            )
+        added = (rates["remote"][key] - rates["in_process"][key] for key in PERCENTILES)
+        print(f"{'added':<12}{'':>17}" + "".join(f"{value:>9.3f}" for value in added))
+    print("\none exchange after the other          us    us CPU here")
+    for name, row in found["exchange"].items():
+        print(f"{name:<30}{row['us']:>10.0f}{row['cpu_us']:>15.0f}")
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--rate", type=float, default=500.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--endpoints", type=int, default=8)
     parser.add_argument("--budget", type=float, default=0.05, help="seconds")
+    parser.add_argument("--exchanges", type=int, default=3000)
     parser.add_argument("--address", default="", help="of a scheduler that runs already")
-    asyncio.run(main(parser.parse_args()))
+    options = parser.parse_args()
+    found = asyncio.run(run(options))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,20 @@
 """What five shadows change for clients: the same requests through one Envoy to two schedulers, with and without them.
 
-    python bench/shadows.py [--rate 500] [--count 3000] [--rounds 4]
+    python bench/shadows.py [--json] [--rate 500] [--count 3000] [--rounds 4]
 
 Windows of both sides take turns, because the machine's speed drifts. Latencies are wall-clock milliseconds of whole
 answers, counted from the scheduled arrival; the model servers' answers take no time, so all of it is the way through
 gateway and scheduler.
+
+JSON: {"plain": SIDE, "shadowed": SIDE, "p99_ratio", "verdicts", "errors", "skipped"}, where a SIDE has `p50_ms`,
+`p99_ms` and `cpu_us` (per request), medians over the windows, and `p99_of_windows_ms`.
 """
 
 import argparse
 import asyncio
+import json
 import re
+import sys
 import urllib.request
 from statistics import median
 from typing import Any
@@ -44,7 +49,7 @@ def metric(side: Side, name: str, labels: str = "") -> float:
     return sum(float(value) for found, value in re.findall(rf"^{name}(\S*) (\S+)$", page, re.M) if labels in found)
 
 
-async def main(options: argparse.Namespace) -> None:
+async def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, list[tuple[float, float, float]]] = {side.name: [] for side in SIDES}
     with Pair(SIDES, PORTS) as pair:
         spec = RunSpec(
@@ -54,6 +59,7 @@ async def main(options: argparse.Namespace) -> None:
             options=Options(requests=options.count, read_usage=False, gaps=False, timeout_s=60, time_limit_s=120),
         )
         for turn in range(options.rounds + 1):
+            print(f"window {turn} of {options.rounds} …", file=sys.stderr)
             for side in SIDES if turn % 2 else SIDES[::-1]:
                 before = usage(pair.pids[side.name])
                 run = structs.replace(spec, target=f"http://127.0.0.1:{side.port}", name=side.name)
@@ -62,22 +68,45 @@ async def main(options: argparse.Namespace) -> None:
                 assert not summary["failed"], summary
                 if turn:  # the first turn warms up
                     rows[side.name].append((summary["e2e_ms"]["p50"], summary["e2e_ms"]["p99"], spent))
-        print(f"{options.rate:g}/s, {options.rounds} windows of {options.count} requests, medians over windows\n")
-        print(f"{'':<10}{'p50 ms':>10}{'p99 ms':>10}{'us CPU':>10}   p99 of each window")
-        for name, found in rows.items():
-            p50, p99, cpu = (median(one[i] for one in found) for i in range(3))
-            print(f"{name:<10}{p50:>10.2f}{p99:>10.2f}{cpu:>10.0f}   " + " ".join(f"{one[1]:.2f}" for one in found))
-        plain, shadowed = (median(one[1] for one in rows[side.name]) for side in SIDES)
-        print(f"\np99 with shadows / without: {shadowed / plain:.3f}")
-        judged = metric(SIDES[1], "fairlead_shadow_decisions_total")
-        skipped = metric(SIDES[1], "fairlead_shadow_skipped_total")
-        errors = metric(SIDES[1], "fairlead_shadow_decisions_total", 'verdict="error"')
-        print(f"verdicts {judged:.0f}, of which errors {errors:.0f}; decisions left out {skipped:.0f}")
+        found: dict[str, Any] = {
+            side: {
+                **{key: median(one[i] for one in rows) for i, key in enumerate(("p50_ms", "p99_ms", "cpu_us"))},
+                "p99_of_windows_ms": [one[1] for one in rows],
+            }
+            for side, rows in rows.items()
+        }
+        found["p99_ratio"] = found["shadowed"]["p99_ms"] / found["plain"]["p99_ms"]
+        found["verdicts"] = metric(SIDES[1], "fairlead_shadow_decisions_total")
+        found["errors"] = metric(SIDES[1], "fairlead_shadow_decisions_total", 'verdict="error"')
+        found["skipped"] = metric(SIDES[1], "fairlead_shadow_skipped_total")
+    return found
 
 
-if __name__ == "__main__":
+def show(found: dict[str, Any], options: argparse.Namespace) -> None:
+    print(f"{options.rate:g}/s, {options.rounds} windows of {options.count} requests, medians over windows\n")
+    print(f"{'':<10}{'p50 ms':>10}{'p99 ms':>10}{'us CPU':>10}   p99 of each window")
+    for name in ("plain", "shadowed"):
+        row = found[name]
+        each = " ".join(f"{one:.2f}" for one in row["p99_of_windows_ms"])
+        print(f"{name:<10}{row['p50_ms']:>10.2f}{row['p99_ms']:>10.2f}{row['cpu_us']:>10.0f}   {each}")
+    print(f"\np99 with shadows / without: {found['p99_ratio']:.3f}")
+    errors, skipped = found["errors"], found["skipped"]
+    print(f"verdicts {found['verdicts']:.0f}, of which errors {errors:.0f}; decisions left out {skipped:.0f}")
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--rate", type=float, default=500.0)
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=4)
-    asyncio.run(main(parser.parse_args()))
+    options = parser.parse_args()
+    found = asyncio.run(run(options))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, options)
+
+
+if __name__ == "__main__":
+    main()

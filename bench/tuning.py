@@ -2,15 +2,20 @@
 
 python bench/tuning.py            about four CPU minutes
 python bench/tuning.py --head 300 quicker, coarser
+
+JSON: {"settings": {TABLE: {VALUE: {SCENARIO: {"ttft_mean_ms", "ttft_p99_ms", "prefix_hit_rate", "unserved"}}}},
+"recognised": {BLOCK SIZE: {"shares": {TOKENS IN COMMON: share}, "us_24_kb", "us_500_kb"}}}.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from random import Random
 from statistics import fmean
 from time import process_time
+from typing import Any
 
 from fairlead.config.defaults import BYTES_PER_TOKEN
 from fairlead.fleet.prefix import ChainHasher
@@ -50,19 +55,22 @@ SHARED = (50, 200, 1_000, 6_000, 100_000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each workload")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    for table in TABLES:
-        for line in lines(table, options.head, options.seeds):
-            sys.stdout.write(f"{line}\n")
-    for line in recognised():
-        sys.stdout.write(f"{line}\n")
+    settings = {table[0]: figures(table, options.head, options.seeds) for table in TABLES}
+    found = {"settings": settings, "recognised": recognised()}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(lines(found)))
 
 
-def lines(table: Table, head: int, seeds: int) -> Iterator[str]:
-    """Mean TTFT in ms, its p99, and the share of prompt tokens that were cached: the means of all seeds."""
+def figures(table: Table, head: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """By value and scenario: mean TTFT in ms, its p99, the share of prompt tokens that were cached, and of requests
+    that were not served. Means of all seeds."""
     title, scenarios, texts = table
     cells = [
         Cell(scenario=ScenarioSpec(name=source, source=source, head=head), policy=name, text=text, seed=seed)
@@ -71,34 +79,49 @@ def lines(table: Table, head: int, seeds: int) -> Iterator[str]:
         for seed in range(seeds)
     ]
     found = run_grid(cells, progress=_progress(title))
-    yield f"\n| {title} | " + " | ".join(f"{name}: TTFT mean | p99 | hit | unserved" for name in scenarios) + " |"
-    yield "|---" * (1 + 4 * len(scenarios)) + "|"
+    rows: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
     for name in texts:
-        parts = [name]
         for source in scenarios:
             runs = [one.figures for one in found if (one.policy, one.scenario) == (name, source)]
-            mean = {key: sum(run[key] for run in runs) / len(runs) for key in _KEYS}
+            mean = {key: fmean(run[key] for run in runs) for key in (*_SHOWN, "shed", "failed", "requests")}
             unserved = (mean["shed"] + mean["failed"]) / mean["requests"]
-            parts.append(f"{mean['ttft_mean_ms']:,.0f} | {mean['ttft_p99_ms']:,.0f}")
-            parts.append(f"{mean['prefix_hit_rate']:.0%} | {unserved:.1%}")
-        yield f"| {' | '.join(parts)} |"
+            rows[name][source] = {key: mean[key] for key in _SHOWN} | {"unserved": unserved}
+    return rows
 
 
-_KEYS = ("ttft_mean_ms", "ttft_p99_ms", "prefix_hit_rate", "shed", "failed", "requests")
+_SHOWN = ("ttft_mean_ms", "ttft_p99_ms", "prefix_hit_rate")
 
 
-def recognised() -> Iterator[str]:
+def recognised() -> dict[int, dict[str, Any]]:
     """Of what two prompts have in common, the share that is recognised; mean of 200 lengths around each."""
     rng = Random(1)
-    yield (
-        "\n| hashBlockSize | " + " | ".join(f"{shared:,} in common" for shared in SHARED) + " | µs for 24 kB | 500 kB |"
-    )
-    yield "|---" * (3 + len(SHARED)) + "|"
+    rows = {}
     for size in SIZES:
         hasher = ChainHasher(finest=size * BYTES_PER_TOKEN)
-        parts = [f"{fmean(_share(hasher, shared, rng) for _ in range(200)):.0%}" for shared in SHARED]
-        parts += [f"{_hash_us(hasher, length):,.0f}" for length in (24_000, 500_000)]
-        yield f"| {size} | {' | '.join(parts)} |"
+        shares = {shared: fmean(_share(hasher, shared, rng) for _ in range(200)) for shared in SHARED}
+        rows[size] = {"shares": shares, "us_24_kb": _hash_us(hasher, 24_000), "us_500_kb": _hash_us(hasher, 500_000)}
+    return rows
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The tables, as in the documentation."""
+    for title, scenarios, texts in TABLES:
+        yield f"\n| {title} | " + " | ".join(f"{name}: TTFT mean | p99 | hit | unserved" for name in scenarios) + " |"
+        yield "|---" * (1 + 4 * len(scenarios)) + "|"
+        for name in texts:
+            rows = (found["settings"][title][name][source] for source in scenarios)
+            parts = (
+                f"{row['ttft_mean_ms']:,.0f} | {row['ttft_p99_ms']:,.0f} | {row['prefix_hit_rate']:.0%} | "
+                f"{row['unserved']:.1%}"
+                for row in rows
+            )
+            yield f"| {name} | {' | '.join(parts)} |"
+    common = " | ".join(f"{shared:,} in common" for shared in SHARED)
+    yield f"\n| hashBlockSize | {common} | µs for 24 kB | 500 kB |"
+    yield "|---" * (3 + len(SHARED)) + "|"
+    for size, row in found["recognised"].items():
+        shares = " | ".join(f"{share:.0%}" for share in row["shares"].values())
+        yield f"| {size} | {shares} | {row['us_24_kb']:,.0f} | {row['us_500_kb']:,.0f} |"
 
 
 def _share(hasher: ChainHasher, shared: int, rng: Random) -> float:

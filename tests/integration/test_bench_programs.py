@@ -1,0 +1,89 @@
+"""Every program under bench/, with as little to do as it can have: a table, and with --json one JSON object."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "bench"
+#: Least work, and keys that the JSON object must have ("a/b" = key b of what is under a).
+PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "flow": ("--quick", ("added_us", "dispatch_hold_ms")),
+    "dashboard": ("--slots 4 --slot 0.8", ("nobody/p99_ms", "looking/p99_ms", "p99_ratio")),
+    "transport": ("--quick", ()),
+    "kube": ("--pods 20", ("resync_cpu_s", "memory_mb", "kept")),
+    "kv": ("--blocks 20000 --seconds 0.3", ("blocks_per_s", "lookup_1000x100_us", "loop_hold_p99_ms")),
+    "extproc": (
+        "--scenario json_200rps --rounds 1 --requests 40",
+        tuple(
+            f"json_200rps/{side}/{key}"
+            for side in ("direct", "fairlead", "grpc_aio")
+            for key in ("requests", "failed", "epp_ms", "envoy_ms", "p50_ms", "p99_ms", "ttfb_p50_ms", "ttfb_p99_ms")
+        ),
+    ),
+    "indexer": ("--questions 5", ("server_hashes_p50_ms",)),
+    "remote": ("--seconds 0.4 --exchanges 50", ("routing", "exchange")),
+    "idle": ("--endpoints 5 --seconds 1 --trials 1", ("endpoints", "page_kb", "cores")),
+    "tuning": ("--head 10 --seeds 1", ("settings", "recognised")),
+    "tokens": ("--rounds 1", ("cold_100k_ms",)),
+    "shadows": ("--count 40 --rounds 1", ("plain/p99_ms", "shadowed/p99_ms", "p99_ratio")),
+    "journal": ("--requests 40 --repeat 1", ("off/warm_us", "written/thread_us")),
+    "decision": ("--repeats 1", ("endpoints_8_us", "endpoints_100_us", "endpoints_1000_us")),
+    "parse": ("--batches 2", ("chat_24kb_us", "chat_500kb_us")),
+    "metrics": ("--endpoints 20 --rounds 1", ("plain/series",)),
+    "quality": (
+        "--head 20 --policy default --scenario agents --fresh --out {out}",
+        ("summary/agents/default", "regret"),
+    ),
+}
+#: Those whose table is looked at too: the others would take as long once more.
+TABLES = ("remote", "tuning", "journal", "decision", "metrics", "quality", "shadows", "indexer")
+Run = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, bool], Future[Run]]]:
+    """Two at a time: no figure is looked at."""
+    out = str(tmp_path_factory.mktemp("out"))
+
+    def run(name: str, as_json: bool) -> Run:
+        arguments = PROGRAMS[name][0].format(out=out).split() + ["--json"] * as_json
+        command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=out, check=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        order = [(name, True) for name in PROGRAMS] + [(name, False) for name in TABLES]
+        yield {(name, as_json): pool.submit(run, name, as_json) for name, as_json in order}
+        pool.shutdown(cancel_futures=True)
+
+
+def test_none_is_forgotten() -> None:
+    assert {path.stem for path in FOLDER.glob("[a-z]*.py")} == set(PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_json_object(runs: dict[tuple[str, bool], Future[Run]], name: str) -> None:
+    done = runs[name, True].result()
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: Any = json.loads(done.stdout)
+    assert isinstance(found, dict) and found
+    for path in PROGRAMS[name][1]:
+        at = found
+        for key in path.split("/"):
+            at = at[key]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table(runs: dict[tuple[str, bool], Future[Run]], name: str) -> None:
+    done = runs[name, False].result()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) > 2
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(done.stdout)
