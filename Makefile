@@ -34,11 +34,12 @@ demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin aga
 
 test: check unit ## all checks and tests but those of test-kube
 
-check: $(VENV)/.dev ## ruff, mypy, import contracts, the documentation's site
+check: $(VENV)/.dev ## ruff, mypy, import contracts, the documentation: its commands, links and configurations, its site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages that are written from the program

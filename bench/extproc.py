@@ -1,11 +1,12 @@
 """What scheduling costs: the same requests through the same Envoy without ext_proc, with Fairlead, and with grpc.aio.
 
-    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N] [--requests N]
+    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N] [--requests N] [--no-strace]
 
 Sides: `direct` (no ext_proc), `fairlead` (own transport, complete default pipeline, access log included), `grpc_aio`
 (the same behind the grpc.aio transport). `epp_ms` and `envoy_ms` are CPU milliseconds per request by the operating
 system's accounting of the two processes; latencies are wall-clock, counted from the scheduled arrival. All sides take
-turns within one batch because the machine's speed drifts. `--strace` adds system calls per request (needs strace).
+turns within one batch because the machine's speed drifts. Where strace is installed, a short run of its own at the end
+of each scenario counts the scheduler's system calls per request.
 """
 
 import argparse
@@ -97,11 +98,18 @@ def count_syscalls(pid: int, run: Callable[[], None]) -> int:
         ["strace", "-c", "-f", "-p", str(pid)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     time.sleep(0.5)
+    if tracer.poll() is not None:
+        raise OSError((tracer.stderr.read() if tracer.stderr else "").strip() or "strace ended at once")
     run()
     tracer.terminate()
     _, text = tracer.communicate(timeout=10)
-    total = next((line for line in text.splitlines() if line.strip().endswith("total")), "0 0 0 0 total")
-    return int(total.split()[2 if total.split()[2].isdigit() else 3])
+    return calls(text)
+
+
+def calls(summary: str) -> int:
+    """The sum of the column `calls` of `strace -c`. Its rows are: share, seconds, each, calls, errors or not, name."""
+    rows = (line.split() for line in summary.splitlines())
+    return sum(int(row[3]) for row in rows if len(row) in (5, 6) and row[3].isdigit() and row[-1] != "total")
 
 
 async def batch(
@@ -125,16 +133,18 @@ async def batch(
                     if turn:
                         found[side.name].append(figures)
             results[name] = {side: merge(parts) for side, parts in found.items()}
-            if strace:
-                for side in SIDES[1:]:
-                    pid, target = (
-                        processes.pids[side.name],
-                        structs.replace(warm, target=f"http://127.0.0.1:{side.port}"),
-                    )
-                    calls = await asyncio.to_thread(
+            for side in SIDES[1:] if strace else ():
+                console.print(f"{name}: {side.name}, system calls", style="dim")
+                pid, target = processes.pids[side.name], structs.replace(warm, target=f"http://127.0.0.1:{side.port}")
+                try:
+                    count = await asyncio.to_thread(
                         count_syscalls, pid, lambda t=target: asyncio.run(run_in_process(t))
                     )
-                    results[name][side.name]["epp_syscalls"] = calls / warm.options.requests
+                except OSError as error:  # tracing may be forbidden
+                    console.print(f"system calls are not counted: {error}", style="yellow")
+                    strace = False
+                    break
+                results[name][side.name]["epp_syscalls"] = count / warm.options.requests
     return results
 
 
@@ -152,12 +162,15 @@ def show(results: dict[str, dict[str, Any]], console: Console) -> None:
         "TTFB p50",
         "TTFB p99",
         "wake-ups",
+        "system calls",
     ):
         table.add_column(column, justify="left" if column in ("scenario", "side") else "right")
     keys = ("epp_ms", "envoy_ms", "p50_ms", "p99_ms", "ttfb_p50_ms", "ttfb_p99_ms", "epp_wakeups")
     for name, sides in results.items():
         for side, r in sides.items():
-            table.add_row(name, side, str(r["requests"]), str(r["failed"]), *(f"{r[key]:.3f}" for key in keys))
+            counted = f"{r['epp_syscalls']:.1f}" if "epp_syscalls" in r else "-"
+            figures = (f"{r[key]:.3f}" for key in keys)
+            table.add_row(name, side, str(r["requests"]), str(r["failed"]), *figures, counted)
     console.print(table)
     ratios = Table(title="Against the targets", title_justify="left")
     for column in ("scenario", "EPP / direct Envoy", "target", "EPP / grpc.aio EPP", "target"):
@@ -181,13 +194,20 @@ def main() -> None:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only these")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds per scenario and side")
     parser.add_argument("--requests", type=int, default=0, help="at most so many per round, for a quick look")
-    parser.add_argument("--strace", action="store_true", help="also count system calls (needs strace)")
+    parser.add_argument(
+        "--strace", action=argparse.BooleanOptionalAction, help="count system calls; by default if strace is installed"
+    )
     arguments = parser.parse_args()
-    if arguments.strace and not shutil.which("strace"):
-        parser.error("strace is not installed (Debian: apt-get install strace)")
     console = Console(stderr=arguments.json)
+    console.width = max(console.width, 140)  # less would cut the figures off where this is no terminal
+    strace = shutil.which("strace") is not None and arguments.strace is not False
+    if arguments.strace is not False and not strace:
+        message = "strace is not installed, so system calls are not counted (Debian: apt-get install strace)"
+        if arguments.strace:
+            parser.error(message)
+        console.print(message, style="yellow")
     names = arguments.scenario or list(SCENARIOS)
-    results = asyncio.run(batch(names, arguments.rounds, console, arguments.strace, arguments.requests))
+    results = asyncio.run(batch(names, arguments.rounds, console, strace, arguments.requests))
     if arguments.json:
         print(json.dumps(results))
     else:

@@ -42,7 +42,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 #: Those whose table is looked at too: the others would take as long once more.
-TABLES = ("remote", "tuning", "journal", "decision", "metrics", "quality", "shadows", "indexer")
+TABLES = ("extproc", "remote", "tuning", "journal", "decision", "metrics", "quality", "shadows", "indexer")
 Run = subprocess.CompletedProcess[str]
 
 
@@ -85,5 +85,6 @@ def test_a_table(runs: dict[tuple[str, bool], Future[Run]], name: str) -> None:
     done = runs[name, False].result()
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) > 2
+    assert "…" not in done.stdout, "figures are not cut off"
     with pytest.raises(json.JSONDecodeError):
         json.loads(done.stdout)
