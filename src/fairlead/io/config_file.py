@@ -36,7 +36,7 @@ class ConfigFile:
         self._need_endpoints = need_endpoints
         self._flags = flags
         self._seen: bytes | str | None = None
-        self._watched = WatchedFiles(lambda: [str(self._path)], self._take, poll_s, "configuration file")
+        self._watched = WatchedFiles(lambda: [str(self._path)], self._take, poll_s, "the configuration file")
 
     async def start(self) -> None:
         self._watched.start()

@@ -36,7 +36,7 @@ class EndpointsFile:
         self._report = report
         self._watch = watch
         self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
-        self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s)
+        self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s, "endpoints")
         self._text: bytes | None = None
         self._complaint = ""
         #: The file was read and understood at least once.

@@ -50,7 +50,7 @@ class ModelsFile:
         self._feed = feed
         self._report = report
         self._watch = watch
-        self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s)
+        self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s, "model names")
         #: By file: the content that was last looked at, and the last that could be used.
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
