@@ -76,6 +76,8 @@ class PageConnection(asyncio.BufferedProtocol):
         self._view: memoryview | None = None
         self._filled = 0
         self._head: _Head | None = None
+        #: The bytes of the last response's head and what they say: the next one is the same, until its date changes.
+        self._known: tuple[bytes, _Head] | None = None
         self._chunks: Chunks | None = None
         self._used = False
 
@@ -169,9 +171,13 @@ class PageConnection(asyncio.BufferedProtocol):
             raise ValueError(f"the page is larger than {self._max_page} bytes")
 
     def _parse_head(self, buffer: bytearray) -> "_Head | None":
+        known = self._known
+        if known is not None and buffer.startswith(known[0], 0, self._filled):
+            return known[1]
         while (end := buffer.find(b"\r\n\r\n", 0, self._filled)) >= 0:
             head = parse_head(bytes(buffer[: end + 2]), end + 4)
             if head.status >= 200:
+                self._known = bytes(buffer[: end + 4]), head
                 return head
             rest = self._filled - head.end  # an interim response (100, 103): the real one follows
             buffer[:rest] = buffer[head.end : self._filled]

@@ -88,6 +88,19 @@ def test_a_page_with_a_length_keeps_the_connection() -> None:
     assert asked.results == [("page", b"hello"), ("page", b"")]
 
 
+@pytest.mark.parametrize("cut", [1, 20, len(OK), 10_000])
+def test_a_head_that_has_come_before_is_believed_only_if_all_of_it_is_there(cut: int) -> None:
+    asked = Asked()
+    answers = [with_length(b"hello"), with_length(b"world"), with_length(b"four"), with_length(b"again")]
+    answers += [chunked([b"chunks"]), with_length(b"hello"), with_length(b"hello, world")]
+    for answer in answers:
+        for at in range(0, len(answer), cut):
+            asked.receive(answer[at : at + cut])
+        asked.ask()
+    told = [b"hello", b"world", b"four", b"again", b"chunks", b"hello", b"hello, world"]
+    assert asked.results == [("page", page) for page in told]
+
+
 def test_only_real_answers_after_interim_ones_count() -> None:
     interim = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" * 500
     assert Asked().receive(interim + with_length(b"hello")).result == ("page", b"hello")
