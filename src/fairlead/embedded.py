@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from fairlead.config.reload import plan_reload
@@ -27,6 +28,7 @@ from fairlead.io.envoy.gateway import Gateway
 from fairlead.io.envoy.options import Options, Tls
 from fairlead.live import DRAIN_SECONDS, ENDING
 from fairlead.live.kube import follow_pool
+from fairlead.live.past import requests_past
 from fairlead.model.errors import FairleadError
 from fairlead.model.events import EndpointDown, EndpointUp
 from fairlead.observe.log import get
@@ -38,12 +40,45 @@ log = get("serve")
 #: Seconds before a scheduler that died is started again; doubled up to the cap while it keeps dying early.
 _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
+#: Seconds after which a new scheduler has listened, and the gateway has noticed.
+_ASKED_AGAIN_S = 3.0
 #: Exit code of a scheduler that cannot use its configuration: starting it again would not help.
 _WRONG_CONFIG = 2
 
 
 class SchedulerFailed(FairleadError):
     """The scheduler ended at its start; it has said why."""
+
+
+class Outage:
+    """Counts the requests that the gateway balances from a scheduler's death until another one is asked again."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._before: int | None = None
+
+    async def begin(self) -> None:
+        """A scheduler died. If the one before had not been told of, they are one outage."""
+        if self._before is None:
+            self._before = await requests_past(self._gateway.admin)
+
+    @contextlib.asynccontextmanager
+    async def over(self) -> AsyncIterator[None]:
+        """A scheduler runs for as long as this lasts. Tells of the outage once it has surely been asked again."""
+        teller = asyncio.create_task(self._tell())
+        try:
+            yield
+        finally:
+            teller.cancel()
+
+    async def _tell(self) -> None:
+        if self._before is None:
+            return
+        await asyncio.sleep(_ASKED_AGAIN_S)
+        now = await requests_past(self._gateway.admin)
+        if now is not None:
+            log.warning("the gateway balanced without the scheduler", requests=max(now - self._before, 0))
+        self._before = None
 
 
 class Embedded:
@@ -107,21 +142,25 @@ class Embedded:
         """One scheduler after another. Returns never; raises when the first start fails for good."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
+        outage = Outage(self._gateway)
         while True:
             started = loop.time()
             self._process = process = await self._spawn()
             log.info("the scheduler runs", pid=process.pid)
-            code = await process.wait()
+            async with outage.over():
+                code = await process.wait()
             if self._stopping.is_set():
                 return
             if code == _WRONG_CONFIG:
                 raise SchedulerFailed("the scheduler could not start, see above")
             pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
             log.error("the scheduler died; the gateway balances without it", exit_code=code, restart_in_s=pause)
+            await outage.begin()
             await asyncio.sleep(pause)
 
     async def _spawn(self) -> Process:
         fairlead = [sys.executable, "-m", "fairlead", "serve", str(self._file), "--scheduler-only"]
+        fairlead += ["--gateway-admin", self._gateway.admin_at]
         if self._config.flags:
             fairlead += ["--flags", json.dumps(self._config.flags)]
         tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *fairlead)

@@ -25,6 +25,7 @@ RETURN_SECONDS = 2.0
 #: Requests that went past the scheduler: as Envoy counts them, and as the scheduler learns of them.
 PAST = "cluster.all_endpoints.upstream_rq_total"
 COUNTED = "fairlead_fallback_requests_total"
+OWN_COUNT = "fairlead_unscheduled_requests_total"
 
 Note = Callable[[str], None]
 
@@ -93,7 +94,8 @@ async def next_scheduler(serve: Serve) -> int:
 async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: Serve, figures: list[str]) -> None:
     serve = survivor
     await sees_the_scheduler(serve.gateway)
-    before = await stat(serve.gateway, PAST)
+    before, counted_before = await stat(serve.gateway, PAST), await serve.metric(OWN_COUNT)
+    assert counted_before == before
     back = 0.0
     missed = 0
 
@@ -126,6 +128,12 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: 
     assert len(story.running("the kill")) > 50
     assert past > 100, "the pool was served meanwhile"
     assert await serve.settled(60.0) == {}
+    assert await serve.metric(OWN_COUNT) - counted_before == await stat(serve.gateway, PAST) - before, "all are counted"
+
+    async def outage_is_told() -> bool:
+        return "the gateway balanced without the scheduler" in serve.said()
+
+    await until(outage_is_told, "a line of how many there were")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from fairlead.io.indexer.server import IndexServer, IndexSources
 from fairlead.io.indexer.service import IndexService
 from fairlead.io.journal.recorder import Counts
 from fairlead.observe.exposition import Registry
+from fairlead.observe.gateway_metrics import show_unscheduled
 from fairlead.observe.indexer_metrics import AskingMetrics, IndexerMetrics
 from fairlead.observe.journal_metrics import show_journal
 from fairlead.observe.kv_metrics import KvMetrics
@@ -195,6 +196,7 @@ def test_every_metric_that_is_named_exists() -> None:
     watch = Watch(Fleet(), lambda: 0.0)
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
+    show_unscheduled(watch.metrics.registry)
     AskingMetrics(watch.metrics.registry)
     indexer = Registry()  # of another process
     IndexerMetrics(indexer, KvIndex())

@@ -21,6 +21,9 @@ def serve(
     scheduler_only: Annotated[
         bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
     ] = False,
+    gateway_admin: Annotated[
+        str, typer.Option("--gateway-admin", help="Where the embedded gateway's admin page is.", hidden=True)
+    ] = "",
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
     pool_name: Annotated[str, typer.Option(help="InferencePool to serve: `kubernetes.pool`.")] = "",
     pool_namespace: Annotated[str, typer.Option(help="Its namespace: `kubernetes.namespace`.")] = "",
@@ -72,7 +75,7 @@ def serve(
     else:
         from fairlead.live import Live
 
-        asyncio.run(Live(config).run())
+        asyncio.run(Live(config, gateway_admin).run())
 
 
 serve.__doc__ = f"{cleandoc(serve.__doc__ or '')}\n{_EXAMPLES}"

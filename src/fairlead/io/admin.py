@@ -10,7 +10,7 @@ Rules
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +50,8 @@ class AdminSources(Struct, frozen=True, kw_only=True):
 
     #: Pieces of the exposition.
     metrics: Callable[[], Iterable[bytes]]
+    #: Awaited before either is asked for; `None` = all is there.
+    refresh: Callable[[], Awaitable[None]] | None = None
     #: The same as OpenMetrics, for clients that ask for it; `None` = there is none.
     openmetrics: Callable[[], Iterable[bytes]] | None = None
     #: Why we are not ready; empty = ready.
@@ -147,6 +149,8 @@ class Admin:
         source, kind = self._sources.metrics, TEXT_TYPE
         if self._sources.openmetrics and wants_openmetrics(",".join(request.headers.getall("Accept", ()))):
             source, kind = self._sources.openmetrics, OPENMETRICS_TYPE
+        if self._sources.refresh is not None:
+            await self._sources.refresh()
         parts = []
         for part in source():
             parts.append(part)

@@ -27,6 +27,7 @@ from fairlead.live.core import Core
 from fairlead.live.dashboard import dashboard
 from fairlead.live.kube import Kube
 from fairlead.live.memory import keep_heap, settle_memory
+from fairlead.live.past import watch_gateway
 from fairlead.live.reload import take_over, unusable
 from fairlead.live.tracing import start_tracing
 from fairlead.model.errors import ConfigError
@@ -45,10 +46,12 @@ _POLL = 0.05
 
 
 class Live:
-    """A scheduler in this process: `await run()` returns after `stop()` or a signal."""
+    """A scheduler in this process: `await run()` returns after `stop()` or a signal. `gateway`: where the embedded
+    gateway's admin page is, if somebody runs one for us; see `past`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, gateway: str = "") -> None:
         self.config = config
+        self._gateway = gateway
         self._stopping = asyncio.Event()
         #: What keeps us from being ready, by part.
         self._unready = {"start": "starting"}
@@ -193,6 +196,7 @@ class Live:
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         sources = AdminSources(
             metrics=self.watch.exposition,
+            refresh=watch_gateway(self._gateway, self.watch.metrics.registry),
             openmetrics=lambda: self.watch.exposition(openmetrics=True),
             unready=self._reasons,
             endpoints=self.watch.endpoints,

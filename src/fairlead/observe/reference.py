@@ -12,6 +12,7 @@ from fairlead.fleet.exact import ExactKnowledge
 from fairlead.fleet.fleet import Fleet
 from fairlead.fleet.kv.index import KvIndex
 from fairlead.observe.exposition import Registry, View
+from fairlead.observe.gateway_metrics import show_unscheduled
 from fairlead.observe.indexer_metrics import AskingMetrics, IndexerMetrics
 from fairlead.observe.journal_metrics import show_journal
 from fairlead.observe.kv_metrics import KvMetrics
@@ -85,6 +86,7 @@ def _scheduler() -> Registry:
     TokenMetrics(registry, PromptTokeniser, dict, {})
     AskingMetrics(registry)
     show_journal(registry, _NoJournal())
+    show_unscheduled(registry)
     return registry
 
 

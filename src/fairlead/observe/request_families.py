@@ -21,6 +21,8 @@ _OBJECTIVE = "inference_objective_"
 _EXTENSION = "inference_extension_"
 #: Of the time when models were defined by InferenceModel; dashboards of that time still ask for these names.
 _BY_MODEL = "inference_model_"
+#: The others' usage is never seen: reading it costs work for every chunk.
+_SAMPLED = " Of the share whose usage is read, inspect.usageSampling."
 
 
 class RequestFamilies:
@@ -94,10 +96,10 @@ class RequestFamilies:
         text = "[ALPHA] Time from the first byte of a request to the first of its response's body."
         show(_LLMD + "request_ttft_seconds", text, self.ttft, bounds=buckets.TTFT)
         show(_OBJECTIVE + "request_ttft_seconds", text, self.ttft, labels=_MODEL)
-        text = "[ALPHA] Duration of a request divided by its output tokens."
+        text = "[ALPHA] Duration of a request divided by its output tokens." + _SAMPLED
         show(_LLMD + "request_ntpot_seconds", text, self.ntpot)
         show(_OBJECTIVE + "normalized_time_per_output_token_seconds", text, self.ntpot, labels=_MODEL)
-        text = "[ALPHA] Time per output token after the first, of streamed responses."
+        text = "[ALPHA] Time per output token after the first, of streamed responses." + _SAMPLED
         show(_LLMD + "request_streaming_tpot_seconds", text, self.tpot, bounds=buckets.TPOT)
         show(_OBJECTIVE + "request_tpot_seconds", text, self.tpot, labels=_MODEL)
 
@@ -110,11 +112,11 @@ class RequestFamilies:
         show(_BY_MODEL + "running_requests", text + "requests now.", self.running, labels={"model_name": "model_name"})
         for family, name, what in (
             (self.duration, "request_duration_seconds", "durations."),
-            (self.ntpot, "normalized_time_per_output_token_seconds", "durations by output tokens."),
+            (self.ntpot, "normalized_time_per_output_token_seconds", "durations by output tokens." + _SAMPLED),
             (self.request_size, "request_sizes", "sizes of requests."),
             (self.response_size, "response_sizes", "sizes of responses."),
-            (self.input_tokens, "input_tokens", "prompt tokens."),
-            (self.output_tokens, "output_tokens", "output tokens."),
+            (self.input_tokens, "input_tokens", "prompt tokens." + _SAMPLED),
+            (self.output_tokens, "output_tokens", "output tokens." + _SAMPLED),
         ):
             show(_BY_MODEL + name, text + what, family, labels=_MODEL)
         text = "[ALPHA] Requests whose target an InferenceModelRewrite decided."
@@ -126,9 +128,14 @@ class RequestFamilies:
         for family, name, twin, text in (
             (self.request_size, "request_size_bytes", "request_sizes", "Size of requests."),
             (self.response_size, "response_size_bytes", "response_sizes", "Size of responses."),
-            (self.input_tokens, "request_input_tokens", "input_tokens", "Prompt tokens of requests."),
-            (self.output_tokens, "request_output_tokens", "output_tokens", "Output tokens of responses."),
-            (self.cached_tokens, "request_cached_tokens", "prompt_cached_tokens", "Prompt tokens found in a cache."),
+            (self.input_tokens, "request_input_tokens", "input_tokens", "Prompt tokens of requests." + _SAMPLED),
+            (self.output_tokens, "request_output_tokens", "output_tokens", "Output tokens of responses." + _SAMPLED),
+            (
+                self.cached_tokens,
+                "request_cached_tokens",
+                "prompt_cached_tokens",
+                "Prompt tokens found in a cache." + _SAMPLED,
+            ),
         ):
             show(_LLMD + name, "[ALPHA] " + text, family)
             show(_OBJECTIVE + twin, "[ALPHA] " + text, family, labels=_MODEL)
@@ -138,7 +145,7 @@ class RequestFamilies:
         show("fairlead_ttft_forecasts_total", text, self.forecasts)
         text = "Observed time to first token, divided by the predicted one."
         show("fairlead_ttft_observed_to_predicted_ratio", text, self.forecast_ratio)
-        text = "Prompt tokens predicted to be cached, of responses that reported the real number."
+        text = "Prompt tokens predicted to be cached, of responses whose usage was read."
         show("fairlead_predicted_hit_tokens_total", text, self.predicted_hits)
         text = "Prompt tokens reported to have been cached, of the same responses."
         show("fairlead_reported_cached_tokens_total", text, self.reported_hits)

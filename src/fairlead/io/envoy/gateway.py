@@ -30,6 +30,7 @@ from fairlead.io.envoy.supervisor import Supervisor
 
 log = logging.getLogger("fairlead.gateway")
 
+_ADMIN_SOCKET = "admin.sock"
 _POLL = 0.05
 _COALESCE = 0.02
 _ACTIVE = f"^http\\.{STAT_PREFIX}\\.downstream_rq_active$"
@@ -85,6 +86,13 @@ class Gateway:
             raise GatewayError("the gateway is not running")
         return self._supervisor.admin
 
+    @property
+    def admin_at(self) -> str:
+        """Where the admin page is: a socket's path, or a port of 127.0.0.1; empty before `start`."""
+        if self._options.admin_port:
+            return str(self._options.admin_port)
+        return str(self._directory / _ADMIN_SOCKET) if self._directory is not None else ""
+
     def speak_http2(self, wanted: bool) -> None:
         """To model servers, from the next `start` on."""
         self._options = structs.replace(self._options, upstream_http2=wanted)
@@ -98,7 +106,7 @@ class Gateway:
             self._file = EndpointsFile(directory / "endpoints.json")
             self._file.write(self._endpoints)
             options = structs.replace(
-                self._options, admin_path=str(directory / "admin.sock"), endpoints_file=str(self._file.path)
+                self._options, admin_path=str(directory / _ADMIN_SOCKET), endpoints_file=str(self._file.path)
             )
             admin = EnvoyAdmin("" if options.admin_port else options.admin_path, options.admin_port)
             bootstrap = self._write_bootstrap(options)
