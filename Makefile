@@ -68,7 +68,7 @@ states: $(VENV)/.dev ## flow control, eviction and remote schedulers as state ma
 	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py -q -o faulthandler_timeout=3600
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
-	@for b in decision parse idle transport flow kv kube extproc remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal extproc remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
 
 quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
 	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))

@@ -80,7 +80,10 @@ class Live:
             await self._start(stack, loop)
             settle_memory()
             self._set_ready("start", "")
-            log.info("ready", **self._whereabouts())
+            if self.fleet.table.count:
+                log.info("ready", **self._whereabouts())
+            else:
+                log.warning("up, but there are no endpoints yet", **self._whereabouts())
             await self._stopping.wait()
             log.info("stopping", grace_s=DRAIN_SECONDS)
             if self.kube is not None:
