@@ -17,6 +17,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
@@ -76,8 +77,8 @@ class Outage:
             return
         await asyncio.sleep(_ASKED_AGAIN_S)
         now = await requests_past(self._gateway.admin)
-        if now is not None:
-            log.warning("the gateway balanced without the scheduler", requests=max(now - self._before, 0))
+        if now is not None and now > self._before:
+            log.warning("the gateway balanced without the scheduler", requests=now - self._before)
         self._before = None
 
 
@@ -139,30 +140,34 @@ class Embedded:
         self._gateway.set_endpoints(self._pool.values())
 
     async def _keep_scheduler(self) -> None:
-        """One scheduler after another. Returns never; raises when the first start fails for good."""
+        """One scheduler after another. Returns never; raises when the first start fails for good. Later ones may fail
+        too, for the file may have changed since: then the gateway goes on without, until one can be started."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
         outage = Outage(self._gateway)
+        first = True
         while True:
             started = loop.time()
-            self._process = process = await self._spawn()
+            self._process = process = await self._spawn(self._config.flags if first else pinned(self._config))
             log.info("the scheduler runs", pid=process.pid)
             async with outage.over():
                 code = await process.wait()
             if self._stopping.is_set():
                 return
-            if code == _WRONG_CONFIG:
+            if code == _WRONG_CONFIG and first:
                 raise SchedulerFailed("the scheduler could not start, see above")
+            first = False
             pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
-            log.error("the scheduler died; the gateway balances without it", exit_code=code, restart_in_s=pause)
+            what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
+            log.error(f"the scheduler {what}; the gateway balances without it", exit_code=code, restart_in_s=pause)
             await outage.begin()
             await asyncio.sleep(pause)
 
-    async def _spawn(self) -> Process:
+    async def _spawn(self, flags: dict[str, Any]) -> Process:
         fairlead = [sys.executable, "-m", "fairlead", "serve", str(self._file), "--scheduler-only"]
         fairlead += ["--gateway-admin", self._gateway.admin_at]
-        if self._config.flags:
-            fairlead += ["--flags", json.dumps(self._config.flags)]
+        if flags:
+            fairlead += ["--flags", json.dumps(flags)]
         tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *fairlead)
         # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
         return await asyncio.create_subprocess_exec(*tied, start_new_session=True)
@@ -187,6 +192,15 @@ class Embedded:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def pinned(config: Config) -> dict[str, Any]:
+    """The flags of a scheduler that takes over: the file may tell other ports by then, which the running gateway would
+    never ask."""
+    flags = {name: dict(section) for name, section in config.flags.items()}
+    flags.setdefault("extProc", {})["port"] = config.ext_proc.port
+    flags.setdefault("als", {}).update(enabled=config.als.enabled, port=config.als.port)
+    return flags
 
 
 def gateway_options(config: Config) -> Options:

@@ -6,6 +6,7 @@ scheduler, then Envoy, then the parent.
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import pytest
 from gw_http1 import Http1
 from gw_load import Mixed, Story, under_load
 from gw_messages import JSON, Ask, Broken
-from gw_processes import Serve, Upstream, sees_the_scheduler, stat
+from gw_processes import Serve, Upstream, free_ports, sees_the_scheduler, stat
 
 #: For what must happen at some time. Times are measured and printed, not judged.
 PATIENCE = 30.0
@@ -26,6 +27,11 @@ RETURN_SECONDS = 2.0
 PAST = "cluster.all_endpoints.upstream_rq_total"
 COUNTED = "fairlead_fallback_requests_total"
 OWN_COUNT = "fairlead_unscheduled_requests_total"
+
+ASK = Ask(
+    fields=[("x-bench-mode", "json"), JSON],
+    pieces=[b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'],
+)
 
 Note = Callable[[str], None]
 
@@ -184,19 +190,15 @@ async def test_a_crashed_gateway_is_restarted_and_serves_again(survivor: Serve, 
     serve = survivor
     await sees_the_scheduler(serve.gateway)
     first, scheduler = serve.envoy_pid(), serve.scheduler_pid()
-    ask = Ask(
-        fields=[("x-bench-mode", "json"), JSON],
-        pieces=[b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'],
-    )
     async with Http1(serve.port) as client:
-        assert (await client.ask(ask)).status == 200
+        assert (await client.ask(ASK)).status == 200
         before = await serve.decisions()
         os.kill(first, signal.SIGKILL)
         crashed = time.monotonic()
 
         async def served() -> bool:
             with contextlib.suppress(Broken):
-                return (await client.ask(ask)).status == 200
+                return (await client.ask(ASK)).status == 200
             return False
 
         async def decided() -> bool:
@@ -240,6 +242,77 @@ async def test_sigterm_under_load_finishes_what_runs(mortal: Serve, figures: lis
     assert [r.error for r in later if r.status and r.error] == [], "what got an answer got all of it"
     assert {r.error for r in refused} <= {"connect_econnrefused", "closed_before_response", "reset"}
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+
+async def test_a_file_that_cannot_be_used_does_not_end_the_gateway(mortal: Serve) -> None:
+    """The scheduler dies while its configuration on disk is broken, as one that is running tolerates."""
+    serve = mortal
+    good = serve.file.read_text()
+    serve.file.write_text("nonsense: 1\n")
+    os.kill(serve.scheduler_pid(), signal.SIGKILL)
+
+    async def cannot_start() -> bool:
+        return serve.said().count("cannot start with its configuration") >= 2
+
+    await until(cannot_start, "two starts in vain")
+    async with Http1(serve.port) as client:
+        assert [(await client.ask(ASK)).status for _ in range(20)] == [200] * 20
+        serve.file.write_text(good)
+        before = 0.0
+
+        async def decides() -> bool:
+            assert (await client.ask(ASK)).status == 200
+            with contextlib.suppress(OSError):
+                return await serve.decisions() > before
+            return False
+
+        await until(decides, "a decision once the file is whole again")
+
+
+async def test_a_scheduler_that_takes_over_listens_where_the_gateway_asks(mortal: Serve) -> None:
+    """The file tells another port, which the running scheduler has refused: it takes a restart of all."""
+    serve = mortal
+    (other,) = free_ports(1)
+    changed = json.loads(serve.file.read_text())
+    changed["extProc"]["port"] = other
+    serve.file.write_text(json.dumps(changed))
+
+    async def refused() -> bool:
+        return "$.extProc.port" in serve.said()
+
+    await until(refused, "a word about the port")
+    killed = serve.scheduler_pid()
+    os.kill(killed, signal.SIGKILL)
+
+    async def another() -> bool:
+        return serve.scheduler_pid() not in (0, killed)
+
+    await until(another, "the next scheduler")
+    async with Http1(serve.port) as client:
+
+        async def decides() -> bool:
+            assert (await client.ask(ASK)).status == 200
+            with contextlib.suppress(OSError):
+                return await serve.decisions() > 0
+            return False
+
+        await until(decides, "a decision")
+    assert not await listening(f"127.0.0.1:{other}")
+
+
+async def test_a_health_watch_does_not_hold_up_the_end(upstream: Upstream, serve: Callable[..., Serve]) -> None:
+    """Clients that check health by `Watch` keep it open for ever: it is told that the server ends."""
+    grpc = pytest.importorskip("grpc", reason="needs grpcio: pip install 'fairlead[grpc]'")
+    started = serve(config(upstream) | {"gateway": "none"})
+    async with grpc.aio.insecure_channel(started.ext_proc) as channel:
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        assert await watch.read() == b"\x08\x01"
+        started.signal(signal.SIGTERM)
+        assert await watch.read() == b"\x08\x02"
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await watch.read()
+    assert "the server ends" in ended.value.details()
+    assert await started.wait() == 0
 
 
 async def test_nothing_survives_a_killed_parent(mortal: Serve) -> None:

@@ -23,6 +23,8 @@ METHOD = "/vllm.grpc.engine.VllmEngine/Generate"
 #: GenerateRequest: tokenized.input_ids (packed), sampling_params.max_tokens, stream.
 ASK = field(2, field(2, bytes(range(1, 101)))) + field(4, number(8, 16)) + number(5, 1)
 ANSWERS = [field(1, field(1, bytes([i]) * 1000)) for i in range(5)]
+#: GenerateComplete: finish reason, prompt and completion tokens.
+LAST = field(2, field(2, b"stop") + number(3, 100) + number(4, 5))
 
 
 class Engine:
@@ -47,14 +49,16 @@ class Engine:
     async def _generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         self.asked.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        for answer in ANSWERS:
+        for answer in [*ANSWERS, LAST]:
             await asyncio.sleep(0.01)
             yield answer
 
 
 async def call(port: int, message: bytes) -> list[bytes]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        return [answer async for answer in channel.unary_stream(METHOD)(message, timeout=20)]
+        *answers, last = [answer async for answer in channel.unary_stream(METHOD)(message, timeout=20)]
+        assert last == LAST
+        return answers
 
 
 async def test_a_generation_is_scheduled_and_streams_back(tmp_path: Path) -> None:
@@ -100,3 +104,27 @@ async def test_without_the_scheduler_it_still_goes_through(tmp_path: Path) -> No
             assert await call(port, ASK) == ANSWERS
         finally:
             envoy.end()
+
+
+async def test_an_answer_that_ends_by_trailers_has_ended_although_nobody_says_so(tmp_path: Path) -> None:
+    """No access log tells the end, and trailers are not shown: the answer's own last message does."""
+    require_envoy()
+    async with Engine() as engine:
+        listed = [{"name": "e", "address": "127.0.0.1", "port": int(engine.address.rpartition(":")[2])}]
+        async with running({"endpoints": listed}, tmp_path) as (live, _):
+            envoy = Envoy(tmp_path)
+            try:
+                (port,) = free_ports(1)
+                pair = Pair("buffered", "full", log=False)
+                ext_proc = f"127.0.0.1:{live.config.ext_proc.port}"
+                envoy.start(bootstrap(pair, port, ext_proc, [engine.address]))
+                await sees_the_scheduler(envoy.admin)
+                for _ in range(3):
+                    assert await call(port, ASK) == ANSWERS
+                async with asyncio.timeout(10):
+                    while len(live.fleet.ledger):
+                        await asyncio.sleep(0.02)
+                results = [decision["result"] for decision in live.watch.decisions(10)]
+            finally:
+                envoy.end()
+    assert [(result["status"], result["cause"]) for result in results] == [(200, "natural")] * 3

@@ -154,6 +154,7 @@ class Live:
         while len(self.fleet.ledger) and loop.time() < until:
             await asyncio.sleep(_POLL)
         self.host.end_access_logs()
+        self.health.end_watches()
         await server.close(max(until - loop.time(), 0.0))
 
     def _turned(self, late_s: float) -> None:

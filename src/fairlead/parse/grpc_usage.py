@@ -27,7 +27,7 @@ _HEAD = 5
 class GrpcUsageScanner:
     """Feed it every chunk of one response body, then ask. Looks like `usage.UsageScanner`."""
 
-    __slots__ = ("_buffer", "_embed", "_error", "_skip", "_usage")
+    __slots__ = ("_buffer", "_done", "_embed", "_error", "_skip", "_usage")
 
     def __init__(self, embed: bool = False) -> None:
         self._embed = embed
@@ -36,6 +36,7 @@ class GrpcUsageScanner:
         self._skip = 0
         self._usage: Usage | None = None
         self._error = 0
+        self._done = False
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes. Amortised linear in their number; never raises."""
@@ -72,8 +73,8 @@ class GrpcUsageScanner:
 
     @property
     def done(self) -> bool:
-        """gRPC tells the end in the trailers."""
-        return False
+        """The service's last message was seen. (gRPC itself tells the end in the trailers, which are not shown.)"""
+        return self._done
 
     def _message(self, data: bytes) -> None:
         try:
@@ -92,6 +93,7 @@ class GrpcUsageScanner:
             self._error = self._error or _status(data, fields[4])
         if answer is None or answer.kind != BYTES:
             return
+        self._done = self._done or answer.number == (3 if older else 2)
         parts = {field.number: field for field in walk(data, Budget(), answer.start, answer.end)}
         second = parts.get(2)
         # The finish reason of a whole answer is a string, and its counts stand behind it.
@@ -104,6 +106,7 @@ class GrpcUsageScanner:
         tokens = fields.get(2)
         if tokens is not None and tokens.kind == BYTES:
             tokens = {field.number: field for field in walk(data, Budget(), tokens.start, tokens.end)}.get(2)
+        self._done = True  # one message is all there is
         if _count(tokens):
             self._usage = Usage(prompt_tokens=_count(tokens))
         if 3 in fields and fields[3].kind == BYTES:

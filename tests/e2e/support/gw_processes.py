@@ -196,6 +196,11 @@ class Serve(Child):
         }
         return self.again()
 
+    @property
+    def file(self) -> Path:
+        """The configuration file."""
+        return self._file
+
     def again(self) -> Self:
         """Start (once more) with the same configuration, and wait until it is ready."""
         self._file.write_text(json.dumps(self.config))

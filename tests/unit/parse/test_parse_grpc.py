@@ -155,8 +155,28 @@ def scanned(*chunks: bytes, embed: bool = False) -> tuple[Usage | None, int]:
     scanner = GrpcUsageScanner(embed)
     for chunk in chunks:
         scanner.feed(chunk)
-    assert not scanner.done
     return scanner.usage, scanner.error_status
+
+
+def ended(*messages: bytes, embed: bool = False) -> bool:
+    scanner = GrpcUsageScanner(embed)
+    for message in messages:
+        scanner.feed(frame(message))
+    return scanner.done
+
+
+@pytest.mark.parametrize("layout", ["newer", "older"])
+def test_the_last_message_is_known_by_its_kind(layout: str, request: pytest.FixtureRequest) -> None:
+    pb = request.getfixturevalue(layout)
+    named = {"request_id": "id"} if layout == "older" else {}
+    chunk = pb.Response(**named, chunk={"token_ids": [5], "prompt_tokens": 9, "completion_tokens": 1})
+    complete = pb.Response(**named, complete={"finish_reason": "stop", "prompt_tokens": 9, "completion_tokens": 1})
+    assert [ended(), ended(chunk, chunk), ended(chunk, complete), ended(complete)] == [False, False, True, True]
+
+
+def test_an_embedding_is_all_there_is(newer: SimpleNamespace) -> None:
+    assert ended(newer.EmbedResponse(embedding=[0.5], prompt_tokens=9), embed=True)
+    assert not ended(embed=True)
 
 
 @pytest.mark.parametrize("layout", ["newer", "older"])

@@ -124,10 +124,11 @@ def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
 
 def local_replies() -> Json:
     """Envoy's own errors as the clients of the OpenAI APIs know errors."""
-    mappers = [
+    mappers: list[Json] = [
         {"filter": _all_of(_status(status), _not_ours()), "body_format_override": _body(TYPES[status])}
         for status in (413, 503, 504)
     ]
+    mappers[1]["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
     mappers.append({"filter": _not_ours(), "body_format_override": _body("GatewayError")})
     return {"mappers": mappers}
 

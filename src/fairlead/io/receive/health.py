@@ -73,6 +73,11 @@ class HealthService:
             for watcher in list(self._watchers):
                 watcher.notify()
 
+    def end_watches(self) -> None:
+        """They have no end of their own, and the process has."""
+        for watcher in list(self._watchers):
+            watcher.end()
+
     def status(self, service: str) -> ServingStatus:
         if service == LIVENESS:
             return ServingStatus.SERVING
@@ -143,6 +148,10 @@ class _Watch:
         if status is not self._told:
             self._told = status
             self._stream.send(answer(status))
+
+    def end(self) -> None:
+        self._health._watchers.discard(self)
+        self._stream.finish(Status.UNAVAILABLE, "the server ends")
 
     def on_half_close(self) -> None:
         if self._service is None:

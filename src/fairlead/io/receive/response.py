@@ -69,6 +69,11 @@ class ResponseWatch:
         return self._scanner.usage if self._scanner is not None else None
 
     @property
+    def complete(self) -> bool:
+        """The response's own last word was seen. Its end may not be shown: trailers are not sent to us."""
+        return self._scanner is not None and self._scanner.done
+
+    @property
     def error_status(self) -> int:
         """Status of an error reported inside a 200 stream; 0 = none."""
         return (self._scanner.error_status or 0) if self._scanner is not None else 0

@@ -337,7 +337,7 @@ class Session:
         elif self._wired():
             self._host.departures.left(request.id, "", self._stream)
         else:
-            self._host.driver.feed(watch.ended(request.id, client_gone=True))
+            self._host.driver.feed(watch.ended(request.id, client_gone=not watch.complete))
 
 
 _HANDLERS: Mapping[Kind, Callable[[Session, Incoming], None]] = {

@@ -94,6 +94,16 @@ def test_watchers_hear_changes_until_they_go() -> None:
     assert stream.ended is None
 
 
+def test_watches_end_with_the_process() -> None:
+    made = HealthService()
+    streams = [call(made, health.WATCH, named(service))[1] for service in ("readiness", "liveness", "nobody")]
+    made.end_watches()
+    assert [stream.ended and stream.ended[0] for stream in streams] == [14, 14, 14]
+    assert made.watchers == 0
+    made.set_ready(True)
+    assert streams[0].sent == [NOT_SERVING]
+
+
 @pytest.mark.parametrize("path", [health.CHECK, health.WATCH])
 @pytest.mark.parametrize("request_bytes", [b"\x0a\xff", b"\x0a\x02\xff\xff", b"\xff" * 20])
 def test_malformed_requests(path: str, request_bytes: bytes) -> None:
