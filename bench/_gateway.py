@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +88,21 @@ class Processes:
     def __init__(self, sides: list[Side], ports: list[int]) -> None:
         self._sides = sides
         self._ports = ports
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
         self.pids: dict[str, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="fairlead-bench-")
 
     def __enter__(self) -> "Processes":
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        self._free()
         folder = Path(self._folder.name)
-        self._log = (folder / "log").open("wb")
         listen = ",".join(map(str, self._ports))
         self._start("upstream", sys.executable, str(Path(__file__).with_name("_upstream.py")), "--listen", listen)
         for side in self._sides:
@@ -109,18 +119,31 @@ class Processes:
             if side.admin:
                 self._wait(f"http://127.0.0.1:{side.admin}/readyz")
             self._wait(f"http://127.0.0.1:{side.port}/v1/models")
-        return self
 
     def __exit__(self, *_: object) -> None:
-        for child in reversed(self._children):
+        children = list(self._children.values())
+        for child in reversed(children):
             child.terminate()
-        for child in self._children:
+        for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(15)
             child.kill()
             child.wait()
-        self._log.close()
         self._folder.cleanup()
+
+    def _free(self) -> None:
+        """Ends the program when somebody else has one of the ports."""
+        own = [port for side in self._sides for port in (side.port, side.epp, side.admin) if port]
+        for port in (*self._ports, *own):
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError as error:
+                    raise SystemExit(
+                        f"cannot use port {port} of 127.0.0.1: {error.strerror}. End the program that has it"
+                        " (ss -tlnp shows which), and try again."
+                    ) from None
 
     def _config(self, side: Side) -> dict[str, Any]:
         return {
@@ -132,17 +155,37 @@ class Processes:
         }
 
     def _start(self, name: str, *command: str) -> None:
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log)
-        self._children.append(child)
+        with self._log(name).open("wb") as log:
+            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        self._children[name] = child
         self.pids[name] = child.pid
+
+    def _log(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.log"
+
+    def _printed(self, name: str) -> str:
+        words = self._log(name).read_text(errors="replace")[-2000:].strip()
+        return f"{name} printed:\n{words}" if words else f"{name} printed nothing."
+
+    def _look(self) -> None:
+        """Ends the program when one of the children has ended."""
+        for name, child in self._children.items():
+            if child.poll() is not None:
+                raise SystemExit(f"{name} ended with status {child.returncode}. {self._printed(name)}")
 
     def _wait(self, url: str, seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
+        problem = "no answer"
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
-                if answer.status == 200:
-                    return
+            self._look()
+            try:
+                with urllib.request.urlopen(url, timeout=2) as answer:
+                    if answer.status == 200:
+                        return
+                    problem = f"status {answer.status}"
+            # Whatever answers there need not speak HTTP.
+            except (OSError, HTTPException) as error:
+                problem = str(error) or type(error).__name__
             time.sleep(0.1)
-        self._log.flush()
-        words = (Path(self._folder.name) / "log").read_text(errors="replace")[-2000:]
-        raise SystemExit(f"{url} did not answer within {seconds:.0f} s:\n{words}")
+        printed = "\n".join(self._printed(name) for name in self._children)
+        raise SystemExit(f"{url} was not ready within {seconds:g} s ({problem}).\n{printed}")

@@ -44,6 +44,8 @@ from fairlead.schedule.cycle import Context
 from fairlead.schedule.profile import Profile
 
 SIZES = (8, 100, 1000)
+#: For the default policy over the most endpoints.
+TARGET_US = 100.0
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 TOKENS = 7_200
 BYTES = 30_240
@@ -318,6 +320,8 @@ def main() -> None:
         keys = [f"endpoints_{size}_{name}_us" if name else f"endpoints_{size}_us" for size in SIZES]
         cells = (f"{figures[key]:>12.1f} ({figures[key.replace('_us', '_min_us')]:.1f})" for key in keys)
         print(f"{label:34}" + "".join(f"{cell:>21}" for cell in cells))
+    reached = "reached" if figures["endpoints_1000_us"] <= TARGET_US else "missed"
+    print(f"default policy, with trace, 1,000 endpoints: target <= {TARGET_US:g} us, {reached}")
 
 
 if __name__ == "__main__":

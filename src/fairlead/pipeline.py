@@ -306,7 +306,7 @@ class Pipeline:
         return self._endings.add(held_no_more, "reconciled")
 
     def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
-        self.fleet.scrape_failed(event.endpoint_id, self._clock.time())
+        self.fleet.scrape_failed(event.endpoint_id, self._clock.time(), event.answered)
         return []
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:

@@ -77,6 +77,8 @@ def test_one_json_object(runs: dict[tuple[str, bool], Future[Run]], name: str) -
         at = found
         for key in path.split("/"):
             at = at[key]
+        if path.endswith("/failed"):
+            assert at == 0, f"{path}: {at} requests failed"
 
 
 @pytest.mark.slow

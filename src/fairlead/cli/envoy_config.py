@@ -12,6 +12,10 @@ class RequestMode(StrEnum):
     buffered = "buffered"
 
 
+#: Options of the gateway whose flag is called otherwise.
+_FLAGS = {"host": "listen", "port": "listen", "endpoints": "endpoint", "tls": "tls-ca"}
+
+
 class ResponseMode(StrEnum):
     first_chunk = "first-chunk"
     headers = "headers"
@@ -61,25 +65,33 @@ def envoy_config(
     if tls_ca is not None and not tls_ca.is_file():
         raise ConfigError(f"{tls_ca} is no file", "--tls-ca")
     address = parse_address(listen, "--listen")
-    text = render(
-        Options(
-            host=address.host,
-            port=address.port,
-            admin_port=admin_port,
-            ext_proc=ext_proc,
-            als="" if als == "none" else als or ext_proc,
-            tls=Tls(ca_file=str(tls_ca), server_name=tls_server_name) if tls_ca else None,
-            endpoints=tuple(endpoint or ()),
-            endpoints_file=str(endpoints_file) if endpoints_file else "",
-            request_mode=request_mode.value,
-            response_mode=response_mode.value,
-            body_limit=body_limit,
-            message_timeout=message_timeout,
-            queue_timeout=queue_timeout,
-            fail_open=fail_open,
-            access_log=access_log,
-        )
+    options = Options(
+        host=address.host,
+        port=address.port,
+        admin_port=admin_port,
+        ext_proc=ext_proc,
+        als="" if als == "none" else als or ext_proc,
+        tls=Tls(ca_file=str(tls_ca), server_name=tls_server_name) if tls_ca else None,
+        endpoints=tuple(endpoint or ()),
+        endpoints_file=str(endpoints_file) if endpoints_file else "",
+        request_mode=request_mode.value,
+        response_mode=response_mode.value,
+        body_limit=body_limit,
+        message_timeout=message_timeout,
+        queue_timeout=queue_timeout,
+        fail_open=fail_open,
+        access_log=access_log,
     )
+    try:
+        text = render(options)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.path}: "), _flag(error.path)) from None
     if validate:
         check(text)
     typer.echo(text, nl=False)
+
+
+def _flag(path: str) -> str:
+    """Who said what stands at a path of the options: `$.body_limit` -> `--body-limit`."""
+    name = path.removeprefix("$.").partition("[")[0].partition(".")[0]
+    return f"--{_FLAGS.get(name, name.replace('_', '-'))}"

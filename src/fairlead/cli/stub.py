@@ -72,6 +72,9 @@ _Preset = Annotated[
         help="Model and GPU whose speed and memory are imitated; `list` shows them. Or a FILE of `fairlead tune`."
     ),
 ]
+_Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="First port; replicas take this one and those after it. 0 = any.")
+]
 _MaxModelLen = Annotated[
     int, typer.Option(min=0, help="Prompt plus output tokens. Default: the preset's.", show_default=False)
 ]
@@ -120,7 +123,7 @@ _WriteEndpoints = Annotated[
 
 
 def stub(
-    port: Annotated[int, typer.Option(help="First port; replicas take this one and those after it. 0 = any.")] = 8000,
+    port: _Port = 8000,
     replicas: Annotated[int, typer.Option(min=1, max=1000, help="Model servers in this process.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(help="Served model name. Default: the preset's.", show_default=False)] = "",

@@ -160,6 +160,7 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         "lora-aware-scorer": ("lora-aware", {}),
     },
     "picker": {
+        "max": ("max-score", {}),
         "max-score-picker": ("max-score", {}),
         "top-k-picker": ("top-k", {}),
         "random-picker": ("random", {}),

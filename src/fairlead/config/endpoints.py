@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from fairlead.config.check import INVALID, struct
+from fairlead.config.engines import note_unknown_engines
 from fairlead.config.files import read_bytes
 from fairlead.config.problems import Report, describe
-from fairlead.config.schema import EndpointSource, Section
+from fairlead.config.schema import EndpointSource, Metrics, Section
 from fairlead.model.errors import ConfigError
 from fairlead.wire.endpoint_list import parse_endpoints_text, read_endpoints
 from fairlead.wire.plain_yaml import Node
 from fairlead.wire.problem import Place
+
+_TWICE = "leave one out, or give each a name and an address of its own"
 
 
 class FileSource(Section, frozen=True, kw_only=True):
@@ -28,7 +32,7 @@ def read_source(value: object, node: Node, place: Place, report: Report, base: P
     """
     if isinstance(value, list):
         listing = read_endpoints(node, place)
-        report.extend(listing.problems)
+        report.extend([replace(one, hint=_TWICE, warning=False) if one.warning else one for one in listing.problems])
         return EndpointSource(static=listing.entries)
     if not isinstance(value, dict):
         report.add(place, f"expected a list, or file: and a path; got {describe(value)}")
@@ -39,12 +43,14 @@ def read_source(value: object, node: Node, place: Place, report: Report, base: P
     return EndpointSource(file=str(base / found.file) if base else found.file, watch=found.watch)
 
 
-def check_file(path: str, place: Place, report: Report) -> None:
-    """Reports what is wrong with an endpoints file."""
+def check_file(path: str, place: Place, report: Report, metrics: Metrics) -> None:
+    """Reports what is wrong with an endpoints file, and notes what it warns of: who follows it goes on."""
     try:
         listing = parse_endpoints_text(read_bytes(Path(path)))
     except ConfigError as error:
         report.add(place, str(error))
         return
     for problem in listing.problems:
-        report.add(place, problem.render(path))
+        tell = report.note if problem.warning else report.add
+        tell(place, problem.render(path))
+    note_unknown_engines(listing.entries, metrics, place, report, path)

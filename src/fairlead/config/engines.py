@@ -1,6 +1,6 @@
 """`metrics.engines`: the built-in metric names of model servers with the configured ones on top."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -8,8 +8,9 @@ import msgspec
 from fairlead.config.problems import Report
 from fairlead.config.schema import EngineNames, Metrics
 from fairlead.model.errors import ConfigError
-from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, parse_spec
-from fairlead.wire.problem import Place
+from fairlead.wire.endpoint_entry import Listed
+from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, named_engine, parse_spec
+from fairlead.wire.problem import Place, shorten
 
 _LABELS = ("block_size_label", "num_blocks_label")
 
@@ -32,6 +33,29 @@ def check_engines(metrics: Metrics, place: Place, report: Report) -> None:
     known = engine_table(metrics)
     if metrics.default_engine not in known:
         report.unknown((*place, "defaultEngine"), "engine", metrics.default_engine, known)
+
+
+def note_unknown_engines(
+    entries: Sequence[Listed], metrics: Metrics, place: Place, report: Report, file: str = ""
+) -> None:
+    """Notes labels that name an engine which is in no table: such a page is read with the default engine's names.
+
+    `entries` stand at `place`, or in `file`, which `place` names. One note for all endpoints of one engine.
+    """
+    known = engine_table(metrics)
+    strange: dict[str, list[int]] = {}
+    for i, entry in enumerate(entries):
+        engine = named_engine(entry.endpoint.labels)
+        if engine and engine not in known:
+            strange.setdefault(engine, []).append(i)
+    for engine, (first, *more) in strange.items():
+        who = f"endpoint {entries[first].endpoint.id}" + (f" and {len(more)} more" if more else "")
+        report.note(
+            place if file else (*place, first),
+            f"{file + ': ' if file else ''}{who}: the label names the engine '{shorten(engine)}', which is not known; "
+            f"metrics are read as those of {metrics.default_engine} "
+            f"(known: {', '.join(sorted(known))}; describe others under metrics.engines)",
+        )
 
 
 def _check_specs(value: str | list[str] | Mapping[str, str], place: Place, report: Report) -> None:

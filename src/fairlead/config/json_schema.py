@@ -126,19 +126,23 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Str
 
     scheduling: Schema = {
         "policy": {
-            "anyOf": [{"enum": sorted({*POLICIES, *plugins["policy"]})}, {"$ref": f"#/$defs/{_entry_name('policy')}"}]
+            "anyOf": [
+                {"enum": sorted({*POLICIES, *plugins["policy"]})},
+                {"$ref": f"#/$defs/{_entry_name('policy')}"},
+                {"type": "null"},
+            ]
         },
         "filters": listed("filter"),
         "scorers": listed("scorer"),
         "builtinFilters": {"type": "boolean"},
         "selection": {
-            "type": "object",
+            "type": ["object", "null"],
             "properties": {"topK": {"type": "integer", "minimum": 1}, "picker": {"enum": sorted(plugins["picker"])}},
-            "anyOf": [{"required": ["topK"]}, {"required": ["picker"]}],
+            "anyOf": [{"required": ["topK"]}, {"required": ["picker"]}, *_ABSENT],
         },
     }
     sections = {key: _or_nothing(ref[kind]) for key, kind in SECTIONS.items()}
-    sections["gateway"] = {"anyOf": [{"enum": ["embedded", "none"]}, *sections["gateway"]["anyOf"]]}
+    sections["gateway"] = {"anyOf": [{"enum": ["embedded", "none"]}, ref[SECTIONS["gateway"]]]}
     pointer = ref[FlowSettings]["$ref"]
     flow: Schema = {field: {"$ref": f"{pointer}/properties/{field}"} for field in FLOW_FIELDS}
     for kind in FLOW_KINDS:
@@ -150,7 +154,7 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Str
         PARSERS: listed("parser"),
         FLOW_CONTROL: _or_nothing({"type": "object", "properties": flow, "additionalProperties": False}),
         **sections,
-        "endpoints": {"anyOf": [{"type": "array", "items": _ENDPOINT}, ref[FileSource]]},
+        "endpoints": {"anyOf": [{"type": "array", "items": _ENDPOINT}, ref[FileSource], *_ABSENT]},
         "seed": {"type": ["integer", "null"], "minimum": 0},
         "inferenceExtension": {
             "type": "object",
@@ -180,6 +184,8 @@ def _document(schema: Schema, own: Schema) -> Schema:
     return {**schema, "properties": properties, "additionalProperties": False, "allOf": [plugins]}
 
 
+#: Nothing, which counts as absent.
+_ABSENT: Final[tuple[Schema, ...]] = ({"type": "null"}, {"type": "object", "maxProperties": 0})
 #: An entry of a list of endpoints.
 _ENDPOINT: Final[Schema] = {
     "anyOf": [

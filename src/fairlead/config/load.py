@@ -12,7 +12,7 @@ from fairlead.config.check import INVALID, check, struct
 from fairlead.config.choosers import CHOOSERS
 from fairlead.config.choosing import check_choosers
 from fairlead.config.endpoints import check_file, read_source
-from fairlead.config.engines import check_engines
+from fairlead.config.engines import check_engines, note_unknown_engines
 from fairlead.config.epp import document as epp
 from fairlead.config.epp.locate import ROUTER, Located, in_values, is_document
 from fairlead.config.epp.translate import FIELDS as DOCUMENT_FIELDS
@@ -160,13 +160,15 @@ class _Assembly:
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), sections["metrics"], self._report)
         endpoints = self._endpoints(need_endpoints and not sections["kubernetes"].on)
+        if not self._report.problems:  # or the entries are not where they stand in the file
+            note_unknown_engines(endpoints.static, sections["metrics"], ("endpoints",), self._report)
         check_kubernetes(sections["kubernetes"], bool(endpoints.static or endpoints.file), self._report)
         check_choosers(sections, self._report, self._registry)
         self._check_splitting(policy, flow_control)
         if self._thorough:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
-            self._check_endpoints_file(endpoints.file)
+            self._check_endpoints_file(endpoints.file, sections["metrics"])
         seed = check(Seed | None, self._root.get("seed"), ("seed",), self._report)
         if policy is None or self._report.problems:
             return None
@@ -204,10 +206,10 @@ class _Assembly:
             hint = "take another policy, or leave flowControl out"
             self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
-    def _check_endpoints_file(self, file: str) -> None:
+    def _check_endpoints_file(self, file: str, metrics: Metrics) -> None:
         if file:
             key = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
-            check_file(file, key, self._report)
+            check_file(file, key, self._report, metrics)
 
     def _policy(self) -> PolicySpec | None:
         """From a configuration of the reference picker, wherever it stands, or from our own fields."""
@@ -330,6 +332,7 @@ class _Assembly:
 
     def _endpoints(self, needed: bool) -> EndpointSource:
         value = self._root.get("endpoints")
+        value = None if value == {} else value
         named = self._translation.endpoints if self._translation else None
         if value is None and named is not None:
             return named

@@ -24,7 +24,8 @@ KEYS = ("policy", "filters", "scorers", "selection", "builtinFilters")
 
 def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpec | None:
     """`None` when something was wrong; the report has what."""
-    values = {key: value for key, value in source.values.items() if value is not None}
+    values = {key: value for key, value in source.values.items() if not _absent(key, value)}
+    source = Source(values, {key: place for key, place in source.places.items() if key in values})
     before = len(report.problems)
     reader = _Reader(source, report, registry)
     named = values.get("policy", "default")
@@ -35,6 +36,11 @@ def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpe
     else:
         found = _profile(reader, _shorthand(values, source, report), values)
     return None if len(report.problems) > before else found
+
+
+def _absent(key: str, value: object) -> bool:
+    """Whether there is nothing in it. `[]` is something: an empty list. A policy is a plugin and has a type."""
+    return value is None or (key == "selection" and value == {})
 
 
 def _profile(reader: "_Reader", shorthand: str, values: Mapping[str, Any]) -> PolicySpec | None:
@@ -111,7 +117,7 @@ class _Reader(PluginReader):
     def picker(self, node: object) -> PluginSpec | None:
         """`{topK: 3}` or `{picker: type, parameters: {…}}`."""
         place = self.source.place("selection")
-        if not isinstance(node, Mapping) or not node:
+        if not isinstance(node, Mapping):
             self.report.add(place, f"expected topK or picker, got {describe(node)}")
             return None
         if "topK" in node:

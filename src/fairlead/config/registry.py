@@ -82,8 +82,10 @@ class Registry:
         return next((kind for kind in METHODS if self.find(kind, name) is not None), None)
 
     def types(self, kind: Kind) -> set[str]:
-        """Names for suggestions: built-ins, and installed ones of whatever kind (they are not imported to find out)."""
-        return {*BUILTINS[kind], *(point.name for point in self._installed())}
+        """Names for suggestions: built-ins, their other names unless those are longer by the kind only, and installed
+        ones of whatever kind (they are not imported to find out)."""
+        others = (name for name in ALIASES[kind] if not name.endswith(f"-{kind}"))
+        return {*BUILTINS[kind], *others, *(point.name for point in self._installed())}
 
     def _installed(self) -> list[EntryPoint]:
         """Listed once: a scan of all distributions takes about 20 ms."""

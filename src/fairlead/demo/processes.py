@@ -11,6 +11,9 @@ import aiohttp
 
 from fairlead.model.errors import FairleadError
 
+#: How commands begin each line of an error, see `cli.main`.
+_ERROR = "error: "
+
 
 class Child:
     """A `fairlead` command in a process of its own. Its last output is kept, to be shown when it fails."""
@@ -65,5 +68,13 @@ class Child:
                         if response.status == 200:
                             return
                 await asyncio.sleep(0.1)
-        words = "\n".join(self._tail) or "(it said nothing)"
-        raise FairleadError(f"`fairlead {' '.join(self._arguments)}` did not become ready:\n{words}")
+        raise FairleadError(await self._complaint())
+
+    async def _complaint(self) -> str:
+        """Why it is not ready: the errors that it told, else its last words."""
+        assert self._process is not None and self._reader is not None
+        if self._process.returncode is not None:
+            await self._reader
+        errors = [line.removeprefix(_ERROR) for line in self._tail if line.startswith(_ERROR)]
+        words = "\n".join(errors or self._tail) or "(it said nothing)"
+        return f"`fairlead {self._arguments[0]}` did not become ready: {words}"

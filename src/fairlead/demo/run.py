@@ -13,17 +13,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fairlead.bench import report
 from fairlead.bench.process import run_in_process
 from fairlead.bench.spec import Progress as LoadProgress
-from fairlead.demo.plan import POLICIES, Plan
+from fairlead.demo.by_hand import prepare
+from fairlead.demo.goals import Goal, judge
+from fairlead.demo.plan import HOST, POLICIES, Plan
+from fairlead.demo.ports import check_ports
 from fairlead.demo.processes import Child
-
-#: The keys of `summary.json` that never change.
-SUMMARY_KEYS = ("requests", "failed", "ttft_ms", "output_tokens_per_s", "prefix_hit_rate", "success_rate")
+from fairlead.model.errors import FairleadError
 
 
-async def run(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
-    """Run all policies one after the other; returns and writes one summary per policy."""
+async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, dict[str, Any]]:
+    """Run all policies one after the other; returns and writes one summary per policy.
+
+    Whether the goals are met is told of the usual demo only, and of others when asked for by `check`.
+    """
+    check_ports(plan)
     console.print(plan.describe(), highlight=False)
-    plan.out.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FairleadError(f"cannot make the folder {plan.out}: {error.strerror or error}") from None
     summaries: dict[str, dict[str, Any]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
@@ -37,6 +45,9 @@ async def run(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
             bar.update(task, now="done")
     _write(plan, summaries)
     _show(plan, summaries, console)
+    if check or plan.usual:
+        _show_goals(judge(summaries), console)
+    _show_files(plan, console)
     return summaries
 
 
@@ -44,10 +55,10 @@ async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], No
     with tempfile.TemporaryDirectory(prefix="fairlead-demo-") as folder:
         endpoints, config = Path(folder, "endpoints.yaml"), Path(folder, "fairlead.yaml")
         config.write_text(plan.config(policy, endpoints))
-        first = plan.port + 10
+        ports = plan.replica_ports
         stub = Child(
             "stub",
-            f"--port={first}",
+            f"--port={ports[0]}",
             f"--replicas={plan.replicas}",
             f"--preset={plan.preset}",
             f"--time-ratio={plan.time_ratio}",
@@ -55,9 +66,9 @@ async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], No
             f"--write-endpoints={endpoints}",
         )
         async with stub:
-            await stub.ready(f"http://127.0.0.1:{first + plan.replicas - 1}/health")
+            await stub.ready(f"http://{HOST}:{ports[-1]}/health")
             async with Child("serve", str(config)) as serve:
-                await serve.ready(f"http://127.0.0.1:{plan.port + 2}/readyz")
+                await serve.ready(f"http://{HOST}:{plan.own_ports[2]}/readyz")
                 result = await run_in_process(plan.load(policy), look)
     return report.summarise(result, "model")
 
@@ -89,13 +100,24 @@ def _show(plan: Plan, summaries: dict[str, dict[str, Any]], console: Console) ->
             style="bold",
             highlight=False,
         )
+
+
+def _show_goals(goals: list[Goal], console: Console) -> None:
+    console.print("Goals of this comparison, and what this run came to:")
+    for goal in goals:
+        verdict = "[green]met   [/]" if goal.met else "[bold red]missed[/]"
+        console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
+
+
+def _show_files(plan: Plan, console: Console) -> None:
     plot = f" and {plan.out / 'demo.png'}" if find_spec("matplotlib") is not None else ""
-    console.print(f"Written: {plan.out / 'summary.json'}{plot}")
+    console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
+    commands = prepare(plan)
     console.print(
-        f"By hand: `fairlead stub --replicas 4 --write-endpoints endpoints.yaml` in one terminal, "
-        f"`fairlead serve examples/file-discovery.yaml` in another, then\n"
-        f"  curl http://127.0.0.1:{plan.port}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "Qwen/Qwen3-32B", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+        f"By hand, the first two each in a terminal of its own, all in this directory:\n"
+        f"  {commands.stub}\n  {commands.serve}\n  {commands.curl}\n"
+        f"What it decided, and why: {commands.dashboard}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )

@@ -14,14 +14,14 @@ from fairlead.config.schema import Config
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
 from fairlead.doctor.needs import Need
 from fairlead.doctor.rows import Row, rows_of
-from fairlead.io.endpoint_set import resolve_host
+from fairlead.io.endpoint_set import preferred, resolve_host
 from fairlead.io.model_files import load_tokeniser
 from fairlead.io.scrape_target import page_address
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.errors import FairleadError
 from fairlead.parse.parsed import ParsedRequest
 from fairlead.tokens import PromptTokens
-from fairlead.wire.endpoint_entry import Listed
+from fairlead.wire.endpoint_entry import Listed, join
 from fairlead.wire.endpoint_list import parse_endpoints_text
 from fairlead.wire.engine_metrics import EngineSpecs, compile_engine, engine_of
 from fairlead.wire.promfamily import find_family
@@ -132,8 +132,8 @@ class Site:
 
     async def _look_for_scheduler(self) -> None:
         settings = self.config.admin
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-        url = self._wanted or (f"http://{host}:{settings.port}" if settings.port else "")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+        url = self._wanted or (f"http://{join(host, settings.port)}" if settings.port else "")
         if not url:
             return
         try:
@@ -192,12 +192,11 @@ class Site:
             return endpoint
         try:
             async with asyncio.timeout(5.0):
-                address = (await resolve_host(entry.host, entry.port))[0]
+                address = preferred(await resolve_host(entry.host, entry.port))
         except (OSError, TimeoutError, IndexError, UnicodeError) as error:
             self.nameless[endpoint.id] = f"{entry.host}: {getattr(error, 'strerror', '') or error or 'no address'}"
             return None
-        shown = f"[{address}]" if ":" in address else address
-        return structs.replace(endpoint, address=f"{shown}:{entry.port}", metrics_url=endpoint.scrape_url)
+        return structs.replace(endpoint, address=join(address, entry.port), metrics_url=endpoint.scrape_url)
 
     def engine(self, endpoint: Endpoint) -> str:
         """Name of the engine that its page is read for."""

@@ -57,12 +57,20 @@ class Preset(Struct, frozen=True, kw_only=True):
         max_loras: int = 0,
         kv_tokens: int = 0,
     ) -> EngineSpec:
-        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force."""
+        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force. Raises `ValueError` on limits that
+        no server could start with."""
+        blocks = (kv_tokens or self.kv_tokens) // max(1, block_size)
+        longest = max_model_len or self.max_model_len
+        if kv_tokens > 0 and block_size > 0 and blocks * block_size < longest:
+            raise ValueError(
+                f"max_model_len {longest} does not fit into a KV cache of {kv_tokens} tokens: it has {blocks} whole"
+                f" blocks of {block_size} tokens; use more kv_tokens or a smaller max_model_len"
+            )
         return EngineSpec(
             latency=self.latency,
-            num_blocks=(kv_tokens or self.kv_tokens) // max(1, block_size) + 1,
+            num_blocks=blocks + 1,
             block_size=block_size,
-            max_model_len=max_model_len or self.max_model_len,
+            max_model_len=longest,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             max_loras=max_loras,

@@ -68,7 +68,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
             raise ValueError("max_batched_tokens must be at least max_num_seqs")
         if self.usable_blocks * self.block_size < self.max_model_len:
             raise ValueError(
-                f"max_model_len {self.max_model_len} does not fit into a KV cache of {self.kv_tokens} tokens"
+                f"max_model_len {self.max_model_len} does not fit into a KV cache of {self.kv_tokens} tokens,"
+                f" {self.usable_blocks} blocks of {self.block_size}"
             )
 
     @property

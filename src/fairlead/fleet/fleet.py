@@ -104,14 +104,17 @@ class Fleet:
                 self.ledger.release(request_id)
         return [request_id for request_id in dropped if request_id >= 0]
 
-    def scrape_failed(self, endpoint_id: str, now: float) -> None:
-        """No reading. When the last good one is too old, the columns become what we know of our own requests."""
+    def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
+        """No reading. When the last good one is too old, the columns become what we know of our own requests.
+
+        `answered`: the endpoint did, so it does not count as failing.
+        """
         table = self.table
         slot = table.slot(endpoint_id)
         if slot is None:
             return
-        table.failures[slot] += 1
-        table.troubled = True
+        table.failures[slot] = 0 if answered else table.failures[slot] + 1
+        table.troubled = table.troubled or not answered
         if self.stale(slot, now):
             self.ledger.own_accounting(slot)
             capacity = table.capacity_tokens[slot]

@@ -5,12 +5,14 @@ Rules
   keeps its last good state; if a wrong entry cannot even be named, nothing is taken down, for it might be that one.
 * A host name is resolved outside of `apply`, again each `resolve_s`. Of several addresses the first is used, and kept
   for as long as the name still has it: a resolver that rotates its answers must not move an endpoint about.
+* If the first is `::1`, one of IPv4's own loopback addresses goes before it: hosts files list `::1 localhost`, and
+  model servers listen on `0.0.0.0` or `127.0.0.1` unless told otherwise. Nothing is dialled to find out.
 * A name that cannot be resolved (any more) keeps the last address; it is tried again after `RETRY_S`.
 """
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from fairlead.model.endpoint import Endpoint
 from fairlead.model.events import EndpointDown, EndpointUp
@@ -33,6 +35,12 @@ async def resolve_host(host: str, port: int) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(info[4][0]) for info in found]
     return [address for address in dict.fromkeys(addresses) if "%" not in address]
+
+
+def preferred(addresses: Sequence[str]) -> str:
+    """Which of a name's addresses to use; see the module's rules. There must be one."""
+    first = addresses[0]
+    return next((one for one in addresses if one.startswith("127.")), first) if first == "::1" else first
 
 
 class EndpointSet:
@@ -161,7 +169,7 @@ class EndpointSet:
             return
         self._failing.pop(host, None)
         if self._addresses.get(host) not in addresses:
-            self._addresses[host] = addresses[0]
+            self._addresses[host] = preferred(addresses)
         for entry in list(self._listed.values()):
             if entry.host == host and not entry.literal:
                 self._bring_up(entry)

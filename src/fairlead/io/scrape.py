@@ -38,10 +38,14 @@ GRID = 0.05
 #: So many endpoints are scraped in the same turn of the grid before the next one is used: their answers come together
 #: too, and a wake-up costs more than reading an unchanged page.
 GROUP = 16
+#: Failures in a row that are worth a word: one alone is common, and changes nothing.
+TOLD_AFTER = 3
 
 Feed = Callable[[MetricsSampled | MetricsFailed], object]
 #: Called with an endpoint id and what its page lacks, whenever that changes; empty = all is well again.
 Report = Callable[[str, tuple[str, ...]], object]
+#: Called with an endpoint id and why several scrapes in a row have failed, whenever that changes; empty = no longer.
+Silence = Callable[[str, str], object]
 #: Reads further gauges from a page, for `Sample.extra`. Must not raise.
 Measure = Callable[[Endpoint, bytes], Mapping[str, float]]
 
@@ -60,6 +64,7 @@ class Scraper:
         rng: random.Random | None = None,
         report: Report | None = None,
         measure: Measure | None = None,
+        silence: Silence | None = None,
     ) -> None:
         """Raises `ConfigError` for a bad spec in `engines`, which must have `default_engine`."""
         self.stats = ScrapeStats()
@@ -70,6 +75,7 @@ class Scraper:
         self._feed = feed
         self._report = report
         self._measure = measure
+        self._silence = silence
         self._options = options or ScrapeOptions()
         self._rng = rng or random.Random()
         self._pool = BufferPool()
@@ -219,12 +225,12 @@ class Scraper:
             page = await self._secure.fetch(target.address.url)
         except ScrapeError as error:
             target.task = None
-            self.lost(target, str(error), retry=False)
+            self.lost(target, str(error), retry=False, answered=error.answered)
         else:
             target.task = None
             self.page(target, page)
 
-    def lost(self, target: Target, reason: str, retry: bool) -> None:
+    def lost(self, target: Target, reason: str, retry: bool, answered: bool = False) -> None:
         """No page came."""
         target.in_flight = False
         if target.due < 0:
@@ -233,15 +239,23 @@ class Scraper:
             target.retried = True
             self._start(target, self._loop.time())
         else:
-            self._failed(target, reason)
+            self._failed(target, reason, answered)
 
-    def _failed(self, target: Target, reason: str) -> None:
+    def _failed(self, target: Target, reason: str, answered: bool = False) -> None:
         options = self._options
         self.stats.failed += 1
         target.fails += 1
+        if target.fails >= TOLD_AFTER:
+            self._silent(target, reason)
         delay = min(self._interval(target) * 2.0 ** min(target.fails, 16), options.backoff_cap_s)
         self._schedule(target, self._loop.time() + delay * self._rng.uniform(0.75, 1.25))
-        self._emit(MetricsFailed(target.endpoint.id, reason))
+        self._emit(MetricsFailed(target.endpoint.id, reason, answered))
+
+    def _silent(self, target: Target, reason: str) -> None:
+        if reason != target.silent:
+            target.silent = reason
+            if self._silence is not None:
+                self._silence(target.endpoint.id, reason)
 
     def page(self, target: Target, page: bytes) -> None:
         """A page came."""
@@ -257,8 +271,9 @@ class Scraper:
             if self._report is not None:
                 self._report(target.endpoint.id, reading.problems)
         if reading.empty:
-            self._failed(target, f"the page has no load metric of engine {target.engine!r}")
+            self._failed(target, f"the page has no load metric of engine {target.engine!r}", answered=True)
             return
+        self._silent(target, "")
         stats.ok += 1
         stats.bytes += len(page)
         stats.seconds += now - target.started

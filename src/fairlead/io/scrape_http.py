@@ -46,8 +46,9 @@ class PageSink(Protocol):
 
     def on_page(self, page: bytes) -> None: ...
 
-    def on_failure(self, reason: str, *, retry: bool) -> None:
-        """`retry`: a kept connection turned out to be gone before any byte of the answer came."""
+    def on_failure(self, reason: str, *, retry: bool, answered: bool = False) -> None:
+        """`retry`: a kept connection turned out to be gone before any byte of the answer came. `answered`: the server
+        did, see `answers`."""
 
 
 class _Head:
@@ -206,7 +207,7 @@ class PageConnection(asyncio.BufferedProtocol):
         if head.status == 200:
             sink.on_page(page)
         else:
-            sink.on_failure(f"status {head.status}", retry=False)
+            sink.on_failure(f"status {head.status}", retry=False, answered=answers(head.status))
 
     def _fail(self, reason: str, retry: bool = False) -> None:
         sink, self._sink = self._sink, None
@@ -223,6 +224,12 @@ class PageConnection(asyncio.BufferedProtocol):
             self._pool.give(self._buffer)
         self._buffer = self._view = self._head = self._chunks = None
         self._filled = 0
+
+
+def answers(status: int) -> bool:
+    """Whether a response with this status shows that the server itself is well: not if a proxy may have made it because
+    the server is not there."""
+    return status < 500
 
 
 def parse_head(head: bytes, end: int) -> _Head:

@@ -6,13 +6,18 @@ import ssl
 
 import aiohttp
 
+from fairlead.io.scrape_http import answers
 from fairlead.io.scrape_target import USER_AGENT, ScrapeOptions
 
 _MAX_TOKEN = 65_536
 
 
 class ScrapeError(Exception):
-    """A page could not be had; the message says why."""
+    """A page could not be had; the message says why. `answered`: the server did, see `scrape_http.answers`."""
+
+    def __init__(self, reason: str, answered: bool = False) -> None:
+        super().__init__(reason)
+        self.answered = answered
 
 
 class SecureFetcher:
@@ -32,7 +37,7 @@ class SecureFetcher:
             session = self._session or self._open()
             async with session.get(url, headers=headers, ssl=self._ssl, allow_redirects=False) as response:
                 if response.status != 200:
-                    raise ScrapeError(f"status {response.status}")
+                    raise ScrapeError(f"status {response.status}", answers(response.status))
                 return await self._body(response)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ScrapeError(f"{type(error).__name__}: {error}") from error

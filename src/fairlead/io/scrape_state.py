@@ -31,7 +31,7 @@ class Owner(Protocol):
 
     def page(self, target: "Target", page: bytes) -> None: ...
 
-    def lost(self, target: "Target", reason: str, retry: bool) -> None: ...
+    def lost(self, target: "Target", reason: str, retry: bool, answered: bool = False) -> None: ...
 
 
 class Target:
@@ -39,7 +39,7 @@ class Target:
 
     __slots__ = (
         "address", "awake_until", "connection", "due", "endpoint", "engine", "fails", "fast", "fed_at", "full_at",
-        "in_flight", "more", "owner", "problems", "reader", "reading", "retried", "started", "task",
+        "in_flight", "more", "owner", "problems", "reader", "reading", "retried", "silent", "started", "task",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, endpoint: Endpoint, address: PageAddress, engine: str, specs: EngineSpecs) -> None:
@@ -61,6 +61,8 @@ class Target:
         self.retried = False
         self.fast = False
         self.fails = 0
+        #: What was told of its failures; empty = nothing, or that they are over.
+        self.silent = ""
         self.awake_until = -1.0
         self.fed_at = -1e9
         self.full_at = -1e9
@@ -68,8 +70,8 @@ class Target:
     def on_page(self, page: bytes) -> None:
         self.owner.page(self, page)
 
-    def on_failure(self, reason: str, *, retry: bool) -> None:
-        self.owner.lost(self, reason, retry)
+    def on_failure(self, reason: str, *, retry: bool, answered: bool = False) -> None:
+        self.owner.lost(self, reason, retry, answered)
 
     def drop(self) -> None:
         """Stop whatever is under way."""

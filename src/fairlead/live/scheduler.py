@@ -34,6 +34,7 @@ from fairlead.model.errors import ConfigError
 from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged, StopAsked
 from fairlead.model.inference import ModelRules, ModelSet
 from fairlead.observe.log import get
+from fairlead.wire.endpoint_entry import join
 from fairlead.wire.problem import Problem
 
 log = get("serve")
@@ -112,6 +113,7 @@ class Live:
             default_engine=config.metrics.default_engine,
             report=self.watch.on_page,
             measure=build_measure(config, self.watch.on_plugin_error),
+            silence=self.watch.on_silence,
         )
         stack.push_async_callback(self.scraper.close)
         self.watch.on_routed = self.scraper.wake
@@ -173,6 +175,7 @@ class Live:
             log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
         else:
             self.scraper.down(event.endpoint_id)
+            self.watch.on_endpoint_gone(event.endpoint_id)
             log.info("endpoint down", endpoint=event.endpoint_id)
 
     def _defined(self, where: str, models: ModelSet) -> None:
@@ -244,11 +247,11 @@ class Live:
         found: dict[str, object] = {
             "policy": config.policy.name,
             "endpoints": self.fleet.table.count,
-            "ext_proc": f"{config.ext_proc.host}:{config.ext_proc.port}",
-            "admin": f"http://{config.admin.host}:{self.admin.port}/",
+            "ext_proc": join(config.ext_proc.host, config.ext_proc.port),
+            "admin": f"http://{join(config.admin.host, self.admin.port)}/",
         }
         if config.gateway.mode == "embedded":
-            found["gateway"] = f"http://{config.gateway.host}:{config.gateway.port}/"
+            found["gateway"] = f"http://{join(config.gateway.host, config.gateway.port)}/"
         return found
 
 

@@ -81,6 +81,8 @@ class MetricsSampled(Struct, frozen=True):
 class MetricsFailed(Struct, frozen=True, gc=False):
     endpoint_id: str
     reason: str
+    #: It answered, with nothing that tells its load: it is there, and may serve as well as any other.
+    answered: bool = False
 
 
 class ModelsChanged(Struct, frozen=True):

@@ -16,6 +16,8 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     fresh: bool = False
     #: Seconds since that scrape.
     age_s: float | None = None
+    #: Why scrapes fail now; empty = they do not, or only just began to.
+    last_error: str = ""
     #: As the engine reported.
     waiting: float | None = None
     running: float | None = None

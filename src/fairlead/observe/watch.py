@@ -58,6 +58,8 @@ class Watch:
         self._uncounted: list[tuple[DecisionRecord | OutcomeRecord, float]] = []
         self._past = 0
         self._past_told_at = -inf
+        #: By endpoint, why its load cannot be read.
+        self._silent: dict[str, str] = {}
         #: Told the endpoint of every routed request.
         self.on_routed: Callable[[str], object] = lambda endpoint_id: None
         #: A fresh copy of the policy in force, to ask why; `None` = only what was recorded is told.
@@ -158,6 +160,21 @@ class Watch:
         else:
             log.info("a metrics page is complete again", endpoint=endpoint_id)
 
+    def on_silence(self, endpoint_id: str, reason: str) -> None:
+        """Why an endpoint's load cannot be read has changed; empty = it is read again."""
+        if reason:
+            self._silent[endpoint_id] = reason
+            log.warning(
+                "the metrics of an endpoint cannot be read; our own accounting stands in",
+                endpoint=endpoint_id,
+                reason=reason,
+            )
+        elif self._silent.pop(endpoint_id, ""):
+            log.info("the metrics of an endpoint are read again", endpoint=endpoint_id)
+
+    def on_endpoint_gone(self, endpoint_id: str) -> None:
+        self._silent.pop(endpoint_id, None)
+
     def on_admin_error(self, page: str, error: Exception) -> None:
         log.error("an admin page failed", exc=error, page=page)
 
@@ -195,6 +212,7 @@ class Watch:
                     labels=dict(endpoint.labels),
                     fresh=age <= fleet.staleness,
                     age_s=age if isfinite(age) else None,
+                    last_error=self._silent.get(endpoint.id, ""),
                     waiting=sample.waiting if sample else None,
                     running=sample.running if sample else None,
                     kv_usage=sample.kv_usage if sample else None,

@@ -1,6 +1,7 @@
 """Engine time: the event loop's time, faster by a ratio, and able to stand still."""
 
 from collections.abc import Callable
+from math import inf
 
 
 class EngineClock:
@@ -9,8 +10,8 @@ class EngineClock:
     __slots__ = ("_frozen_at", "_origin", "_wall", "ratio")
 
     def __init__(self, wall: Callable[[], float], ratio: float) -> None:
-        if not ratio > 0:
-            raise ValueError("time_ratio must be positive")
+        if not 0 < ratio < inf:
+            raise ValueError(f"time_ratio must be above 0 and finite, got {ratio:g}")
         self._wall = wall
         self.ratio = ratio
         self._origin = wall()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # it brings ZMQ, which only pools with events need
 VERSION = "0.32.0"
 #: Ports from one replica's publisher to the next one's: one for events, one for replays.
 KV_PORTS = 2
+#: Far beyond what a CPU can follow; beyond it, engine seconds would be too coarse for the steps of a server that has
+#: run for a day.
+MAX_TIME_RATIO = 1_000_000
 
 
 class StubConfig(Struct, frozen=True, kw_only=True):
@@ -55,6 +58,8 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     #: `--enable-prompt-tokens-details`, `--enable-request-id-headers`, `--enable-server-load-tracking`.
     prompt_tokens_details: bool = True
     request_id_headers: bool = False
+    #: `metrics` in answers in one piece (`--enable-per-request-metrics`), in engine time.
+    per_request_metrics: bool = False
     #: Comments in streams that wait for their first token (`--sse-keep-alive-interval`), seconds; 0 = none.
     sse_keepalive_s: float = 0.0
     #: `x-inference-pod`, `x-inference-namespace` and `x-inference-port` on every response.
@@ -74,8 +79,9 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.time_ratio <= 0:
-            raise ValueError("time_ratio must be positive")
+        # Written so that NaN is out as well.
+        if not 0 < self.time_ratio <= MAX_TIME_RATIO:
+            raise ValueError(f"time_ratio must be above 0 and at most {MAX_TIME_RATIO:,}, got {self.time_ratio:g}")
         if self.stream_interval < 1:
             raise ValueError("stream_interval must be at least 1")
         spec = self.spec()

@@ -116,6 +116,17 @@ def array(body: Body, name: str) -> list[Any]:
     return value
 
 
+def strings(body: Body, name: str) -> list[str]:
+    """A string, or a list of strings, that may be left out."""
+    value = body.get(name)
+    if value is None:
+        return []
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise _wrong("string_type", name, "string or list of strings", value)
+    return items
+
+
 def missing(body: Body, name: str) -> ApiError:
     return Invalid(
         {"type": "missing", "loc": f"body.{name}", "msg": "Field required", "input": f"<dict of {len(body)} items>"}

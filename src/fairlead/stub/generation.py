@@ -6,15 +6,18 @@ Rules (for streams too, see `streaming`)
   everything that comes later does nothing.
 """
 
+import json
 from typing import Protocol
 
 from fairlead.engine import tokens as tk
-from fairlead.engine.request import EngineRequest
+from fairlead.engine.request import EngineRequest, Phase
 from fairlead.stub.api_errors import ApiError
 from fairlead.stub.connection import Connection
+from fairlead.stub.logprobs import chat_logprobs, completion_logprobs
 from fairlead.stub.orca import orca_line
 from fairlead.stub.plans import Plan
-from fairlead.stub.shapes import ChatShape, CompletionShape, Counts, Shape, id_list, quoted
+from fairlead.stub.shapes import ChatShape, CompletionShape, Counts, Parts, Shape, id_list, quoted
+from fairlead.stub.stops import Stop
 
 
 class Host(Protocol):
@@ -23,6 +26,8 @@ class Host(Protocol):
     block_size: int
     #: `--enable-prompt-tokens-details`.
     details: bool
+    #: `--enable-per-request-metrics`.
+    timed: bool
     #: Seconds between comments in a stream that waits; 0 = none.
     keepalive_s: float
 
@@ -39,20 +44,38 @@ class Host(Protocol):
 
 
 class Choice:
-    """One output. `emitted` tokens of it have been written."""
+    """One output. `emitted` tokens of it have been written, and `shown` bytes of their text."""
 
-    __slots__ = ("emitted", "ended", "generation", "head", "index", "prompt", "request", "tail")
+    __slots__ = ("emitted", "ended", "generation", "head", "index", "prompt", "request", "shown", "stop", "tail")
 
-    def __init__(self, generation: "Generation", index: int, prompt: int, request: EngineRequest) -> None:
+    def __init__(
+        self, generation: "Generation", index: int, prompt: int, request: EngineRequest, stop: Stop | None
+    ) -> None:
         self.generation = generation
         self.index = index
         self.prompt = prompt
         self.request = request
+        #: The stop string that will end it.
+        self.stop = stop
         self.emitted = 0
+        self.shown = 0
         #: Its last event was written, or it is part of an answer in one piece that can be made.
         self.ended = False
         self.head = b""
         self.tail = b""
+
+    def text(self, output: int, hold: int) -> bytes:
+        """Text of the first `output` tokens that has not been shown yet, but for the last `hold` bytes; it counts as
+        shown."""
+        end = tk.TOKEN_BYTES * output - hold
+        if self.stop is not None:
+            end = min(end, self.stop.length)
+        start, width = self.shown, tk.TOKEN_BYTES
+        if end <= start:
+            return b""
+        self.shown = end
+        first = start // width
+        return tk.output(self.request.seed, first, -(-end // width))[start - first * width : end - first * width]
 
 
 class Generation:
@@ -73,8 +96,8 @@ class Generation:
         #: The client's `endpoint-load-metrics-format`; empty = it wants none.
         self.orca = ""
 
-    def add_choice(self, prompt: int, request: EngineRequest) -> Choice:
-        choice = Choice(self, len(self.choices), prompt, request)
+    def add_choice(self, prompt: int, request: EngineRequest, stop: Stop | None) -> Choice:
+        choice = Choice(self, len(self.choices), prompt, request, stop)
         self.choices.append(choice)
         self.left += 1
         return choice
@@ -120,12 +143,12 @@ class Generation:
     def _reply(self) -> None:
         choices = []
         for choice in self.choices:
-            request = choice.request
-            tokens = tk.output(request.seed, 0, request.output)
-            text = self.echo(choice) + tokens
-            ids, prompt_ids = self.ids(tokens), self.prompt_ids(choice)
-            choices.append(self.shape.choice(choice.index, text, request.finish_reason, ids, prompt_ids))
-        body = self.shape.body(choices, self.counts(), self.host.details, self.prompt_ids(self.choices[0]))
+            output = choice.request.output
+            text = self.echo(choice) + choice.text(output, 0)
+            choices.append(self.shape.choice(choice.index, text, self.parts(choice, output)))
+        prompt_ids = self.prompt_ids(self.choices[0])
+        metrics = self._timing() if self.host.timed else b"null"
+        body = self.shape.body(choices, self.counts(), self.host.details, prompt_ids, metrics)
         self.end()
         self.connection.reply(200, body, before=orca_line(self.orca, *self.host.load()))
 
@@ -133,8 +156,41 @@ class Generation:
         """The prompt as the inside of a JSON string, if the client wants to have it back."""
         return quoted(tk.text(self.plan.prompts[choice.prompt]))[1:-1] if self.plan.echo else b""
 
-    def ids(self, tokens: bytes) -> bytes:
-        return id_list(tokens) if self.plan.return_token_ids else b"null"
+    def parts(self, choice: Choice, output: int) -> Parts:
+        """What goes with the text of the tokens from those that were emitted up to `output`."""
+        request, start = choice.request, choice.emitted
+        done = request.phase is Phase.DONE
+        return Parts(
+            reason=request.finish_reason if done else "",
+            stop_reason=quoted(choice.stop.string) if done and choice.stop is not None else b"null",
+            logprobs=self._logprobs(choice, output),
+            ids=id_list(tk.output(request.seed, start, output)) if self.plan.return_token_ids else b"null",
+            prompt_ids=b"null" if start else self.prompt_ids(choice),
+        )
+
+    def _logprobs(self, choice: Choice, output: int) -> bytes:
+        top, seed, start = self.plan.logprobs, choice.request.seed, choice.emitted
+        if top is None:
+            return b"null"
+        if self.plan.chat:
+            return chat_logprobs(seed, start, output, top)
+        offset = len(tk.text(self.plan.prompts[choice.prompt])) if self.plan.echo else 0
+        return completion_logprobs(seed, start, output, top, offset)
+
+    def _timing(self) -> bytes:
+        """Of the choice that ended last, in engine time."""
+        request = max((choice.request for choice in self.choices), key=lambda request: request.finished_at)
+        decoding = 1e3 * (request.finished_at - request.first_token_at)
+        more = request.output - 1
+        values = {
+            "time_to_first_token_ms": 1e3 * (request.first_token_at - request.scheduled_at),
+            "generation_time_ms": decoding,
+            "queue_time_ms": 1e3 * (request.scheduled_at - request.arrived),
+            "mean_itl_ms": decoding / more if more else None,
+            "tokens_per_second": 1e3 * more / decoding if decoding > 0 else None,
+            "speculative_decoding": None,
+        }
+        return json.dumps(values, separators=(",", ":")).encode()
 
     def prompt_ids(self, choice: Choice) -> bytes:
         return id_list(self.plan.prompts[choice.prompt]) if self.plan.return_token_ids else b"null"

@@ -9,6 +9,8 @@ from fairlead.stub.api_errors import ApiError, bad_value, too_long, unknown_mode
 from fairlead.stub.config import StubConfig
 from fairlead.stub.fields import Body
 from fairlead.stub.prompts import prompts_of, render_chat
+from fairlead.stub.sampling import Sampling, chat_top, check_top, completion_top
+from fairlead.stub.stops import StopStrings
 
 #: Completions without `max_tokens` get sixteen, as the API has it since its beginning.
 _COMPLETION_TOKENS = 16
@@ -32,6 +34,9 @@ class Plan(Struct, kw_only=True):
     continuous_usage: bool = False
     echo: bool = False
     return_token_ids: bool = False
+    stop_strings: StopStrings | None = None
+    #: How many likely tokens to show beside each one; `None` = no log-probabilities at all.
+    logprobs: int | None = None
     salt: str = ""
     request_id: str = ""
 
@@ -62,6 +67,7 @@ class Models:
 def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:
     """/v1/completions. Raises `ApiError`."""
     options = _Options(body)
+    options.logprobs = completion_top(body)
     limit = fields.integer(body, "max_tokens", _COMPLETION_TOKENS)
     echo = fields.boolean(body, "echo")
     prompts, counted = prompts_of(body.get("prompt"), config.vocab_size)
@@ -73,6 +79,7 @@ def plan_chat(body: Body, models: Models, config: StubConfig) -> Plan:
     """/v1/chat/completions. Raises `ApiError`."""
     messages = fields.array(body, "messages")
     options = _Options(body)
+    options.logprobs = chat_top(body)
     limit = fields.integer(body, "max_completion_tokens", fields.integer(body, "max_tokens"))
     model, lora = models.resolve(options.model)
     prompts = [render_chat(messages, body.get("tools"))]
@@ -91,7 +98,8 @@ class _Options:
         self.salt = fields.string(body, "cache_salt") or ""
         self.request_id = fields.string(body, "request_id") or ""
         fields.integer(body, "seed")
-        self.temperature = fields.number(body, "temperature", 1.0)
+        self.sampling = Sampling(body)
+        self.logprobs: int | None = None
         stream_options = fields.mapping(body, "stream_options")
         if stream_options is not None and not self.stream:
             raise ApiError(
@@ -118,19 +126,25 @@ class _Options:
         if longest >= context:
             raise too_long(context, longest, counted)
         self._check(limit, len(prompts))
+        room = [min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in prompts]
+        stops = limit is None and not self.ignore_eos and config.natural_output > 0
+        likely = sum(min(tokens, 2 * config.natural_output) if stops else tokens for tokens in room) * self.n
+        check_top(self.logprobs, likely)
         return Plan(
             chat=chat,
             model=model,
             lora=lora,
             prompts=prompts,
             n=self.n,
-            max_tokens=[min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in prompts],
-            stops=limit is None and not self.ignore_eos and config.natural_output > 0,
+            max_tokens=room,
+            stops=stops,
             stream=self.stream,
             include_usage=self.include_usage,
             continuous_usage=self.continuous_usage,
             echo=echo,
             return_token_ids=self.return_token_ids,
+            stop_strings=self.sampling.stop_strings(),
+            logprobs=self.logprobs,
             salt=self.salt,
             request_id=self.request_id,
         )
@@ -140,8 +154,6 @@ class _Options:
             raise bad_value(f"n must be at least 1, got {self.n}.", "n", self.n)
         if self.n * prompts > _MAX_CHOICES:
             raise bad_value(f"n must be at most {_MAX_CHOICES} for all prompts together, got {self.n}.", "n", self.n)
-        if not self.temperature >= 0:
-            value = self.temperature
-            raise bad_value(f"temperature must be non-negative, got {value}.", "temperature", value)
+        self.sampling.check()
         if limit is not None and limit < 1:
             raise bad_value(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)

@@ -22,6 +22,7 @@ from fairlead.stub.faults import NO_FAULTS, Faults, changed
 from fairlead.stub.generation import Choice, Generation
 from fairlead.stub.lora_info import LoraInfo
 from fairlead.stub.plans import Models, Plan
+from fairlead.stub.stops import Stop
 from fairlead.stub.streaming import StreamGeneration
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Replica:
         self.spec = config.spec()
         self.block_size = self.spec.block_size
         self.details = config.prompt_tokens_details
+        self.timed = config.per_request_metrics
         self.keepalive_s = config.sse_keepalive_s
         self.rng = random.Random(f"{config.seed}/{index}")
         self.fingerprint = f"vllm-{VERSION}-{self.rng.getrandbits(32):08x}"
@@ -91,29 +93,31 @@ class Replica:
         self._catch_up(now)
         # An answer given just now may have started the next request of its connection, and that one more steps.
         now = max(now, self.engine.now)
-        for request, prompt in self._requests(plan, answer_id):
-            self._choices[request] = generation.add_choice(prompt, request)
+        for request, prompt, stop in self._requests(plan, answer_id):
+            self._choices[request] = generation.add_choice(prompt, request, stop)
             self.engine.add(request, now)
         self._arm()
 
-    def _requests(self, plan: Plan, answer_id: str) -> Iterator[tuple[EngineRequest, int]]:
+    def _requests(self, plan: Plan, answer_id: str) -> Iterator[tuple[EngineRequest, int, Stop | None]]:
+        natural = self.config.natural_output
         for prompt, tokens in enumerate(plan.prompts):
             for sibling in range(plan.n):
-                seed = plan.seed(prompt, sibling)
-                natural = self.config.natural_output
-                yield (
-                    EngineRequest(
-                        answer_id,
-                        tokens,
-                        plan.max_tokens[prompt],
-                        seed=seed,
-                        lora=_speakable(plan.lora),
-                        salt=_speakable(plan.salt),
-                        stop_after=max(1, natural // 2 + seed % natural) if plan.stops else 0,
-                        params_n=plan.n if sibling == 0 else 0,
-                    ),
-                    prompt,
+                seed, limit = plan.seed(prompt, sibling), plan.max_tokens[prompt]
+                ends = max(1, natural // 2 + seed % natural) if plan.stops else 0
+                stop = plan.stop_strings.find(seed, min(limit, ends or limit)) if plan.stop_strings else None
+                request = EngineRequest(
+                    answer_id,
+                    tokens,
+                    limit,
+                    seed=seed,
+                    lora=_speakable(plan.lora),
+                    salt=_speakable(plan.salt),
+                    stop_after=stop.tokens if stop else ends,
+                    params_n=plan.n if sibling == 0 else 0,
                 )
+                if stop:  # also where the last token that is allowed completes it
+                    request.limit_reason = "stop"
+                yield request, prompt, stop
 
     def _refusal(self, plan: Plan) -> tuple[ApiError | None, bool]:
         """Why the request is refused, if it is; and whether inside a 200, as where the real server notices too late."""

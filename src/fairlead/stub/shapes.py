@@ -54,8 +54,25 @@ class Counts(Struct):
         return b'"usage":{%b,"prompt_tokens_details":{"cached_tokens":%d%b}}' % (self.bare(), self.cached, created)
 
 
+class Parts(Struct, frozen=True):
+    """What a choice, or an event of it, has beside its text: JSON, `null` unless asked for."""
+
+    #: Why it ended; empty = it goes on.
+    reason: str = ""
+    stop_reason: bytes = b"null"
+    logprobs: bytes = b"null"
+    ids: bytes = b"null"
+    prompt_ids: bytes = b"null"
+
+    def finish(self) -> bytes:
+        return quoted(self.reason) if self.reason else b"null"
+
+
+_NOTHING = Parts()
+
+
 class Shape:
-    """One request's answer, choice by choice. `ids` and `prompt_ids` are JSON lists, or `null` unless asked for."""
+    """One request's answer, choice by choice."""
 
     #: JSON of `object` in answers in one piece and in events.
     whole_object = b""
@@ -77,22 +94,15 @@ class Shape:
         """All of a token event before its text."""
         return b'data: %b[{"index":%d,%b' % (self._opening(self.event_object), index, self.before_text)
 
-    def event_tail(
-        self,
-        reason: str = "",
-        ids: bytes = b"null",
-        prompt_ids: bytes = b"null",
-        usage: bytes = b"",
-        last: bool = False,
-    ) -> bytes:
-        """All of a token event after its text. `reason` ends the choice; `last` ends the stream but for usage."""
+    def event_tail(self, parts: Parts = _NOTHING, usage: bytes = b"", last: bool = False) -> bytes:
+        """All of a token event after its text; `last` ends the stream but for usage."""
         return b"%b]%b%b}\n\n" % (
-            self.end_of_choice(reason, ids, prompt_ids),
+            self.end_of_choice(parts),
             b',"usage":{%b}' % usage if usage else b"",
             b"," + self._fingerprint if last else b"",
         )
 
-    def end_of_choice(self, reason: str, ids: bytes, prompt_ids: bytes) -> bytes:
+    def end_of_choice(self, parts: Parts) -> bytes:
         raise NotImplementedError
 
     def role_event(self, index: int, usage: bytes, prompt_ids: bytes) -> bytes:
@@ -103,48 +113,49 @@ class Shape:
         opening = self._opening(self.event_object)
         return b"data: %b[],%b,%b}\n\n" % (opening, counts.streamed(details), self._fingerprint)
 
-    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes) -> bytes:
+    def body(
+        self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes = b"null"
+    ) -> bytes:
         """The answer in one piece, of `choice` results."""
-        return b'%b[%b],"service_tier":null,%b,%b,%b}' % (
+        return b'%b[%b],"service_tier":null,%b,%b,%b,"metrics":%b}' % (
             self._opening(self.whole_object),
             b",".join(choices),
             self._fingerprint,
             counts.whole(details),
             self.end_of_body(prompt_ids),
+            metrics,
         )
 
     def end_of_body(self, prompt_ids: bytes) -> bytes:
         raise NotImplementedError
 
-    def choice(self, index: int, text: bytes, reason: str, ids: bytes, prompt_ids: bytes) -> bytes:
+    def choice(self, index: int, text: bytes, parts: Parts) -> bytes:
         """One choice of an answer in one piece. `text` is the inside of a JSON string."""
         raise NotImplementedError
-
-
-def _reason(reason: str) -> bytes:
-    return quoted(reason) if reason else b"null"
 
 
 class CompletionShape(Shape):
     whole_object = event_object = b'"text_completion"'
     before_text = b'"text":"'
 
-    def end_of_choice(self, reason: str, ids: bytes, prompt_ids: bytes) -> bytes:
-        return b'","logprobs":null,"finish_reason":%b,"stop_reason":null,"prompt_token_ids":%b,"token_ids":%b}' % (
-            _reason(reason),
-            prompt_ids,
-            ids,
+    def end_of_choice(self, parts: Parts) -> bytes:
+        return b'","logprobs":%b,"finish_reason":%b,"stop_reason":%b,"prompt_token_ids":%b,"token_ids":%b}' % (
+            parts.logprobs,
+            parts.finish(),
+            parts.stop_reason,
+            parts.prompt_ids,
+            parts.ids,
         )
 
-    def choice(self, index: int, text: bytes, reason: str, ids: bytes, prompt_ids: bytes) -> bytes:
+    def choice(self, index: int, text: bytes, parts: Parts) -> bytes:
         return (
-            b'{"index":%d,"text":"%b","logprobs":null,"finish_reason":%b,"stop_reason":null,"token_ids":%b,'
+            b'{"index":%d,"text":"%b","logprobs":%b,"finish_reason":%b,"stop_reason":%b,"token_ids":%b,'
             b'"prompt_logprobs":null,"prompt_token_ids":%b,"routed_experts":null}'
-            % (index, text, _reason(reason), ids, prompt_ids)
+            % (index, text, parts.logprobs, parts.finish(), parts.stop_reason, parts.ids, parts.prompt_ids)
         )
 
     def end_of_body(self, prompt_ids: bytes) -> bytes:
-        return b'"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null'
+        return b'"kv_transfer_params":null,"ec_transfer_params":null'
 
 
 class ChatShape(Shape):
@@ -152,9 +163,14 @@ class ChatShape(Shape):
     event_object = b'"chat.completion.chunk"'
     before_text = b'"delta":{"content":"'
 
-    def end_of_choice(self, reason: str, ids: bytes, prompt_ids: bytes) -> bytes:
-        stop = b',"stop_reason":null' if reason else b""
-        return b'"},"logprobs":null,"finish_reason":%b%b,"token_ids":%b}' % (_reason(reason), stop, ids)
+    def end_of_choice(self, parts: Parts) -> bytes:
+        stop = b',"stop_reason":%b' % parts.stop_reason if parts.reason else b""
+        return b'"},"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}' % (
+            parts.logprobs,
+            parts.finish(),
+            stop,
+            parts.ids,
+        )
 
     def role_event(self, index: int, usage: bytes, prompt_ids: bytes) -> bytes:
         return (
@@ -168,15 +184,16 @@ class ChatShape(Shape):
             )
         )
 
-    def choice(self, index: int, text: bytes, reason: str, ids: bytes, prompt_ids: bytes) -> bytes:
+    def choice(self, index: int, text: bytes, parts: Parts) -> bytes:
         return (
             b'{"index":%d,"message":{"role":"assistant","content":"%b","refusal":null,"annotations":null,"audio":null,'
-            b'"function_call":null,"reasoning":null},"logprobs":null,"finish_reason":%b,"stop_reason":null,'
-            b'"token_ids":%b,"routed_experts":null}' % (index, text, _reason(reason), ids)
+            b'"function_call":null,"reasoning":null},"logprobs":%b,"finish_reason":%b,"stop_reason":%b,'
+            b'"token_ids":%b,"routed_experts":null}'
+            % (index, text, parts.logprobs, parts.finish(), parts.stop_reason, parts.ids)
         )
 
     def end_of_body(self, prompt_ids: bytes) -> bytes:
         return (
             b'"prompt_logprobs":null,"prompt_token_ids":%b,"prompt_text":null,"kv_transfer_params":null,'
-            b'"ec_transfer_params":null,"metrics":null' % prompt_ids
+            b'"ec_transfer_params":null' % prompt_ids
         )

@@ -6,13 +6,13 @@ Rules (beside those of `generation`)
   event can be made at any time, so a slow client gets fewer and longer events.
 """
 
-from fairlead.engine import tokens as tk
 from fairlead.engine.request import EngineRequest, Phase
 from fairlead.stub.api_errors import ApiError
 from fairlead.stub.connection import Connection
 from fairlead.stub.generation import Choice, Generation, Host
 from fairlead.stub.plans import Plan
 from fairlead.stub.shapes import DONE, KEEP_ALIVE, Counts
+from fairlead.stub.stops import Stop
 
 _NEVER = 1 << 62
 
@@ -25,13 +25,21 @@ class StreamGeneration(Generation):
     ) -> None:
         super().__init__(host, connection, plan, answer_id, created, fingerprint)
         #: Token events differ in nothing but their text.
-        self.plain = not (plan.continuous_usage or plan.return_token_ids or plan.echo)
+        self.plain = not (
+            plan.continuous_usage
+            or plan.return_token_ids
+            or plan.echo
+            or plan.stop_strings is not None
+            or plan.logprobs is not None
+        )
+        #: Bytes of text that may be the beginning of a stop string.
+        self.hold = plan.stop_strings.hold if plan.stop_strings is not None else 0
         #: Tokens after which the connection is cut, by fault injection.
         self.cut_after = _NEVER
         self.started = False
 
-    def add_choice(self, prompt: int, request: EngineRequest) -> Choice:
-        choice = super().add_choice(prompt, request)
+    def add_choice(self, prompt: int, request: EngineRequest, stop: Stop | None) -> Choice:
+        choice = super().add_choice(prompt, request, stop)
         choice.head = self.shape.event_head(choice.index)
         choice.tail = self.shape.event_tail()
         return choice
@@ -57,8 +65,7 @@ class StreamGeneration(Generation):
         if connection.paused or self.over:
             return
         if self.started and self.plain and choice.emitted:
-            text = tk.output(choice.request.seed, choice.emitted, output)
-            data = b"%b%b%b" % (choice.head, text, choice.tail)
+            data = b"%b%b%b" % (choice.head, choice.text(output, 0), choice.tail)
             choice.emitted = output
             connection.write(connection.event(data))
         else:
@@ -74,9 +81,7 @@ class StreamGeneration(Generation):
         last = self.left == 0
         request, event = choice.request, self.connection.event
         shows_fingerprint = last and not self.plan.include_usage
-        data = self._roles() + event(
-            self._token_event(choice, request.output, request.finish_reason, shows_fingerprint)
-        )
+        data = self._roles() + event(self._token_event(choice, request.output, shows_fingerprint))
         if not last:
             self.connection.write(data)
             return
@@ -111,19 +116,14 @@ class StreamGeneration(Generation):
         events = [self.shape.role_event(c.index, self._usage(0), self.prompt_ids(c)) for c in self.choices]
         return b"".join(self.connection.event(data) for data in events if data)
 
-    def _token_event(self, choice: Choice, output: int, reason: str = "", last: bool = False) -> bytes:
+    def _token_event(self, choice: Choice, output: int, last: bool = False) -> bytes:
         """The event with the tokens up to `output`; they count as emitted."""
         first = choice.emitted == 0
-        tokens = tk.output(choice.request.seed, choice.emitted, output)
+        parts = self.parts(choice, output)
+        text = choice.text(output, 0 if parts.reason else self.hold)
         choice.emitted = output
-        tail = self.shape.event_tail(
-            reason,
-            self.ids(tokens),
-            self.prompt_ids(choice) if first else b"null",
-            self._usage(sum(other.emitted for other in self.choices)),
-            last,
-        )
-        return b"%b%b%b%b" % (choice.head, self.echo(choice) if first else b"", tokens, tail)
+        tail = self.shape.event_tail(parts, self._usage(sum(other.emitted for other in self.choices)), last)
+        return b"%b%b%b%b" % (choice.head, self.echo(choice) if first else b"", text, tail)
 
     def _usage(self, completion: int) -> bytes:
         if not self.plan.continuous_usage:

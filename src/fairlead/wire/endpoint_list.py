@@ -103,13 +103,13 @@ class _Reader:
                 self._nameless = True
             return
         name, address = listed.endpoint.id, listed.endpoint.address
-        warning = ""
+        warning = hint = ""
         if self._entries.pop(name, None) is not None:
-            warning = f"{name} is listed twice, the last counts"
+            warning, hint = f"{name} is listed twice", "the last counts"
         elif address in self._owners:
             warning = f"{address} is the address of {self._owners[address]} already"
         if warning:
-            self._problems.append(Problem(show(place), node.line, warning, warning=True))
+            self._problems.append(Problem(show(place), node.line, warning, hint, warning=True))
         self._owners.setdefault(address, name)
         self._broken.discard(name)
         self._entries[name] = listed

@@ -122,13 +122,15 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
     )
 
 
+def named_engine(labels: Mapping[str, str]) -> str:
+    """What an endpoint's labels say, known or not; empty when they name no engine."""
+    return next((labels[label] for label in ENGINE_LABELS if labels.get(label)), "")
+
+
 def engine_of(labels: Mapping[str, str], engines: Mapping[str, EngineMetrics], default: str = DEFAULT_ENGINE) -> str:
     """The engine that an endpoint's labels name; `default` when they name none, or one that is not in the table."""
-    for label in ENGINE_LABELS:
-        engine = labels.get(label)
-        if engine:
-            return engine if engine in engines else default
-    return default
+    engine = named_engine(labels)
+    return engine if engine in engines else default
 
 
 _TRT = "nv_trt_llm_request_metrics"

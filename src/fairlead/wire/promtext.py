@@ -5,6 +5,8 @@ Rules
 * With several series (data-parallel engines on one page) counts are summed and KV usage is the highest. If one of
   them is unreadable the whole field is: half a sum would look like an idle endpoint.
 * `lora_requests_info` keeps old label sets for ever and its value is the time they were true: the newest counts.
+* Within one process that family never leaves the page. A whole page without it, of an endpoint that had it before, is
+  that of a new process, which has loaded nothing yet: `adapters` is empty, not `None`.
 * A reader remembers one endpoint's page. `read(page, full=False)` compares the families where they stood before and
   parses only what changed; a family that is new on the page is seen at the next full read.
 """
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fairlead.model.endpoint import Sample
 from fairlead.wire.engine_metrics import EngineSpecs, Spec
@@ -45,6 +48,7 @@ class PageReader:
         self._families: dict[bytes, Family | None] = {}
         self._steady = False
         self._last: Reading | None = None
+        self._had_adapters = False
 
     def read(self, page: bytes, full: bool = True) -> Reading:
         """The very same object as last time is returned when nothing of interest changed."""
@@ -56,7 +60,8 @@ class PageReader:
         before = self._families
         if changed is None:
             self._families = {}
-        reading = _Interpreter(self._specs, page, self._families, before).reading()
+        reading = _Interpreter(self._specs, page, self._families, before, self._had_adapters).reading()
+        self._had_adapters = self._had_adapters or reading.sample.adapters is not None
         self._steady = all(family is None or family.text for family in self._families.values())
         if reading != self._last:
             self._last = reading
@@ -86,12 +91,18 @@ class _Interpreter:
     """One page's families to one reading. Families that `known` lacks are searched for, and added to it."""
 
     def __init__(
-        self, specs: EngineSpecs, page: bytes, known: dict[bytes, Family | None], before: dict[bytes, Family | None]
+        self,
+        specs: EngineSpecs,
+        page: bytes,
+        known: dict[bytes, Family | None],
+        before: dict[bytes, Family | None],
+        had_adapters: bool,
     ) -> None:
         self._specs = specs
         self._page = page
         self._known = known
         self._before = before
+        self._had_adapters = had_adapters
         self._problems: list[str] = []
 
     def reading(self) -> Reading:
@@ -113,7 +124,16 @@ class _Interpreter:
             prefix_hits=self._number("prefix_hits", specs.prefix_hits, sum),
             extra=self._extra(),
         )
+        if self._had_adapters and not self._series(specs.lora) and self._whole(sample):
+            sample = replace(sample, adapters=frozenset())
         return Reading(sample, tuple(self._problems))
+
+    def _whole(self, sample: Sample) -> bool:
+        """The page has its end, and every load gauge that this engine has."""
+        wanted = (self._specs.waiting, self._specs.running, self._specs.kv_usage)
+        found = (sample.waiting, sample.running, sample.kv_usage)
+        there = all(value is not None for specs, value in zip(wanted, found, strict=True) if specs)
+        return there and self._page.endswith(b"\n")
 
     def _series(self, specs: tuple[Spec, ...]) -> list[Series]:
         """Series of the first spec that has any on the page."""

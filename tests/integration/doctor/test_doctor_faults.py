@@ -87,6 +87,14 @@ async def test_a_wrong_engine_is_named_with_the_right_one(world: Any, pool_of: L
     assert found.findings[0].fix == "label the endpoint with llm-d.ai/engine-type: vllm"
 
 
+async def test_an_engine_that_nobody_knows_is_named(world: Any, pool_of: Listed) -> None:
+    config = {"endpoints": pool_of(await world.stubs(1), **{"llm-d.ai/engine-type": "mystery"})}
+    found = await world.examined(config)
+    assert codes(found) == {"metrics.unknown-engine"}
+    assert found.findings[0].severity is Severity.WARNING
+    assert "'mystery'; it is read for vllm; known: sglang" in found.findings[0].evidence
+
+
 async def test_a_wrong_model_label_is_named(world: Any, pool_of: Listed) -> None:
     endpoints = pool_of(await world.stubs())
     endpoints[1]["labels"]["model-id"] = "tinny"

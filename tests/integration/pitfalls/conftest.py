@@ -3,15 +3,15 @@
 | Pitfall | Test |
 |---|---|
 | a body answer before the headers answer; headers answered without a destination | every POST: `bodies` |
-| `request_header_mode: SKIP`: the endpoint is chosen before anybody was asked | `routing`: our configurations |
+| `request_header_mode: SKIP`: the endpoint is chosen before anybody was asked | `routing`: chooses before it asks |
 | no end of stream: the request hangs; a body not handed back is lost | `bodies`: uploads, trailers |
 | a window of 64 KiB for what is handed back | `bodies`: uploads |
 | a length that does not fit the body shifts the connection | `bodies`, `changed_bodies` |
 | full duplex cannot fail open; failures are 500 | `scheduler`: 503 |
 | a scheduler that dies in a full-duplex stream cuts it | `scheduler`: left streams live on |
 | every stream ends with a reset; few streams per connection | `scheduler`: one connection |
-| Envoy's timeouts: not in full duplex, and in other modes only when asked for more | `scheduler`: more time |
-| one literal address, IPv6 in brackets | `routing` |
+| Envoy's timeouts: not in full duplex, and in other modes only when asked for more | `scheduler`: waits, more time |
+| one literal address, IPv6 in brackets, no host name | `routing`: dials |
 | HPACK: the first block uses the dynamic table | `bodies`: header blocks |
 | without clear_route_cache the first route stays, also for the body answer | `routing` |
 | late data after leaving eats the connection's window | `bodies`: large responses |

@@ -1,8 +1,10 @@
 """Where requests go, and that nobody but the scheduler says so: steering clients, subset hints, routes, refusals."""
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -11,8 +13,12 @@ import pytest_asyncio
 from google.protobuf.struct_pb2 import Value
 from gw_http1 import Http1
 from gw_http2 import Http2
+from gw_live import running
 from gw_messages import JSON, Ask, Got
-from gw_modes import Pair, connection_manager, ext_proc_filter
+from gw_mirror import Mirror
+from gw_modes import Pair, bootstrap, connection_manager, ext_proc_filter
+from gw_processes import Envoy, free_ports, sees_the_scheduler, stat
+from gw_rewriter import Rewriter
 from gw_site import CHAT, EMBEDDED, FOREIGN, GET, Site, headers, post, site
 
 from fairlead.io.envoy.config import build
@@ -103,6 +109,24 @@ async def test_our_gateways_ask_before_they_choose(mode: str) -> None:
     assert processing["request_header_mode"] == "SEND"
 
 
+@pytest.mark.parametrize(
+    "pair", [EMBEDDED, Pair("buffered", "first-chunk"), FOREIGN], ids=["whole", "buffered", "foreign"]
+)
+async def test_a_gateway_that_does_not_show_headers_chooses_before_it_asks(pair: Pair, tmp_path: Path) -> None:
+    """What the scheduler says later has no effect: the fallback serves, or where there is none, nobody does."""
+
+    def skip(built: dict[str, Any], _: list[str]) -> None:
+        ext_proc_filter(built)["processing_mode"]["request_header_mode"] = "SKIP"
+
+    asks = (post(), GET, post(b""))
+    async with site(pair, tmp_path, patch=skip) as at:
+        for ask in asks:
+            assert (await at.ask(ask)).status == (200 if pair.fails_open else 503)
+        assert await at.stat("cluster.dst.upstream_rq_total") == 0
+        assert len(at.told) == (len(asks) if pair.fails_open else 0)
+        await at.until(lambda: not at.live.fleet.ledger)
+
+
 @pytest.mark.parametrize("mode", ["whole", "buffered"])
 async def test_the_route_is_chosen_anew_when_the_destination_is_known(mode: str, tmp_path: Path) -> None:
     """Without clear_route_cache the first route, the one for requests that nobody scheduled, would stay."""
@@ -120,6 +144,49 @@ async def test_an_ipv6_endpoint_is_written_with_brackets(pair: Pair, tmp_path: P
         for ask in (post(), GET):
             assert (await at.answer(ask))["at"].startswith("[::1]:")
         assert await at.stat("cluster.dst.upstream_rq_total") == 2
+
+
+@BOTH
+async def test_envoy_dials_an_endpoint_with_a_host_name_by_its_address(pair: Pair, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        mirror = await stack.enter_async_context(Mirror())
+        port = mirror.address.rpartition(":")[2]
+        config = {"endpoints": [f"localhost:{port}"]}
+        live, _ = await stack.enter_async_context(running(config, tmp_path))
+        gateway = await opened(stack, pair, f"127.0.0.1:{live.config.ext_proc.port}", mirror, tmp_path)
+        async with Http1(gateway.port) as client:
+            for ask in (post(), GET):
+                told = json.loads((await client.ask(ask)).body)
+                assert told["at"] == mirror.address
+                assert headers(told).get(DESTINATION, mirror.address) == mirror.address
+        assert await stat(gateway.admin, "cluster.dst.upstream_rq_total") == 2
+
+
+@BOTH
+async def test_envoy_dials_one_literal_address_only(pair: Pair, tmp_path: Path) -> None:
+    """So names are resolved by us, and no list is sent."""
+    async with AsyncExitStack() as stack:
+        mirror = await stack.enter_async_context(Mirror())
+        rewriter = await stack.enter_async_context(Rewriter())
+        gateway = await opened(stack, pair, rewriter.address, mirror, tmp_path)
+        port = mirror.address.rpartition(":")[2]
+        async with Http1(gateway.port) as client:
+            for destination in (f"localhost:{port}", f"{mirror.address},{mirror.address}", f"::1:{port}"):
+                rewriter.destination = destination
+                assert (await client.ask(post())).status == 503, destination
+            assert not mirror.told
+            rewriter.destination = mirror.address
+            assert (await client.ask(post())).status == 200
+
+
+async def opened(stack: AsyncExitStack, pair: Pair, scheduler: str, mirror: Mirror, directory: Path) -> Envoy:
+    """A gateway that asks the scheduler at this address."""
+    (port,) = free_ports(1)
+    gateway = Envoy(directory)
+    stack.callback(gateway.end)
+    await asyncio.to_thread(gateway.start, bootstrap(pair, port, scheduler, [mirror.address], message_timeout=5.0))
+    await sees_the_scheduler(gateway.admin)
+    return gateway
 
 
 # ---- refusals ----

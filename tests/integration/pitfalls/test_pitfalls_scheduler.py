@@ -5,13 +5,14 @@ import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gw_http1 import Http1
 from gw_live import running
 from gw_messages import Broken
 from gw_mirror import Mirror
-from gw_modes import Pair, bootstrap
+from gw_modes import Pair, bootstrap, ext_proc_filter
 from gw_processes import Envoy, free_ports, sees_the_scheduler
 from gw_site import CHAT, EMBEDDED, FOREIGN, FOREIGN_WITH_LOG, GET, Site, headers, post, site
 
@@ -24,6 +25,8 @@ from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+#: More than fits into any window.
+BIG = CHAT.replace(b"Which", b"z" * 300_000)
 SPOOFED = [(name.title(), "10.66.66.66:6") for name in sorted(CONTROL_HEADERS)]
 
 
@@ -186,3 +189,36 @@ async def test_more_time_for_a_decision_must_be_asked_for_and_is_given(
         async with Http1(port) as client:
             told = json.loads((await client.ask(post())).body)
         assert told["at"] == (chosen.address if scheduled else other.address)
+
+
+#: Of the gateway, and what our own deadline is; both in milliseconds.
+MESSAGE_TIMEOUT, TTL = 200, 500
+
+
+@pytest.mark.parametrize("pair", [FOREIGN, FOREIGN_WITH_LOG], ids=["without log", "with log"])
+async def test_a_full_duplex_gateway_waits_for_as_long_as_we_let_a_request_queue(pair: Pair, tmp_path: Path) -> None:
+    """Its `message_timeout` bounds nothing there, and needs no asking for more; nobody but us ends a wait."""
+
+    def impatient(built: dict[str, Any], _: list[str]) -> None:
+        ext_proc_filter(built)["message_timeout"] = f"{MESSAGE_TIMEOUT / 1000}s"
+
+    flow = {"saturation": {"type": "concurrency-detector", "maxConcurrency": 1}, "ttl": f"{TTL}ms"}
+    async with site(pair, tmp_path, hosts=("127.0.0.1",), patch=impatient, flowControl=flow) as at:
+        running_one = asyncio.create_task(at.ask(post(path="/stream")))
+        await at.until(lambda: len(at.live.fleet.ledger) == 1)
+        patient = ("x-fairlead-ttl-ms", "30000")
+        held = [asyncio.create_task(at.ask(post(body, patient))) for body in (CHAT, BIG)]
+        refused = await asyncio.gather(*(at.ask(post(body)) for body in (CHAT, BIG)))
+        for got in refused:
+            assert (got.status, got.field("x-llm-d-request-dropped-reason")) == (429, "rejected-ttl-expired")
+            assert int(got.field("retry-after")) >= 1
+            assert json.loads(got.body)["error"]["code"] == "rejected-ttl-expired"
+        assert not at.told and not any(task.done() for task in held), "they wait behind the one that runs"
+        assert (await running_one).body.endswith(b"data: [DONE]\n\n")
+        for got, body in zip(await asyncio.gather(*held), (CHAT, BIG), strict=True):
+            assert got.status == 200 and json.loads(got.body)["bytes"] == len(body)
+        queued = [decision["queued_ms"] for decision in at.live.watch.decisions(10)]
+        assert sum(1 for ms in queued if ms > MESSAGE_TIMEOUT) == 4, queued
+        timeouts = await at.gateway.admin.stats("ext_proc.message_timeouts$")
+        assert timeouts and not any(timeouts.values())
+        await at.until(lambda: not at.live.fleet.ledger)

@@ -61,6 +61,37 @@ def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is no port (1 to 65535)" in capsys.readouterr().out
 
 
+def test_a_duplicate_in_a_followed_file_is_only_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
+    file.write_text("endpoints: {file: e.yaml}")
+    endpoints.write_text("endpoints:\n- {name: a, address: '10.0.0.1:1'}\n- {name: a, address: '10.0.0.2:1'}\n")
+    assert validate(file) == 0
+    out = capsys.readouterr().out
+    assert f"{endpoints}:3: $.endpoints[1]: default/a is listed twice (the last counts)" in out
+    assert "Endpoints: 1." in out
+
+
+MYSTERY = "{address: '10.0.0.%d:1', labels: {llm-d.ai/engine-type: mystery}}"
+
+
+def test_an_engine_that_nobody_knows_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
+    listed = f"endpoints:\n- 10.0.0.1:1\n- {MYSTERY % 2}\n- {MYSTERY % 3}\n"
+    file.write_text(listed)
+    assert validate(file) == 0
+    out = capsys.readouterr().out
+    said = "endpoint 10.0.0.2:1 and 1 more: the label names the engine 'mystery', which is not known"
+    known = "metrics are read as those of vllm (known: sglang, triton, triton-tensorrt-llm, trtllm-serve, vllm;"
+    assert f"note: {file}:3: $.endpoints[1]: {said}; {known}" in out and "valid." in out
+    endpoints.write_text(listed)
+    file.write_text("endpoints: {file: e.yaml}")
+    assert validate(file) == 0
+    assert f"note: {file}:1: $.endpoints.file: {endpoints}: {said}" in capsys.readouterr().out
+    file.write_text(f"{listed}metrics: {{engines: {{mystery: {{waiting: w, running: r, kvUsage: k}}}}}}\n")
+    assert validate(file) == 0
+    assert "note" not in capsys.readouterr().out
+
+
 def test_a_plugin_that_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,8 +49,8 @@ endpoints:
         ("5", "$.endpoints[1]", "neither an IP address nor a host name", ""),
         ("localhost", "$.endpoints[1]", "`port` is missing", ""),
         ("~", "$.endpoints[1]", "expected host:port", ""),
-        ("{address: 'h:80', name: a}", "$.endpoints[1]", "listed twice", ""),
-        ("{address: '10.9.9.9:1', name: b}", "$.endpoints[1]", "is the address of default/a already", ""),
+        ("{address: 'h:80', name: a}", "$.endpoints[1]", "default/a is listed twice", "leave one out"),
+        ("{address: '10.9.9.9:1', name: b}", "$.endpoints[1]", "is the address of default/a already", "leave one out"),
     ],
 )
 def test_what_is_wrong_with_an_entry(entry: str, path: str, message: str, hint: str) -> None:
@@ -58,6 +58,12 @@ def test_what_is_wrong_with_an_entry(entry: str, path: str, message: str, hint: 
     assert (problem.path, problem.line) == (path, 3)
     assert message in problem.message
     assert hint in problem.hint
+
+
+def test_where_a_duplicate_ends_the_start_nothing_is_said_to_count() -> None:
+    (problem,) = problems("endpoints: ['10.9.9.9:1', '10.9.9.9:1']\n")
+    assert "the last counts" not in str(problem)
+    assert not problem.warning
 
 
 @pytest.mark.parametrize("node", ["5", "''", "x.yaml", "{}", "{file: ''}", "{file: [x]}", "{files: x}"])

@@ -8,7 +8,7 @@ from fairlead.config.defaults import DEFAULT_POLICY
 from fairlead.config.load import load, problems
 from fairlead.config.problems import InvalidConfig
 from fairlead.config.registry import build_policy
-from fairlead.config.schema import Config, PluginSpec
+from fairlead.config.schema import SECTIONS, Config, EndpointSource, PluginSpec
 from fairlead.model.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -96,6 +96,8 @@ def test_parameters_have_three_names_and_may_stand_beside_the_type(key: str) -> 
     [
         ("selection: {topK: 1}", "max-score"),
         ("selection: {topK: 2}", "top-k"),
+        ("selection: {picker: max}", "max-score"),
+        ("selection: {picker: max, parameters: {nearTie: 0.1}}", "max-score"),
         ("selection: {picker: round-robin}", "round-robin"),
         ("selection: {picker: weighted-random-picker, parameters: {}}", "weighted-random"),
         ("scorers: [{type: load-aware}]", "top-k"),
@@ -111,6 +113,30 @@ def test_an_absent_list_has_its_default_and_an_empty_one_is_empty() -> None:
     assert len(load(f"filters: []\n{ONE}").policy.filters) == 4
     assert load(f"scorers: []\n{ONE}").policy.scorers == ()
     assert len(load(f"scorers: []\n{ONE}").policy.filters) == 5
+
+
+@pytest.mark.parametrize("key", ["selection", "flowControl", "inferenceExtension", *SECTIONS])
+@pytest.mark.parametrize("nothing", ["", "{}"])
+def test_a_section_with_nothing_in_it_counts_as_absent(key: str, nothing: str) -> None:
+    text = f"{ONE}{key}: {nothing}\n"
+    if (key, nothing) == ("flowControl", "{}"):
+        assert load(text).flow_control is not None, "on, with defaults"
+    elif (key, nothing) == ("gateway", ""):
+        assert problems(text) != [], "it might mean none"
+    else:
+        assert load(text) == load(ONE)
+
+
+@pytest.mark.parametrize("nothing", ["", "{}", "[]"])
+def test_endpoints_with_nothing_in_them_are_absent(nothing: str) -> None:
+    assert load(f"endpoints: {nothing}\nkubernetes: {{pool: p}}\n").endpoints == EndpointSource()
+    assert "$.endpoints: no endpoints" in str(problems(f"endpoints: {nothing}\n")[0])
+
+
+def test_a_selection_with_nothing_in_it_leaves_that_of_scorers() -> None:
+    own = load(f"selection: {{}}\nscorers: [{{type: load-aware}}]\n{ONE}").policy
+    assert own.picker is not None and (own.picker.type, own.picker.parameters.k) == ("top-k", 3)
+    assert load(f"selection: {{}}\npolicy: random\n{ONE}").policy.name == "random"
 
 
 def test_ability_filters_come_first_unless_replaced_or_switched_off() -> None:
@@ -288,6 +314,11 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "selection: {topK: 2, picker: random}", [("$.selection.picker", 2, "topK is a picker itself", "")]),
     (ONE + "selection: {topK: 2, k: 3}", [("$.selection.k", 2, "unknown field", "")]),
     (ONE + "selection: {picker: best}", [("$.selection.picker", 2, "unknown picker type", "max-score")]),
+    (ONE + "selection: {picker: maxx}", [("$.selection.picker", 2, "unknown picker type", "'max'")]),
+    (
+        ONE + "selection: {picker: none}",
+        [("$.selection.picker", 2, "unknown picker type", "known: max, max-score, ran")],
+    ),
     (ONE + "selection: {name: x}", [("$.selection", 2, "expected topK or picker", "topK: 3")]),
     (
         ONE + "inferenceExtension:\n  pluginCustomConfig: {}",

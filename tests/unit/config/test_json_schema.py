@@ -21,6 +21,9 @@ GOOD = [
     *(path.read_text() for path in sorted((ROOT / "examples").glob("*.yaml")) if path.name != "endpoints.yaml"),
     *(p.read_text() for p in sorted((ROOT / "tests/data/epp-configs").glob("*.yaml")) if p.name != "endpoints.yaml"),
     *re.findall(r"^```yaml(?: fragment)?\n(.*?)^```", (ROOT / "docs/configuration.md").read_text(), re.M | re.S),
+    *(ONE + f"{key}: {nothing}" for key in ("selection", "metrics") for nothing in ("", "{}")),
+    ONE + "policy:",
+    *(f"endpoints: {nothing}\nkubernetes: {{pool: p}}" for nothing in ("", "{}")),
 ]
 BAD = [
     ONE + "gatway: none",
@@ -29,6 +32,8 @@ BAD = [
     ONE + "filters: [{type: queue-depth, maxQueueLength: 0}]",
     ONE + "scorers: [{type: load-aware, weight: -1}]",
     ONE + "selection: {topK: 0}",
+    ONE + "selection: {name: x}",
+    ONE + "gateway:",
     ONE + "policy: rondom",
     ONE + "metrics: {interval: soon}",
     ONE + "gateway: {port: 70000}",

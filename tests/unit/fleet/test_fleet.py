@@ -121,6 +121,15 @@ def test_what_a_page_does_not_say_stays_in_force() -> None:
     assert (table.queue[0], table.active[0], table.sampled_at[0]) == (4, 5, 2.0)
 
 
+def test_adapters_that_are_reported_as_gone_are_gone() -> None:
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=0.0, adapters=frozenset({"sql"}), max_adapters=4))
+    assert fleet.table.holders("sql") is not None
+    fleet.sampled("e0", 1.0, 1.0, Sample(waiting=0.0, adapters=frozenset()))
+    assert fleet.table.holders("sql") is None
+    assert (fleet.table.loaded_adapters[0], fleet.table.max_adapters[0]) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("reading", "expected"), [(nan, 2.0), (inf, 2.0), (-inf, 0.0), (-5.0, 0.0), (1e300, 1e9), (0.5, 0.5)]
 )

@@ -247,6 +247,43 @@ async def test_names_are_resolved_again(heard: Heard) -> None:
     await endpoints.close()
 
 
+@pytest.mark.parametrize(
+    ("addresses", "used"),
+    [
+        (["::1", "127.0.0.1"], "127.0.0.1:80"),
+        (["127.0.0.1", "::1"], "127.0.0.1:80"),
+        (["::1"], "[::1]:80"),
+        (["::1", "10.0.0.1"], "[::1]:80"),
+        (["fd00::1", "10.0.0.1"], "[fd00::1]:80"),
+    ],
+)
+async def test_of_a_names_own_loopback_addresses_that_of_ipv4_is_used(
+    heard: Heard, addresses: list[str], used: str
+) -> None:
+    names = Names()
+    names.known["localhost"] = addresses
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=names)
+    endpoints.apply(listing(("a", "localhost")))
+    await endpoints.start()
+    assert heard.take() == [f"up a {used}"]
+    await endpoints.close()
+
+
+async def test_an_address_in_use_is_kept_though_a_preferred_one_appears(heard: Heard) -> None:
+    names = Names()
+    names.known["localhost"] = ["::1"]
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
+    endpoints.apply(listing(("a", "localhost")))
+    await endpoints.start()
+    assert heard.take() == ["up a [::1]:80"]
+    names.known["localhost"] = ["::1", "127.0.0.1"]
+    asked = names.asked
+    while names.asked < asked + 3:
+        await asyncio.sleep(0.01)
+    assert heard.events == []
+    await endpoints.close()
+
+
 async def test_a_name_that_fails_is_tried_again_and_reported_once(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,20 @@ def test_validate_asks_envoy() -> None:
     assert bad.exit_code == 1 and "Envoy refuses the configuration" in str(bad.exception)
 
 
-def test_wrong_options_are_named() -> None:
-    done = CliRunner().invoke(app, ["--listen", "8080"])
-    assert isinstance(done.exception, ConfigError) and "--listen" in str(done.exception)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "8080"], "--listen: expected host:port"),
+        (["--listen", "foo:1"], "--listen: expected an IP address, got 'foo'"),
+        (["--body-limit", "0"], "--body-limit: must be above 0"),
+        (["--admin-port", "8080"], "--admin-port: is the port of the gateway itself"),
+        (["--endpoint", "10.0.0.1:1", "--endpoint", "foo:1"], "--endpoint: expected a literal ip:port, got 'foo:1'"),
+        (["--ext-proc", "x"], "--ext-proc: expected host:port"),
+        (["--als", "x"], "--als: expected host:port"),
+        (["--message-timeout", "-1"], "--message-timeout: must be above 0"),
+        (["--queue-timeout", "0.5"], "--queue-timeout: must not be below"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)

@@ -127,6 +127,7 @@ class Bench:
         self.world = World()
         self.fed: list[MetricsSampled | MetricsFailed] = []
         self.reports: list[tuple[str, tuple[str, ...]]] = []
+        self.silences: list[tuple[str, str]] = []
         self.scraper = Scraper(
             cast(asyncio.AbstractEventLoop, self.world),
             lambda event: self.fed.append(event),
@@ -134,6 +135,7 @@ class Bench:
             options,
             rng=random.Random(1),
             report=lambda endpoint_id, problems: self.reports.append((endpoint_id, problems)),
+            silence=lambda endpoint_id, reason: self.silences.append((endpoint_id, reason)),
             **more,
         )
 
@@ -257,6 +259,34 @@ async def test_failures_back_off_up_to_the_cap_and_recover(bench: Bench) -> None
     fed = len(bench.samples)
     await bench.world.advance(0.6)
     assert len(bench.samples) > fed  # unchanged, but news after a failure
+
+
+async def test_why_metrics_cannot_be_read_is_told_once_per_reason(bench: Bench) -> None:
+    server = bench.up()
+    await bench.world.advance(1)
+    server.status = 500
+    await bench.world.advance(0.3)
+    assert len(bench.failures) == 1 and bench.silences == [], "one alone is common"
+    server.status = 200
+    await bench.world.advance(1)
+    assert bench.silences == []
+    server.status = 404
+    await bench.world.advance(10)
+    assert bench.silences == [("a", "status 404")]
+    server.status, server.body = 200, b"<html>\n"
+    await bench.world.advance(10)
+    assert bench.silences[1:] == [("a", "the page has no load metric of engine 'vllm'")]
+    server.body = page()
+    await bench.world.advance(10)
+    assert bench.silences[2:] == [("a", "")]
+
+
+@pytest.mark.parametrize(("status", "body", "answered"), [(404, b"", True), (200, b"<html>", True), (503, b"", False)])
+async def test_who_answered_something_is_there(bench: Bench, status: int, body: bytes, answered: bool) -> None:
+    server = bench.up()
+    server.status, server.body = status, body
+    await bench.world.advance(1)
+    assert {event.answered for event in bench.fed if isinstance(event, MetricsFailed)} == {answered}
 
 
 async def test_waking_a_failing_endpoint_does_not_hammer_it(bench: Bench) -> None:

@@ -45,8 +45,8 @@ class Asked:
     def on_page(self, page: bytes) -> None:
         self.results.append(("page", page))
 
-    def on_failure(self, reason: str, *, retry: bool) -> None:
-        self.results.append(("retry" if retry else "failure", reason))
+    def on_failure(self, reason: str, *, retry: bool, answered: bool = False) -> None:
+        self.results.append(("retry" if retry else "answered" if answered else "failure", reason))
 
     def receive(self, data: bytes) -> "Asked":
         while data and not self.transport.closed:
@@ -155,8 +155,10 @@ def test_other_statuses_fail_but_keep_the_connection() -> None:
     assert asked.result == ("failure", "status 503")
     assert asked.connection.open
     redirect = b"HTTP/1.1 302 Found\r\nlocation: http://elsewhere/\r\ncontent-length: 0\r\n\r\n"
-    assert Asked().receive(redirect).result == ("failure", "status 302")
-    assert Asked().receive(b"HTTP/1.1 204 No Content\r\n\r\n").result == ("failure", "status 204")
+    assert Asked().receive(redirect).result == ("answered", "status 302")
+    assert Asked().receive(b"HTTP/1.1 204 No Content\r\n\r\n").result == ("answered", "status 204")
+    absent = with_length(b"").replace(b"200 OK", b"404 Not Found")
+    assert Asked().receive(absent).result == ("answered", "status 404")
 
 
 @pytest.mark.parametrize(

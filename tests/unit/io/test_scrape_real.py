@@ -158,7 +158,9 @@ async def test_slow_path_failures(serve: Serve, tmp_path: Path) -> None:
     empty = await first_event(url, ScrapeOptions(token_file=str(token)))
     assert empty == MetricsFailed("a", f"no usable token in {token}")
     token.write_text("secret")
-    assert await first_event(url, ScrapeOptions(token_file=str(token))) == MetricsFailed("a", "status 302")
+    assert await first_event(url, ScrapeOptions(token_file=str(token))) == MetricsFailed(
+        "a", "status 302", answered=True
+    )
     large = await serve(whole)
     options = ScrapeOptions(token_file=str(token), max_page=100)
     event = await first_event(f"http://127.0.0.1:{large}/metrics", options)

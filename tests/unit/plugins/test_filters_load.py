@@ -108,6 +108,20 @@ def test_health_removes_after_three_failed_scrapes() -> None:
     assert kept(plugin, fleet) == [0, 1]
 
 
+def test_an_answer_without_metrics_is_no_illness() -> None:
+    """404, another program's page: what is sent there may well be served."""
+    fleet = fleet_with(kv=[0.0, 0.0])
+    plugin = Health(HealthParams())
+    for _ in range(5):
+        fleet.scrape_failed("e1", 1.0, answered=True)
+    assert kept(plugin, fleet) == [0, 1]
+    for _ in range(3):
+        fleet.scrape_failed("e1", 1.0)
+    assert kept(plugin, fleet) == [0]
+    fleet.scrape_failed("e1", 1.0, answered=True)
+    assert kept(plugin, fleet) == [0, 1], "it is there again"
+
+
 def test_health_removes_for_a_moment_after_failed_responses() -> None:
     fleet = fleet_with(kv=[0.0, 0.0])
     plugin = Health(HealthParams())

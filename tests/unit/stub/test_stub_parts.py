@@ -1,6 +1,7 @@
 """Small parts: the clock, response heads, ORCA lines, faults, events."""
 
 import json
+import math
 
 import pytest
 
@@ -9,7 +10,7 @@ from fairlead.stub.config import StubConfig
 from fairlead.stub.faults import NO_FAULTS, changed
 from fairlead.stub.orca import orca_line
 from fairlead.stub.replies import Heads
-from fairlead.stub.shapes import ChatShape, CompletionShape, Counts
+from fairlead.stub.shapes import ChatShape, CompletionShape, Counts, Parts
 
 
 class Wall:
@@ -44,17 +45,33 @@ def test_a_frozen_clock_goes_on_where_it_stood():
     assert clock.wall(6.0) == pytest.approx(wall.at + 1.0)
 
 
-@pytest.mark.parametrize("ratio", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("ratio", [0, -1.0, float("nan"), float("inf")])
 def test_time_must_run_forwards(ratio):
     with pytest.raises(ValueError, match="time_ratio"):
         EngineClock(Wall(), ratio)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"time_ratio": 0}, {"stream_interval": 0}, {"preset": "x"}, {"kv_tokens": 100}, {"block_size": 0}]
+    ("wrong", "says"),
+    [
+        ({"time_ratio": 0}, "time_ratio must be above 0 and at most 1,000,000, got 0"),
+        ({"time_ratio": math.inf}, "got inf"),
+        ({"time_ratio": math.nan}, "got nan"),
+        ({"time_ratio": 1e7}, "got 1e\\+07"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"preset": "x"}, "unknown preset"),
+        ({"kv_tokens": 100}, "KV cache of 100 tokens: it has 6 whole blocks of 16 tokens"),
+        ({"kv_tokens": 5}, "KV cache of 5 tokens: it has 0 whole blocks of 16 tokens"),
+        (
+            {"kv_tokens": 40_959, "block_size": 20_000},
+            "KV cache of 40959 tokens: it has 2 whole blocks of 20000 tokens",
+        ),
+        ({"block_size": 400_000}, "KV cache of 0 tokens, 0 blocks of 400000"),
+        ({"block_size": 0}, "block_size"),
+    ],
 )
-def test_a_configuration_that_could_not_start_is_refused(wrong):
-    with pytest.raises(ValueError):
+def test_a_configuration_that_could_not_start_is_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
         StubConfig(**wrong)
 
 
@@ -100,7 +117,11 @@ def test_every_event_and_body_is_json_whatever_a_client_called_it(shape):
     made = shape('id"\\\n\ud800', 7, 'model"\x00é', "fp")
     for usage in (b"", Counts(1, 2, 3, None).bare()):
         for reason in ("", "stop"):
-            event = made.event_head(3) + b"abc " + made.event_tail(reason, b"[1]", b"[2]", usage, last=True)
+            event = (
+                made.event_head(3)
+                + b"abc "
+                + made.event_tail(Parts(reason=reason, ids=b"[1]", prompt_ids=b"[2]"), usage, last=True)
+            )
             assert event.startswith(b"data: ") and event.endswith(b"\n\n")
             parsed = json.loads(event[6:])
             assert parsed["model"] == 'model"\x00é'
@@ -108,7 +129,7 @@ def test_every_event_and_body_is_json_whatever_a_client_called_it(shape):
             assert ("usage" in parsed) == bool(usage)
     for details in (True, False):
         counts = Counts(5, 6, 4, 1)
-        whole = made.body([made.choice(0, b"a", "stop", b"null", b"null")], counts, details, b"null")
+        whole = made.body([made.choice(0, b"a", Parts(reason="stop"))], counts, details, b"null")
         usage = json.loads(whole)["usage"]
         assert usage["total_tokens"] == 11
         assert (usage["prompt_tokens_details"] is not None) == details

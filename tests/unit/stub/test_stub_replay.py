@@ -33,6 +33,14 @@ _FREE = {
     "token_strs": "the tokeniser",
     "count": "the tokeniser",
     "token_ids": "the model",
+    "token_logprobs": "the model",
+    "text_offset": "the model",
+    "top_logprobs": "the model",
+    "time_to_first_token_ms": "time",
+    "generation_time_ms": "time",
+    "queue_time_ms": "time",
+    "mean_itl_ms": "time",
+    "tokens_per_second": "time",
     "prompt_token_ids": "the tokeniser",
     "prompt_tokens": "the tokeniser",
     "completion_tokens": "ends at the context length in one case",
@@ -48,12 +56,12 @@ _OUT_OF_SCOPE = {
     "chat_render": "the stub does not render for other servers",
     "completion_render": "the stub does not render for other servers",
     "inference_generate": "the stub has no token-in-token-out API",
-    "completion_logprobs": "the stub has no probabilities",
-    "completion_per_request_metrics": "the stub has no --enable-per-request-metrics",
     "messages_anthropic": "the stub has no /v1/messages",
     "responses": "the stub has no /v1/responses",
 }
+_OUT_OF_SCOPE_DEFAULTS = ("messages_anthropic", "responses")
 _OTHER_SERVER = {
+    "timed": ["completion_per_request_metrics"],
     "lora": [case for case in _CASES if case.startswith("lora_")],
     "full": [case for case in _CASES if case.startswith("err_503_")],
     "keep-alive": ["completion_stream_queued_keepalive"],
@@ -151,11 +159,19 @@ async def test_answers_are_those_of_the_real_server_without_flags(http):
         vocab_size=4096,
         natural_output=0,
         merge_events=False,
+        kv_events=KvEventsConfig(topic="-", replay=""),
     )
+    assert len(_DEFAULTS) == 62
     async with StubPool(config) as pool:
         for case, texts in _DEFAULTS.items():
+            if case in _OUT_OF_SCOPE_DEFAULTS:
+                continue
             request, expected = (text.encode("latin-1") for text in texts)
-            _assert_same(http.split, case.replace("xreqid", ""), await http.ask(pool.addresses[0], request), expected)
+            answer = await http.ask(pool.addresses[0], request)
+            try:
+                _assert_same(http.split, case.replace("xreqid", ""), answer, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}\n\n{answer.decode()}") from error
 
 
 async def test_adapters_answer_as_on_the_real_server(http):
@@ -223,6 +239,28 @@ async def test_a_queued_stream_is_kept_alive_as_on_the_real_server(http):
     request = request.replace(b'"max_tokens": 200', b'"max_tokens":   3')
     async with StubPool(config) as pool:
         _assert_same(http.split, "keepalive", await http.ask(pool.addresses[0], request), expected)
+
+
+async def test_times_of_a_request_are_told_as_by_the_real_server(http):
+    config = StubConfig(
+        engine=_SPEC,
+        model="tiny",
+        request_id_headers=True,
+        prompt_tokens_details=False,
+        per_request_metrics=True,
+    )
+    (case,) = _OTHER_SERVER["timed"]
+    request, expected = (text.encode("latin-1") for text in _CASES[case])
+    async with StubPool(config) as pool:
+        answer = await http.ask(pool.addresses[0], request)
+    _assert_same(http.split, case, answer, expected)
+    metrics = json.loads(http.split(answer)[2])["metrics"]
+    # 200 tokens of 1 ms; the first one comes from the prefill.
+    assert metrics["generation_time_ms"] == pytest.approx(199.0)
+    assert metrics["mean_itl_ms"] == pytest.approx(1.0)
+    assert metrics["tokens_per_second"] == pytest.approx(1000.0)
+    assert metrics["time_to_first_token_ms"] == pytest.approx(1.0)
+    assert metrics["queue_time_ms"] == pytest.approx(0.0, abs=1.0)
 
 
 async def test_sources_of_events_are_told_as_by_the_real_server(http):

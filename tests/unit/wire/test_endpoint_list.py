@@ -178,8 +178,8 @@ def test_of_duplicates_the_last_wins() -> None:
         ("default/a", "10.0.0.1:2"),
         ("other/a", "10.0.0.1:3"),
     ]
-    assert [(p.path, p.message, p.warning) for p in read.problems] == [
-        ("$.endpoints[2]", "default/a is listed twice, the last counts", True)
+    assert [(p.path, p.message, p.hint, p.warning) for p in read.problems] == [
+        ("$.endpoints[2]", "default/a is listed twice", "the last counts", True)
     ]
 
 

@@ -1,5 +1,6 @@
 """Reading metrics pages: captured ones, broken ones, and generated ones against prometheus_client's parser."""
 
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 
@@ -338,6 +339,33 @@ def test_a_family_that_appears_is_seen_by_the_next_full_read() -> None:
     lora = page_of("idle") + page_of("lora")[page_of("lora").index(b"# HELP vllm:lora_requests_info") :]
     assert reader.read(lora, full=False).sample.adapters is None
     assert reader.read(lora, full=True).sample.adapters == {"b", "c"}
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_the_page_of_a_new_process_says_that_its_adapters_are_gone(full: bool) -> None:
+    reader = PageReader(VLLM)
+    assert reader.read(page_of("lora")).sample.adapters == {"b", "c"}
+    fresh = reader.read(page_of("idle"), full)
+    assert (fresh.sample.adapters, fresh.sample.max_adapters, fresh.problems) == (frozenset(), 0, ())
+    assert reader.read(page_of("idle"), full) is fresh
+    assert reader.read(page_of("lora")).sample.adapters == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda page: page.replace(b"vllm:kv_cache_usage_perc{", b"vllm:another{"),
+        lambda page: page.replace(b"vllm:num_requests_running{", b"vllm:num_requests_running"),
+        lambda page: page.rstrip(b"\n"),
+        lambda page: page + b"vllm:lora_requests_info{max_lora=} nonsense\n",
+    ],
+    ids=["a gauge is missing", "a gauge is unreadable", "cut off", "the adapters are unreadable"],
+)
+def test_a_page_that_is_not_whole_says_nothing_of_adapters(spoil: Callable[[bytes], bytes]) -> None:
+    reader = PageReader(VLLM)
+    reader.read(page_of("lora"))
+    assert reader.read(spoil(page_of("idle"))).sample.adapters is None
+    assert reader.read(page_of("idle")).sample.adapters == frozenset()
 
 
 # ---------------- against the reference parser ----------------

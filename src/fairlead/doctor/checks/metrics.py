@@ -6,7 +6,8 @@ from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Check
 from fairlead.doctor.site import Site
 from fairlead.model.endpoint import Endpoint
-from fairlead.wire.engine_metrics import ENGINE_LABELS
+from fairlead.wire.engine_metrics import ENGINE_LABELS, named_engine
+from fairlead.wire.problem import shorten
 from fairlead.wire.promfamily import find_family
 from fairlead.wire.promtext import Reading, read_page
 
@@ -26,6 +27,10 @@ ENGINE = Kind(
     "metrics.engine", Severity.ERROR, "the metrics page is not one of the engine that it is read for",
     f"label the endpoint with {ENGINE_LABELS[0]}, set metrics.defaultEngine, or name its metrics under metrics.engines",
     _DOCS,
+)  # fmt: skip
+UNKNOWN_ENGINE = Kind(
+    "metrics.unknown-engine", Severity.WARNING, "the label of an endpoint names an engine that is not known",
+    f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _DOCS,
 )  # fmt: skip
 INCOMPLETE = Kind(
     "metrics.incomplete", Severity.WARNING, "the metrics page lacks something that decisions need",
@@ -98,6 +103,10 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
         fix = f"label the endpoint with {ENGINE_LABELS[0]}: {fits[0]}" if fits else ""
         return [ENGINE.at(endpoint.id, evidence, fix)]
     found = [INCOMPLETE.at(endpoint.id, "; ".join(reading.problems[:3]))] if reading.problems else []
+    named = named_engine(endpoint.labels)
+    if named and named not in site.engines:
+        evidence = f"'{shorten(named)}'; it is read for {engine}; known: {', '.join(sorted(site.engines))}"
+        found.append(UNKNOWN_ENGINE.at(endpoint.id, evidence))
     for spec in site.specs(engine).cache_info:
         family = find_family(page, spec.family)
         labels = [one.labels() or {} for one in family.series] if family is not None else []
@@ -113,7 +122,7 @@ async def _run(site: Site) -> list[Finding]:
 CHECK = Check(
     name="metrics",
     about="every metrics page can be had in time and read",
-    kinds=(UNREACHABLE, REFUSED, ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
+    kinds=(UNREACHABLE, REFUSED, ENGINE, UNKNOWN_ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
     run=_run,
     needs=("endpoints",),
     budget=60.0,

@@ -1,5 +1,6 @@
 """Routes: to the chosen endpoint, else to the whole pool; and how Envoy words its own errors."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fairlead.io.envoy.clusters import (
@@ -13,7 +14,7 @@ from fairlead.io.envoy.clusters import (
 )
 from fairlead.io.envoy.headers import TOWARD_UPSTREAM
 from fairlead.io.envoy.options import Options
-from fairlead.parse.errors import TYPES
+from fairlead.parse.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.route.headers import OWN_NAMESPACE, REWRITTEN, SECOND
 from fairlead.wire.access_log import GATEWAY_ID, LEASE_KEY
 from fairlead.wire.ext_proc import DESTINATION, LB_NAMESPACE
@@ -123,12 +124,20 @@ def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
 
 
 def local_replies() -> Json:
-    """Envoy's own errors as the clients of the OpenAI APIs know errors."""
-    mappers: list[Json] = [
-        {"filter": _all_of(_status(status), _not_ours()), "body_format_override": _body(TYPES[status])}
-        for status in (413, 503, 504)
+    """Envoy's own errors as the clients of the OpenAI APIs know errors, or of the Anthropic API by its path."""
+    mappers: list[Json] = []
+    shapes: list[tuple[list[Json], Callable[[str], Json], Mapping[int, str]]] = [
+        ([_anthropic()], _anthropic_body, ANTHROPIC_TYPES),
+        ([], _body, TYPES),
     ]
-    mappers[1]["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
+    for own_path, body, types in shapes:
+        for status in (413, 503, 504):
+            mapper: Json = {"filter": _all_of(_status(status), *own_path, _not_ours())}
+            mapper["body_format_override"] = body(types[status])
+            if status == 503:
+                mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
+            mappers.append(mapper)
+    mappers.append({"filter": _all_of(_anthropic(), _not_ours()), "body_format_override": _anthropic_body("api_error")})
     mappers.append({"filter": _not_ours(), "body_format_override": _body("GatewayError")})
     return {"mappers": mappers}
 
@@ -136,6 +145,15 @@ def local_replies() -> Json:
 def _body(type_: str) -> Json:
     error = {"message": "%LOCAL_REPLY_BODY%", "type": type_, "param": None, "code": "%RESPONSE_CODE%"}
     return {"json_format": {"error": error}, "content_type": "application/json"}
+
+
+def _anthropic_body(type_: str) -> Json:
+    error = {"type": "error", "error": {"type": type_, "message": "%LOCAL_REPLY_BODY%"}}
+    return {"json_format": error, "content_type": "application/json"}
+
+
+def _anthropic() -> Json:
+    return {"header_filter": {"header": {"name": ":path", "string_match": {"prefix": "/v1/messages"}}}}
 
 
 def _status(status: int) -> Json:
