@@ -35,6 +35,7 @@ from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged, StopA
 from fairlead.model.inference import ModelRules, ModelSet
 from fairlead.observe.log import get
 from fairlead.wire.endpoint_entry import join
+from fairlead.wire.engine_metrics import named_engine
 from fairlead.wire.problem import Problem
 
 log = get("serve")
@@ -172,6 +173,10 @@ class Live:
         if isinstance(event, EndpointUp):
             self.watch.on_endpoint(event.endpoint)
             self.scraper.up(event.endpoint)
+            engine = named_engine(event.endpoint.labels)
+            if engine and engine not in self.scraper.specs:
+                read_as = self.config.metrics.default_engine
+                log.warning("nobody described this engine", endpoint=event.endpoint.id, engine=engine, read_as=read_as)
             log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
         else:
             self.scraper.down(event.endpoint_id)
