@@ -19,6 +19,7 @@ class Gateway:
     def __init__(self) -> None:
         self.text = "cluster.all_endpoints.upstream_rq_total: 40\ncluster.all_endpoints_grpc.upstream_rq_total: 2\n"
         self.hangs = False
+        self._over = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
     async def serve(self, path: Path) -> None:
@@ -29,12 +30,13 @@ class Gateway:
         await web.UnixSite(self._runner, str(path)).start()
 
     async def close(self) -> None:
+        self._over.set()
         if self._runner is not None:
             await self._runner.cleanup()
 
     async def _stats(self, request: web.Request) -> web.Response:
         if self.hangs:
-            await asyncio.sleep(60)
+            await self._over.wait()
         return web.Response(text=self.text)
 
 
