@@ -270,9 +270,7 @@ class Chats:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rules", [{}, BLIND, QUEUED, BLIND | QUEUED], ids=["default", "blind", "queued", "queued-blind"]
-)
+@pytest.mark.parametrize("rules", [{}, BLIND, BLIND | QUEUED], ids=["default", "blind", "queued"])
 async def test_a_killed_model_server_costs_only_what_ran_there(
     serve: Callable[..., Serve],
     ending: Callable[[Stub], Stub],

@@ -42,7 +42,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 #: Those whose table is looked at too: the others would take as long once more.
-TABLES = ("extproc", "remote", "tuning", "journal", "decision", "metrics", "quality", "shadows", "indexer")
+TABLES = ("extproc", "tuning", "journal", "decision", "metrics", "quality")
 Run = subprocess.CompletedProcess[str]
 
 
