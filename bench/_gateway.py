@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from msgspec import Struct
 
 from fairlead.io.envoy.config import build
 from fairlead.io.envoy.options import Options
+from fairlead.io.ports import obstacle
 
 #: Cluster names of the generated configuration; each side gets its own.
 _POOLS = ("dst", "dst_second", "dst_or_second", "all_endpoints")
@@ -135,15 +135,12 @@ class Processes:
         """Ends the program when somebody else has one of the ports."""
         own = [port for side in self._sides for port in (side.port, side.epp, side.admin) if port]
         for port in (*self._ports, *own):
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError as error:
-                    raise SystemExit(
-                        f"cannot use port {port} of 127.0.0.1: {error.strerror}. End the program that has it"
-                        " (ss -tlnp shows which), and try again."
-                    ) from None
+            error = obstacle("127.0.0.1", port)
+            if error is not None:
+                raise SystemExit(
+                    f"cannot use port {port} of 127.0.0.1: {error.strerror}. End the program that has it"
+                    " (ss -tlnp shows which), and try again."
+                )
 
     def _config(self, side: Side) -> dict[str, Any]:
         return {

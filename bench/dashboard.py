@@ -12,7 +12,6 @@ viewers read everything at once. The interval is a bootstrap over pairs of slots
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import random
 import selectors
@@ -27,6 +26,7 @@ from typing import Any
 from msgspec import Struct
 
 from _gateway import Processes, Side, usage
+from _output import tell
 from fairlead.bench.arrivals import Poisson
 from fairlead.bench.process import run_in_process
 from fairlead.bench.spec import Options, RunSpec
@@ -222,10 +222,7 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=8)
     options = parser.parse_args()
     found = asyncio.run(run(options))
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found)
+    tell(found, options.json, show)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ of each scenario counts the scheduler's system calls per request.
 
 import argparse
 import asyncio
-import json
 import shutil
 import subprocess
 import time
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from _gateway import Processes, Side, Usage, usage
+from _output import tell
 from fairlead.bench import report
 from fairlead.bench.arrivals import ClosedLoop, Poisson
 from fairlead.bench.process import run_in_process
@@ -208,10 +208,7 @@ def main() -> None:
         console.print(message, style="yellow")
     names = arguments.scenario or list(SCENARIOS)
     results = asyncio.run(batch(names, arguments.rounds, console, strace, arguments.requests))
-    if arguments.json:
-        print(json.dumps(results))
-    else:
-        show(results, console)
+    tell(results, arguments.json, lambda figures: show(figures, console))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Memory is treated as `fairlead serve` treats it (`live/memory`), the collector o
 """
 
 import argparse
-import json
 import logging
 from statistics import median
 from typing import Any
@@ -26,6 +25,7 @@ import msgspec
 
 from _flow_holds import LEASES, QUEUE, Hold, holds
 from _flow_world import FLOWS, Silent, World, chains, request
+from _output import tell
 from fairlead.live.memory import keep_heap
 
 _NAMES = {
@@ -99,10 +99,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="passes over the same events (default 3)")
     arguments = parser.parse_args()
     result = measure(arguments.quick, max(arguments.passes, 1))
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    tell(result, arguments.json, show)
 
 
 if __name__ == "__main__":

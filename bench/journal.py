@@ -17,7 +17,6 @@ JSON: {"requests", "events", MODE: {"warm_us", "cold_us", "thread_us"}}.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from _output import tell
 from fairlead.config.load import load
 from fairlead.config.recorded import record
 from fairlead.config.registry import build_policy
@@ -164,10 +164,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     found = measure(options.requests, options.repeat)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found)
+    tell(found, options.json, show)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ JSON: {"pods", "events_up", "first_list_cpu_s", "resync_cpu_s" (best), "resync_w
 import argparse
 import asyncio
 import gc
-import json
 import multiprocessing
 import os
 import sys
@@ -21,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from _output import tell
 
 RESYNC_CPU_S = 0.3
 MEMORY_MB = 100.0
@@ -193,10 +194,7 @@ def main() -> None:
         process.join(10)
     finally:
         process.kill()
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found)
+    tell(found, options.json, show)
     sys.exit(0 if found["kept"] else 1)
 
 

@@ -15,7 +15,6 @@ ROW has `routed`, `p50_ms` … `p999_ms`, CPU microseconds per request `here_us`
 import argparse
 import asyncio
 import gc
-import json
 import os
 import re
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from _output import tell
 from fairlead.fleet.fleet import Fleet
 from fairlead.io.receive.driver import Driver
 from fairlead.io.remote.client import RemoteClient, RemoteOptions
@@ -261,10 +261,7 @@ def main() -> None:
     parser.add_argument("--address", default="", help="of a scheduler that runs already")
     options = parser.parse_args()
     found = asyncio.run(run(options))
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found)
+    tell(found, options.json, show)
 
 
 if __name__ == "__main__":

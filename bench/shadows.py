@@ -12,7 +12,6 @@ JSON: {"plain": SIDE, "shadowed": SIDE, "p99_ratio", "verdicts", "errors", "skip
 
 import argparse
 import asyncio
-import json
 import re
 import sys
 import urllib.request
@@ -22,6 +21,7 @@ from typing import Any
 from msgspec import structs
 
 from _gateway import Processes, Side, usage
+from _output import tell
 from fairlead.bench import report
 from fairlead.bench.arrivals import Poisson
 from fairlead.bench.process import run_in_process
@@ -102,10 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     found = asyncio.run(run(options))
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found, options)
+    tell(found, options.json, lambda figures: show(figures, options))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ JSON: {"settings": {TABLE: {VALUE: {SCENARIO: {"ttft_mean_ms", "ttft_p99_ms", "p
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
@@ -17,6 +16,7 @@ from statistics import fmean
 from time import process_time
 from typing import Any
 
+from _output import tell
 from fairlead.config.defaults import BYTES_PER_TOKEN
 from fairlead.fleet.prefix import ChainHasher
 from fairlead.sim.build import ScenarioSpec
@@ -62,10 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = {table[0]: figures(table, options.head, options.seeds) for table in TABLES}
     found = {"settings": settings, "recognised": recognised()}
-    if options.json:
-        print(json.dumps(found))
-    else:
-        print("\n".join(lines(found)))
+    tell(found, options.json, lambda figures: print("\n".join(lines(figures))))
 
 
 def figures(table: Table, head: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:

@@ -43,7 +43,7 @@ _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
 #: Seconds after which a new scheduler has listened, and the gateway has noticed.
 _ASKED_AGAIN_S = 3.0
-#: Exit code of a scheduler that cannot use its configuration: starting it again would not help.
+#: Exit code of a scheduler that cannot use its configuration: starting it again helps only once the file has changed.
 _WRONG_CONFIG = 2
 
 

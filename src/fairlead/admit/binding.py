@@ -114,13 +114,14 @@ class PairBinder:
         again = inf if len(known) == len(window) else now
         window = window[: len(known)]
         waits = np.array([[(now - waiting.since) * 1e3] for waiting in window])
-        cost, saved, better = self._judged(known, fleet, slots, now)
+        queue = ahead(fleet, now)
+        cost, saved, better = self._judged(known, fleet, slots, queue)
         cost -= AGEING * waits
         bound = PATIENCE_MS + PATIENCE * waits
         cost[better > bound] = inf
         row, column = divmod(int(cost.argmin()), len(slots))
         if cost[row, column] < inf:
-            return self._bound(window[row], known[row], int(slots[column]), fleet, slots, now)
+            return self._bound(window[row], known[row], int(slots[column]), slots, queue, now)
         if np.count_nonzero(saved <= bound):
             # Nobody waits for a prefix alone: load and memory change without an event of their own.
             again = min(again, now + LOOK_S)
@@ -130,7 +131,7 @@ class PairBinder:
 
     @staticmethod
     def _judged(
-        known: Sequence[_Known], fleet: Fleet, slots: NDArray[np.intp], now: float
+        known: Sequence[_Known], fleet: Fleet, slots: NDArray[np.intp], queue: FloatColumn
     ) -> tuple[FloatColumn, FloatColumn, FloatColumn]:
         """Of each pair of a request and an open slot: its cost, what the best other endpoint would save of computing
         and of memory, and the most that is gained by waiting, be it for that, for load or for memory."""
@@ -139,7 +140,7 @@ class PairBinder:
         uncached = np.array([k.uncached for k in known])
         load = own * (1.0 + INTERFERENCE * table.active)
         load += predictor.steps() * (1.0 + DECODE * predictor.answer_steps)
-        whole = load + ahead(fleet, now)
+        whole = load + queue
         used = promised(fleet)
         prices = memory_prices(uncached, used, fleet)
         if prices is None:
@@ -211,14 +212,14 @@ class PairBinder:
         known.saved = saved_elsewhere(known.own[None, :])[0]
 
     def _bound(
-        self, waiting: Waiting, known: _Known, slot: int, fleet: Fleet, slots: NDArray[np.intp], now: float
+        self, waiting: Waiting, known: _Known, slot: int, slots: NDArray[np.intp], queue: FloatColumn, now: float
     ) -> Bound:
         request = waiting.request
         if request.prefix.hashes:
             if len(self._departed) >= _REMEMBERED:
                 self._departed.clear()
             self._departed[request.prefix.hashes[0]] = now
-        other = soonest(known.own + ahead(fleet, now), slot, slots)
+        other = soonest(known.own + queue, slot, slots)
         hits, prompt = known.hits, max(request.prompt_tokens, 1)
         if hits is None:
             return Bound(waiting, slot, float(prompt), second=other)

@@ -85,7 +85,7 @@ def envoy_config(
     try:
         text = render(options)
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.path}: "), _flag(error.path)) from None
+        raise ConfigError(error.message, _flag(error.path)) from None
     if validate:
         check(text)
     typer.echo(text, nl=False)

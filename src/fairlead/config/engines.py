@@ -9,7 +9,7 @@ from fairlead.config.problems import Report
 from fairlead.config.schema import EngineNames, Metrics
 from fairlead.model.errors import ConfigError
 from fairlead.wire.endpoint_entry import Listed
-from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, named_engine, parse_spec
+from fairlead.wire.engine_metrics import ENGINES, EngineMetrics, parse_spec, unknown_engine
 from fairlead.wire.problem import Place, shorten
 
 _LABELS = ("block_size_label", "num_blocks_label")
@@ -45,8 +45,8 @@ def note_unknown_engines(
     known = engine_table(metrics)
     strange: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
-        engine = named_engine(entry.endpoint.labels)
-        if engine and engine not in known:
+        engine = unknown_engine(entry.endpoint.labels, known)
+        if engine:
             strange.setdefault(engine, []).append(i)
     for engine, (first, *more) in strange.items():
         who = f"endpoint {entries[first].endpoint.id}" + (f" and {len(more)} more" if more else "")

@@ -1,21 +1,16 @@
 """The ports of a demo: which they are, and whether they are free before anything is started."""
 
-import socket
-
 from fairlead.demo.plan import HOST, Plan
+from fairlead.io.ports import obstacle
 from fairlead.model.errors import FairleadError
 
 
 def check_ports(plan: Plan) -> None:
     """Raises `FairleadError` for the first port that cannot be listened on; says what to change."""
     for port in (*plan.own_ports, *plan.replica_ports):
-        # A server that has just ended leaves connections in TIME_WAIT, which hinder nobody that sets this option.
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError as error:
-                raise FairleadError(_taken(plan, port, error)) from None
+        error = obstacle(HOST, port)
+        if error is not None:
+            raise FairleadError(_taken(plan, port, error))
 
 
 def _taken(plan: Plan, port: int, error: OSError) -> str:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fairlead.bench import report
 from fairlead.bench.process import run_in_process
 from fairlead.bench.spec import Progress as LoadProgress
-from fairlead.demo.by_hand import prepare
+from fairlead.demo.by_hand import Commands, prepare
 from fairlead.demo.goals import Goal, judge
 from fairlead.demo.plan import HOST, POLICIES, Plan
 from fairlead.demo.ports import check_ports
@@ -47,7 +47,7 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
     _show(plan, summaries, console)
     if check or plan.usual:
         _show_goals(judge(summaries), console)
-    _show_files(plan, console)
+    _show_files(plan, prepare(plan), console)
     return summaries
 
 
@@ -109,10 +109,9 @@ def _show_goals(goals: list[Goal], console: Console) -> None:
         console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
 
 
-def _show_files(plan: Plan, console: Console) -> None:
+def _show_files(plan: Plan, commands: Commands, console: Console) -> None:
     plot = f" and {plan.out / 'demo.png'}" if find_spec("matplotlib") is not None else ""
     console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
-    commands = prepare(plan)
     console.print(
         f"By hand, the first two each in a terminal of its own, all in this directory:\n"
         f"  {commands.stub}\n  {commands.serve}\n  {commands.curl}\n"

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -206,7 +206,7 @@ class Site:
         return compile_engine(self._engines[engine])
 
     @property
-    def engines(self) -> Iterable[str]:
+    def engines(self) -> Collection[str]:
         return self._engines
 
     async def ask(self, endpoint: Endpoint, path: str) -> Answer:

@@ -101,6 +101,7 @@ class Scraper:
             self._emit(MetricsFailed(endpoint.id, str(error)))
             return
         target = Target(self, endpoint, address, engine, self.specs[engine])
+        target.silent = old.silent if old is not None else ""  # what was told must be taken back
         self._targets[endpoint.id] = target
         slots = max(int(self._interval(target) / GRID), 1)
         slot = (

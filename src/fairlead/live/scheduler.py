@@ -35,7 +35,7 @@ from fairlead.model.events import EndpointDown, EndpointUp, ModelsChanged, StopA
 from fairlead.model.inference import ModelRules, ModelSet
 from fairlead.observe.log import get
 from fairlead.wire.endpoint_entry import join
-from fairlead.wire.engine_metrics import named_engine
+from fairlead.wire.engine_metrics import unknown_engine
 from fairlead.wire.problem import Problem
 
 log = get("serve")
@@ -173,8 +173,8 @@ class Live:
         if isinstance(event, EndpointUp):
             self.watch.on_endpoint(event.endpoint)
             self.scraper.up(event.endpoint)
-            engine = named_engine(event.endpoint.labels)
-            if engine and engine not in self.scraper.specs:
+            engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
+            if engine:
                 read_as = self.config.metrics.default_engine
                 log.warning("nobody described this engine", endpoint=event.endpoint.id, engine=engine, read_as=read_as)
             log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)

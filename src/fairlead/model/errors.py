@@ -9,6 +9,7 @@ class ConfigError(FairleadError):
     """The operator's configuration is wrong. `path` is a JSON path such as `$.scorers[1].weight`."""
 
     def __init__(self, message: str, path: str = "$", source: str = "") -> None:
+        self.message = message
         self.path = path
         self.source = source
         where = f"{source}: {path}" if source else path

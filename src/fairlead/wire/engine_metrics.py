@@ -6,7 +6,7 @@ over engine versions: the first that is on the page counts.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from msgspec import Struct, field
 
@@ -125,6 +125,12 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
 def named_engine(labels: Mapping[str, str]) -> str:
     """What an endpoint's labels say, known or not; empty when they name no engine."""
     return next((labels[label] for label in ENGINE_LABELS if labels.get(label)), "")
+
+
+def unknown_engine(labels: Mapping[str, str], known: Container[str]) -> str:
+    """The engine that the labels name if it is not among these; else empty."""
+    engine = named_engine(labels)
+    return "" if engine in known else engine
 
 
 def engine_of(labels: Mapping[str, str], engines: Mapping[str, EngineMetrics], default: str = DEFAULT_ENGINE) -> str:

@@ -281,6 +281,15 @@ async def test_why_metrics_cannot_be_read_is_told_once_per_reason(bench: Bench) 
     assert bench.silences[2:] == [("a", "")]
 
 
+async def test_what_was_told_is_taken_back_although_the_page_is_elsewhere_by_now(bench: Bench) -> None:
+    bench.up().status = 404
+    await bench.world.advance(10)
+    assert bench.silences == [("a", "status 404")]
+    bench.up(port=2)
+    await bench.world.advance(1)
+    assert bench.silences[1:] == [("a", "")]
+
+
 @pytest.mark.parametrize(("status", "body", "answered"), [(404, b"", True), (200, b"<html>", True), (503, b"", False)])
 async def test_who_answered_something_is_there(bench: Bench, status: int, body: bytes, answered: bool) -> None:
     server = bench.up()

@@ -6,7 +6,7 @@ from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Check
 from fairlead.doctor.site import Site
 from fairlead.model.endpoint import Endpoint
-from fairlead.wire.engine_metrics import ENGINE_LABELS, named_engine
+from fairlead.wire.engine_metrics import ENGINE_LABELS, unknown_engine
 from fairlead.wire.problem import shorten
 from fairlead.wire.promfamily import find_family
 from fairlead.wire.promtext import Reading, read_page
@@ -103,8 +103,8 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
         fix = f"label the endpoint with {ENGINE_LABELS[0]}: {fits[0]}" if fits else ""
         return [ENGINE.at(endpoint.id, evidence, fix)]
     found = [INCOMPLETE.at(endpoint.id, "; ".join(reading.problems[:3]))] if reading.problems else []
-    named = named_engine(endpoint.labels)
-    if named and named not in site.engines:
+    named = unknown_engine(endpoint.labels, site.engines)
+    if named:
         evidence = f"'{shorten(named)}'; it is read for {engine}; known: {', '.join(sorted(site.engines))}"
         found.append(UNKNOWN_ENGINE.at(endpoint.id, evidence))
     for spec in site.specs(engine).cache_info:

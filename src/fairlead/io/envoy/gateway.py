@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +26,7 @@ from fairlead.io.envoy.errors import GatewayError
 from fairlead.io.envoy.log import FORMAT
 from fairlead.io.envoy.options import Options, parse_endpoint
 from fairlead.io.envoy.supervisor import Supervisor
+from fairlead.io.ports import obstacle
 
 log = logging.getLogger("fairlead.gateway")
 
@@ -195,14 +195,11 @@ def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
 
 def check_free(host: str, port: int) -> None:
     """Raises `GatewayError` when nobody can listen there: with several workers Envoy would share a taken port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if "in use" in os.strerror(error.errno or 0):
-                cure = "stop what listens there, or choose another port for the gateway"
-                raise GatewayError(f"{where} is taken: {cure}") from None
-            raise GatewayError(f"the gateway cannot listen on {where}: {error.strerror}") from None
+    error = obstacle(host, port)
+    if error is None:
+        return
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if "in use" in os.strerror(error.errno or 0):
+        cure = "stop what listens there, or choose another port for the gateway"
+        raise GatewayError(f"{where} is taken: {cure}")
+    raise GatewayError(f"the gateway cannot listen on {where}: {error.strerror}")

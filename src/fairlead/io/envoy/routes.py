@@ -1,6 +1,6 @@
 """Routes: to the chosen endpoint, else to the whole pool; and how Envoy words its own errors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fairlead.io.envoy.clusters import (
@@ -125,21 +125,19 @@ def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
 
 def local_replies() -> Json:
     """Envoy's own errors as the clients of the OpenAI APIs know errors, or of the Anthropic API by its path."""
-    mappers: list[Json] = []
-    shapes: list[tuple[list[Json], Callable[[str], Json], Mapping[int, str]]] = [
-        ([_anthropic()], _anthropic_body, ANTHROPIC_TYPES),
-        ([], _body, TYPES),
-    ]
-    for own_path, body, types in shapes:
-        for status in (413, 503, 504):
-            mapper: Json = {"filter": _all_of(_status(status), *own_path, _not_ours())}
-            mapper["body_format_override"] = body(types[status])
-            if status == 503:
-                mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
-            mappers.append(mapper)
-    mappers.append({"filter": _all_of(_anthropic(), _not_ours()), "body_format_override": _anthropic_body("api_error")})
-    mappers.append({"filter": _not_ours(), "body_format_override": _body("GatewayError")})
-    return {"mappers": mappers}
+    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "/v1/messages")
+    return {"mappers": [*anthropic, *_replies(_body, TYPES, "GatewayError")]}
+
+
+def _replies(body: Callable[[str], Json], types: Mapping[int, str], other: str, path: str = "") -> Iterator[Json]:
+    """In one shape, for requests whose path begins so; `other`: the type of any other status."""
+    for status in (413, 503, 504):
+        mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
+        mapper["body_format_override"] = body(types[status])
+        if status == 503:
+            mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
+        yield mapper
+    yield {"filter": _all_of(*_under(path), _not_ours()), "body_format_override": body(other)}
 
 
 def _body(type_: str) -> Json:
@@ -152,8 +150,8 @@ def _anthropic_body(type_: str) -> Json:
     return {"json_format": error, "content_type": "application/json"}
 
 
-def _anthropic() -> Json:
-    return {"header_filter": {"header": {"name": ":path", "string_match": {"prefix": "/v1/messages"}}}}
+def _under(path: str) -> list[Json]:
+    return [{"header_filter": {"header": {"name": ":path", "string_match": {"prefix": path}}}}] if path else []
 
 
 def _status(status: int) -> Json:
@@ -168,4 +166,4 @@ def _not_ours() -> Json:
 
 
 def _all_of(*filters: Json) -> Json:
-    return {"and_filter": {"filters": list(filters)}}
+    return {"and_filter": {"filters": list(filters)}} if len(filters) > 1 else filters[0]
