@@ -6,9 +6,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 600
 QUEUE_STEPS ?= 100000
+# How many tests run at once. A file's tests stay together, the long ones of real processes first.
+WORKERS ?= 2
+PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -q --durations=10 --durations-min=1
+# $(call timed,name,command): the command, and then how long it took.
+timed = SECONDS=0; $(2); code=$$?; echo "==> $(1): $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit test-kube e2e fuzz soak states bench quality docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak states bench quality docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -32,28 +38,44 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)
 	@$(BIN)/fairlead demo
 
-test: check unit ## all checks and tests but those of test-kube
+quick: $(VENV)/.dev ## format, types, and the unit tests that take no simulation, browser or installation (two minutes)
+	@$(call timed,format and lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
+	@$(call timed,types,$(BIN)/mypy)
+	@$(call timed,unit tests,$(PYTEST) $(PARALLEL) tests/unit tests/property -m "not slow and not simulation and not install and not browser")
 
-check: $(VENV)/.dev ## ruff, mypy, import contracts, the documentation: its commands, links and configurations, its site
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/unit/test_docs.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+test: check unit integration ## all checks and tests but those of test-kube (nine minutes on two cores)
+
+check: $(VENV)/.dev ## ruff, mypy, import contracts, names, what tests may read, the documentation as a site
+	@$(call timed,format and lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
+	@$(call timed,types,$(BIN)/mypy)
+	@$(call timed,imports,$(BIN)/lint-imports)
+	@$(call timed,names,$(BIN)/python tools/names.py)
+	@$(call timed,documentation,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict)
+
+names: $(VENV)/.dev ## names in the sources that say nothing of what they stand for, where they are new (docs/glossary.md)
+	@$(BIN)/python tools/names.py
+
+unit: $(VENV)/.dev ## tests of parts, properties and fuzzers
+	@$(call timed,unit tests,$(PYTEST) $(PARALLEL) tests/property tests/fuzz tests/unit)
+
+integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
+	@$(call timed,integration tests,$(PYTEST) $(PARALLEL) tests/e2e tests/browser tests/integration)
+
+test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy cores, on one core, and once more (half an hour and more)
+	@$(call timed,random order,$(PYTEST) $(PARALLEL) --random-order)
+	@$(call timed,busy cores,$(BIN)/python tools/busy.py $(PYTEST) $(PARALLEL))
+	@$(call timed,one core,taskset -c 0 $(PYTEST))
+	@$(call timed,once more,$(PYTEST) $(PARALLEL))
 
 docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages that are written from the program
 	$(BIN)/python tools/write_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open out/site/index.html"
 
-unit: $(VENV)/.dev
-	$(BIN)/python -m pytest
-
 test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (about six minutes); the Helm chart and the image
 	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'
-	@$(BIN)/python tests/kube/support/kr_build.py
-	$(BIN)/python -m pytest tests/kube -q
+	@$(call timed,API server,$(BIN)/python tests/kube/support/kr_build.py)
+	@$(call timed,tests against the API server,$(PYTEST) tests/kube)
 
 fuzz: $(VENV)/.dev ## every fuzzer of tests/fuzz for FUZZ_SECONDS (default 600) each, one after the other
 	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -s -o faulthandler_timeout=$$(($(FUZZ_SECONDS) + 300))
@@ -64,17 +86,17 @@ e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills 
 soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
 
-states: $(VENV)/.dev ## flow control, eviction and remote schedulers as state machines, QUEUE_STEPS (default 100000) random steps each
-	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py -q -o faulthandler_timeout=3600
+states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states of a request as state machines, QUEUE_STEPS (default 100000) random steps each
+	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py tests/property/test_request_states.py -q -o faulthandler_timeout=3600
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
-	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal extproc remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal extproc start remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
 
 quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
 	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))
 
 metrics-page: $(VENV)/.dev ## write docs/metrics.md anew, from the code
-	$(BIN)/python -m fairlead.observe.reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python tools/write_metrics_page.py > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 
 clean: ## remove the virtual environment, caches and out/
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,20 +6,27 @@ What differs is the machine's doing: a core taken away, pages that the hyperviso
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from msgspec import Struct
 
 from _flow_world import ENDPOINTS, World, chains, request
-from fairlead.model import events as ev
-from fairlead.model.endpoint import Sample
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Sample
+from fairlead.core.requests import RequestState
 
-QUEUE = 10_000
-LEASES = 5_000
 _FIRST = 100_000
 _CHAINS = chains(5, 200, 24_000)
 
 #: Wall and CPU seconds of each call.
 Calls = list[tuple[float, float]]
+
+
+class Size(Struct, frozen=True):
+    """Requests that wait, and leases of the endpoint that leaves."""
+
+    queue: int = 10_000
+    leases: int = 5_000
 
 
 class Hold(Struct, frozen=True):
@@ -66,16 +73,16 @@ def busy(scarce: bool = False) -> World:
     return world
 
 
-def arrive(world: World) -> None:
+def arrive(world: World, queue: int) -> None:
     number = _FIRST
-    while len(world.desk) < QUEUE:
+    while len(world.flow_controller) < queue:
         number += 1
         world.arrive(request(number, 6000, _CHAINS[number % 200]))
 
 
 def drain(world: World) -> None:
     ledger, table = world.fleet.ledger, world.fleet.table
-    while len(world.desk) or len(ledger):
+    while len(world.flow_controller) or len(ledger):
         for number in [lease.request.id for slot, _ in table.slots() for lease in ledger.of_slot(slot)]:
             world.driver.feed(ev.FirstTokenSeen(number))
             world.driver.feed(ev.ResponseEnded(request_id=number, status=200))
@@ -83,20 +90,20 @@ def drain(world: World) -> None:
 
 
 def cancel(world: World) -> None:
-    for number in list(world.driver.waiting):
+    for number in [entry.request.id for entry in world.pipeline.requests if entry.waiting is not None]:
         world.driver.feed(ev.StreamLost(number))
-    assert not len(world.desk)
+    assert not len(world.flow_controller)
 
 
 def expire(world: World) -> None:
     world.clock.advance(60.0)
-    assert not len(world.desk)
+    assert not len(world.flow_controller)
 
 
 def stop(world: World) -> None:
     world.driver.feed(ev.StopAsked())
     world.clock.advance(0.0)
-    assert not len(world.desk)
+    assert not len(world.flow_controller)
 
 
 def joins(world: World) -> None:
@@ -104,11 +111,11 @@ def joins(world: World) -> None:
     world.clock.advance(1.0)
 
 
-def leaves(world: World) -> None:
+def leaves(world: World, leases: int) -> None:
     before = len(world.fleet.ledger)
     world.driver.feed(ev.EndpointDown("e7"))
     world.clock.advance(1.0)
-    assert before - len(world.fleet.ledger) >= LEASES
+    assert before - len(world.fleet.ledger) >= leases
 
 
 def lapse(world: World) -> None:
@@ -121,35 +128,38 @@ def _leases(world: World, slots: int, count: int) -> None:
     slot = world.fleet.table.slot("e7") or 0
     for number in range(count):
         one = request(2 * _FIRST + number, 6000, _CHAINS[number % 200])
-        world.fleet.charge(one, (slot + number % slots) % ENDPOINTS, world.clock.time(), 0, 100.0)
+        entry = world.pipeline.requests.add(one)
+        entry.lease = world.fleet.charge(one, (slot + number % slots) % ENDPOINTS, world.clock.time(), 0, 100.0)
+        world.pipeline.requests.move(entry, ev.RequestArrived, RequestState.ROUTED)
 
 
-def one_pass() -> Iterator[tuple[str, Calls]]:
+def one_pass(size: Size) -> Iterator[tuple[str, Calls]]:
     """(situation, its calls), all of them once."""
+    queue = size.queue
     world = busy()
-    yield "arrive", timed(world, arrive)
+    yield "arrive", timed(world, partial(arrive, queue=queue))
     yield "drain", timed(world, drain)
     world = busy(scarce=True)
-    arrive(world)
+    arrive(world, queue)
     yield "drain_scarce", timed(world, drain)
     for name, act in (("expire", expire), ("stop", stop), ("cancel", cancel), ("joins", joins)):
         world = busy()
-        arrive(world)
+        arrive(world, queue)
         yield name, timed(world, act)
     world = busy()
-    arrive(world)
-    _leases(world, 1, LEASES)
-    yield "leaves", timed(world, leaves)
+    arrive(world, queue)
+    _leases(world, 1, size.leases)
+    yield "leaves", timed(world, partial(leaves, leases=size.leases))
     world = World(True)
-    _leases(world, ENDPOINTS, QUEUE)
+    _leases(world, ENDPOINTS, queue)
     yield "lapse", timed(world, lapse)
 
 
-def holds(passes: int) -> dict[str, Hold]:
+def holds(passes: int, size: Size) -> dict[str, Hold]:
     """By situation."""
     found: dict[str, list[Calls]] = {}
     for _ in range(passes):
-        for name, calls in one_pass():
+        for name, calls in one_pass(size):
             found.setdefault(name, []).append(calls)
     return {name: _judged(each) for name, each in found.items()}
 

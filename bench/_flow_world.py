@@ -7,31 +7,28 @@ from heapq import heapify
 from random import Random
 from typing import Any
 
-from fairlead.admit.binding import PairBinder
-from fairlead.admit.control import FlowControl
-from fairlead.admit.desk import Desk
-from fairlead.admit.fairness import DeficitRoundRobin
-from fairlead.admit.framework import Limit
-from fairlead.admit.gates import LedgerGate
-from fairlead.admit.limits import Limits
-from fairlead.admit.ordering import LeastWork
-from fairlead.admit.queues import Queues
-from fairlead.config.load import load
+from fairlead.compat.load import load
 from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.io.receive.answers import Answers, refusal
-from fairlead.io.receive.driver import Driver, Observer
-from fairlead.live.memory import settle_memory
-from fairlead.model import events as ev
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.instructions import Reject
-from fairlead.model.request import PrefixChain, Request
-from fairlead.observe.watch import Watch
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
+from fairlead.core import events as ev
+from fairlead.core.binding import PairBinder
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fairness import DeficitRoundRobin, LeastWork
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Limit, Limits
+from fairlead.core.flow_control import FlowControl, FlowController
+from fairlead.core.gates import LedgerGate
+from fairlead.core.instructions import Reject, Route
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.queues import Queues
+from fairlead.core.request import PrefixChain, Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.answers import Answers, refusal
+from fairlead.gateway.driver import Driver, Observer
+from fairlead.gateway.ext_proc import Kind
+from fairlead.server.live.memory import settle_memory
+from fairlead.server.observe.watch import Watch
 from fairlead.testing import SimClock
-from fairlead.wire.ext_proc import Kind
 
 FLOWS = 1000
 ENDPOINTS = 100
@@ -45,6 +42,8 @@ class Silent:
 
     def on_outcome(self, record: object) -> None: ...
 
+    def on_failure(self, instruction: str) -> None: ...
+
 
 class Stream:
     """A gateway's request: its answers are encoded, and go nowhere."""
@@ -53,15 +52,15 @@ class Stream:
         self._number = number
         self._answers = answers
 
-    def route(self, endpoint: Endpoint, target: str = "", shown: str = "", prefill: str = "", second: str = "") -> None:
-        self._answers.pick(Kind.REQUEST_HEADERS, endpoint, self._number, _NOTHING, prefill, second)
+    def route(self, route: Route) -> None:
+        self._answers.pick(Kind.REQUEST_HEADERS, route.endpoint, self._number, _NOTHING, route.prefill, route.fallback)
 
     def reject(self, reject: Reject) -> None:
         refusal(reject)
 
     def hold(self, seconds: float) -> None: ...
 
-    def stay(self) -> None: ...
+    def fail(self) -> None: ...
 
 
 class Clock(SimClock):
@@ -83,10 +82,12 @@ class World:
         queues = Queues(
             lambda priority: (DeficitRoundRobin(), LeastWork()), Limits(total=Limit(20_000), band=Limit(20_000))
         )
-        self.desk = Desk(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)))
+        self.flow_controller = FlowController(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)))
         policy = build_policy(load("endpoints: []", need_endpoints=False))
-        desk = self.desk if flow_control else None
-        self.pipeline = Pipeline(self.clock, Random(1), self.fleet, policy, TokenEstimator(), desk=desk)
+        flow_controller = self.flow_controller if flow_control else None
+        self.pipeline = Pipeline(
+            self.clock, Random(1), self.fleet, policy, TokenEstimator(), flow_controller=flow_controller
+        )
         self.driver = Driver(self.pipeline, self.clock, observer or Watch(self.fleet, self.clock.time))
         self._answers = Answers("bench")
         self.driver.start()
@@ -100,8 +101,7 @@ class World:
         self.driver.feed(ev.EndpointUp(Endpoint(f"e{number}", f"10.0.{number // 250}.{number % 250}:8000")))
 
     def arrive(self, request: Request) -> None:
-        self.driver.waiting[request.id] = Stream(request.id, self._answers)
-        self.driver.feed(ev.RequestArrived(request))
+        self.driver.feed(ev.RequestArrived(request, Stream(request.id, self._answers)))
 
     def serve(self, requests: list[Request]) -> float:
         """CPU seconds; each request ends before the next arrives."""

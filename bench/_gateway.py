@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,9 @@ from typing import Any
 import envoy
 from msgspec import Struct
 
-from fairlead.io.envoy.config import build
-from fairlead.io.envoy.options import Options
-from fairlead.io.ports import obstacle
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.ports import obstacle
 
 #: Cluster names of the generated configuration; each side gets its own.
 _POOLS = ("dst", "dst_second", "dst_or_second", "all_endpoints")
@@ -24,13 +27,15 @@ _CLUSTERS = ("ext_proc", "als", *_POOLS, *(f"{name}_grpc" for name in _POOLS))
 
 
 class Side(Struct, frozen=True):
-    """One way through the gateway. `epp` = port of its scheduler, 0 = no ext_proc at all."""
+    """One way through the gateway. `epp` = port of its scheduler, 0 = no ext_proc at all; `src` = the scheduler's
+    sources, empty = these."""
 
     name: str
     port: int
     epp: int = 0
     admin: int = 0
     transport: str = "http2"
+    src: str = ""
 
 
 class Usage(Struct, frozen=True):
@@ -41,6 +46,40 @@ class Usage(Struct, frozen=True):
 
     def __sub__(self, other: "Usage") -> "Usage":
         return Usage(self.cpu_s - other.cpu_s, self.wakeups - other.wakeups)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now; all different."""
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in taken]
+
+
+def environment(src: str = "") -> dict[str, str]:
+    """Of a child that runs the sources under `src`, or these."""
+    return {**os.environ, "PYTHONPATH": src or str(Path(__file__).parents[1] / "src")}
+
+
+@contextlib.contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """The files of another revision of this repository, in a folder that goes afterwards."""
+    with tempfile.TemporaryDirectory(prefix="fairlead-bench-") as folder:
+        place = Path(folder) / revision.replace("/", "-")
+        worktree = ["git", "-C", str(Path(__file__).parent), "worktree"]
+        try:
+            subprocess.run([*worktree, "add", "--detach", str(place), revision], check=True, capture_output=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(error.stderr.decode().strip()) from None
+        try:
+            yield place
+        finally:
+            subprocess.run([*worktree, "remove", "--force", str(place)], check=True, capture_output=True)
+
+
+def resident_mb(pid: int) -> float:
+    """Memory of a process, in megabytes: what it shares with others counts in full."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(text.split("Rss:")[1].split()[0]) / 1024
 
 
 def usage(pid: int) -> Usage:
@@ -109,7 +148,7 @@ class Processes:
             if side.epp:
                 config = folder / f"{side.name}.json"
                 config.write_text(json.dumps(self._config(side)))
-                self._start(side.name, sys.executable, "-m", "fairlead", "serve", str(config))
+                self._start(side.name, sys.executable, "-m", "fairlead", "serve", str(config), src=side.src)
         gateway = folder / "envoy.json"
         addresses = [f"127.0.0.1:{port}" for port in self._ports]
         gateway.write_text(json.dumps(bootstrap(self._sides, addresses)))
@@ -151,9 +190,9 @@ class Processes:
             "log": {"level": "error"},
         }
 
-    def _start(self, name: str, *command: str) -> None:
+    def _start(self, name: str, *command: str, src: str = "") -> None:
         with self._log(name).open("wb") as log:
-            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(src))
         self._children[name] = child
         self.pids[name] = child.pid
 
@@ -170,19 +209,26 @@ class Processes:
             if child.poll() is not None:
                 raise SystemExit(f"{name} ended with status {child.returncode}. {self._printed(name)}")
 
-    def _wait(self, url: str, seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        problem = "no answer"
-        while time.monotonic() < deadline:
-            self._look()
-            try:
-                with urllib.request.urlopen(url, timeout=2) as answer:
-                    if answer.status == 200:
-                        return
-                    problem = f"status {answer.status}"
-            # Whatever answers there need not speak HTTP.
-            except (OSError, HTTPException) as error:
-                problem = str(error) or type(error).__name__
-            time.sleep(0.1)
-        printed = "\n".join(self._printed(name) for name in self._children)
-        raise SystemExit(f"{url} was not ready within {seconds:g} s ({problem}).\n{printed}")
+    def _wait(self, url: str) -> None:
+        problem = wait_for(url, self._look)
+        if problem:
+            printed = "\n".join(self._printed(name) for name in self._children)
+            raise SystemExit(f"{url} was not ready in time ({problem}).\n{printed}")
+
+
+def wait_for(url: str, look: Callable[[], None], seconds: float = 30.0) -> str:
+    """Ask until the answer is 200. Empty then, else what was wrong last; `look` is called before each question."""
+    deadline = time.monotonic() + seconds
+    problem = "no answer"
+    while time.monotonic() < deadline:
+        look()
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                if answer.status == 200:
+                    return ""
+                problem = f"status {answer.status}"
+        # Whatever answers there need not speak HTTP.
+        except (OSError, HTTPException) as error:
+            problem = str(error) or type(error).__name__
+        time.sleep(0.1)
+    return problem

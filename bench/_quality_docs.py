@@ -12,10 +12,8 @@ from msgspec import Struct
 
 from _quality_plots import draw
 from _quality_report import Summary
-from fairlead.sim.adversarial import ADVERSARIAL
-from fairlead.sim.published import PUBLISHED
-from fairlead.sim.regret import regrets
-from fairlead.sim.scenarios import APART, QUALITY
+from fairlead.lab.simulator.grid import regrets
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY
 
 BEGIN, END = "<!-- quality:begin (written by bench/quality.py) -->", "<!-- quality:end -->"
 REASONS = Path(__file__).with_name("quality_reasons.toml")

@@ -6,12 +6,10 @@ configuration.
 
 from collections.abc import Mapping, Sequence
 
-from fairlead.sim.adversarial import ADVERSARIAL
-from fairlead.sim.build import ScenarioSpec
-from fairlead.sim.grid import Cell
-from fairlead.sim.policies import known_policies
-from fairlead.sim.published import PUBLISHED
-from fairlead.sim.scenarios import APART, QUALITY
+from fairlead.lab.simulator.build import ScenarioSpec
+from fairlead.lab.simulator.grid import Cell
+from fairlead.lab.simulator.run import known_policies
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY
 
 #: Further configurations that take part like a policy: key → text.
 EXTRA: dict[str, str] = {}

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from fairlead.sim.grid import CellResult
-from fairlead.sim.regret import mean_figures
+from fairlead.lab.simulator.grid import CellResult, mean_figures
 
 KEPT = (
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "e2e_p99_ms", "tpot_p50_ms",

@@ -18,43 +18,29 @@ Every answer carries `x-bench-port`.
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
-from _upstream_answers import Piece, Port, Settings, choose, early
+from _upstream_answers import Piece, Port, choose, early
 from _wheel import Wheel
-from fairlead.bench.http1 import MalformedMessage, MessageReader
+from fairlead.pool.http1 import HttpError, HttpRequest, RequestParser
 
-#: What is looked through for `"stream": true` and settings: this much of the upload's beginning and of its end.
-_KEPT = 65536
-_MAX_REST = 1 << 20
+_MAX_BODY = 1 << 30
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(asyncio.Protocol):
     """Reads requests and plays the pieces of their answers, one request at a time."""
 
-    def __init__(self, port: Port, buffer: bytearray) -> None:
+    def __init__(self, port: Port) -> None:
         self._port = port
-        # Shared by all connections: received bytes are used up before the next one reads.
-        self._buffer = buffer
-        self._reader = MessageReader(response=False, payload=self._on_body)
+        self._parser = RequestParser(max_body=_MAX_BODY)
         self._transport: asyncio.Transport | None = None
         self._pieces: Iterator[Piece] | None = None
-        self._blocked = False
-        self._waiting = False
-        self._fresh()
-
-    def _fresh(self) -> None:
-        self._reader.reset(self._on_body)
-        self._begin = bytearray()
-        self._end = b""
-        self._digest: Any = None
-        self._started = self._received = self._answered = False
-        self._early_rest = b""
+        #: Answered before its body had come.
+        self._early: HttpRequest | None = None
+        self._blocked = self._waiting = self._closes = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -66,87 +52,63 @@ class Connection(asyncio.BufferedProtocol):
             self._pieces = None
             self._port.running -= 1
 
-    def get_buffer(self, _hint: int) -> bytearray:
-        return self._buffer
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed(data)
+        self._turn()
 
-    def buffer_updated(self, size: int) -> None:
-        if self._received:
-            self._early_rest += bytes(self._buffer[:size])
-            if len(self._early_rest) > _MAX_REST and self._transport is not None:
-                self._transport.abort()
-            return
-        self._take(self._buffer, size)
-
-    def _take(self, data: bytearray, size: int) -> None:
+    def _turn(self) -> None:
+        """Answer what has come, once the answer before is out."""
         try:
-            self._received = self._reader.feed(data, size)
-        except MalformedMessage:
+            while self._pieces is None and self._transport is not None:
+                request = self._parser.next()
+                if request is None:
+                    if self._parser.current is not None and self._early is None:
+                        self._on_head(self._parser.current)
+                    return
+                if request is self._early:
+                    self._early = None
+                else:
+                    self._answer(request, choose(self._port, request))
+        except HttpError:
             if self._transport is not None:
                 self._transport.write(self._port.whole(400, {"error": "malformed"}, more="connection: close\r\n"))
                 self._transport.close()
-            return
-        if self._reader.head and not self._started and not self._received:
-            self._on_head()
-        if self._received and not self._started:
-            self._answer(choose(self._port, self._reader, bytes(self._begin) + self._end, self._digest))
-        elif self._received:
-            self._turn()
 
-    def _on_body(self, piece: bytearray) -> None:
-        if self._digest is None:
-            self._digest = hashlib.sha256() if self._reader.field(b"x-bench-mode") == b"echo" else False
-        if self._digest:
-            self._digest.update(piece)
-        if len(self._begin) < _KEPT:
-            self._begin += piece[:_KEPT]
-            piece = piece[_KEPT:]
-        if piece:
-            self._end = (self._end + bytes(piece[-_KEPT:]))[-_KEPT:]
-
-    def _on_head(self) -> None:
+    def _on_head(self, request: HttpRequest) -> None:
         """The head is here, the body is not: the moment for an early answer."""
-        if self._reader.field(b"expect") == b"100-continue" and self._transport is not None:
+        if self._parser.wants_continue and self._transport is not None:
+            self._parser.wants_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._reader.field(b"x-bench-mode") == b"early":
-            self._answer(early(self._port, self._reader, Settings(self._reader, b"")))
+        if request.headers.get("x-bench-mode", "").lower() == "early":
+            self._early = request
+            self._answer(request, early(self._port, request))
 
-    def _answer(self, pieces: Iterator[Piece]) -> None:
-        self._started = True
+    def _answer(self, request: HttpRequest, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
+        self._closes = not request.keep_alive
         self._port.running += 1
         self._play()
 
     def _resume(self) -> None:
         self._waiting = False
         self._play()
+        self._turn()
 
     def _play(self) -> None:
         while self._pieces is not None and not self._blocked and not self._waiting:
             data, pause = next(self._pieces, (b"", -1.0))
+            assert self._transport is not None
             if pause < 0:
                 self._pieces = None
                 self._port.running -= 1
                 self._port.served += 1
-                self._answered = True
-                self._turn()
+                if self._closes:
+                    self._transport.close()
                 return
-            assert self._transport is not None
             self._transport.write(data)
             if pause:
                 self._waiting = True
                 self._port.wheel.after(pause, self._resume)
-
-    def _turn(self) -> None:
-        """Ready for the next request once this one is read and answered."""
-        if self._transport is None:
-            return
-        if self._answered and not self._reader.keep_alive:
-            self._transport.close()
-        elif self._answered and self._received:
-            rest = self._reader.rest + self._early_rest
-            self._fresh()
-            if rest:
-                self._take(bytearray(rest), len(rest))
 
     def pause_writing(self) -> None:
         self._blocked = True
@@ -154,16 +116,16 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._blocked = False
         self._play()
+        self._turn()
 
 
 async def serve(host: str, ports: list[int]) -> None:
     loop = asyncio.get_running_loop()
     wheel = Wheel(loop)
-    buffer = bytearray(1 << 18)
     servers = []
     for number in ports:
         port = Port(wheel)
-        server = await loop.create_server(lambda port=port: Connection(port, buffer), host, number, backlog=4096)  # type: ignore[misc]
+        server = await loop.create_server(lambda port=port: Connection(port), host, number, backlog=4096)  # type: ignore[misc]
         port.number = server.sockets[0].getsockname()[1]
         servers.append((port, server))
     print(json.dumps({"pid": os.getpid(), "ports": [port.number for port, _ in servers]}), flush=True)

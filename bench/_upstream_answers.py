@@ -9,12 +9,14 @@ from random import Random
 from typing import Any
 
 from _wheel import Wheel
-from fairlead.bench.http1 import MessageReader
+from fairlead.pool.http1 import HttpRequest
 
 _MAX_CHUNKS = 1_000_000
 _MAX_CHUNK_BYTES = 65536
 _MARKER = re.compile(rb'"x-bench" ?: ?"([^"]{0,500})"')
 _STREAMING = re.compile(rb'"stream" ?: ?true')
+#: `"stream": true` and settings are looked for in this much of the upload's beginning and of its end.
+_LOOKED_AT = 65536
 _NOISE = Random(0).randbytes(1 << 18)
 
 #: Bytes to write, then seconds to wait before the next piece.
@@ -61,14 +63,15 @@ class Port:
 class Settings:
     """The `x-bench-…` settings of one request."""
 
-    def __init__(self, reader: MessageReader, body: bytes) -> None:
-        self._reader = reader
+    def __init__(self, request: HttpRequest, body: bytes) -> None:
+        """`body`: where settings are looked for."""
+        self._headers = request.headers
         found = _MARKER.search(body) if b'"x-bench"' in body else None
         pairs = found.group(1).decode("latin-1").split(";") if found else []
         self._marked = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def text(self, name: str, default: str) -> str:
-        return self._reader.field(b"x-bench-" + name.encode()).decode("latin-1") or self._marked.get(name, default)
+        return self._headers.get(f"x-bench-{name}", "").lower() or self._marked.get(name, default)
 
     def number(self, name: str, default: float, most: float = 1e9) -> float:
         """A bad value counts as the default."""
@@ -79,40 +82,39 @@ class Settings:
         return min(value, most) if value >= 0 else default
 
 
-def choose(port: Port, reader: MessageReader, body: bytes, digest: Any) -> Iterator[Piece]:
-    """The answer to a request that was read. `body`: what was kept of it; `digest`: hash of all of it, if made."""
-    path = reader.head.split(b" ", 2)[1]
-    if path == b"/metrics":
+def choose(port: Port, request: HttpRequest) -> Iterator[Piece]:
+    """The answer to a whole request."""
+    path, body = request.path, request.body
+    if path == "/metrics":
         return _once(port.whole(200, port.metrics(), "text/plain; version=1.0.0; charset=utf-8"))
-    if path == b"/health":
+    if path == "/health":
         return _once(port.whole(200, b""))
-    if path == b"/v1/models":
+    if path == "/v1/models":
         return _once(port.whole(200, {"object": "list", "data": [{"id": "bench", "object": "model"}]}))
-    settings = Settings(reader, body)
-    mode = settings.text("mode", "sse" if _STREAMING.search(body) else "json")
+    ends = body if len(body) <= 2 * _LOOKED_AT else body[:_LOOKED_AT] + body[-_LOOKED_AT:]
+    settings = Settings(request, ends)
+    mode = settings.text("mode", "sse" if _STREAMING.search(ends) else "json")
     if mode == "sse":
-        return sse(port, settings, reader.body_bytes)
+        return sse(port, settings, len(body))
     if mode == "verify":
         return verify(port, settings)
     if mode == "early":
-        return early(port, reader, settings)
+        return early(port, request)
     if mode == "echo":
-        if not digest and len(body) < reader.body_bytes:
-            return _once(port.whole(400, {"error": {"message": "ask for echo in the header", "code": 400}}))
-        sha256 = (digest or hashlib.sha256(body)).hexdigest()
-        return _once(port.whole(200, {"bytes": reader.body_bytes, "sha256": sha256}))
-    return completion(port, settings, reader.body_bytes)
+        return _once(port.whole(200, {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}))
+    return completion(port, settings, len(body))
 
 
 def _once(answer: bytes) -> Iterator[Piece]:
     return iter(((answer, 0.0),))
 
 
-def early(port: Port, reader: MessageReader, settings: Settings) -> Iterator[Piece]:
+def early(port: Port, request: HttpRequest) -> Iterator[Piece]:
+    settings = Settings(request, request.body)
     status = int(settings.number("status", 413, 599))
     close = settings.number("close", 0) > 0
     if close:
-        reader.keep_alive = False
+        request.keep_alive = False
     answer = {"error": {"message": "early answer", "code": status}}
     return _once(port.whole(status, answer, more="connection: close\r\n" if close else ""))
 

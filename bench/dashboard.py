@@ -25,22 +25,20 @@ from typing import Any
 
 from msgspec import Struct
 
-from _gateway import Processes, Side, usage
+from _gateway import Processes, Side, free_ports, usage
 from _output import tell
-from fairlead.bench.arrivals import Poisson
-from fairlead.bench.process import run_in_process
-from fairlead.bench.spec import Options, RunSpec
-from fairlead.bench.workload import Chat
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.dashboard import frame
-from fairlead.model.decision import DecisionRecord
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
-from fairlead.observe.snapshot import TICK, SnapshotMaker
-from fairlead.observe.watch import Watch
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.records import DecisionRecord
+from fairlead.core.request import Request
+from fairlead.lab.load.process import run_in_process
+from fairlead.lab.load.spec import Options, RunSpec
+from fairlead.lab.load.workload import Chat, Poisson
+from fairlead.server.dashboard import frame
+from fairlead.server.observe.snapshot import TICK, SnapshotMaker
+from fairlead.server.observe.watch import Watch
 
-SIDE = Side("watched", 18480, 18491, 18501)
-FIRST_PORT = 18511
+SIDE = Side("watched", *free_ports(3))
 #: Seconds after a change of sides, and resamples of the bootstrap.
 SETTLE, DRAWS = 0.3, 400
 _ASK = b"GET /dashboard/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -148,7 +146,7 @@ def interval(nobody: list[list[float]], looked: list[list[float]], share: float)
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     viewers = Viewers(options.viewers)
-    with Processes([SIDE], list(range(FIRST_PORT, FIRST_PORT + options.endpoints))) as processes:
+    with Processes([SIDE], free_ports(options.endpoints)) as processes:
         spec = RunSpec(
             target=f"http://127.0.0.1:{SIDE.port}",
             name="dashboard",

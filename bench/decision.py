@@ -20,28 +20,30 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from fairlead.config.load import load
+from fairlead.compat.load import load
 from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import PrefixChain, Request
-from fairlead.plugins.filters.health import Health, HealthParams
-from fairlead.plugins.filters.memory_pressure import MemoryPressure, MemoryPressureParams
-from fairlead.plugins.filters.model_compatibility import ModelCompatibility
-from fairlead.plugins.filters.queue_depth import QueueDepth, QueueDepthParams
-from fairlead.plugins.filters.role import Role, RoleParams
-from fairlead.plugins.filters.subset import Subset
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.ledger import Lease
+from fairlead.core.policy import Context
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.core.request import PrefixChain, Request
+from fairlead.plugins.filters.ability import ModelCompatibility, Role, RoleParams, Subset
+from fairlead.plugins.filters.availability import Health, HealthParams
+from fairlead.plugins.filters.load import MemoryPressure, MemoryPressureParams, QueueDepth, QueueDepthParams
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.plugins.scorers.inflight_tokens import InflightTokens, InflightTokensParams
-from fairlead.plugins.scorers.kv_utilization import KvUtilization
-from fairlead.plugins.scorers.load_aware import LoadAware, LoadAwareParams
-from fairlead.plugins.scorers.lora_aware import LoraAware
-from fairlead.plugins.scorers.prefix_aware import PrefixAware, PrefixAwareParams
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
+from fairlead.plugins.scorers.load import (
+    InflightTokens,
+    InflightTokensParams,
+    KvUtilization,
+    LoadAware,
+    LoadAwareParams,
+)
+from fairlead.plugins.scorers.lora import LoraAware
+from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
 from fairlead.plugins.scorers.session_affinity import SessionAffinity
-from fairlead.schedule.cycle import Context
-from fairlead.schedule.profile import Profile
 
 SIZES = (8, 100, 1000)
 #: For the default policy over the most endpoints.
@@ -238,14 +240,14 @@ def twin(fleet: Fleet, requests: list[Request]) -> DictRouter:
         for slot, matched in fleet.prefix.matches(request.prefix):
             depth = request.prefix.ends.index(matched) + 1
             router.learn(slot, PrefixChain(request.prefix.hashes[:depth], request.prefix.ends[:depth]))
-        router.homes[request.session] = profile.choose((request,), fleet, Context(NOW, Random(0)))[0].slot
+        router.homes[request.session] = profile.choose(request, fleet, Context(NOW, Random(0))).slot
     return router
 
 
 def check(profile: Profile, fleet: Fleet, router: DictRouter, requests: list[Request]) -> None:
     """Both must come to the same totals for every request."""
     for request in requests:
-        trace = profile.choose((request,), fleet, Context(NOW, Random(0)))[0].trace
+        trace = profile.choose(request, fleet, Context(NOW, Random(0))).trace
         assert trace is not None
         _, totals = router.choose(request, NOW, Random(0))
         ours = {slot: float(total) for slot, total in enumerate(trace.total) if total > -inf}
@@ -272,23 +274,25 @@ def measure(size: int, repeats: int) -> dict[str, list[float]]:
     traced, bare = Context(NOW, rng), Context(NOW, rng, trace=False)
     chains = prompts(rng)
     subjects: dict[str, Callable[[Request], object]] = {
-        "": lambda request: policy.choose((request,), fleet, traced),
-        "untraced": lambda request: policy.choose((request,), fleet, bare),
-        "profile": lambda request: profile.choose((request,), fleet, traced),
+        "": lambda request: policy.choose(request, fleet, traced),
+        "untraced": lambda request: policy.choose(request, fleet, bare),
+        "profile": lambda request: profile.choose(request, fleet, traced),
         "dict": lambda request: router.choose(request, NOW, rng),
     }
     results: dict[str, list[float]] = {name: [] for name in (*subjects, "charge_insert", "release")}
     other, _ = warm_fleet(size, rng)  # inserting would push the warm prefixes out of the first one
 
+    charged: dict[int, Lease] = {}
+
     def charge(request: Request) -> None:
-        other.charge(request, request.id % size, NOW, 0, 150.0)
+        charged[request.id] = other.charge(request, request.id % size, NOW, 0, 150.0)
 
     for turn in range(repeats):
         for name, work in subjects.items():
             results[name].append(timed(work, requests[:8] if name == "dict" else requests))
         fresh = [request_for(100_000 + turn * 32 + i, next(chains)) for i in range(32)]
         results["charge_insert"].append(timed(charge, fresh))
-        results["release"].append(timed(lambda request: other.ledger.release(request.id), fresh))
+        results["release"].append(timed(lambda request: other.ledger.release(charged.pop(request.id)), fresh))
     return results
 
 

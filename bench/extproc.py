@@ -1,20 +1,28 @@
 """What scheduling costs: the same requests through the same Envoy without ext_proc, with Fairlead, and with grpc.aio.
 
-    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N] [--requests N] [--no-strace]
+    python bench/extproc.py [--json] [--scenario NAME ...] [--rounds N] [--requests N] [--no-strace] [--against REV]
 
 Sides: `direct` (no ext_proc), `fairlead` (own transport, complete default pipeline, access log included), `grpc_aio`
 (the same behind the grpc.aio transport). `epp_ms` and `envoy_ms` are CPU milliseconds per request by the operating
 system's accounting of the two processes; latencies are wall-clock, counted from the scheduled arrival. All sides take
 turns within one batch because the machine's speed drifts. Where strace is installed, a short run of its own at the end
 of each scenario counts the scheduler's system calls per request.
+
+`--against REV` takes another revision of this repository in place of grpc.aio: the two schedulers take turns, changing
+who goes first, and the ratio of their CPU is that of the two turns of a round. It also starts each with an embedded
+gateway and prints what memory the scheduler and its parent have then.
 """
 
 import argparse
 import asyncio
+import json
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,20 +30,22 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from _gateway import Processes, Side, Usage, usage
+from _gateway import Processes, Side, Usage, checked_out, environment, free_ports, resident_mb, usage, wait_for
 from _output import tell
-from fairlead.bench import report
-from fairlead.bench.arrivals import ClosedLoop, Poisson
-from fairlead.bench.process import run_in_process
-from fairlead.bench.spec import Options, RunSpec
-from fairlead.bench.workload import Chat
+from fairlead.lab.load import report
+from fairlead.lab.load.process import run_in_process
+from fairlead.lab.load.spec import Options, RunSpec
+from fairlead.lab.load.workload import Chat, ClosedLoop, Poisson
 
+_OWN_PORTS = free_ports(7)
 SIDES = [
-    Side("direct", 18180),
-    Side("fairlead", 18181, 18191, 18201),
-    Side("grpc_aio", 18182, 18192, 18202, "grpc-aio"),
+    Side("direct", _OWN_PORTS[0]),
+    Side("fairlead", *_OWN_PORTS[1:4]),
+    Side("grpc_aio", *_OWN_PORTS[4:7], "grpc-aio"),
 ]
-PORTS = list(range(18211, 18219))
+PORTS = free_ports(8)
+#: In the place of the last side, with `--against`.
+FORMER = "former"
 
 
 def _spec(rate: float, count: int, size: int, chunks: int = 0, interval_ms: float = 0, closed: int = 0) -> RunSpec:
@@ -113,27 +123,31 @@ def calls(summary: str) -> int:
 
 
 async def batch(
-    names: list[str], rounds: int, console: Console, strace: bool, most: int = 0
+    names: list[str], rounds: int, console: Console, strace: bool, most: int = 0, former: str = ""
 ) -> dict[str, dict[str, Any]]:
+    """`former`: sources of another revision, in place of grpc.aio."""
     results: dict[str, dict[str, Any]] = {}
-    with Processes(SIDES, PORTS) as processes:
+    sides = [*SIDES[:2], structs.replace(SIDES[2], name=FORMER, transport="http2", src=former)] if former else SIDES
+    with Processes(sides, PORTS) as processes:
         for name in names:
             spec = SCENARIOS[name]
             if most:
                 count = min(most, spec.options.requests)
                 spec = structs.replace(spec, options=structs.replace(spec.options, requests=count))
-            found: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
+            found: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
             warm = structs.replace(
                 spec, options=structs.replace(spec.options, requests=max(spec.options.requests // 8, 8))
             )
             for turn in range(rounds + 1):
-                for side in SIDES:
+                for side in sides if turn % 2 else sides[::-1]:
                     console.print(f"{name}: {side.name}, {'warm-up' if not turn else f'round {turn}'}", style="dim")
                     figures = await measure(processes.pids, side, spec if turn else warm)
                     if turn:
                         found[side.name].append(figures)
             results[name] = {side: merge(parts) for side, parts in found.items()}
-            for side in SIDES[1:] if strace else ():
+            if former:
+                results[name]["ratio"] = _ratio(found)
+            for side in sides[1:] if strace else ():
                 console.print(f"{name}: {side.name}, system calls", style="dim")
                 pid, target = processes.pids[side.name], structs.replace(warm, target=f"http://127.0.0.1:{side.port}")
                 try:
@@ -146,6 +160,69 @@ async def batch(
                     break
                 results[name][side.name]["epp_syscalls"] = count / warm.options.requests
     return results
+
+
+def _ratio(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """CPU of the scheduler, this one's over the former one's, round by round."""
+    pairs = zip(rounds["fairlead"], rounds[FORMER], strict=True)
+    each = [new["epp_ms"] / old["epp_ms"] for new, old in pairs]
+    return {"median": median(each), "least": min(each), "most": max(each)}
+
+
+def memory(src: str) -> dict[str, float]:
+    """Megabytes that the scheduler and its parent have with an embedded gateway that has just become ready."""
+    with tempfile.TemporaryDirectory(prefix="fairlead-bench-") as folder:
+        config = Path(folder) / "serve.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "gateway": {"mode": "embedded", "host": "127.0.0.1", "port": SIDES[0].port},
+                    "extProc": {"host": "127.0.0.1", "port": SIDES[1].epp},
+                    "admin": {"port": SIDES[1].admin},
+                    "endpoints": [{"address": "127.0.0.1", "port": port} for port in PORTS],
+                    "log": {"level": "error"},
+                }
+            )
+        )
+        command = [sys.executable, "-m", "fairlead", "serve", str(config)]
+        parent = subprocess.Popen(command, env=environment(src), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(f"http://127.0.0.1:{SIDES[1].admin}/readyz", lambda: None)
+            time.sleep(2.0)  # what a start leaves behind is given back
+            children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in map(int, children)}
+            schedulers = [pid for pid, line in words.items() if b"serve" in line]
+            return {"parent_mb": resident_mb(parent.pid), "scheduler_mb": sum(map(resident_mb, schedulers))}
+        finally:
+            parent.terminate()
+            parent.wait(40)
+
+
+def show_against(results: dict[str, Any], console: Console) -> None:
+    table = Table(title="This revision and the former one; CPU of the scheduler per request", title_justify="left")
+    for column in (
+        "scenario",
+        "here, ms",
+        "former, ms",
+        "ratio",
+        "least–most",
+        "added p50, ms",
+        "former",
+        "added p99, ms",
+        "former",
+    ):
+        table.add_column(column, justify="left" if column == "scenario" else "right")
+    for name, sides in results["scenarios"].items():
+        new, old, direct, ratio = sides["fairlead"], sides[FORMER], sides["direct"], sides["ratio"]
+        added = (f"{side[key] - direct[key]:.2f}" for key in ("p50_ms", "p99_ms") for side in (new, old))
+        spread = f"{ratio['least']:.2f}–{ratio['most']:.2f}"
+        table.add_row(name, f"{new['epp_ms']:.3f}", f"{old['epp_ms']:.3f}", f"{ratio['median']:.3f}", spread, *added)
+    console.print(table)
+    for name, memory in results["memory"].items():
+        whole = sum(memory.values())
+        console.print(
+            f"{name}: parent {memory['parent_mb']:.0f} MB, scheduler {memory['scheduler_mb']:.0f}, sum {whole:.0f}"
+        )
 
 
 def show(results: dict[str, dict[str, Any]], console: Console) -> None:
@@ -194,6 +271,7 @@ def main() -> None:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only these")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds per scenario and side")
     parser.add_argument("--requests", type=int, default=0, help="at most so many per round, for a quick look")
+    parser.add_argument("--against", metavar="REV", help="compare with another revision instead of with grpc.aio")
     parser.add_argument(
         "--strace", action=argparse.BooleanOptionalAction, help="count system calls; by default if strace is installed"
     )
@@ -207,6 +285,14 @@ def main() -> None:
             parser.error(message)
         console.print(message, style="yellow")
     names = arguments.scenario or list(SCENARIOS)
+    if arguments.against:
+        with checked_out(arguments.against) as place:
+            src = str(place / "src")
+            held = {"here": memory(""), FORMER: memory(src)}
+            ran = batch(names, arguments.rounds, console, False, arguments.requests, src)
+            compared = {"scenarios": asyncio.run(ran), "memory": held}
+        tell(compared, arguments.json, lambda figures: show_against(figures, console))
+        return
     results = asyncio.run(batch(names, arguments.rounds, console, strace, arguments.requests))
     tell(results, arguments.json, lambda figures: show(figures, console))
 

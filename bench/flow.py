@@ -13,7 +13,7 @@
   time. `dispatch_hold_own_ms`: if each call had been as quick as in its best pass. `drain_s`: all calls.
 * `holds`: the same for other things that a queue of 10,000 meets.
 
-Memory is treated as `fairlead serve` treats it (`live/memory`), the collector of cycles included.
+Memory is treated as `fairlead serve` treats it (`server/live/memory`), the collector of cycles included.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from typing import Any
 
 import msgspec
 
-from _flow_holds import LEASES, QUEUE, Hold, holds
+from _flow_holds import Hold, Size, holds
 from _flow_world import FLOWS, Silent, World, chains, request
 from _output import tell
-from fairlead.live.memory import keep_heap
+from fairlead.server.live.memory import keep_heap
 
 _NAMES = {
-    "drain": f"{QUEUE:,} drain",
-    "drain_scarce": f"{QUEUE:,} drain, memory is short",
-    "arrive": f"{QUEUE:,} arrive",
-    "expire": f"{QUEUE:,} times to live end at once",
-    "cancel": f"{QUEUE:,} clients go away",
-    "stop": f"SIGTERM while {QUEUE:,} wait",
-    "joins": f"an endpoint joins while {QUEUE:,} wait",
-    "leaves": f"one with {LEASES:,} leases leaves while {QUEUE:,} wait",
-    "lapse": f"{QUEUE:,} leases expire at once",
+    "drain": "{queue:,} drain",
+    "drain_scarce": "{queue:,} drain, memory is short",
+    "arrive": "{queue:,} arrive",
+    "expire": "{queue:,} times to live end at once",
+    "cancel": "{queue:,} clients go away",
+    "stop": "SIGTERM while {queue:,} wait",
+    "joins": "an endpoint joins while {queue:,} wait",
+    "leaves": "one with {leases:,} leases leaves while {queue:,} wait",
+    "lapse": "{queue:,} leases expire at once",
 }
 
 
@@ -45,7 +45,7 @@ def added(batches: int, size: int) -> float:
     """Microseconds per request."""
     beginnings = chains(3, 50, 4000)
     plain, controlled = World(False, Silent()), World(True, Silent())
-    queues = controlled.desk.flow.queues
+    queues = controlled.flow_controller.flow.queues
     for i in range(FLOWS):  # make the flows known
         queues.put(request(-i - 1, 10, beginnings[0]), 0.0, 1e9, 10.0)
     queues.clear()
@@ -54,7 +54,7 @@ def added(batches: int, size: int) -> float:
         requests = [request(batch * size + i, 1000, beginnings[i % 50]) for i in range(size)]
         without = plain.serve(requests)
         difference.append((controlled.serve(requests) - without) / size * 1e6)
-    assert len(controlled.desk) == 0, "nothing may wait below saturation"
+    assert len(controlled.flow_controller) == 0, "nothing may wait below saturation"
     return median(difference)
 
 
@@ -62,7 +62,8 @@ def measure(quick: bool, passes: int) -> dict[str, Any]:
     keep_heap()
     logging.disable()  # a line for each refusal would be the terminal's time
     added_us = added(5 if quick else 31, 200 if quick else 1000)
-    found = holds(1 if quick else passes)
+    size = Size(queue=500, leases=250) if quick else Size()
+    found = holds(1 if quick else passes, size)
     drains = found["drain"], found["drain_scarce"]
     return {
         "added_us": round(added_us, 2),
@@ -71,7 +72,8 @@ def measure(quick: bool, passes: int) -> dict[str, Any]:
         "dispatch_hold_cpu_ms": max(hold.cpu_ms for hold in drains),
         "dispatch_hold_own_ms": max(hold.own_ms for hold in drains),
         "drain_s": max(hold.total_s for hold in drains),
-        "dispatched": QUEUE,
+        "dispatched": size.queue,
+        "leases": size.leases,
         "passes": 1 if quick else passes,
         "holds": {name: msgspec.to_builtins(hold) for name, hold in found.items()},
     }
@@ -85,9 +87,10 @@ def show(result: dict[str, Any]) -> None:
     print(f"{'':45}   calls  quietest   worst  CPU time  own  above 2 ms  all, s")
     for name, label in _NAMES.items():
         hold = msgspec.convert(result["holds"][name], Hold)
+        named = label.format(queue=result["dispatched"], leases=result["leases"])
         above = f"{hold.long_calls} ({hold.long_by_cpu})"
         print(
-            f"{label:45} {hold.calls:7,} {hold.wall_ms:9.2f} {hold.worst_ms:7.2f} {hold.cpu_ms:8.2f} {hold.own_ms:6.2f}"
+            f"{named:45} {hold.calls:7,} {hold.wall_ms:9.2f} {hold.worst_ms:7.2f} {hold.cpu_ms:8.2f} {hold.own_ms:6.2f}"
             f" {above:>9} {hold.total_s:8.2f}"
         )
 
@@ -95,7 +98,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--quick", action="store_true", help="few batches, one pass")
+    parser.add_argument("--quick", action="store_true", help="few batches, one pass, a short queue")
     parser.add_argument("--passes", type=int, default=3, help="passes over the same events (default 3)")
     arguments = parser.parse_args()
     result = measure(arguments.quick, max(arguments.passes, 1))

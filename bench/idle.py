@@ -20,10 +20,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fairlead.io.scrape import Scraper
-from fairlead.io.scrape_target import ScrapeOptions
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.events import MetricsFailed, MetricsSampled
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import MetricsFailed, MetricsSampled
+from fairlead.pool.scrape import ScrapeOptions, Scraper
 
 PAGE = Path(__file__).parents[1] / "tests" / "data" / "metrics" / "vllm-idle.txt"
 BUSY = b'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0\n'

@@ -27,17 +27,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from fairlead.fleet.exact import ExactKnowledge
-from fairlead.fleet.kv.keys import prompt_keys
-from fairlead.fleet.kv.tiers import Tier
-from fairlead.fleet.recipe import ANY_MODEL
-from fairlead.io.indexer.client import IndexClient
-from fairlead.io.indexer.server import IndexServer, IndexSources
-from fairlead.io.indexer.service import IndexService
-from fairlead.live.memory import settle_memory
-from fairlead.model.endpoint import Endpoint
-from fairlead.tokens import PromptTokeniser
-from fairlead.wire.indexer import JSON, MSGPACK, read_query, write, write_query
+from fairlead.apis.tokens import PromptTokeniser
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.kv.keys import prompt_keys
+from fairlead.core.kv.recipe import ANY_MODEL
+from fairlead.core.kv.tiers import Tier
+from fairlead.server.indexer.client import IndexClient
+from fairlead.server.indexer.server import IndexServer, IndexSources
+from fairlead.server.indexer.service import IndexService
+from fairlead.server.indexer.wire import JSON, MSGPACK, read_query, write, write_query
+from fairlead.server.live.memory import settle_memory
 
 ENDPOINTS, BLOCK, BLOCKS, PROMPTS = 100, 16, 1000, 20
 

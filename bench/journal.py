@@ -27,24 +27,19 @@ from typing import Any
 import numpy as np
 
 from _output import tell
-from fairlead.config.load import load
-from fairlead.config.recorded import record
-from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.snapshot import Snapshots
-from fairlead.io.journal.directory import Directory
-from fairlead.io.journal.recorder import RecordedDriver, Recorder, StillClock
-from fairlead.io.journal.writer import Writer
-from fairlead.io.receive.driver import Driver
-from fairlead.live.memory import settle_memory
-from fairlead.model.events import MetricsSampled, RequestArrived
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
-from fairlead.sim.kernel import Kernel
-from fairlead.sim.run import policy_from
-from fairlead.sim.scenarios import headline
-from fairlead.sim.simulation import Simulation
-from fairlead.wire.journal.records import Segment
+from fairlead.compat.load import load
+from fairlead.compat.recorded import record
+from fairlead.config.building import build_pipeline
+from fairlead.core.events import MetricsSampled, RequestArrived
+from fairlead.gateway.driver import Driver
+from fairlead.lab.simulator.run import policy_from
+from fairlead.lab.simulator.scenarios import headline
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.lab.simulator.world import Kernel
+from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
+from fairlead.server.journal.records import Segment
+from fairlead.server.journal.writer import Directory, Writer
+from fairlead.server.live.memory import settle_memory
 
 Events = list[tuple[float, Any]]
 COLD = np.zeros(32 << 20, dtype=np.uint8)
@@ -75,6 +70,9 @@ class Nobody:
     def on_outcome(self, record: Any) -> None:
         pass
 
+    def on_failure(self, instruction: str) -> None:
+        pass
+
 
 def run(mode: str, feed: Events, cold: bool, folder: str) -> tuple[float, float]:
     """(µs of the loop's thread, µs of the writing thread) per request."""
@@ -82,11 +80,9 @@ def run(mode: str, feed: Events, cold: bool, folder: str) -> tuple[float, float]
     kernel = Kernel(feed[0][0])
     still = StillClock(kernel)
     clock = still if mode in ("taken", "written") else kernel
-    pipeline = Pipeline(clock, Random(1), Fleet(), build_policy(config), TokenEstimator())
+    pipeline = build_pipeline(config, clock, Random(1), snapshots=mode != "off")
     recorder = Recorder(max_waiting=10_000_000)
     writer = None
-    if mode != "off":
-        pipeline.snapshot = Snapshots()
     driver: Driver = Driver(pipeline, kernel, Nobody())
     if mode in ("taken", "written"):
         driver = RecordedDriver(pipeline, kernel, still, Nobody(), recorder)

@@ -65,7 +65,8 @@ def pod(index: int) -> dict[str, Any]:
 
 def serve(pipe: Connection, count: int) -> None:
     """The API server's process: answers commands of the pipe."""
-    from fairlead.testing.fake_kube import FakeKube
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    from fake_kube import FakeKube
 
     async def run() -> None:
         kube = FakeKube()
@@ -90,12 +91,10 @@ def serve(pipe: Connection, count: int) -> None:
 
 async def measure(pipe: Connection, url: str, count: int) -> dict[str, Any]:
     base = memory_mb()
-    from fairlead.io.kube.auth import Access
-    from fairlead.io.kube.client import KubeClient
-    from fairlead.io.kube.kubeconfig import Where
-    from fairlead.io.kube.pods import PoolEndpoints
-    from fairlead.io.kube.secrets import FixedSecret, Secret
-    from fairlead.wire.kube_pool import GROUP, Pool
+    from fairlead.pool.kube.auth import Access, FixedSecret, Secret, Where
+    from fairlead.pool.kube.client import KubeClient
+    from fairlead.pool.kube.objects import GROUP, Pool
+    from fairlead.pool.kube.pods import PoolEndpoints
 
     imported = memory_mb()
     events: list[object] = []

@@ -29,18 +29,16 @@ from typing import Any
 import numpy as np
 import zmq
 
-from fairlead.fleet.kv.apply import apply
-from fairlead.fleet.kv.events import BlocksRemoved, BlocksStored, KvEvent
-from fairlead.fleet.kv.index import KvIndex
-from fairlead.fleet.kv.keys import prompt_keys
-from fairlead.fleet.kv.match import BlockChain
-from fairlead.fleet.kv.tiers import Tier
-from fairlead.io.kv_events.pump import Pump
-from fairlead.io.kv_events.settings import KvSource
-from fairlead.io.kv_events.subscriber import KvSubscriber
-from fairlead.wire.kv_events import BatchDecoder
-from fairlead.wire.kv_events_encode import encode_batch
-from fairlead.wire.kv_events_frames import sequence
+from fairlead.core.kv.events import BlocksRemoved, BlocksStored, KvEvent, apply
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import prompt_keys
+from fairlead.core.kv.match import BlockChain
+from fairlead.core.kv.tiers import Tier
+from fairlead.lab.stub.kv_publisher import encode_batch
+from fairlead.pool.kv_events.discovery import KvSource
+from fairlead.pool.kv_events.pump import Pump
+from fairlead.pool.kv_events.subscriber import KvSubscriber
+from fairlead.pool.kv_events.wire import BatchDecoder, sequence
 
 ENDPOINTS, BLOCK, CHAIN = 100, 16, 1000
 EVENTS_PER_S, REQUESTS_PER_S, PUBLISHERS = 20_000, 500, 8

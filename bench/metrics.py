@@ -15,13 +15,13 @@ import time
 from itertools import count
 from random import Random
 
-from fairlead.fleet.exact import ExactKnowledge
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.decision import DecisionRecord, OutcomeRecord
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
-from fairlead.observe.kv_metrics import KvFeedStatus, KvMetrics
-from fairlead.observe.watch import Watch
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
+from fairlead.server.observe.watch import Watch
 
 NOW = 100.0
 MODELS = 10

@@ -21,21 +21,20 @@ from statistics import median
 
 import msgspec
 
-from fairlead.config.load import load
-from fairlead.config.registry import build_hasher, build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.receive.answers import Answers
-from fairlead.io.receive.understand import Understanding
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.events import EndpointUp, MetricsSampled, RequestArrived, ResponseEnded
-from fairlead.model.instructions import Route
-from fairlead.parse.request import parse_request
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.parse.usage import UsageScanner
-from fairlead.pipeline import Pipeline
-from fairlead.schedule.cycle import Context
+from fairlead.apis.request import parse_request
+from fairlead.apis.usage import UsageScanner
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline
+from fairlead.config.registry import build_hasher
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import EndpointUp, MetricsSampled, RequestArrived, ResponseEnded
+from fairlead.core.instructions import Route
+from fairlead.core.policy import Context
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.answers import Answers
+from fairlead.gateway.ext_proc import Kind
+from fairlead.gateway.understand import Understanding
 from fairlead.testing import SimClock
-from fairlead.wire.ext_proc import Kind
 
 ROUNDS = 7
 ASCII = 'The quick brown fox jumps over the lazy dog.\n"Really?" it asked. '
@@ -82,7 +81,7 @@ class Rig:
         self.clock = SimClock()
         tokens = TokenEstimator()
         self.rng = Random(1)
-        self.pipeline = Pipeline(self.clock, self.rng, Fleet(), build_policy(config), tokens)
+        self.pipeline = build_pipeline(config, self.clock, self.rng, tokens=tokens)
         self.understanding = Understanding(tokens, build_hasher(config), self.clock.time)
         self.answers = Answers("0123abcd")
         for i in range(endpoints):
@@ -92,14 +91,14 @@ class Rig:
 
     def route(self, headers: dict[str, str], body: bytes) -> int:
         """Understand, decide, answer. The id of the request."""
-        request = self.understanding.request(headers, body, None)
+        request, _ = self.understanding.request(headers, body, None)
         now = self.clock.time()
-        pick = self.pipeline.policy.choose((request,), self.pipeline.fleet, Context(now, self.rng))[0]
+        pick = self.pipeline.policy.choose(request, self.pipeline.fleet, Context(now, self.rng))
         return self._answer(request.id, self.pipeline.fleet.table.endpoints[pick.slot])
 
     def book(self, headers: dict[str, str], body: bytes) -> int:
         """The same, and remember it."""
-        request = self.understanding.request(headers, body, None)
+        request, _ = self.understanding.request(headers, body, None)
         for instruction in self.pipeline.handle(RequestArrived(request)):
             if type(instruction) is Route:
                 self._answer(request.id, instruction.endpoint)

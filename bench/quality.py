@@ -27,9 +27,8 @@ import msgspec
 from _quality_docs import Run, write_section
 from _quality_entries import cells, entries, names
 from _quality_report import print_table, summary_of
-from fairlead.sim.grid import CellResult, run_grid
-from fairlead.sim.regret import regrets
-from fairlead.sim.scenarios import AZURE_CODE, MOONCAKE, QUALITY
+from fairlead.lab.simulator.grid import CellResult, regrets, run_grid
+from fairlead.lab.simulator.scenarios import AZURE_CODE, MOONCAKE, QUALITY
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

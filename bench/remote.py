@@ -4,10 +4,10 @@
 
 Open-loop arrivals at a constant rate go through the real pipeline and driver, without gateway and sockets. `in-process`
 has the policy decide, `remote` asks a `fairlead scheduler serve` in a process of its own (or the scheduler at
---address). Printed is the time from `RequestArrived` to `Route`. The last table is one exchange after the other over
-the same server, by our own client and by grpc.aio: why the client is our own.
+--address). Printed is the time from `RequestArrived` to `Route`; the last line is one exchange after the other over the
+same server.
 
-JSON: {"routing": [{"rate_per_s", "in_process": ROW, "remote": ROW}], "exchange": {CLIENT: {"us", "cpu_us"}}}, where a
+JSON: {"routing": [{"rate_per_s", "in_process": ROW, "remote": ROW}], "exchange": {"us", "cpu_us"}}, where a
 ROW has `routed`, `p50_ms` … `p999_ms`, CPU microseconds per request `here_us` and `there_us`, `answered`, `fell_back`,
 `refused`.
 """
@@ -26,21 +26,21 @@ from typing import Any
 import numpy as np
 
 from _output import tell
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.receive.driver import Driver
-from fairlead.io.remote.client import RemoteClient, RemoteOptions
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.events import EndpointUp, FirstTokenSeen, MetricsSampled, RequestArrived, ResponseEnded
-from fairlead.model.request import Request
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import EndpointUp, FirstTokenSeen, MetricsSampled, RequestArrived, ResponseEnded
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import AskRemote, Route
+from fairlead.core.remote import RemotePolicy
+from fairlead.core.request import Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.driver import Driver
 from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.schedule.parking import Parking
-from fairlead.schedule.remote import RemotePolicy
-from fairlead.scheduler_sdk.dialogue import talk
+from fairlead.server.remote.ask import encode_ask
+from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState
+from fairlead.server.sdk.check import talk
 from fairlead.testing.builders import request as built
-from fairlead.wire.scheduler import PATH, Ask, Asked, Batch, EndpointState, Hello
-from fairlead.wire.scheduler_ask import encode_ask
 
 _HOLD = 0.2
 PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p99_ms": 99.0, "p999_ms": 99.9}
@@ -52,7 +52,7 @@ class Waiting:
     def __init__(self, rig: "Rig", number: int, sent: float) -> None:
         self._rig, self._number, self._sent = rig, number, sent
 
-    def route(self, endpoint: Endpoint, *more: str) -> None:
+    def route(self, route: Route) -> None:
         self._rig.took.append(perf_counter() - self._sent)
         self._rig.driver.later(_HOLD / 2, self._rig.driver.feed, FirstTokenSeen(self._number))
         self._rig.driver.later(_HOLD, self._rig.driver.feed, ResponseEnded(request_id=self._number, status=200))
@@ -62,6 +62,9 @@ class Waiting:
 
     def hold(self, seconds: float) -> None:
         """No flow control here."""
+
+    def fail(self) -> None:
+        self._rig.rejected += 1
 
 
 class Rig:
@@ -76,25 +79,30 @@ class Rig:
         builtin = CostModel()
         self.policy = RemotePolicy("scheduler", builtin, lambda request, fleet, now: None, budget)
         chosen = self.policy if remote else builtin
-        self.pipeline = Pipeline(loop, Random(1), self.fleet, chosen, TokenEstimator())
-        self.driver = Driver(self.pipeline, loop, self)
+        remotes = {"scheduler": self.policy} if remote else None
+        self.pipeline = Pipeline(loop, Random(1), self.fleet, chosen, TokenEstimator(), remotes=remotes)
+        self.driver = Driver(self.pipeline, loop, self, {AskRemote: self._ask})
         for i in range(endpoints):
             self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.{i // 250}.{i % 250}:8000")))
         self.client: RemoteClient | None = None
         if remote:
-            self.pipeline.parking = Parking()
-            self.pipeline.parking.remotes = {"scheduler": self.policy}
             self.client = RemoteClient(
                 RemoteOptions(name="scheduler", address=remote, budget=budget), self.fleet, self.driver.feed
             )
-            self.driver.remotes["scheduler"] = self.client.ask
             self.client.start()
         self.driver.start()
+
+    def _ask(self, question: AskRemote) -> None:
+        assert self.client is not None
+        self.client.ask(question)
 
     def on_decision(self, record: object, duration_s: float) -> None:
         """Nobody counts here."""
 
     def on_outcome(self, record: object) -> None:
+        """Nobody counts here."""
+
+    def on_failure(self, instruction: str) -> None:
         """Nobody counts here."""
 
     async def run(self, rate: float, seconds: float) -> None:
@@ -113,8 +121,7 @@ class Rig:
         scrapes.cancel()
 
     def _send(self, one: Request, due: float) -> None:
-        self.driver.waiting[one.id] = Waiting(self, one.id, perf_counter())
-        self.driver.feed(RequestArrived(one))
+        self.driver.feed(RequestArrived(one, Waiting(self, one.id, perf_counter())))
 
     async def _scrape(self) -> None:
         table = self.fleet.table
@@ -170,34 +177,15 @@ def question(number: int) -> bytes:
     return encode_ask(Ask(batch=Batch(number=number, now=1.0, requests=[Asked(request=built("x" * 2000))])))
 
 
-async def own_client(address: str, rounds: int) -> tuple[float, float]:
+async def exchanges(address: str, rounds: int) -> dict[str, float]:
+    """One question after the other, as the gateway's client asks them."""
     async with talk(address) as say:
         await say.greet([EndpointState(slot=i, id=f"e{i}", address=f"10.0.0.{i}:1") for i in range(8)])
         begin, cpu = perf_counter(), process_time()
         for number in range(1, rounds + 1):
             say.send_bytes(question(number))
             await say.answer()
-        return (perf_counter() - begin) / rounds, (process_time() - cpu) / rounds
-
-
-async def grpc_client(address: str, rounds: int) -> tuple[float, float]:
-    import grpc.aio
-
-    from fairlead.scheduler_sdk.dialogue import Dialogue
-    from fairlead.wire.scheduler_answer import decode_answer
-
-    state = Dialogue().state([EndpointState(slot=i, id=f"e{i}", address=f"10.0.0.{i}:1") for i in range(8)])
-    async with grpc.aio.insecure_channel(address) as channel:
-        call: Any = channel.stream_stream(PATH)()
-        await call.write(encode_ask(Ask(hello=Hello(), state=state)))
-        await call.read()
-        begin, cpu = perf_counter(), process_time()
-        for number in range(1, rounds + 1):
-            await call.write(question(number))
-            decode_answer(await call.read())
-        took = (perf_counter() - begin) / rounds, (process_time() - cpu) / rounds
-        call.cancel()
-        return took
+        return {"us": (perf_counter() - begin) / rounds * 1e6, "cpu_us": (process_time() - cpu) / rounds * 1e6}
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -206,7 +194,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     if not address:
         child, address = start_scheduler()
     pid = child.pid if child is not None else 0
-    routing, exchange = [], {}
+    routing = []
     try:
         for rate in (options.rate, 1000.0):
             row: dict[str, Any] = {"rate_per_s": rate}
@@ -214,13 +202,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{name} at {rate:g}/s …", file=sys.stderr)
                 row[name] = await measure(options, rate, where, pid if where else 0)
             routing.append(row)
-        for name, client in (("own HTTP/2", own_client), ("grpc.aio", grpc_client)):
-            try:
-                took, cpu = await client(address, options.exchanges)
-            except ImportError:
-                print(f"{name}: not installed (pip install fairlead[grpc])", file=sys.stderr)
-                continue
-            exchange[name] = {"us": took * 1e6, "cpu_us": cpu * 1e6}
+        exchange = await exchanges(address, options.exchanges)
     finally:
         if child is not None:
             child.terminate()
@@ -245,9 +227,8 @@ def show(found: dict[str, Any]) -> None:
             )
         added = (rates["remote"][key] - rates["in_process"][key] for key in PERCENTILES)
         print(f"{'added':<12}{'':>17}" + "".join(f"{value:>9.3f}" for value in added))
-    print("\none exchange after the other          us    us CPU here")
-    for name, row in found["exchange"].items():
-        print(f"{name:<30}{row['us']:>10.0f}{row['cpu_us']:>15.0f}")
+    exchange = found["exchange"]
+    print(f"\none exchange after the other: {exchange['us']:.0f} us, {exchange['cpu_us']:.0f} us of CPU here")
 
 
 def main() -> None:

@@ -20,17 +20,17 @@ from typing import Any
 
 from msgspec import structs
 
-from _gateway import Processes, Side, usage
+from _gateway import Processes, Side, free_ports, usage
 from _output import tell
-from fairlead.bench import report
-from fairlead.bench.arrivals import Poisson
-from fairlead.bench.process import run_in_process
-from fairlead.bench.spec import Options, RunSpec
-from fairlead.bench.workload import Chat
+from fairlead.lab.load import report
+from fairlead.lab.load.process import run_in_process
+from fairlead.lab.load.spec import Options, RunSpec
+from fairlead.lab.load.workload import Chat, Poisson
 
 SHADOWS = ("cost-model", "lpwl", "least-requests", "power-of-two", "dynamo-linear")
-SIDES = [Side("plain", 18380, 18391, 18401), Side("shadowed", 18381, 18392, 18402)]
-PORTS = list(range(18411, 18419))
+_OWN_PORTS = free_ports(6)
+SIDES = [Side("plain", *_OWN_PORTS[:3]), Side("shadowed", *_OWN_PORTS[3:])]
+PORTS = free_ports(8)
 
 
 class Pair(Processes):

@@ -30,13 +30,13 @@ from typing import Any
 import fastokens
 import tokenizers
 
-from fairlead.fleet.kv.keys import prompt_keys
-from fairlead.parse.request import parse_request
-from fairlead.tokens import PromptTokeniser, PromptTokens
-from fairlead.tokens.model_tokens import ModelTokens
-from fairlead.tokens.pieces import PieceCache
-from fairlead.tokens.template import ChatTemplate
-from fairlead.tokens.tokeniser import load
+from fairlead.apis.request import parse_request
+from fairlead.apis.tokens import PromptTokeniser, PromptTokens
+from fairlead.apis.tokens.pieces import PieceCache
+from fairlead.apis.tokens.prompt_tokeniser import ModelTokens
+from fairlead.apis.tokens.template import ChatTemplate
+from fairlead.apis.tokens.tokeniser import load
+from fairlead.core.kv.keys import prompt_keys
 
 ROOT = Path(__file__).parents[1]
 PATH = "/v1/chat/completions"

@@ -22,10 +22,10 @@ from typing import Any
 
 from hpack import Encoder
 
-from fairlead.io.receive.grpc_server import GrpcServer
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.stream import ServerStream
-from fairlead.wire import h2
+from fairlead.gateway import h2
+from fairlead.gateway.grpc_server import GrpcServer
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.stream import ServerStream
 
 PATH = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 IN_FLIGHT = 64

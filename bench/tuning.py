@@ -17,10 +17,10 @@ from time import process_time
 from typing import Any
 
 from _output import tell
-from fairlead.config.defaults import BYTES_PER_TOKEN
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.sim.build import ScenarioSpec
-from fairlead.sim.grid import Cell, CellResult, run_grid
+from fairlead.config.builtins import BYTES_PER_TOKEN
+from fairlead.core.prefix import ChainHasher
+from fairlead.lab.simulator.build import ScenarioSpec
+from fairlead.lab.simulator.grid import Cell, CellResult, run_grid
 
 REUSE, AGENTS, NONE, TOO_MUCH = "shared-prefix-14", "agents", "azure-code", "shared-prefix-20"
 

@@ -1,13 +1,98 @@
 """Fixtures for all tests."""
 
+import gc
 import importlib.util
+import logging
 import sys
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
-PROTOS = Path(__file__).parent / "protos"
+from fairlead.core.scheduler import Pipeline
+
+# How long an example takes is the machine's affair.
+settings.register_profile("fairlead", deadline=None)
+settings.load_profile("fairlead")
+
+TESTS = Path(__file__).parent
+PROTOS = TESTS / "protos"
+sys.path.insert(0, str(TESTS / "support"))
+#: Here a file's tests share what is dear to start (Envoy, an API server, a browser), so one process runs them all.
+TOGETHER = {"e2e", "integration", "browser", "kube"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`xdist_group` for `--dist loadgroup`: the file, unless a test names what it shares with other files."""
+    for item in items:
+        file = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else Path()
+        if file.parts[:1] and file.parts[0] in TOGETHER and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(file)))
+
+
+class _Failures(logging.Handler):
+    """Instructions that a driver could not carry out. It goes on without them, so a test would not notice."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}")
+
+
+@pytest.fixture(autouse=True)
+def every_instruction_is_carried_out(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where a test does not say `@pytest.mark.failing_instructions`."""
+    logger, failures = logging.getLogger("fairlead.gateway.driver"), _Failures()
+    logger.addHandler(failures)
+    yield
+    logger.removeHandler(failures)
+    if request.node.get_closest_marker("failing_instructions") is None:
+        assert failures.seen == []
+
+
+@pytest.fixture(autouse=True)
+def every_request_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Registry, queues, questions and ledger agree in every pipeline that the test made."""
+    made: list[weakref.ref[Pipeline]] = []
+    genuine = Pipeline.__init__
+
+    def init(self: Pipeline, *args: Any, **fields: Any) -> None:
+        genuine(self, *args, **fields)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Pipeline, "__init__", init)
+    yield
+    for one in made:
+        pipeline = one()
+        if pipeline is not None:
+            pipeline.validate()
+
+
+@pytest.fixture
+def bytes_kept() -> Callable[[Callable[[], object]], int]:
+    """`bytes_kept(act)`: how many bytes Python holds after a call that it did not hold before, its result included."""
+
+    def measure(act: Callable[[], object]) -> int:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            result = act()
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        del result
+        return kept
+
+    return measure
 
 
 @pytest.fixture(scope="session")

@@ -1,32 +1,32 @@
 """Writes docs/cli.md and docs/configuration-reference.md from the program itself: `python tools/write_reference.py`.
 
-Commands come from the app, fields from the structs that the loader uses; what a field means is the comment that stands
-over it in the source. A test compares the pages with what would be written.
+Commands come from the app, fields and what they mean from the models that the loader uses. A test compares the pages
+with what would be written.
 """
 
-import ast
 import inspect
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-import msgspec
-from msgspec import NODEFAULT, Struct
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from fairlead.cli.main import COMMANDS, Command, load_command
+from fairlead.compat.json_schema import json_schema
 from fairlead.config.builtins import BUILTINS
-from fairlead.config.extras import BAND_KINDS, FLOW_KINDS
-from fairlead.config.json_schema import json_schema
+from fairlead.config.check import fields
+from fairlead.config.plugin_reader import BAND_KINDS, FLOW_KINDS
 from fairlead.config.registry import Registry
 from fairlead.config.schema import SECTIONS, BandSettings, FlowSettings
-from fairlead.config.units import AS_TEXT
-from fairlead.plugins.params import NoParams
+from fairlead.plugins.params import NoParams, Quantity
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE = "<!-- Written by tools/write_reference.py; change the program, not this page. -->"
@@ -169,7 +169,7 @@ def _option(one: Any, choices: list[str]) -> tuple[str, str, str]:
 
 CONFIGURATION = """# Every field of the configuration
 
-Written from the structs that the loader uses, for this version. [configuration.md](configuration.md) explains them in
+Written from the models that the loader uses, for this version. [configuration.md](configuration.md) explains them in
 groups; `fairlead schema` prints the same as a JSON Schema for editors; `fairlead config show FILE` shows what is in
 force and why. Durations are seconds, sizes bytes; both can be written as text (`250ms`, `64Mi`)."""
 
@@ -214,7 +214,7 @@ def configuration_page() -> str:
         for name, cls in known.items():
             parts += [f"#### `{name}`", *_about(cls)]
             params = getattr(cls, "Params", NoParams)
-            if msgspec.structs.fields(params):
+            if params.model_fields:
                 parts.append(table("parameter|type|default|", _fields(params, "")))
     return "\n\n".join(parts) + "\n"
 
@@ -226,24 +226,24 @@ def _about(cls: type) -> list[str]:
     return [_words(first)] if first and not first.startswith(cls.__name__ + "(") else []
 
 
-def _fields(struct: type[Struct], path: str) -> Iterator[tuple[str, str, str, str]]:
-    """Rows; a field that is a struct itself is spread out, where it has defaults."""
-    for field in msgspec.structs.fields(struct):
-        name = f"{path}.{field.encode_name}" if path else field.encode_name
-        said = _comments(struct).get(field.name, "")
-        inner, many = _inner(field.type)
+def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, str]]:
+    """Rows; a field that is a model itself is spread out, where it has defaults."""
+    for key, field in fields(model).items():
+        name = f"{path}.{key}" if path else key
+        said = _words(field.description or "")
+        inner, many = _inner(field.annotation)
         if inner is None:
-            yield f"`{name}`", _type(field.type), _default(field), said
+            yield f"`{name}`", _type(field), _default(field), said
             continue
-        if many or said or _optional(field.type):
-            default = _default(field) if many or _optional(field.type) else ""
+        if many or said or _optional(field.annotation):
+            default = _default(field) if many or _optional(field.annotation) else ""
             yield f"`{name}`", "list" if many == "[]" else "mapping", default, said
         yield from _fields(inner, name + many)
 
 
-def _inner(kind: Any) -> tuple[type[Struct] | None, str]:
-    """The struct that a field holds, and how it is reached: as it is, one of a list, one by name."""
-    if isinstance(kind, type) and issubclass(kind, Struct):
+def _inner(kind: Any) -> tuple[type[BaseModel] | None, str]:
+    """The model that a field holds, and how it is reached: as it is, one of a list, one by name."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind, ""
     for argument in get_args(kind):
         inner, _ = _inner(argument)
@@ -257,36 +257,39 @@ def _optional(kind: Any) -> bool:
     return type(None) in get_args(kind)
 
 
-def _default(field: Any) -> str:
-    value = field.default
-    if value is NODEFAULT:
-        value = field.default_factory() if field.default_factory is not NODEFAULT else NODEFAULT
-    if value is NODEFAULT:
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
         return "needed"
-    if isinstance(value, Struct):
+    if isinstance(value, BaseModel):
         return ""
-    plain = msgspec.to_builtins(value)
-    if _type(field.type) == "size" and isinstance(plain, int) and plain % (1 << 20) == 0:
+    plain = to_jsonable_python(value)
+    if _type(field) == "size" and isinstance(plain, int) and plain % (1 << 20) == 0:
         return f"`{plain >> 20}Mi`"
     if plain in ("", [], {}):
         return "none"
-    return "none" if plain is None else f"`{msgspec.json.encode(plain).decode()}`"
+    return "none" if plain is None else f"`{json.dumps(plain, ensure_ascii=False, separators=(',', ':'))}`"
 
 
-def _type(kind: Any) -> str:
-    try:
-        return _shown(msgspec.json.schema(kind))
-    except TypeError:
-        return "any"
+def _type(field: FieldInfo) -> str:
+    units = [one.unit for one in _marks(field) if isinstance(one, Quantity)]
+    if units:
+        return units[0]
+    return _shown(TypeAdapter(Annotated[field.annotation, None, *field.metadata]).json_schema())
+
+
+def _marks(field: FieldInfo) -> Iterator[Any]:
+    """What is annotated, inside of unions too."""
+    yield from field.metadata
+    for argument in get_args(field.annotation):
+        yield from getattr(argument, "__metadata__", ())
 
 
 def _shown(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_shown(one) for one in schema["anyOf"] if one.get("type") != "null")
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"] if value is not None)
-    if AS_TEXT in schema:
-        return "size" if "[KMGT" in schema[AS_TEXT] or "i?" in schema[AS_TEXT] else "duration"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]) if value is not None)
     kind = schema.get("type", "any")
     if kind == "array":
         return "list of " + _shown(schema.get("items") or {}) if schema.get("items") else "list"
@@ -299,28 +302,6 @@ def _shown(schema: dict[str, Any]) -> str:
     ]
     name = {"string": "text", "integer": "whole number", "boolean": "`true`, `false`"}.get(kind, str(kind))
     return f"{name} {', '.join(limits)}".strip()
-
-
-@cache
-def _comments(struct: type[Struct]) -> dict[str, str]:
-    """Field → the `#:` lines over it. One comment over several fields in a row counts for the first."""
-    found: dict[str, str] = {}
-    for cls in reversed(struct.__mro__):
-        if not issubclass(cls, Struct) or cls.__module__.startswith("msgspec"):
-            continue
-        source = textwrap.dedent(inspect.getsource(cls))
-        lines = source.splitlines()
-        body = ast.parse(source).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for node in body.body:
-            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-                continue
-            above, at = [], node.lineno - 2
-            while at >= 0 and lines[at].strip().startswith("#:"):
-                above.append(lines[at].strip().removeprefix("#:").strip())
-                at -= 1
-            found[node.target.id] = _words(" ".join(reversed(above)))
-    return found
 
 
 if __name__ == "__main__":

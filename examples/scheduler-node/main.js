@@ -13,7 +13,7 @@ const here = dirname(fileURLToPath(import.meta.url));
 const { values } = parseArgs({
   options: {
     listen: { type: "string", default: "127.0.0.1:9101" },
-    proto: { type: "string", default: join(here, "../../src/fairlead/proto") },
+    proto: { type: "string", default: join(here, "../../src/fairlead/server/remote/proto") },
   },
 });
 

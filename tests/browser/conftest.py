@@ -11,6 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from br_chromium import Browser, require_chromium
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.browser)
+
+
 @pytest.fixture
 async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
     """A headless Chromium with a profile of its own."""

@@ -15,9 +15,9 @@ import pytest
 from br_checks import accessible, figure, fits, rows, text_of
 from br_chromium import Browser, Page
 
-from fairlead.demo.processes import Child
-from fairlead.io.envoy.binary import find_envoy
-from fairlead.io.envoy.errors import GatewayError
+from fairlead.gateway.envoy.admin import GatewayError
+from fairlead.gateway.envoy.binary import find_envoy
+from fairlead.lab.demo import Child
 
 pytestmark = pytest.mark.envoy
 

@@ -8,15 +8,14 @@ import pytest
 from br_checks import accessible, figure, fits, text_of
 from br_chromium import Browser, Page
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.admin import Admin, AdminSources
-from fairlead.io.dashboard import DashboardSources
-from fairlead.model.decision import DecisionRecord, OutcomeRecord
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.forecast import Forecast
-from fairlead.model.request import Request
-from fairlead.observe.snapshot import SnapshotMaker
-from fairlead.observe.watch import Watch
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.dashboard import DashboardSources
+from fairlead.server.observe.snapshot import SnapshotMaker
+from fairlead.server.observe.watch import Watch
 
 EVIL = "<img src=x onerror=document.title='gotcha'>"
 

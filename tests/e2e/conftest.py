@@ -15,7 +15,7 @@ from gw_live import running
 from gw_processes import Child, Envoy, Serve, Stub, Upstream, require_envoy
 from gw_traffic import Tally
 
-from fairlead.live import Live
+from fairlead.server.live import Live
 
 _tallies: list[Tally] = []
 _figures: list[str] = []

@@ -113,6 +113,7 @@ async def one_by_one(shop: Callable[..., Serve]) -> Serve:
     )
 
 
+@pytest.mark.slow
 async def test_the_urgent_go_first(shop: Callable[..., Serve]) -> None:
     """With all defaults: an endpoint is busy when eight requests there have not begun."""
     at = await asyncio.to_thread(shop)
@@ -172,6 +173,7 @@ async def test_what_runs_makes_way(shop: Callable[..., Serve]) -> None:
     assert len(outcomes) == 2
 
 
+@pytest.mark.slow
 async def test_nobody_of_the_same_urgency_makes_way(shop: Callable[..., Serve]) -> None:
     at = await asyncio.to_thread(
         shop, saturation={"type": "concurrency-detector", "maxConcurrency": 1}, eviction={"after": "100ms"}

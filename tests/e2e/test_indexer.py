@@ -18,9 +18,9 @@ from gw_conversations import MODEL, Conversations, StubTokeniser
 from gw_modes import embedded
 from gw_processes import Child, Envoy, Stub, free_ports, sees_the_scheduler
 
-from fairlead.live import Live
-from fairlead.live.asking import KvAsking
-from fairlead.model.decision import OutcomeRecord
+from fairlead.core.records import OutcomeRecord
+from fairlead.server.live import Live
+from fairlead.server.live.kv_lookup import KvLookup
 
 Start = Callable[..., Awaitable[tuple[Live, asyncio.Task[None]]]]
 
@@ -79,8 +79,8 @@ class World:
         live.watch.on_outcome = heard  # type: ignore[method-assign]
 
     @property
-    def knowledge(self) -> KvAsking:
-        assert isinstance(self.live.core.kv, KvAsking)
+    def knowledge(self) -> KvLookup:
+        assert isinstance(self.live.core.kv, KvLookup)
         return self.live.core.kv
 
     @property
@@ -135,6 +135,7 @@ async def world(
     return world
 
 
+@pytest.mark.slow
 async def test_an_indexer_that_is_killed_costs_no_request(world: World, figures: list[str]) -> None:
     talk = Conversations(world.port, 1)
     await talk.run(120)

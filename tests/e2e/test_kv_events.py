@@ -16,9 +16,9 @@ from gw_conversations import MODEL, Conversations, StubTokeniser
 from gw_modes import embedded
 from gw_processes import Envoy, Stub, free_ports, sees_the_scheduler
 
-from fairlead.fleet.kv.cache import RankCache
-from fairlead.live import Live
-from fairlead.model.decision import OutcomeRecord
+from fairlead.core.kv.cache import RankCache
+from fairlead.core.records import OutcomeRecord
+from fairlead.server.live import Live
 
 #: What the stub's block hashes are made with.
 HASHES = ("--kv-hash", "sha256_cbor", "--kv-hash-seed", "7")

@@ -21,9 +21,9 @@ from gw_messages import JSON, Ask, Broken
 from gw_modes import embedded
 from gw_processes import Envoy, Stub, free_ports, sees_the_scheduler, stat
 
-from fairlead.live import Live
-from fairlead.pipeline import Pipeline
-from fairlead.wire.access_log import GATEWAY_ID
+from fairlead.core.scheduler import Pipeline
+from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.server.live import Live
 
 MODEL = "Qwen/Qwen3-32B"
 COLUMNS = ("inflight", "pending", "pending_tokens", "kv_tokens", "queue", "active")
@@ -84,7 +84,7 @@ class World:
         """Envoy connects its access log when it has something to say."""
         async with Http1(self.gateway.port) as client:
             await client.ask(Ask("GET", "/v1/models"))
-        await self.until(lambda: self.live.host.access_logs)
+        await self.until(lambda: self.live.host.logs.connected)
         assert await self.quiet() == {}
         self._before = self.ends()
 
@@ -237,8 +237,8 @@ async def test_clients_that_leave_just_when_the_pick_is_answered(world: Callable
     """The session has left at the pick; the gateway throws it away, so its log entry names no lease, but its own id.
     What clients send in the place of that id is not believed: an id that comes twice would end nothing."""
     at = await world("none")
-    departures = at.live.host.departures
-    over, ended = departures.over, 0
+    logs = at.live.host.logs
+    over, ended = logs.over, 0
 
     def counting(gateway_id: str) -> None:
         nonlocal ended
@@ -246,7 +246,7 @@ async def test_clients_that_leave_just_when_the_pick_is_answered(world: Callable
         over(gateway_id)
         ended += before - at.charged()
 
-    departures.over = counting  # type: ignore[method-assign]
+    logs.over = counting  # type: ignore[method-assign]
     chance = Random(5)
 
     async def leave() -> None:

@@ -72,7 +72,7 @@ class Prometheus(Child):
             f"--web.listen-address=127.0.0.1:{self.port}",
             "--log.level=warn",
         )
-        self._until(lambda: self._get("/-/ready") is not None)
+        self.poll_until(lambda: self._get("/-/ready") is not None)
         return self
 
     def _get(self, path: str) -> bytes | None:

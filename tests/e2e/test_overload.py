@@ -115,6 +115,7 @@ def pool(tmp_path: Path, stub: Callable[..., Stub], serve: Callable[..., Serve])
     return start
 
 
+@pytest.mark.slow
 async def test_three_times_the_capacity(pool: Callable[[], Serve], figures: list[str]) -> None:
     at = await asyncio.to_thread(pool)
     alone = await load(at, ["urgent"], 1)

@@ -10,7 +10,7 @@ from gw_load import Story, under_load
 from gw_processes import Child, Serve, Upstream, sees_the_scheduler
 from gw_schedulers import KINDS, SchedulerProcess, build
 
-from fairlead.scheduler_sdk.check import CHECKS, Checker
+from fairlead.server.sdk.check import CHECKS, Checker
 
 RATE = 150.0
 Note = Callable[[str], None]

@@ -1,6 +1,7 @@
 """Policies on trial beside the one that decides, under load through the real gateway; and what a canary takes."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,31 +30,36 @@ class Raises:
 #: The same as policy plugins, which run in the scheduler's own process; and one that never comes back.
 PLUGINS = """
 import time
-from fairlead.schedule.framework import Pick
+from fairlead.core.policy import Picked
 
 class Policy:
     def __init__(self, params=None, name=""):
         self.name = name
 
 class Sleeps(Policy):
-    def choose(self, requests, fleet, context):
+    def choose(self, request, fleet, context):
         time.sleep(0.3)
-        return [Pick(0)]
+        return Picked(0)
 
 class Hangs(Policy):
-    def choose(self, requests, fleet, context):
+    def choose(self, request, fleet, context):
         while True:
             pass
 
 class Raises(Policy):
-    def choose(self, requests, fleet, context):
+    def choose(self, request, fleet, context):
         raise RuntimeError("no")
 
 class Nonsense(Policy):
-    def choose(self, requests, fleet, context):
-        return [Pick(10 ** 9)]
+    def choose(self, request, fleet, context):
+        return Picked(10 ** 9)
 """
 KINDS = ("Sleeps", "Hangs", "Raises", "Nonsense")
+
+
+def path_with(directory: Path) -> str:
+    """`PYTHONPATH` with this directory before what it has already."""
+    return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def install(directory: Path) -> None:
@@ -75,7 +81,7 @@ async def test_shadows_judge_and_change_nothing(
     for name in ("Sleeps", "Raises"):
         command = build("python", tmp_path)
         command[command.index("cost-model")] = f"nasty_for_shadows:{name}"
-        child = SchedulerProcess(f"python-{name}", ["env", f"PYTHONPATH={tmp_path}", *command], tmp_path)
+        child = SchedulerProcess(f"python-{name}", ["env", f"PYTHONPATH={path_with(tmp_path)}", *command], tmp_path)
         ending(child)
         nasty[name] = child.again().address
     good = SchedulerProcess("good", build("python", tmp_path), tmp_path)
@@ -117,7 +123,7 @@ async def test_shadows_that_sleep_hang_raise_or_talk_nonsense_are_cut_off_unseen
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     install(plugins)
-    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    monkeypatch.setenv("PYTHONPATH", path_with(plugins))
     names = [f"nasty-{kind.lower()}" for kind in KINDS]
     policies = [{"policy": name} for name in (*names, "round-robin")]
     gateway = serve({"endpoints": upstream.addresses, "shadows": {"policies": policies, "cpu": 1.0}})
@@ -137,8 +143,8 @@ async def test_shadows_that_sleep_hang_raise_or_talk_nonsense_are_cut_off_unseen
 
     story = await under_load(f"http://127.0.0.1:{gateway.port}", script, RATE)
     assert story.failures == {}
-    past = await gateway.metric("fairlead_fallback_requests_total")
-    assert past <= 0.05 * len(story.records), "the gateway did not have to go past the scheduler"
+    unscheduled = await gateway.metric("fairlead_fallback_requests_total")
+    assert unscheduled <= 0.05 * len(story.records), "the gateway did not have to go past the scheduler"
     assert await gateway.settled(60.0) == {}
 
 

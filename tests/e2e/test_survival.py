@@ -24,7 +24,7 @@ RATE = 200.0
 #: The gateway must use a scheduler again this long after it is back. Told in requests that went past it.
 RETURN_SECONDS = 2.0
 #: Requests that went past the scheduler: as Envoy counts them, and as the scheduler learns of them.
-PAST = "cluster.all_endpoints.upstream_rq_total"
+UNSCHEDULED = "cluster.all_endpoints.upstream_rq_total"
 COUNTED = "fairlead_fallback_requests_total"
 OWN_COUNT = "fairlead_unscheduled_requests_total"
 
@@ -100,7 +100,7 @@ async def next_scheduler(serve: Serve) -> int:
 async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: Serve, figures: list[str]) -> None:
     serve = survivor
     await sees_the_scheduler(serve.gateway)
-    before, counted_before = await stat(serve.gateway, PAST), await serve.metric(OWN_COUNT)
+    before, counted_before = await stat(serve.gateway, UNSCHEDULED), await serve.metric(OWN_COUNT)
     assert counted_before == before
     back = 0.0
     missed = 0
@@ -119,22 +119,26 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: 
         await next_scheduler(serve)
         await until(lambda: listening(serve.ext_proc), "a new scheduler")
         returned = time.monotonic()
-        past = await stat(serve.gateway, PAST)
+        unscheduled = await stat(serve.gateway, UNSCHEDULED)
         await until(decides, "a decision after the return")
         back = time.monotonic() - returned
-        missed = await stat(serve.gateway, PAST) - past
+        missed = await stat(serve.gateway, UNSCHEDULED) - unscheduled
         await asyncio.sleep(0.5)
 
     story = await under_load(f"http://127.0.0.1:{serve.port}", script, RATE)
-    past = await stat(serve.gateway, PAST) - before
-    line = told(f"kill -9, twice ({mode(serve)})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
+    unscheduled = await stat(serve.gateway, UNSCHEDULED) - before
+    line = told(
+        f"kill -9, twice ({mode(serve)})", story, unscheduled=unscheduled, scheduled_again_after=f"{back:.2f} s"
+    )
     figures.append(line)
     assert story.failures == {}
     assert missed <= RETURN_SECONDS * RATE, "requests went past a scheduler that was back"
     assert len(story.running("the kill")) > 50
-    assert past > 100, "the pool was served meanwhile"
+    assert unscheduled > 100, "the pool was served meanwhile"
     assert await serve.settled(60.0) == {}
-    assert await serve.metric(OWN_COUNT) - counted_before == await stat(serve.gateway, PAST) - before, "all are counted"
+    assert await serve.metric(OWN_COUNT) - counted_before == await stat(serve.gateway, UNSCHEDULED) - before, (
+        "all are counted"
+    )
 
     async def outage_is_told() -> bool:
         return "the gateway balanced without the scheduler" in serve.said()
@@ -148,7 +152,7 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
 ) -> None:
     serve = survivor
     await sees_the_scheduler(serve.gateway)
-    before, counted_before = await stat(serve.gateway, PAST), await serve.metric(COUNTED)
+    before, counted_before = await stat(serve.gateway, UNSCHEDULED), await serve.metric(COUNTED)
     back = 0.0
     missed = 0
 
@@ -160,7 +164,7 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
         os.kill(serve.scheduler_pid(), signal.SIGCONT)
         resumed = time.monotonic()
         chosen = await stat(serve.gateway, "cluster.dst.upstream_rq_total")
-        past = await stat(serve.gateway, PAST)
+        unscheduled = await stat(serve.gateway, UNSCHEDULED)
 
         async def chosen_again() -> bool:
             return await stat(serve.gateway, "cluster.dst.upstream_rq_total") > chosen + 5
@@ -168,20 +172,22 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
         # What waited in its socket is decided for nobody; its return shows in requests that go where it said.
         await until(chosen_again, "scheduled requests after the stop")
         back = time.monotonic() - resumed
-        missed = await stat(serve.gateway, PAST) - past
+        missed = await stat(serve.gateway, UNSCHEDULED) - unscheduled
         await asyncio.sleep(0.5)
 
     story = await under_load(f"http://127.0.0.1:{serve.port}", script, RATE)
-    past = await stat(serve.gateway, PAST) - before
+    unscheduled = await stat(serve.gateway, UNSCHEDULED) - before
     held = await serve.settled(60.0)
     counted = await serve.metric(COUNTED) - counted_before
-    line = told(f"SIGSTOP of 3 s ({mode(serve)})", story, unscheduled=past, scheduled_again_after=f"{back:.2f} s")
+    line = told(
+        f"SIGSTOP of 3 s ({mode(serve)})", story, unscheduled=unscheduled, scheduled_again_after=f"{back:.2f} s"
+    )
     figures.append(line)
     assert story.failures == {}
     assert missed <= RETURN_SECONDS * RATE, "requests went past a scheduler that was back"
     assert len(story.running("the stop")) > 50
-    assert past > 100
-    assert 0 < counted <= past
+    assert unscheduled > 100
+    assert 0 < counted <= unscheduled
     assert "the gateway served requests without asking the scheduler" in serve.said()
     assert held == {}, held
 
@@ -244,6 +250,7 @@ async def test_sigterm_under_load_finishes_what_runs(mortal: Serve, figures: lis
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
 
 
+@pytest.mark.slow
 async def test_a_file_that_cannot_be_used_does_not_end_the_gateway(mortal: Serve) -> None:
     """The scheduler dies while its configuration on disk is broken, as one that is running tolerates."""
     serve = mortal
@@ -269,6 +276,7 @@ async def test_a_file_that_cannot_be_used_does_not_end_the_gateway(mortal: Serve
         await until(decides, "a decision once the file is whole again")
 
 
+@pytest.mark.slow
 async def test_a_scheduler_that_takes_over_listens_where_the_gateway_asks(mortal: Serve) -> None:
     """The file tells another port, which the running scheduler has refused: it takes a restart of all."""
     serve = mortal

@@ -100,6 +100,7 @@ async def ask(served: Serve, **headers: str) -> None:
         await answer.read()
 
 
+@pytest.mark.slow
 async def test_a_trace_goes_through(serve: Callable[..., Serve]) -> None:
     async with world() as around:
         served = await start(serve, around.port, sample=0.0)

@@ -20,14 +20,14 @@ from gw_http1 import Http1
 from gw_http2 import Http2
 from gw_load import under_load
 from gw_messages import JSON, Ask, Fields, Got
-from gw_mirror import Mirror
 from gw_modes import Pair, bootstrap
 from gw_processes import Envoy, Serve, Stub, Upstream, free_ports, sees_the_scheduler, stat
 from gw_site import EMBEDDED, post, site
 from gw_traffic import Tally, exchanges, run
 
-from fairlead.bench.workload import Call
-from fairlead.live import Live
+from fairlead.core.events import RequestArrived
+from fairlead.lab.load.workload import Call
+from fairlead.server.live import Live
 
 Note = Callable[[str], None]
 PATH = "/v1/chat/completions"
@@ -87,7 +87,7 @@ async def world(live: Any, envoy: Any, addresses: list[str], pair: Pair = PAIRS[
     async with Http1(port) as client, asyncio.timeout(30):
         for _ in addresses:  # Envoy connects its access log when it has something to say
             await client.ask(Ask("GET", "/v1/models"))
-        while not running.host.access_logs:
+        while not running.host.logs.connected:
             await asyncio.sleep(0.01)
     await at.settled()
     at.before = await at.counts()
@@ -183,7 +183,7 @@ async def test_the_lease_is_where_the_request_runs(
         at.live.pipeline.validate()
         assert len(fleet.ledger) == 8, "all of them run"
         assert fleet.table.errors[slot] == before + 2, "each attempt in vain is a failed response of that endpoint"
-        assert sum(bool(lease.unreached) for lease in map(fleet.ledger.get, list(fleet.ledger._leases)) if lease) == 2
+        assert sum(bool(lease.unreached) for lease in fleet.ledger) == 2
         for client in clients:
             client.abort()
         await at.settled()
@@ -203,20 +203,13 @@ async def test_when_nobody_can_be_reached_the_client_is_told_so_at_once(
         assert [counts[f"default/e{i}"] for i in range(4)] == [10] * 4
 
 
-async def close(mirror: Mirror) -> None:
-    assert mirror._server is not None
-    mirror._server.close()
-    for writer in list(mirror._connections):
-        writer.transport.abort()
-
-
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 async def test_over_http2_and_to_any_kind_of_address(tmp_path: Path, host: str) -> None:
     async with (
         site(EMBEDDED, tmp_path, hosts=(host, host), builtinFilters=False) as at,
         Http2(at.gateway.port) as client,
     ):
-        await close(at.mirrors[0])
+        at.mirrors[0].vanish()
         for number in range(8):
             body = bytes(40_000 * number)
             got = await client.ask(post(body, path="/upload"))
@@ -236,7 +229,7 @@ async def test_a_request_with_trailers_is_sent_once(tmp_path: Path, pair: Pair) 
             got = await client.ask(post(bytes(size), path="/upload", trailers=trailers))
             assert (got.status, json.loads(got.body)["bytes"]) == (200, size)
         assert sorted(told["bytes"] for mirror in at.mirrors for told in mirror.told) == [10] * 4 + [150_000] * 4
-        await close(at.mirrors[0])
+        at.mirrors[0].vanish()
         statuses = [
             (await client.ask(post(bytes(150_000), path="/upload", trailers=trailers))).status for _ in range(4)
         ]
@@ -244,10 +237,14 @@ async def test_a_request_with_trailers_is_sent_once(tmp_path: Path, pair: Pair) 
 
 
 @pytest.mark.parametrize("size", [10, 70_000, 150_000, 1_000_000])
-async def test_what_nobody_scheduled_is_sent_once_too(tmp_path: Path, size: int) -> None:
+async def test_what_nobody_scheduled_is_sent_once_too(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler hangs, and the request ends by trailers: the fallback route may repeat it, but not its bytes."""
     async with site(EMBEDDED, tmp_path, message_timeout=0.2) as at, Http2(at.gateway.port) as client:
-        at.live.host.arrive = lambda request: None  # type: ignore[method-assign]
+        driver = at.live.host.driver
+        feed = driver.feed
+        monkeypatch.setattr(driver, "feed", lambda event: isinstance(event, RequestArrived) or feed(event))
         for mirror in at.mirrors:
             mirror.told.clear()
         for trailers in ([("x-checksum", "1")], []):
@@ -255,7 +252,6 @@ async def test_what_nobody_scheduled_is_sent_once_too(tmp_path: Path, size: int)
             assert (got.status, json.loads(got.body)["bytes"]) == (200, size)
         assert [told["bytes"] for mirror in at.mirrors for told in mirror.told] == [size] * 2
         assert await at.stat("cluster.all_endpoints.upstream_rq_total") == 2
-        del at.live.host.arrive
 
 
 class Chats:

@@ -16,22 +16,22 @@ import pytest
 from hypothesis import settings
 from msgspec import Struct, json
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.io.receive.answers import Answers
-from fairlead.io.receive.driver import Driver
-from fairlead.io.receive.session import Host
-from fairlead.io.receive.understand import Understanding
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.errors import PluginError
-from fairlead.model.events import EndpointUp
-from fairlead.observe.watch import Watch
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
-from fairlead.plugins.filters.subset import Subset
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import PluginError
+from fairlead.core.events import EndpointUp
+from fairlead.core.fleet import Fleet
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.answers import Answers
+from fairlead.gateway.driver import Driver
+from fairlead.gateway.host import Host
+from fairlead.gateway.understand import Understanding
+from fairlead.plugins.filters.ability import Subset
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.round_robin import RoundRobin
-from fairlead.schedule.profile import Profile
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.server.observe.watch import Watch
 from fairlead.testing import SimClock
 
 SECONDS = float(os.environ.get("FAIRLEAD_FUZZ_SECONDS") or 0)
@@ -125,6 +125,10 @@ class Wire:
         assert self.status is None, "sent after the end"
         self.sent += messages
 
+    def send_last(self, *messages: bytes) -> None:
+        self.send(*messages)
+        self.finish()
+
     def finish(self, code: int = 0, message: str = "") -> None:
         assert self.status is None, "finished twice"
         self.status = code
@@ -167,7 +171,7 @@ class Rig:
 
     def check(self) -> None:
         self.pipeline.validate()
-        assert self.driver.waiting == {}
+        assert all(entry.lease is not None for entry in self.pipeline.requests), "nobody waits: all are routed"
 
     def end(self) -> None:
         """Nothing is left of any request, and whoever looks can be shown what happened."""

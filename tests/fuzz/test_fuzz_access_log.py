@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from fairlead.io.receive.access_log import AccessLogStream
-from fairlead.io.receive.answers import Answers
-from fairlead.model.errors import ProtocolError
-from fairlead.route.headers import ACCESS_LOG_METADATA
-from fairlead.wire.access_log import GATEWAY_ID, read_entries
-from fairlead.wire.protobuf import field, nested_struct, number, string_struct
+from fairlead.core.errors import ProtocolError
+from fairlead.core.headers import ACCESS_LOG_METADATA
+from fairlead.gateway.access_log import GATEWAY_ID, AccessLogStream, read_entries
+from fairlead.gateway.answers import Answers
+from fairlead.gateway.protobuf import field, nested_struct, number, string_struct
+from fairlead.gateway.session import Session
 
 fuzz = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -100,16 +100,16 @@ wrapped |= nonsense.map(lambda data: log_of([field(1, data)])) | nonsense.map(la
 @fuzz
 def test_any_bytes(rigs: Any, wires: Any, messages: list[bytes]) -> None:
     rig, wire = rigs(), wires()
-    stream = AccessLogStream(wire, rig.host)
-    assert rig.host.access_logs == 1
+    stream = AccessLogStream(wire, rig.host.logs)
+    assert rig.host.logs.connected == 1
     for message in messages:
         if wire.status is None:
             stream.on_message(message)
     assert wire.status in (None, INVALID_ARGUMENT)
-    assert rig.host.access_logs == (1 if wire.status is None else 0)
+    assert rig.host.logs.connected == (1 if wire.status is None else 0)
     if wire.status is None:
         stream.on_lost("gone")
-    assert rig.host.access_logs == 0
+    assert rig.host.logs.connected == 0
     rig.end()
 
 
@@ -136,13 +136,13 @@ def test_mutated_logs_of_running_requests(
 ) -> None:
     """Pieces of a log that ends real leases are replaced: no lease is lost track of, whatever it says now."""
     rig, wire = rigs(), wires()
-    stream = AccessLogStream(wire, rig.host)
+    stream = AccessLogStream(wire, rig.host.logs)
     for turn in range(running):
         message = pb.ProcessingRequest()
         message.request_headers.headers.headers.add(key=GATEWAY_ID, value=f"u{turn}")
         message.request_headers.end_of_stream = True
         message.protocol_config.request_body_mode = 2
-        rig.host.session(wires(), {ACCESS_LOG_METADATA: "1"}).on_message(message.SerializeToString())
+        Session(rig.host, wires(), {ACCESS_LOG_METADATA: "1"}).on_message(message.SerializeToString())
     assert len(rig.leased()) == running
     data = log_of([entry.summary() if summary else entry.fields() for entry in told])
     for place, piece, cut in changes:
@@ -159,7 +159,7 @@ def test_mutated_logs_of_running_requests(
         assert not set(rig.leased()) & {entry.lease for entry in told}
         thrown_away = {entry.own_id for entry in told if not entry.lease} if summary else set()
         assert len(rig.leased()) <= running - len(thrown_away & {f"u{turn}" for turn in range(running)})
-    last = AccessLogStream(wires(), rig.host)
+    last = AccessLogStream(wires(), rig.host.logs)
     last.on_message(log_of([Entry(lease, 200).fields() for lease in rig.leased()]))
     rig.end()
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fairlead.fleet.conversations import Conversations
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.errors import ClientError
-from fairlead.parse import protobuf
-from fairlead.parse.api import OTHER, api_of
-from fairlead.parse.body import is_utf8
-from fairlead.parse.errors import error_body
-from fairlead.parse.multipart import read_form
-from fairlead.parse.request import ParsedRequest, parse_request
+from fairlead.apis import engine_grpc
+from fairlead.apis.body import is_utf8
+from fairlead.apis.errors import error_body
+from fairlead.apis.multipart import read_form
+from fairlead.apis.request import ParsedRequest, parse_request
+from fairlead.core.apis import OTHER, api_of
+from fairlead.core.conversations import Conversations
+from fairlead.core.errors import ClientError
+from fairlead.core.prefix import ChainHasher
 
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 json_bodies = pytest.mark.fuzzer("bodies of every API")
@@ -247,8 +247,8 @@ def test_frames(message: bytes) -> None:
                 sound(parse_request(path, data, "application/grpc"), path, data)
             except ClientError as error:
                 refused(api_of(path), error)
-    with contextlib.suppress(protobuf.Malformed):
-        for field in protobuf.walk(message, protobuf.Budget()):
+    with contextlib.suppress(engine_grpc.Malformed):
+        for field in engine_grpc.walk(message, engine_grpc.Budget()):
             assert 0 <= field.start <= field.end <= len(message)
 
 

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairlead.model.request import Usage
-from fairlead.parse.counts import error_status_of, summed, usage_of
-from fairlead.parse.grpc_usage import GrpcUsageScanner
-from fairlead.parse.response import Scanner, scanner_for
-from fairlead.parse.usage import UsageScanner
+from fairlead.apis.response import GrpcUsageScanner, Scanner, scanner_for
+from fairlead.apis.usage import UsageScanner, error_status_of, summed, usage_of
+from fairlead.core.request import Usage
 
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 usages = pytest.mark.fuzzer("usage of every API")

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from fairlead.io.receive.access_log import AccessLogStream
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.errors import ProtocolError
-from fairlead.model.events import EndpointDown, EndpointUp
-from fairlead.route.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, DESTINATION, WHOLE_BODY_METADATA
-from fairlead.wire.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ProtocolError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, DESTINATION, WHOLE_BODY_METADATA
+from fairlead.gateway.access_log import AccessLogStream
+from fairlead.gateway.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
+from fairlead.gateway.session import Session
 
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 sessions = pytest.mark.fuzzer("sessions")
@@ -188,7 +189,7 @@ class Stream:
     def __init__(self, rig: Any, wire: Any, pb: ModuleType, wired: bool = True, whole: bool = False) -> None:
         metadata = {name: "1" for name, on in ((ACCESS_LOG_METADATA, wired), (WHOLE_BODY_METADATA, whole)) if on}
         self.rig, self.wire, self.pb = rig, wire, pb
-        self.session = rig.host.session(wire, metadata)
+        self.session = Session(rig.host, wire, metadata)
 
     def message(self, data: bytes) -> None:
         if self.wire.status is None:
@@ -230,7 +231,7 @@ class Stream:
 def finish(rig: Any, wires: Any) -> None:
     """The access log ends what nobody else has."""
     log = wires()
-    stream = AccessLogStream(log, rig.host)
+    stream = AccessLogStream(log, rig.host.logs)
     for lease in rig.leased():
         stream.on_message(b"\x0a\x08fairlead\x12\x7f" + lease.encode() + b" 200 - - 0 - -;")
     assert log.status is None
@@ -243,7 +244,7 @@ def finish(rig: Any, wires: Any) -> None:
 @fuzz
 def test_random_bytes(pb: ModuleType, rigs: Any, wires: Any, messages: list[bytes], cancelled: bool) -> None:
     rig = rigs()
-    rig.host.access_logs = 1
+    rig.host.logs.connected = 1
     stream = Stream(rig, wires(), pb)
     for message in messages:
         stream.message(message)
@@ -251,6 +252,7 @@ def test_random_bytes(pb: ModuleType, rigs: Any, wires: Any, messages: list[byte
     finish(rig, wires)
 
 
+@pytest.mark.slow
 @sessions
 @given(plans(), st.integers(0, 2), st.booleans())
 @fuzz
@@ -258,7 +260,7 @@ def test_what_gateways_send_is_never_refused(
     pb: ModuleType, rigs: Any, wires: Any, plan: Plan, endpoints: int, inspect: bool
 ) -> None:
     rig = rigs(endpoints, 200, inspect)
-    rig.host.access_logs = 1
+    rig.host.logs.connected = 1
     stream = Stream(rig, wires(plan.window), pb, plan.wired, plan.whole)
     for message in plan.messages:
         stream.message(message.encode(pb))
@@ -267,6 +269,7 @@ def test_what_gateways_send_is_never_refused(
     finish(rig, wires)
 
 
+@pytest.mark.slow
 @sessions
 @given(st.lists(st.tuples(plans(), changes), min_size=1, max_size=3), st.lists(st.integers(0, 30), max_size=30))
 @fuzz
@@ -275,7 +278,7 @@ def test_mutated_and_mixed(
 ) -> None:
     """Several streams at once; in between endpoints and access logs come and go."""
     rig = rigs()
-    log = AccessLogStream(wires(), rig.host)
+    log = AccessLogStream(wires(), rig.host.logs)
     streams = []
     for plan, how in mutated:
         messages = [message.encode(pb) for message in plan.messages]

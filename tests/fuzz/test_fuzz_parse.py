@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fairlead.model.errors import ClientError
-from fairlead.model.request import Usage
-from fairlead.parse.errors import error_body
-from fairlead.parse.request import parse_request
-from fairlead.parse.span import model_span
-from fairlead.parse.usage import UsageScanner, usage_of
+from fairlead.apis.errors import error_body
+from fairlead.apis.request import parse_request
+from fairlead.apis.splice import model_span
+from fairlead.apis.usage import UsageScanner, usage_of
+from fairlead.core.errors import ClientError
+from fairlead.core.request import Usage
 
 fuzz = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 bodies = pytest.mark.fuzzer("request bodies")
@@ -150,6 +150,7 @@ def acceptable(api: str, sent: Any) -> bool:
     return isinstance(sent.get("prompt"), str | list)
 
 
+@pytest.mark.slow
 @bodies
 @fuzz
 @given(body=anything, api=st.sampled_from(sorted(PATHS)))
@@ -183,6 +184,7 @@ def test_requests_agree_with_the_oracle(body: bytes, api: str) -> None:
     assert parsed.prompt_bytes >= 0
 
 
+@pytest.mark.slow
 @bodies
 @fuzz
 @given(body=anything)
@@ -200,6 +202,7 @@ def test_the_span_holds_the_model(body: bytes) -> None:
         assert span is None
 
 
+@pytest.mark.slow
 @bodies
 @fuzz
 @given(
@@ -245,6 +248,7 @@ lines = st.one_of(
 )
 
 
+@pytest.mark.slow
 @responses
 @fuzz
 @given(data=st.data(), body=st.lists(lines, max_size=6))

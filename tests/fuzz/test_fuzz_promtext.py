@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead.wire.engine_metrics import ENGINES, compile_engine
-from fairlead.wire.promtext import PageReader, read_page
+from fairlead.apis.engine_metrics import ENGINES, compile_engine
+from fairlead.apis.prometheus import PageReader, read_page
 
 pytestmark = pytest.mark.fuzzer("Prometheus text")
 DATA = Path(__file__).parents[1] / "data" / "metrics"

@@ -15,9 +15,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fairlead.cli.main import build_app
-from fairlead.model.errors import ConfigError
-from fairlead.workload.generate import Pace, generate
-from fairlead.workload.record import Workload
+from fairlead.core.errors import ConfigError
+from fairlead.lab.workload.generate import Pace, generate
+from fairlead.lab.workload.record import Workload
 
 
 def bench(*arguments: object) -> Result:
@@ -37,16 +37,16 @@ def stub() -> Iterator[str]:
 
 
 def write_trace(path: Path) -> Workload:
-    from fairlead.workload.formats import native
+    from fairlead.lab.workload.formats import write_native
 
     parameters = {"groups": "4", "users": "2", "system_tokens": "640", "question_tokens": "160", "output_tokens": "9"}
     made = generate("shared-prefix", Pace(rate=20, count=40, seed=7), parameters)
-    path.write_bytes(native.write(made))
+    path.write_bytes(write_native(made))
     return made
 
 
 def test_a_trace_is_replayed_and_its_prefixes_are_found(stub: str, tmp_path: Path) -> None:
-    from fairlead.workload.describe import ideal_hit
+    from fairlead.lab.workload.describe import ideal_hit
 
     made = write_trace(tmp_path / "t.jsonl")
     done = bench(stub, "-w", tmp_path / "t.jsonl", "--speedup", 2, "--out", tmp_path / "out", "--json")

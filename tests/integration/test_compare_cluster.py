@@ -55,6 +55,7 @@ def compare(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_a_cluster_finds_what_one_machine_finds(scheduler: str, tmp_path: Path) -> None:
     there = compare(tmp_path / "there", "--cluster", scheduler)
     assert there.returncode == 0, there.stderr
@@ -67,6 +68,7 @@ def test_a_cluster_finds_what_one_machine_finds(scheduler: str, tmp_path: Path) 
     assert len((tmp_path / "there" / "cells.jsonl").read_bytes().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_one_line(scheduler: str, tmp_path: Path) -> None:
     done = compare(tmp_path / "out", "--cluster", "tcp://127.0.0.1:1")
     assert done.returncode == 2

@@ -10,8 +10,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from fairlead.io.admin import Admin, AdminSources
-from fairlead.io.dashboard import Dashboard, DashboardSources, encode, frame
+from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.dashboard import Dashboard, DashboardSources, encode, frame
 
 TICK = 0.02
 

@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Mapping
 import aiohttp
 import pytest
 
-from fairlead.io.envoy.gateway import Gateway
-from fairlead.io.envoy.headers import AT_ENTRY, TOWARD_UPSTREAM
-from fairlead.io.envoy.options import Options
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.health import EXT_PROC, HealthService
-from fairlead.io.receive.stream import HandlerFactory, ServerStream
-from fairlead.model.errors import ConfigError
-from fairlead.wire import ext_proc
-from fairlead.wire.access_log import LEASE_KEY, AccessLogEntry, read_entries
-from fairlead.wire.ext_proc import CONTINUE, DESTINATION, BodyMode, Incoming, Kind
+from fairlead.core.errors import ConfigError
+from fairlead.gateway import ext_proc
+from fairlead.gateway.access_log import AccessLogEntry, read_entries
+from fairlead.gateway.envoy.config import AT_ENTRY, TOWARD_UPSTREAM
+from fairlead.gateway.envoy.gateway import Gateway
+from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.ext_proc import CONTINUE, DESTINATION, LEASE_KEY, BodyMode, Incoming, Kind
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import EXT_PROC, HealthService
+from fairlead.gateway.stream import HandlerFactory, ServerStream
 
 pytestmark = pytest.mark.envoy
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from fairlead.io.envoy.errors import GatewayError
-from fairlead.io.envoy.gateway import Gateway
-from fairlead.io.envoy.options import Options
+from fairlead.gateway.envoy.admin import GatewayError
+from fairlead.gateway.envoy.gateway import Gateway
+from fairlead.gateway.envoy.options import Options
 
 pytestmark = pytest.mark.envoy
 
@@ -52,8 +52,8 @@ async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> No
 
 PARENT = """
 import asyncio
-from fairlead.io.envoy.gateway import Gateway
-from fairlead.io.envoy.options import Options
+from fairlead.gateway.envoy.gateway import Gateway
+from fairlead.gateway.envoy.options import Options
 async def main():
     gateway = Gateway(Options(port=0))
     await gateway.start()

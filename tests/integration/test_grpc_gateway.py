@@ -14,7 +14,7 @@ from gw_live import running
 from gw_modes import Pair, bootstrap
 from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler
 
-from fairlead.wire.protobuf import field, number
+from fairlead.gateway.protobuf import field, number
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio: pip install 'fairlead[grpc]'")
 pytestmark = pytest.mark.envoy

@@ -14,6 +14,7 @@ from h2.connection import H2Connection as Client
 from h2.events import (
     ConnectionTerminated,
     DataReceived,
+    PingAckReceived,
     RemoteSettingsChanged,
     SettingsAcknowledged,
     StreamEnded,
@@ -21,7 +22,7 @@ from h2.events import (
 )  # fmt: skip
 from h2.settings import SettingCodes
 
-from fairlead.io.receive.h2_limits import H2Limits
+from fairlead.gateway.h2_limits import H2Limits
 
 
 def request_headers(path: str = PATH) -> list[tuple[str, str]]:
@@ -122,8 +123,9 @@ async def test_settings_that_change_in_the_middle(peer: Peer) -> None:
     await peer.until(DataReceived, lambda _: len(peer.body()) == 65535)
     peer.state.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1000, SettingCodes.MAX_FRAME_SIZE: 20_000})
     peer.state.end_stream(1)
+    peer.state.ping(b"all read")
     peer.flush()
-    await asyncio.sleep(0.05)
+    await peer.until(PingAckReceived)
     assert len(peer.body()) == 65535
     peer.state.increment_flow_control_window(1_000_000)
     peer.state.increment_flow_control_window(100_000, 1)

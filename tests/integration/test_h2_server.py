@@ -12,15 +12,16 @@ import grpc.aio
 import pytest
 from echo_server import MADE, NO_LIMIT, PATH, Echo, Serve, until
 
-from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server, bind
-from fairlead.io.receive.health import HealthService
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import HealthService
+from fairlead.gateway.ports import listening_sockets
 
 
 def idle(server: H2Server) -> bool:
     """No connection holds anything of a stream."""
     return all(
-        not (c.streams or c.lingering or c.queued or c.blocked or c.watched or c.partial) for c in server._connections
+        not (c.streams or c.lingering or c.queued or c.blocked or c.watched or c.partial) for c in server.connections
     )
 
 
@@ -181,7 +182,7 @@ async def test_a_slow_reader_gets_everything(serve: Serve) -> None:
         call = channel.stream_stream(PATH)()
         sent = [os.urandom(200_000) for _ in range(30)]
         writing = asyncio.create_task(_write_all(call, sent))
-        await until(lambda: bool(MADE) and any(c.queued for c in server._connections))
+        await until(lambda: bool(MADE) and any(c.queued for c in server.connections))
         for message in sent:
             assert await call.read() == message
             await asyncio.sleep(0.001)
@@ -231,7 +232,7 @@ async def test_several_listeners_share_a_server() -> None:
 
 
 def test_all_sockets_of_a_name_have_one_port() -> None:
-    sockets = bind("localhost", 0)
+    sockets = listening_sockets("localhost", 0, 1024)
     assert len({sock.getsockname()[1] for sock in sockets}) == 1
     for sock in sockets:
         assert sock.getsockname()[1] != 0

@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 from echo_server import PATH, Serve, until
 
-from fairlead.io.tls import ServerTls
-from fairlead.model.errors import ConfigError
+from fairlead.core.errors import ConfigError
+from fairlead.gateway.tls import ServerTls
 
 
 async def echo(channel: grpc.aio.Channel, *messages: bytes) -> list[bytes]:

@@ -13,10 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fairlead.cli.main import build_app
-from fairlead.demo.processes import Child
-from fairlead.sim.journal import one_run
-from fairlead.sim.journal_search import decisions
-from fairlead.sim.replay import replay
+from fairlead.lab.demo import Child
+from fairlead.lab.simulator.journal import decisions, one_run
+from fairlead.lab.simulator.replay import replay
 
 CANARY = "sphinx of black quartz"
 REQUESTS = 60

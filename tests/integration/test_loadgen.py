@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 
-from fairlead.bench.arrivals import ClosedLoop, Constant, Poisson
-from fairlead.bench.process import run_in_process
-from fairlead.bench.report import summarise
-from fairlead.bench.runner import run
-from fairlead.bench.spec import Options, Progress, RunResult, RunSpec
-from fairlead.bench.workload import Call, Fixed, SharedPrefix
-from fairlead.model.errors import ConfigError
+from fairlead.core.errors import ConfigError
+from fairlead.lab.load.process import run_in_process
+from fairlead.lab.load.report import summarise
+from fairlead.lab.load.runner import run
+from fairlead.lab.load.spec import Options, Progress, RunResult, RunSpec
+from fairlead.lab.load.workload import Call, ClosedLoop, Constant, Fixed, Poisson, SharedPrefix
 
 REPOSITORY = Path(__file__).parents[2]
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"

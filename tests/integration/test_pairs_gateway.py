@@ -17,8 +17,8 @@ from gw_messages import JSON, Ask
 from gw_modes import Pair, bootstrap
 from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler
 
-from fairlead.model.endpoint import ROLE_LABEL
-from fairlead.route.headers import PREFILLER
+from fairlead.core.endpoint import ROLE_LABEL
+from fairlead.core.headers import PREFILLER
 
 pytestmark = pytest.mark.envoy
 

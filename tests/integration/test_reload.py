@@ -7,11 +7,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from fairlead.config.load import load
-from fairlead.live import Live
-from fairlead.observe.log import setup
-from fairlead.schedule.cycle import Context
+from fairlead.compat.load import load
+from fairlead.core.events import FirstTokenSeen, RequestArrived, ResponseEnded
+from fairlead.core.policy import Context
+from fairlead.lab.simulator.journal import one_run
+from fairlead.lab.simulator.replay import replay
+from fairlead.server.journal.records import POLICY
+from fairlead.server.live import Live
+from fairlead.server.observe.log import setup
 from fairlead.testing import request
 
 FILE = """
@@ -44,7 +49,7 @@ def homes(live: Live) -> set[str]:
     """Where requests of one session go."""
     fleet = live.fleet
     asked = request(session="s")
-    picks = [live.pipeline.policy.choose((asked,), fleet, Context(0.0, Random(i)))[0] for i in range(40)]
+    picks = [live.pipeline.policy.choose(asked, fleet, Context(0.0, Random(i))) for i in range(40)]
     return {fleet.table.ids[pick.slot] for pick in picks}
 
 
@@ -82,3 +87,41 @@ async def test_weights_endpoints_and_limits_while_it_runs(tmp_path: Path, capsys
     finally:
         live.stop()
         await asyncio.wait_for(running, 40)
+
+
+def burst(live: Live, first: int, count: int = 40) -> None:
+    """Requests of some sessions come and end."""
+    for number in range(first, first + count):
+        asked = request("hello " * (number % 5), session=f"s{number % 4}", model="m")
+        live.driver.feed(RequestArrived(replace(asked, id=number, arrived=0.0)))
+        live.driver.feed(FirstTokenSeen(number))
+        if number % 3:
+            live.driver.feed(ResponseEnded(request_id=number, status=200))
+
+
+async def test_a_run_with_two_reloads_replays_to_the_same_decisions(tmp_path: Path) -> None:
+    file, journal = tmp_path / "f.yaml", tmp_path / "journal"
+    more = f"journal: {{path: '{journal}'}}"
+    write(file, weight=100, more=more)
+    live = Live(load(file))
+    running = asyncio.create_task(live.run())
+    try:
+        await until(lambda: hasattr(live, "admin"))
+        burst(live, 1)
+        write(file, weight=0, endpoints=4, more=more)
+        await until(lambda: live.fleet.table.count == 4)
+        burst(live, 101)
+        write(file, weight=0, endpoints=4, more=more + "\nledger: {leaseTtl: 30s}")
+        await until(lambda: live.fleet.ledger.ttl == 30.0)
+        burst(live, 201)
+    finally:
+        live.stop()
+        for number in range(301):
+            live.driver.feed(ResponseEnded(request_id=number, status=200))
+        await asyncio.wait_for(running, 40)
+    run = one_run(journal)
+    assert [kind for kind, _, _ in run.items()].count(POLICY) == 2
+    result = replay(run)
+    assert result.recorded.decisions == result.replayed.decisions == 120
+    assert result.recorded.hash == result.replayed.hash
+    assert result.identical and result.exact

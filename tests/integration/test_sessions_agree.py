@@ -24,29 +24,29 @@ import pytest
 from ext_proc_player import Heard, Player, hang_up
 from ext_proc_streams import WIDE, Generator, Stream, recorded
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.io.receive import access_log
-from fairlead.io.receive.answers import Answers
-from fairlead.io.receive.driver import Driver
-from fairlead.io.receive.grpc_server import GrpcServer
-from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.health import HealthService
-from fairlead.io.receive.server import EXT_PROC, routes
-from fairlead.io.receive.session import Host
-from fairlead.io.receive.understand import Understanding
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.events import EndpointUp, ModelsChanged
-from fairlead.model.inference import InferenceModel, ModelSet, Origin, Target
-from fairlead.observe.watch import Watch
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
-from fairlead.plugins.filters.subset import Subset
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointUp, ModelsChanged
+from fairlead.core.fleet import Fleet
+from fairlead.core.headers import DESTINATION
+from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway import access_log
+from fairlead.gateway.answers import Answers
+from fairlead.gateway.driver import Driver
+from fairlead.gateway.grpc_server import GrpcServer
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import HealthService
+from fairlead.gateway.host import Host
+from fairlead.gateway.server import EXT_PROC, routes
+from fairlead.gateway.understand import Understanding
+from fairlead.plugins.filters.ability import Subset
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.round_robin import RoundRobin
-from fairlead.route.headers import DESTINATION
-from fairlead.schedule.profile import Profile
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.server.observe.watch import Watch
 from fairlead.testing import SimClock
 
 DATA = Path(__file__).parents[1] / "data" / "ext-proc"
@@ -113,7 +113,7 @@ class Side:
         player = Player(reader, writer, Stream((), [], WIDE))
         await player.begin(access_log.PATH)
         await player.flush()
-        await until(lambda: self.host.access_logs == 1)
+        await until(lambda: self.host.logs.connected == 1)
 
         async def end() -> None:
             for lease in sorted(self.leases):
@@ -148,7 +148,7 @@ async def sides(log: bool, models: bool = True) -> AsyncIterator[tuple[Side, Sid
     for side in (own, reference):
         side.pipeline.validate()
         assert len(side.fleet.ledger) == 0
-        assert side.host.access_logs == 0
+        assert side.host.logs.connected == 0
 
 
 async def both(pair: tuple[Side, Side], stream: Stream) -> tuple[Heard, Heard]:

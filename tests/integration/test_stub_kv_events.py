@@ -11,12 +11,12 @@ import aiohttp
 import pytest
 from msgspec import Struct
 
-from fairlead.fleet.kv.index import KvIndex
-from fairlead.fleet.kv.keys import TOKEN_BYTES, prompt_keys
-from fairlead.fleet.kv.match import BlockChain
-from fairlead.io.kv_events.settings import KvSource
-from fairlead.io.kv_events.subscriber import KvSubscriber
-from fairlead.stub.prompts import render_chat
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import TOKEN_BYTES, prompt_keys
+from fairlead.core.kv.match import BlockChain
+from fairlead.lab.stub.plans import render_chat
+from fairlead.pool.kv_events.discovery import KvSource
+from fairlead.pool.kv_events.subscriber import KvSubscriber
 
 _REPLICAS = 2
 _COMMAND = (

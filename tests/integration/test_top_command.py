@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli._top_feed import follow
 from fairlead.cli.main import build_app
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.admin import Admin, AdminSources
-from fairlead.io.dashboard import DashboardSources
-from fairlead.model.decision import DecisionRecord
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
-from fairlead.observe.snapshot import SnapshotMaker
-from fairlead.observe.watch import Watch
+from fairlead.cli.top import follow
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.records import DecisionRecord
+from fairlead.core.request import Request
+from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.dashboard import DashboardSources
+from fairlead.server.observe.snapshot import SnapshotMaker
+from fairlead.server.observe.watch import Watch
 
 
 class Port:

@@ -16,11 +16,11 @@ from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairlead.io.receive.grpc_server import GrpcServer
-from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.health import HealthService
-from fairlead.io.receive.stream import ServerStream
+from fairlead.gateway.grpc_server import GrpcServer
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import HealthService
+from fairlead.gateway.stream import ServerStream
 
 PATH = "/test.Service/Transform"
 LIMIT = 400_000
@@ -252,7 +252,7 @@ def test_handlers_hear_the_same_of_cancels(pair: Pair, early: bool) -> None:
         async with asyncio.timeout(10):
             while not early and not Transform.told[name]:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await talk(channel, f"{name}-later", [b"f"])  # whatever was on its way has arrived before
         return Transform.told[name]
 
     own, reference = pair.both(play)
@@ -263,7 +263,7 @@ def test_handlers_hear_the_same_of_ends_and_errors(pair: Pair) -> None:
     async def play(channel: Any, name: str) -> list[list[str]]:
         for number, messages in enumerate(([b"e"], [b"!"], [b"f"], [b"e", b"!", b"e"])):
             await talk(channel, f"{name}-{number}", messages)
-        await asyncio.sleep(0.05)
+        await talk(channel, f"{name}-later", [b"f"])
         return [Transform.told[f"{name}-{number}"] for number in range(4)]
 
     own, reference = pair.both(play)

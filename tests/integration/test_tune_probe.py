@@ -6,13 +6,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.bench import tune_probe
-from fairlead.bench.tune_facts import ask_facts
-from fairlead.bench.tune_fit import TooLittle
-from fairlead.bench.tune_probe import Ask, probe
 from fairlead.cli.main import build_app
-from fairlead.stub.config import StubConfig
-from fairlead.stub.pool import StubPool
+from fairlead.lab.load import tune_probe
+from fairlead.lab.load.tune import TooLittle, ask_facts
+from fairlead.lab.load.tune_probe import Ask, probe
+from fairlead.lab.stub.config import StubConfig
+from fairlead.lab.stub.pool import StubPool
 
 CONFIG = StubConfig(preset="llama-8b-h100", time_ratio=20.0, max_model_len=8192)
 

@@ -12,7 +12,7 @@ from kr_helm import LABELS, Helm, of_kind, one
 from kr_runs import Children, free_ports, get, installed, stub_port, until
 
 from fairlead.cli.main import COMMANDS, load_command
-from fairlead.config.load import load
+from fairlead.compat.load import load
 from fairlead.config.schema import Config
 
 HERE = Path(__file__).parent
@@ -163,8 +163,8 @@ def test_policies_let_through_what_is_needed(helm: Helm) -> None:
     objects = rendered(helm, "indexer")
     scheduler, indexer = (template(objects, part)["metadata"]["labels"] for part in ("-epp", "-indexer"))
     out, into = one(objects, "NetworkPolicy", "-epp")["spec"], one(objects, "NetworkPolicy", "-indexer")["spec"]
-    (asking,) = (rule for rule in out["egress"] if any(selects(peer, indexer) for peer in rule.get("to", ())))
-    assert asking["ports"] == [{"port": "http", "protocol": "TCP"}]
+    (indexer_rule,) = (rule for rule in out["egress"] if any(selects(peer, indexer) for peer in rule.get("to", ())))
+    assert indexer_rule["ports"] == [{"port": "http", "protocol": "TCP"}]
     (answering,) = into["ingress"]
     for labels in (scheduler, indexer):
         assert [peer for peer in answering["from"] if "podSelector" in peer and selects(peer, labels)]

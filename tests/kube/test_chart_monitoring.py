@@ -11,7 +11,7 @@ import pytest
 import yaml
 from kr_helm import CHART, LABELS, Helm, of_kind, one
 
-from fairlead.config.load import load
+from fairlead.compat.load import load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES, RULES_TEST = DEPLOY / "alerts" / "fairlead.yaml", DEPLOY / "alerts" / "fairlead_test.yaml"

@@ -9,10 +9,10 @@ import yaml
 from kr_helm import LABELS, Helm, of_kind, one
 
 from fairlead.cli.main import COMMANDS, load_command
-from fairlead.config.load import load
+from fairlead.compat.load import load
 from fairlead.config.registry import build_policy
 from fairlead.config.schema import Config
-from fairlead.io.receive.health import LIVENESS, READINESS, WARM
+from fairlead.gateway.health import LIVENESS, READINESS, WARM
 
 VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 every_set = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)

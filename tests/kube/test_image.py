@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fairlead.cli.main import COMMANDS, load_command
-from fairlead.config.load import load
+from fairlead.compat.load import load
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

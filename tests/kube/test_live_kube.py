@@ -16,7 +16,7 @@ from kc_pods import H2Pod, PodServer, pod_servers
 from kc_traffic import Traffic, load, one
 from kr_cluster import Cluster
 
-from gw_processes import Serve, _get, require_envoy, sees_the_scheduler  # isort: skip  (kc_traffic shows where it is)
+from gw_processes import Serve, get_page, require_envoy, sees_the_scheduler  # isort: skip  (kc_traffic shows where it is)
 
 
 class World:
@@ -109,7 +109,8 @@ async def test_pods_come_and_go_under_traffic(world: World) -> None:
         await world.has(1, 2, 3)
         await world.call(world.cluster.delete_pod, world.namespace, "pod-1", 30)  # stays, terminating
         await world.has(2, 3)
-        await asyncio.sleep(0.1)  # what was on its way has arrived
+        seen = traffic.total
+        await until(lambda: traffic.total > seen + 20, "what was on its way has arrived")
         before = world.pods[0].served, world.pods[1].served
         seen = traffic.total
         await until(lambda: traffic.total > seen + 500, "traffic goes on")
@@ -192,7 +193,7 @@ async def test_flags_reach_the_scheduler_behind_the_embedded_gateway(world: Worl
     kubeconfig = str(tmp_path / "kubeconfig")
     flags = ["--pool-name", "llama", f"--pool-namespace={world.namespace}", "--kubeconfig", kubeconfig]
     world.serve.spawn(sys.executable, "-m", "fairlead", "serve", str(file), *flags)
-    world.serve._until(lambda: _get(world.serve.admin + "/readyz")[0] == 200)
+    world.serve.poll_until(lambda: get_page(world.serve.admin + "/readyz")[0] == 200)
     await world.has(0, 1, 2)
     assert (await one(world.serve.port, "x")).status == 200
 

@@ -14,10 +14,10 @@ from kr_cluster import Cluster
 from kr_helm import LABELS, Helm
 from kr_helm import one as one_of
 
-from fairlead.config.kube import Kubernetes, LeaderElection
-from fairlead.live.kube import Kube
-from fairlead.observe.exposition import Registry
-from fairlead.observe.kube_metrics import KubeMetrics
+from fairlead.config.schema import Kubernetes, LeaderElection
+from fairlead.server.live.kube import Kube
+from fairlead.server.observe.component_metrics import KubeMetrics
+from fairlead.server.observe.exposition import Registry
 
 GIE, LEGACY, LLMD = "inference.networking.k8s.io", "inference.networking.x-k8s.io", "llm-d.ai"
 SLICES = "discovery.k8s.io"
@@ -76,7 +76,7 @@ def rules(without: tuple[str, str, str] = ("", "", "")) -> list[dict[str, Any]]:
 
 
 class Running:
-    """Everything of `live.kube`, with what it said."""
+    """Everything of `server.live.kube`, with what it said."""
 
     def __init__(self) -> None:
         self.unready: dict[str, str] = {}
@@ -133,10 +133,10 @@ async def test_the_role_is_enough(kube: Cluster, tmp_path: Path, caplog: pytest.
         async with asyncio.timeout(20):
             while not await asyncio.to_thread(written, kube, namespace):
                 await asyncio.sleep(0.05)
-        assert live.beacon is not None
-        await until(lambda: live.beacon.writes == 1, "the slice that names the leader")
+        assert live.slice_publisher is not None
+        await until(lambda: live.slice_publisher.writes == 1, "the slice that names the leader")
         await live.hand_over()
-        assert live.beacon.writes == 2, "nobody came after it: the slice is emptied"
+        assert live.slice_publisher.writes == 2, "nobody came after it: the slice is emptied"
     assert "not allowed" not in said(caplog)
 
 
@@ -165,8 +165,8 @@ async def test_exactly_the_charts_role_is_enough(
         async with asyncio.timeout(20):
             while not await asyncio.to_thread(written, kube, namespace):
                 await asyncio.sleep(0.05)
-        assert live.beacon is not None
-        await until(lambda: live.beacon.writes == 1, "the slice that names the leader")
+        assert live.slice_publisher is not None
+        await until(lambda: live.slice_publisher.writes == 1, "the slice that names the leader")
         await live.hand_over()
-        assert live.beacon.writes == 2, "nobody came after it: the slice is emptied"
+        assert live.slice_publisher.writes == 2, "nobody came after it: the slice is emptied"
     assert "not allowed" not in said(caplog)

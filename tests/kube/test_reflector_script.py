@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import pytest
 import yaml
+from fake_kube import FakeKube
 from kc_objects import POOL_V1, Followed, Object, pool, until
 from kr_cluster import Cluster, running
-
-from fairlead.testing.fake_kube import FakeKube
 
 
 class World(Protocol):

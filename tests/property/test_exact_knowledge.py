@@ -6,19 +6,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead.fleet.exact import ExactKnowledge
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.kv.apply import apply_all
-from fairlead.fleet.kv.events import AllCleared, BlocksRemoved, BlocksStored
-from fairlead.fleet.recipe import ANY_MODEL
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.events import EndpointDown, EndpointUp, RequestArrived, ResponseEnded
-from fairlead.model.request import Request, Usage
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
+from fairlead.apis.tokens import PromptTokens
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointDown, EndpointUp, RequestArrived, ResponseEnded
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
+from fairlead.core.kv.recipe import ANY_MODEL
+from fairlead.core.request import Request, Usage
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.testing import SimClock
-from fairlead.tokens import PromptTokens
+from fairlead.testing.builders import lease_of
 
 BLOCK, POOL = 4, 3
 #: Prompts that share beginnings.
@@ -29,8 +29,8 @@ class Machine:
     def __init__(self, chance: Random) -> None:
         self.chance = chance
         self.clock = SimClock()
-        self.fleet = Fleet()
-        self.fleet.exact = self.exact = ExactKnowledge()
+        self.exact = ExactKnowledge()
+        self.fleet = Fleet(exact=self.exact)
         self.pipeline = Pipeline(self.clock, Random(1), self.fleet, CostModel(), TokenEstimator())
         #: Per endpoint the beginnings (in whole blocks) that it holds; `None` = it is not there.
         self.held: list[set[tuple[int, ...]] | None] = [None] * POOL
@@ -94,16 +94,15 @@ class Machine:
         prompt = self.chance.choice(PROMPTS)
         self.last += 1
         ids = np.array(prompt, "<u4").tobytes()
-        request = Request(id=self.last, arrived=self.clock.time(), prompt_tokens=len(prompt), model="m")
-        self.exact.offer(self.last, PromptTokens(ids=ids, total=len(prompt)))
+        blocks = self.exact.offer(PromptTokens(ids=ids, total=len(prompt)))
+        request = Request(id=self.last, arrived=self.clock.time(), prompt_tokens=len(prompt), model="m", blocks=blocks)
         column = self.fleet.match(request)
         for other, blocks in enumerate(self.held):
             if blocks is not None:
                 share = 0.0 if column is None else column[self._slot(other)]
                 assert int(share * len(prompt)) == _hit(prompt, blocks), (other, self.exact.source(self._slot(other)))
         self.pipeline.handle(RequestArrived(request))
-        lease = self.fleet.ledger.get(self.last)
-        assert lease is not None
+        lease = lease_of(self.fleet, self.last)
         there = self.held[int(lease.endpoint_id[1:])]
         assert there is not None
         assert lease.hit_tokens == _hit(prompt, there)
@@ -111,7 +110,7 @@ class Machine:
         usage = Usage(prompt_tokens=len(prompt), cached_tokens=lease.hit_tokens) if status == 200 else None
         self.pipeline.handle(ResponseEnded(request_id=self.last, status=status, usage=usage))
         self.clock.advance(1.0)
-        self.exact.first_token(-1, self.clock.time())  # settles what is due
+        self.exact.first_token(None, self.clock.time())  # settles what is due
 
 
 def _name(part: tuple[int, ...]) -> int:

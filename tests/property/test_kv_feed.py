@@ -11,11 +11,11 @@ from collections import Counter
 
 import pytest
 
-from fairlead.fleet.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
-from fairlead.fleet.kv.index import KvIndex
-from fairlead.io.kv_events.feed import Feed, Sync
-from fairlead.wire.kv_events_encode import Encoding, encode_batch
-from fairlead.wire.kv_events_frames import Frames
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
+from fairlead.core.kv.index import KvIndex
+from fairlead.lab.stub.kv_publisher import Encoding, encode_batch
+from fairlead.pool.kv_events.feed import Feed, Sync
+from fairlead.pool.kv_events.wire import Frames
 
 STEPS = int(os.environ.get("FAIRLEAD_KV_STEPS", "3000"))
 ENCODINGS = (

@@ -10,11 +10,10 @@ from collections import Counter
 
 import numpy as np
 
-from fairlead.fleet.kv.apply import apply_all
-from fairlead.fleet.kv.events import AllCleared, BlocksRemoved, BlocksStored
-from fairlead.fleet.kv.index import KvIndex
-from fairlead.fleet.kv.keys import OwnSpace, prompt_keys
-from fairlead.fleet.kv.match import BlockChain
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import OwnSpace, prompt_keys
+from fairlead.core.kv.match import BlockChain
 
 STEPS = int(os.environ.get("FAIRLEAD_KV_STEPS", "1500"))
 SLOTS, BLOCK = 5, 4

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fairlead.fleet.account import Account
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.lease import Lease
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.ledger import Account, Lease
+from fairlead.core.request import Request
 
 TTL = 100.0
 OWN = ("inflight", "pending", "pending_tokens", "kv_tokens")
@@ -43,6 +42,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.number = 0
         #: Our own book: request id to (endpoint, pending, uncached tokens, KV tokens).
         self.book: dict[int, tuple[str, bool, float, float]] = {}
+        #: All that there ever were.
+        self.leases: dict[int, Lease] = {}
 
     def known(self) -> list[str]:
         return [name for name in self.fleet.table.ids if name]
@@ -92,6 +93,7 @@ class FleetMachine(RuleBasedStateMachine):
         request = Request(id=self.number, arrived=self.now, prompt_tokens=prompt)
         lease = self.fleet.charge(request, slot, self.now, hit, output)
         self.book[self.number] = (name, True, lease.uncached_tokens, lease.kv_tokens)
+        self.leases[self.number] = lease
 
     @precondition(lambda self: self.fleet.table.count)
     @rule(data=st.data(), prompt=st.integers(0, 50_000), stream=st.booleans())
@@ -101,23 +103,22 @@ class FleetMachine(RuleBasedStateMachine):
         self.number += 1
         request = Request(id=self.number, arrived=self.now, prompt_tokens=prompt, stream=stream)
         before = self.fleet.table.inflight[slot]
-        self.fleet.reserve(request, slot, self.now, 0, 100.0)
+        self.fleet.charge(request, slot, self.now, 0, 100.0, reserved=True)
         assert self.fleet.table.inflight[slot] == before + 1
 
     @precondition(lambda self: self.fleet.ledger.reserved)
     @rule(data=st.data())
     def unreserve(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.fleet.ledger.reserved)))
-        self.fleet.unreserve(~number)
-        assert number not in self.fleet.ledger.reserved
+        lease = data.draw(st.sampled_from(sorted(self.fleet.ledger.reserved, key=lambda lease: lease.request.id)))
+        self.fleet.ledger.release(lease)
+        assert lease not in self.fleet.ledger.reserved
 
     @precondition(lambda self: self.book)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        number = data.draw(st.integers(1, self.number))
-        lease = self.fleet.ledger.first_token(number)
+        number = data.draw(st.sampled_from(sorted(self.leases)))
         news = number in self.book and self.book[number][1]
-        assert (lease is not None) == news
+        assert self.fleet.ledger.first_token(self.leases[number]) == news
         if news:
             name, _, uncached, kv = self.book[number]
             self.book[number] = (name, False, uncached, kv)
@@ -125,20 +126,21 @@ class FleetMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.book)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        number = data.draw(st.integers(1, self.number))
-        assert (self.fleet.ledger.release(number) is not None) == (self.book.pop(number, None) is not None)
+        number = data.draw(st.sampled_from(sorted(self.leases)))
+        assert self.leases[number].held == (self.book.pop(number, None) is not None)
+        self.fleet.ledger.release(self.leases[number])
 
     @rule()
     def expire(self) -> None:
-        for number in self.fleet.ledger.expired(self.now):
-            assert self.fleet.ledger.release(number) is not None
-            del self.book[number]
+        for lease in self.fleet.ledger.expired(self.now):
+            self.fleet.ledger.release(lease)
+            del self.book[lease.request.id]
 
     @rule(name=names, delay=st.sampled_from([0.0, 0.5, 3.0]), sample=samples)
     def sampled(self, name: str, delay: float, sample: Sample) -> None:
-        for number in self.fleet.sampled(name, self.now - delay, self.now, sample):
-            assert self.fleet.ledger.release(number) is not None
-            assert self.book.pop(number)[0] == name
+        for lease in self.fleet.sampled(name, self.now - delay, self.now, sample):
+            self.fleet.ledger.release(lease)
+            assert self.book.pop(lease.request.id)[0] == name
 
     @rule(name=names)
     def scrape_failed(self, name: str) -> None:
@@ -171,8 +173,8 @@ class FleetMachine(RuleBasedStateMachine):
                 assert not any(getattr(table, column)[slot] for column in LOAD)
 
     def teardown(self) -> None:
-        for number in [*self.book, *self.fleet.ledger.reserved]:
-            self.fleet.ledger.release(number)
+        for lease in [*self.leases.values(), *self.fleet.ledger.reserved]:
+            self.fleet.ledger.release(lease)
         assert not self.fleet.ledger.reserved
         table = self.fleet.table
         assert len(self.fleet.ledger) == 0
@@ -212,7 +214,7 @@ def test_against_a_truthful_engine_the_effective_load_is_exact_at_each_scrape(st
 
     Between two readings only the requests of others can be unknown: our own must be in the total, each once.
     """
-    account, engine = Account(), Engine()
+    account, engine, ours = Account(), Engine(), dict[int, Lease]()
     now = 0.0
     others_then = 0
     for number, (what, which) in enumerate(steps):
@@ -222,24 +224,28 @@ def test_against_a_truthful_engine_the_effective_load_is_exact_at_each_scrape(st
             engine.requests[number] = (what == "ours", True)
             if what == "ours":
                 request = Request(id=number, arrived=now)
-                account.charge(Lease(request, 0, "e", now, uncached_tokens=1.0, kv_tokens=1.0, hit_tokens=0))
+                lease = Lease(request, 0, "e", now, uncached_tokens=1.0, kv_tokens=1.0, hit_tokens=0, held=True)
+                ours[number] = lease
+                account.charge(lease)
         elif what == "start" and chosen is not None:
             engine.requests[chosen] = (engine.requests[chosen][0], False)
         elif what in ("first", "end") and chosen is not None:
-            lease = account.leases.get(chosen)
+            lease = ours.get(chosen)
             if what == "first" and lease is not None and lease.pending and not engine.requests[chosen][1]:
-                account.end_prefill(lease)
+                account.release(lease, prefill_only=True)
             elif what == "end":
                 del engine.requests[chosen]
                 if lease is not None:
-                    account.release(lease)
+                    account.release(ours.pop(chosen))
         elif what == "scrape":
             waiting, running = engine.counts()
             assert account.reconcile(now + 0.005, float(waiting), float(running)) == []
-            assert account.queue + account.active == waiting + running
-            if all(lease.pending or not engine.requests[n][1] for n, lease in account.leases.items()):
-                assert (account.queue, account.active) == (waiting, running)
+            queue, active, *_ = account.row()
+            assert queue + active == waiting + running
+            if all(lease.pending or not engine.requests[n][1] for n, lease in ours.items()):
+                assert (queue, active) == (waiting, running)
             others_then = sum(not ours for ours, _ in engine.requests.values())
         account.validate()
-        assert account.queue >= 0 <= account.active
-        assert account.queue + account.active == len(account.leases) + others_then
+        queue, active, *_ = account.row()
+        assert queue >= 0 <= active
+        assert queue + active == len(account.leases) + others_then

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from fairlead.parse.rename import ModelRenamer
-from fairlead.parse.request import parse_request
-from fairlead.parse.span import model_span
-from fairlead.parse.splice import splice_model
+from fairlead.apis.rename import ModelRenamer
+from fairlead.apis.request import parse_request
+from fairlead.apis.splice import model_span, splice_model
 
 BODIES = int(os.environ.get("FAIRLEAD_MODEL_BODIES", "2000"))
 BLOCKS = 20

@@ -7,10 +7,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.receive.driver import Driver
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.events import (
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import (
     EndpointDown,
     EndpointUp,
     FirstTokenSeen,
@@ -21,15 +19,17 @@ from fairlead.model.events import (
     StreamLost,
     UsageReported,
 )
-from fairlead.model.request import PrefixChain, Request, Usage
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
-from fairlead.plugins.filters.health import Health, HealthParams
-from fairlead.plugins.filters.queue_depth import QueueDepth, QueueDepthParams
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.plugins.scorers.load_aware import LoadAware, LoadAwareParams
-from fairlead.plugins.scorers.prefix_aware import PrefixAware, PrefixAwareParams
-from fairlead.schedule.profile import Profile
+from fairlead.core.fleet import Fleet
+from fairlead.core.profile import Profile
+from fairlead.core.request import PrefixChain, Request, Usage
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.driver import Driver
+from fairlead.plugins.filters.availability import Health, HealthParams
+from fairlead.plugins.filters.load import QueueDepth, QueueDepthParams
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
+from fairlead.plugins.scorers.load import LoadAware, LoadAwareParams
+from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
 from fairlead.testing import SimClock
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -52,8 +52,8 @@ class Machine(RuleBasedStateMachine):
         self.driver.start()
 
     # what the driver carries out
-    def route(self, endpoint, *_, **__):
-        self.answers[self.current] += 1
+    def route(self, route):
+        self.answers[route.request_id] += 1
 
     def reject(self, reject):
         self.answers[reject.request_id] += 1
@@ -92,8 +92,7 @@ class Machine(RuleBasedStateMachine):
             max_tokens=limit,
             prefix=PrefixChain(hashes, ends),
         )
-        self.driver.waiting[self.current] = self
-        self.driver.feed(RequestArrived(request))
+        self.driver.feed(RequestArrived(request, self))
 
     @precondition(lambda self: self.arrived)
     @rule(data=st.data(), kind=st.sampled_from(["first", "end", "end-500", "gone", "lost", "usage"]))

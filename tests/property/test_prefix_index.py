@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fairlead.fleet.prefix import ChainHasher, PrefixIndex
-from fairlead.model.request import NO_PREFIX, PrefixChain
+from fairlead.core.prefix import ChainHasher, PrefixIndex
+from fairlead.core.request import NO_PREFIX, PrefixChain
 
 HASHER = ChainHasher(finest=4, growth=4)
 MAX_ENTRIES = 40

@@ -8,12 +8,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fairlead.admit.fairness import DeficitRoundRobin, LeastAttained, RoundRobin, Strict
-from fairlead.admit.framework import Limit, Refused, Waiting
-from fairlead.admit.limits import FlowRule, Limits
-from fairlead.admit.ordering import EarliestDeadline, Fcfs, LeastWork
-from fairlead.admit.queues import FLOW_MEMORY, MOST_IDLE, Queues
-from fairlead.model.request import Request
+from fairlead.core.fairness import (
+    DeficitRoundRobin,
+    EarliestDeadline,
+    Fcfs,
+    LeastAttained,
+    LeastWork,
+    RoundRobin,
+    Strict,
+)
+from fairlead.core.flow import FlowRule, Limit, Limits, Waiting
+from fairlead.core.policy import Refused
+from fairlead.core.queues import FLOW_MEMORY, MOST_IDLE, Queues
+from fairlead.core.request import Request
 
 FAIRNESS = {10: Strict, 0: DeficitRoundRobin, -10: LeastAttained, -20: RoundRobin}
 ORDERING = {10: Fcfs, 0: LeastWork, -10: EarliestDeadline, -20: Fcfs}
@@ -80,7 +87,9 @@ class QueuesAgainstAList(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 200))
     def cancel(self, number):
-        assert self.queues.cancel(number) is self.model.pop(number, None)
+        waiting = self.model.pop(number, None)
+        if waiting is not None:
+            self.queues.remove(waiting)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, FLOW_MEMORY + 1]))
     def pass_time(self, seconds):
@@ -100,7 +109,7 @@ class QueuesAgainstAList(RuleBasedStateMachine):
     def agrees(self):
         self.queues.validate()
         assert len(self.queues) == len(self.model) <= LIMITS.total.requests
-        assert all(self.queues.get(number) is waiting for number, waiting in self.model.items())
+        assert {id(waiting) for waiting in self.queues.members()} == {id(one) for one in self.model.values()}
 
 
 TestQueues = QueuesAgainstAList.TestCase
@@ -116,9 +125,9 @@ def test_a_burst_of_a_hundred_thousand_stays_within_the_limits():
             request = Request(
                 id=number, arrived=0.0, priority=number % 2, fairness_id=f"tenant-{number}", body_bytes=10_000
             )
-            queues.put(request, number * 1e-5, 60.0, 100.0)
-            if number % 4 == 0:
-                queues.cancel(number)
+            waiting, _ = queues.put(request, number * 1e-5, 60.0, 100.0)
+            if number % 4 == 0 and isinstance(waiting, Waiting):
+                queues.remove(waiting)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -7,26 +7,25 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.receive.driver import Driver
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.events import (
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import (
     EndpointDown,
     EndpointUp,
     RemoteDown,
+    RemotePick,
     RemotePicked,
     RemoteUp,
     RequestArrived,
     ResponseEnded,
     StreamLost,
 )
-from fairlead.model.remote import RemotePick
-from fairlead.model.request import Request
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
+from fairlead.core.fleet import Fleet
+from fairlead.core.remote import RemotePolicy
+from fairlead.core.request import Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.driver import Driver
 from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.schedule.parking import Parking
-from fairlead.schedule.remote import RemotePolicy
 from fairlead.testing import SimClock
 
 NAMES = st.sampled_from(["a", "b", "c", "never"])
@@ -39,9 +38,8 @@ class Machine(RuleBasedStateMachine):
         self.answers, self.decided, self.ended, self.lost = Counter(), Counter(), Counter(), set()
         self.arrived: list[int] = []
         self.policy = RemotePolicy("remote", CostModel(), lambda request, fleet, now: None, 0.005)
-        self.pipeline = Pipeline(self.clock, random.Random(7), Fleet(lease_ttl=60.0), self.policy, TokenEstimator())
-        self.pipeline.parking = Parking()
-        self.pipeline.parking.remotes = {"remote": self.policy}
+        fleet, remotes = Fleet(lease_ttl=60.0), {"remote": self.policy}
+        self.pipeline = Pipeline(self.clock, random.Random(7), fleet, self.policy, TokenEstimator(), remotes=remotes)
         self.driver = Driver(self.pipeline, self.clock, self)
         self.driver.start()
 
@@ -71,14 +69,14 @@ class Machine(RuleBasedStateMachine):
         machine = self
 
         class Waiting:
-            def route(self, endpoint, *_, **__):
+            def route(self, route):
                 machine.answers[number] += 1
 
             def reject(self, reject):
                 machine.answers[number] += 1
 
-        self.driver.waiting[number] = Waiting()
-        self.driver.feed(RequestArrived(Request(id=number, arrived=self.clock.time(), prompt_tokens=tokens)))
+        request = Request(id=number, arrived=self.clock.time(), prompt_tokens=tokens)
+        self.driver.feed(RequestArrived(request, Waiting()))
 
     @rule(
         numbers=st.lists(st.integers(1, 12), max_size=4),
@@ -96,7 +94,6 @@ class Machine(RuleBasedStateMachine):
         if number in self.arrived:
             if lost and not self.answers[number]:
                 self.lost.add(number)
-                self.driver.waiting.pop(number, None)
             self.driver.feed(StreamLost(number) if lost else ResponseEnded(request_id=number, status=200))
 
     @rule(seconds=st.floats(0, 0.02) | st.floats(1, 30))

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from fairlead.tokens.pieces import PieceCache
-from fairlead.tokens.tokeniser import Tokeniser, load
+from fairlead.apis.tokens.pieces import PieceCache
+from fairlead.apis.tokens.tokeniser import Tokeniser, load
 
 WORDS = [
     "the module",
@@ -122,5 +122,10 @@ def test_pieces_are_found_again() -> None:
 
 
 def test_every_kind_has_places_to_cut() -> None:
-    assert all(len(made(kind, False, 1000)._boundaries) >= 2 for kind in KINDS)
+    for kind in KINDS:
+        tokeniser = made(kind, False, 1 << 20)
+        tokeniser.encode("<|s|>user\nhello<|e|>\n")
+        before = tokeniser.cache.found
+        tokeniser.encode("<|s|>user\nhello<|e|>\n<|s|>user\nmore")
+        assert tokeniser.cache.found > before, kind
     assert json.loads(trained("byte-level"))["added_tokens"]

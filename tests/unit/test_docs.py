@@ -10,25 +10,22 @@ from typing import Any
 import pytest
 import yaml
 
+from fairlead.apis.tokens import PromptTokeniser
 from fairlead.cli.main import COMMANDS, load_command
-from fairlead.config.load import FIELDS, load
+from fairlead.compat.load import FIELDS, load
+from fairlead.config.endpoint_list import parse_endpoints_text
 from fairlead.config.registry import build_policy
-from fairlead.fleet.exact import ExactKnowledge
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.kv.index import KvIndex
-from fairlead.io.admin import Admin, AdminSources
-from fairlead.io.indexer.server import IndexServer, IndexSources
-from fairlead.io.indexer.service import IndexService
-from fairlead.io.journal.recorder import Counts
-from fairlead.observe.exposition import Registry
-from fairlead.observe.gateway_metrics import show_unscheduled
-from fairlead.observe.indexer_metrics import AskingMetrics, IndexerMetrics
-from fairlead.observe.journal_metrics import show_journal
-from fairlead.observe.kv_metrics import KvMetrics
-from fairlead.observe.token_metrics import TokenMetrics
-from fairlead.observe.watch import Watch
-from fairlead.tokens import PromptTokeniser
-from fairlead.wire.endpoint_list import parse_endpoints_text
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.core.kv.index import KvIndex
+from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.indexer.server import IndexServer, IndexSources
+from fairlead.server.indexer.service import IndexService
+from fairlead.server.journal.recorder import Counts
+from fairlead.server.observe.component_metrics import TokenMetrics, show_journal, show_unscheduled
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
+from fairlead.server.observe.watch import Watch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -144,6 +141,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("where", TEXTS)
+def test_a_link_says_the_name_of_the_file_it_leads_to(where: str) -> None:
+    links = re.findall(r"\[`?([\w./]+\.py)`?\]\(([^)#\s]+)", TEXTS[where])
+    assert [(name, target) for name, target in links if not target.endswith(name)] == []
+
+
+@pytest.mark.parametrize("where", TEXTS)
 def test_every_file_that_is_named_exists(where: str) -> None:
     named = re.findall(r"\b(?:src|tests|bench|examples|docs)/[\w./-]*\w", CODE.sub(r" \1 ", TEXTS[where]))
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -197,7 +200,7 @@ def test_every_metric_that_is_named_exists() -> None:
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
     show_unscheduled(watch.metrics.registry)
-    AskingMetrics(watch.metrics.registry)
+    QueryMetrics(watch.metrics.registry)
     indexer = Registry()  # of another process
     IndexerMetrics(indexer, KvIndex())
     TokenMetrics(watch.metrics.registry, PromptTokeniser, dict, {})

@@ -128,7 +128,7 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end }}
 
 {{/* A selector of the model servers' pods; of all, where only the pool knows them */}}
-{{- define "fairlead.modelServers" -}}
+{{- define "fairlead.coreServers" -}}
 {{- with .Values.inferencePool.modelServers.matchLabels -}}
 matchLabels: {{- toYaml . | nindent 2 }}
 {{- else -}}

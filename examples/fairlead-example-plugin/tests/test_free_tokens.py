@@ -1,7 +1,7 @@
 from fairlead_example_plugin import FreeTokens, FreeTokensParams
 
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.schedule.profile import Profile
+from fairlead.core.profile import Profile
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.testing import assert_routed, check_scorer, cycle, fleet, request
 
 SAMPLES = {

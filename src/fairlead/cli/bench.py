@@ -1,44 +1,18 @@
 """`fairlead bench`: open-loop load against any OpenAI endpoint, and what came of it."""
 
 import math
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+from fairlead.cli.options import FAILED, WRONG_INPUT, examples, exits, pairs
 
 if TYPE_CHECKING:
-    from fairlead.bench.report import Summary
-    from fairlead.bench.spec import Options, RunResult
-    from fairlead.cli._bench_load import Load, Wish
+    from fairlead.cli.bench_load import Load, LoadOptions
+    from fairlead.lab.load.report import Summary
+    from fairlead.lab.load.spec import Options, RunResult
 
-_EXAMPLES = """
-\b
-Examples:
-  fairlead bench http://localhost:8080
-  fairlead bench localhost:8080 --rate 12 --seconds 60 --out out/bench
-  fairlead bench HOST:8080 --arrivals ramp --rate 2 --to-rate 30 --seconds 90
-  fairlead bench localhost:8080 -w conversation -n 500 --slo-ttft-ms 500
-  fairlead bench localhost:8080 -w traffic.jsonl --speedup 4 --model mine
-  fairlead bench localhost:8000 -w chat --closed 32 -n 1000 --json
-\b
-The workload of most published figures on prefix-aware routing:
-  fairlead bench localhost:8080 --rate 14 -n 3000 --output-tokens 1000 \\
-    --set groups=150 --set prompts=5 \\
-    --set system_tokens=6000 --set question_tokens=1200
-\b
-A real vLLM stops where the model likes; for answers of the length asked for:
-  fairlead bench localhost:8000 --extra '{"ignore_eos": true}'
-\b
-Latencies count from the moment a request was due, not from when it was sent:
-a server that stalls cannot hide it. Look at "send lag" first: unless it is
-small beside the TTFT, this machine was the bottleneck.
-\b
-Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage.
-More: docs/bench.md.
-"""
 
 _Url = Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT of a gateway or model server.")]
 _Workload = Annotated[
@@ -75,6 +49,31 @@ _Out = Annotated[
 ]
 
 
+@examples("""
+\b
+Examples:
+  fairlead bench http://localhost:8080
+  fairlead bench localhost:8080 --rate 12 --seconds 60 --out out/bench
+  fairlead bench HOST:8080 --arrivals ramp --rate 2 --to-rate 30 --seconds 90
+  fairlead bench localhost:8080 -w conversation -n 500 --slo-ttft-ms 500
+  fairlead bench localhost:8080 -w traffic.jsonl --speedup 4 --model mine
+  fairlead bench localhost:8000 -w chat --closed 32 -n 1000 --json
+\b
+The workload of most published figures on prefix-aware routing:
+  fairlead bench localhost:8080 --rate 14 -n 3000 --output-tokens 1000 \\
+    --set groups=150 --set prompts=5 \\
+    --set system_tokens=6000 --set question_tokens=1200
+\b
+A real vLLM stops where the model likes; for answers of the length asked for:
+  fairlead bench localhost:8000 --extra '{"ignore_eos": true}'
+\b
+Latencies count from the moment a request was due, not from when it was sent:
+a server that stalls cannot hide it. Look at "send lag" first: unless it is
+small beside the TTFT, this machine was the bottleneck.
+\b
+Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage.
+More: docs/bench.md.
+""")
 def bench(
     url: _Url,
     workload: _Workload = "shared-prefix",
@@ -103,12 +102,12 @@ def bench(
 
     Requests leave when they are due, whether or not earlier ones were answered (open loop).
     """
-    from fairlead.cli._bench_load import Wish, build
-    from fairlead.workload.formats.problems import TraceError
+    from fairlead.cli.bench_load import LoadOptions, build
+    from fairlead.lab.workload.formats import TraceError
 
-    wish = Wish(
+    load_options = LoadOptions(
         workload=workload,
-        parameters=_pairs(set, "--set", underscores=True),
+        parameters=pairs(set, "--set", underscores=True),
         rate=rate,
         arrivals=arrivals,
         cv=cv,
@@ -121,37 +120,22 @@ def bench(
         extra=_object(extra),
         seed=seed,
     )
-    try:
-        load = build(wish)
+    with exits(WRONG_INPUT, TraceError, OSError):
+        load = build(load_options)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-    except (TraceError, OSError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
-    options = _options(load, _pairs(header, "--header"), timeout, max_in_flight)
+    options = _options(load, pairs(header, "--header"), timeout, max_in_flight)
     result = _run(url, load, model, options)
-    summary = _summarise(result, wish, slo_ttft_ms or math.inf, slo_tpot_ms or math.inf)
+    summary = _summarise(result, load_options, slo_ttft_ms or math.inf, slo_tpot_ms or math.inf)
     _show(summary, out, json)
     if summary["failed"] or not summary["requests"]:
         raise typer.Exit(FAILED)
 
 
-def _pairs(settings: list[str] | None, option: str, underscores: bool = False) -> dict[str, str]:
-    from fairlead.model.errors import ConfigError
-
-    found = {}
-    for setting in settings or []:
-        name, equals, value = setting.partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"expected NAME=VALUE, got {setting!r}", option)
-        found[name.strip().replace("-", "_") if underscores else name.strip()] = value.strip()
-    return found
-
-
 def _object(text: str) -> dict[str, Any]:
     import msgspec
 
-    from fairlead.model.errors import ConfigError
+    from fairlead.core.errors import ConfigError
 
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
@@ -160,7 +144,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _options(load: "Load", headers: dict[str, str], timeout: float, max_in_flight: int) -> "Options":
-    from fairlead.bench.spec import Options
+    from fairlead.lab.load.spec import Options
 
     return Options(
         requests=load.requests,
@@ -177,11 +161,11 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
     """Ask for the model's name, send everything, show how it goes."""
     import asyncio
 
-    from fairlead.bench.probe import ask_models, normal_target
-    from fairlead.bench.runner import run
-    from fairlead.bench.worker import allow_many_sockets
-    from fairlead.cli._bench_progress import BenchProgress
-    from fairlead.model.errors import ConfigError
+    from fairlead.cli.bench_load import BenchProgress
+    from fairlead.core.errors import ConfigError
+    from fairlead.lab.load.probe import ask_models, normal_target
+    from fairlead.lab.load.process import allow_many_sockets
+    from fairlead.lab.load.runner import run
 
     target = normal_target(url)
     status, served = ask_models(target, options.headers)
@@ -194,16 +178,16 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
         return asyncio.run(run(target, workload, load.arrivals, options, progress.step, load.described))
 
 
-def _summarise(result: "RunResult", wish: "Wish", slo_ttft_ms: float, slo_tpot_ms: float) -> "Summary":
+def _summarise(result: "RunResult", load_options: "LoadOptions", slo_ttft_ms: float, slo_tpot_ms: float) -> "Summary":
     import msgspec
 
-    from fairlead.bench.report import summarise
+    from fairlead.lab.load.report import summarise
 
     summary = summarise(result, slo_ttft_ms=slo_ttft_ms, slo_tpot_ms=slo_tpot_ms)
     # Values of headers are left out: one of them may be a key.
     options = summary["config"]["options"]
     options["headers"] = dict.fromkeys(options["headers"], "(not shown)")
-    summary["config"]["command"] = msgspec.to_builtins(wish)
+    summary["config"]["command"] = msgspec.to_builtins(load_options)
     return summary
 
 
@@ -212,8 +196,8 @@ def _show(summary: "Summary", out: Path | None, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from fairlead.bench.report import table
-    from fairlead.cli._bench_progress import hints
+    from fairlead.cli.bench_load import hints
+    from fairlead.lab.load.report import table
 
     if as_json:
         typer.echo(dumps(summary, indent=2))
@@ -227,7 +211,7 @@ def _show(summary: "Summary", out: Path | None, as_json: bool) -> None:
 
 
 def _plot(summary: "Summary", out: Path) -> list[Path]:
-    from fairlead.bench.plot import plot
+    from fairlead.lab.load.report import plot
 
     path = out / "bench.png"
     try:
@@ -236,6 +220,3 @@ def _plot(summary: "Summary", out: Path) -> list[Path]:
         typer.echo("no plot: it needs matplotlib, which fairlead[report] brings", err=True)
         return []
     return [path]
-
-
-bench.__doc__ = f"{cleandoc(bench.__doc__ or '')}\n{_EXAMPLES}"

@@ -1,27 +1,25 @@
 """`fairlead capture`: a journal becomes a workload that can be simulated, sent, and given away."""
 
-from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fairlead.cli._options import WRONG_INPUT, complain
+from fairlead.cli.options import WRONG_INPUT, echo_json, examples, exits
 from fairlead.cli.replay import Journal, Run
 
-_EXAMPLES = """
+#: Tokens per block id that a format demands.
+_SIZES = {"mooncake": 512, "bailian": 16}
+
+
+@examples("""
 \b
 Examples:
   fairlead capture journal/ traffic.jsonl
   fairlead capture journal/ traffic.mooncake.jsonl --format mooncake
   fairlead simulate traffic.jsonl --policy round-robin
   fairlead bench localhost:8080 -w traffic.jsonl
-"""
-
-#: Tokens per block id that a format demands.
-_SIZES = {"mooncake": 512, "bailian": 16}
-
-
+""")
 def capture(
     journal: Journal,
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The workload.")],
@@ -47,12 +45,12 @@ def capture(
     """
     import secrets
 
-    from fairlead.cli._progress import busy
-    from fairlead.sim.capture import capture as take
-    from fairlead.sim.journal import JournalError, one_run
-    from fairlead.workload.formats import FORMATS
+    from fairlead.cli.options import busy
+    from fairlead.lab.simulator.capture import capture as take
+    from fairlead.lab.simulator.journal import JournalError, one_run
+    from fairlead.lab.workload.formats import FORMATS
 
-    try:
+    with exits(WRONG_INPUT, JournalError, OSError, ValueError):
         if format not in FORMATS:
             raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
         key = salt.encode() or secrets.token_bytes(32)
@@ -63,13 +61,8 @@ def capture(
         if not made.workload.records:
             raise ValueError(f"{journal} holds no request that could be repeated")
         out.write_bytes(FORMATS[format].write(made.workload))
-    except (JournalError, OSError, ValueError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
     records = made.workload.records
     if as_json:
-        import msgspec
-
         figures = {
             "file": str(out),
             "requests": len(records),
@@ -78,7 +71,7 @@ def capture(
             "estimated": {"prompts": made.estimated_prompts, "answers": made.estimated_answers},
             "left_out": {"refused": made.refused, "without_prompt": made.without_prompt},
         }
-        typer.echo(msgspec.json.format(msgspec.json.encode(figures)))
+        echo_json(figures)
         return
     typer.echo(f"{out}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
     typer.echo(
@@ -87,6 +80,3 @@ def capture(
     )
     if made.refused or made.without_prompt:
         typer.echo(f"  left out: {made.refused:,} refused, {made.without_prompt:,} without a prompt")
-
-
-capture.__doc__ = f"{cleandoc(capture.__doc__ or '')}\n{_EXAMPLES}"

@@ -1,18 +1,195 @@
 """`fairlead compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli._compare_gate import Against, FailIf, Other, gate
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain, preset_argument
+from fairlead.cli.options import (
+    FAILED,
+    WRONG_INPUT,
+    change,
+    complain,
+    echo_json,
+    examples,
+    exits,
+    numbers,
+    preset_argument,
+)
+from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, version
 
 if TYPE_CHECKING:
-    from fairlead.sim.grid import Cell, CellResult
+    from fairlead.lab.simulator.journal import Run
+
+Against = Annotated[
+    Path | None,
+    typer.Option(
+        help="A journal: simulate its traffic under its policy and under --policy, side by side.", show_default=False
+    ),
+]
+Other = Annotated[
+    Path | None, typer.Option("--journal", help="With --against: what this one measured instead.", show_default=False)
+]
+FailIf = Annotated[
+    list[str] | None,
+    typer.Option(help="With --against: exit with 1 if e.g. 'ttft_p95 > +5%'; repeat.", metavar="CONDITION"),
+]
 
 
+def gate(
+    against: Path,
+    journal: Path | None,
+    policies: Sequence[str],
+    fail_if: Sequence[str],
+    *,
+    load: str = "1",
+    servers: int = 0,
+    preset: str = "",
+    head: int = 0,
+) -> None:
+    """Print both and exit with 1 when a condition is broken, 2 on wrong usage."""
+    from fairlead.cli.options import busy
+    from fairlead.core.errors import FairleadError
+    from fairlead.lab.simulator.result import FIGURES, condition
+
+    with exits(WRONG_INPUT, ValueError, OSError, FairleadError):
+        conditions = [condition(text) for text in fail_if]
+        with busy(f"simulating {against}" if journal is None else "reading journals"):
+            before, after, names = _figures(against, journal, policies, float(load), servers, preset, head)
+    typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
+    for name in FIGURES:
+        old, new = before.get(name), after.get(name)
+        if old is not None or new is not None:
+            shown = "" if not old or new is None else f"{new / old - 1.0:+.1%}"
+            typer.echo(f"{name:12} {_number(old):>20} {_number(new):>20}  {shown}")
+    broken = [said for threshold in conditions if (said := threshold.broken(before, after))]
+    for said in broken:
+        complain(said)
+    if broken:
+        raise typer.Exit(FAILED)
+    if conditions:
+        typer.echo(f"passed: {', '.join(threshold.text for threshold in conditions)}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}"
+
+
+def _figures(
+    against: Path, journal: Path | None, policies: Sequence[str], load: float, servers: int, preset: str, head: int
+) -> tuple[dict[str, float], dict[str, float], tuple[str, str]]:
+    from fairlead.lab.simulator.journal import one_run
+    from fairlead.lab.simulator.result import of_journal
+
+    base = one_run(against)
+    if journal is not None:
+        changed = one_run(journal)
+        return of_journal(base), of_journal(changed), (base.id, changed.id)
+    if len(policies) != 1:
+        raise ValueError("--against needs one --policy to simulate, or a --journal to measure")
+    before = _simulated(base, "", load, servers, preset, head)
+    return before, _simulated(base, policies[0], load, servers, preset, head), ("recorded policy", policies[0])
+
+
+def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> dict[str, float]:
+    """The journal's traffic on as many servers as it had."""
+    from fairlead.compat.recorded import restore
+    from fairlead.lab.simulator.capture import capture
+    from fairlead.lab.simulator.result import of_jobs
+    from fairlead.lab.simulator.scenarios import cut
+    from fairlead.lab.simulator.simulation import Simulation
+    from fairlead.lab.simulator.world import Scenario, replicas
+
+    apply = change(policy, None)
+    config = restore(run.head.scheduling)
+    config = apply(config) if apply is not None else config
+    workload = capture(run, key=b"").workload
+    workload = cut(workload, head) if head else workload
+    count = servers or _servers(run)
+    fleet = replicas(count, preset, block_size=64) if preset else replicas(count, block_size=64)
+    simulation = Simulation(Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load), config)
+    simulation.run()
+    return of_jobs(simulation.jobs)
+
+
+def _servers(run: "Run") -> int:
+    from fairlead.core.events import EndpointUp
+
+    names = {endpoint.id for _, head in run.segments for endpoint in head.endpoints}
+    names |= {body.endpoint.id for kind, _, body in run.items() if kind == EndpointUp.__name__}
+    return max(len(names), 1)
+
+
+#: Seconds to wait for the scheduler.
+_TIMEOUT_S = 10.0
+
+
+@contextmanager
+def on_cluster(address: str) -> Iterator[Runner]:
+    """Runs cells on the workers of the scheduler at `address`, e.g. tcp://host:8786.
+
+    Raises `ValueError` when Dask is not installed, nothing answers, there are no workers, or a worker has other code:
+    results are kept under the version of the code here.
+    """
+    try:
+        dask = import_module("distributed")
+    except ImportError:
+        raise ValueError(
+            "--cluster needs Dask, here and on the workers: pip install distributed, or fairlead[cluster]"
+        ) from None
+    try:
+        client = dask.Client(address, timeout=_TIMEOUT_S)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no Dask scheduler answers at {address}: {error}") from None
+    try:
+        _check(client, address)
+        yield lambda cells: _run(dask, client, cells)
+    finally:
+        client.close()
+
+
+def _check(client: Any, address: str) -> None:
+    versions = client.run(version, on_error="return")
+    if not versions:
+        raise ValueError(f"the cluster at {address} has no workers: dask worker {address}")
+    here = version()
+    for worker, code in versions.items():
+        if isinstance(code, Exception):
+            raise ValueError(f"worker {worker} cannot run simulations, is Fairlead installed there? {code}")
+        if code != here:
+            raise ValueError(f"worker {worker} has another version of Fairlead than this machine; install the same")
+
+
+def _run(dask: Any, client: Any, cells: Sequence[tuple[Cell, str]]) -> Iterator[CellResult]:
+    """Results as they come. Cells of a worker that dies go to another; what no worker can run becomes an error."""
+    futures = {client.submit(run_cell, cell, key, pure=False): (cell, key) for cell, key in cells}
+    for future in dask.as_completed(list(futures)):
+        cell, key = futures.pop(future)
+        error = future.exception()
+        if error is None:
+            yield future.result()
+        else:
+            name, text = cell.scenario.name, f"{type(error).__name__}: {error}"
+            yield CellResult(key=key, scenario=name, policy=cell.policy, seed=cell.seed, error=text)
+
+
+# `fairlead compare`: policies × workloads × loads, simulated in parallel, as a table and a report.
+
+if TYPE_CHECKING:
+    from fairlead.lab.simulator.grid import Cell, CellResult
+
+
+@examples("""
+\b
+Examples:
+  fairlead compare -s agents -p default -p round-robin
+  fairlead compare -s traffic.jsonl -p default -p mine=mine.yaml --load 0.5,1,2
+  fairlead compare -s agents -p default -p my_policy.py
+  fairlead compare --against journal/ -p mine.yaml --fail-if 'ttft_p95 > +5%'
+""")
 def compare(
     scenario: Annotated[
         list[str] | None,
@@ -43,23 +220,15 @@ def compare(
 
     Writes results.json, plots and a self-contained report.html to the output directory. A run that was interrupted
     goes on where it stopped when it is started again.
-
-    \b
-    Examples:
-      fairlead compare -s agents -p default -p round-robin
-      fairlead compare -s traffic.jsonl -p default -p mine=mine.yaml --load 0.5,1,2
-      fairlead compare -s agents -p default -p my_policy.py
-      fairlead compare --against journal/ -p mine.yaml --fail-if 'ttft_p95 > +5%'
     """
     if against is not None:
         gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, preset=preset, head=head)
         return
-    from fairlead.cli._cluster import on_cluster
-    from fairlead.sim.grid import run_grid
-    from fairlead.sim.report import print_comparison, write_report
-    from fairlead.workload.formats.problems import TraceError
+    from fairlead.lab.simulator.grid import run_grid
+    from fairlead.lab.simulator.report import print_comparison, write_report
+    from fairlead.lab.workload.formats import TraceError
 
-    try:
+    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         cells = _cells(
             scenario or [], policy or [], load, seeds, traces, head, servers, speeds, prefill, preset_argument(preset)
         )
@@ -69,15 +238,9 @@ def compare(
             kept.unlink(missing_ok=True)
         with ExitStack() as stack:
             runner = stack.enter_context(on_cluster(cluster)) if cluster else None
-            progress = stack.enter_context(_Progress(len(cells)))
-            results = run_grid(cells, processes=processes, kept=kept, progress=progress.step, runner=runner)
-    except (TraceError, ValueError, OSError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
-    if as_json:
-        _print_json(results)
-    else:
-        print_comparison(results)
+            progress = stack.enter_context(_progress(len(cells)))
+            results = run_grid(cells, processes=processes, kept=kept, progress=progress, runner=runner)
+    (_print_json if as_json else print_comparison)(results)
     for path in write_report(results, cells, out):
         typer.echo(f"written: {path}", err=True)
     errors = [result for result in results if result.error]
@@ -88,12 +251,10 @@ def compare(
 
 
 def _print_json(results: "list[CellResult]") -> None:
-    import msgspec
-
-    from fairlead.sim.regret import mean_figures, regrets
+    from fairlead.lab.simulator.grid import mean_figures, regrets
 
     means = mean_figures(results)
-    typer.echo(msgspec.json.format(msgspec.json.encode({"summary": means, "regret": regrets(means)})))
+    echo_json({"summary": means, "regret": regrets(means)})
 
 
 def _cells(
@@ -108,19 +269,18 @@ def _cells(
     prefill: int,
     preset: str,
 ) -> "list[Cell]":
-    from fairlead.sim.build import ScenarioSpec, names
-    from fairlead.sim.grid import Cell
-    from fairlead.sim.policies import known_policies, policy_text
-    from fairlead.sim.scenarios import QUALITY
+    from fairlead.lab.simulator.build import ScenarioSpec, names
+    from fairlead.lab.simulator.grid import Cell
+    from fairlead.lab.simulator.run import known_policies, policy_text
+    from fairlead.lab.simulator.scenarios import QUALITY
 
     for name in scenarios:
         if name not in names() and not Path(name).is_file():
             raise ValueError(f"{name!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")
     texts = {_name(name): policy_text(name) for name in policies} or known_policies()
-    loads = [float(part) for part in load.split(",") if part.strip()]
+    loads = numbers(load)
     if not loads or min(loads) <= 0:
         raise ValueError(f"loads must be numbers above 0, got {load!r}")
-    relative = tuple(float(part) for part in speeds.split(",") if part.strip())
     return [
         Cell(
             scenario=ScenarioSpec(
@@ -130,7 +290,7 @@ def _cells(
                 speedup=factor,
                 head=head,
                 servers=servers,
-                speeds=relative,
+                speeds=numbers(speeds),
                 prefill=prefill,
                 preset=preset,
             ),
@@ -156,23 +316,15 @@ def _label(source: str, factor: float, several: bool) -> str:
     return f"{name} @{factor:g}" if several else name
 
 
-class _Progress:
+@contextmanager
+def _progress(total: int) -> "Iterator[Callable[[CellResult, int, int], None]]":
     """A bar on stderr where that is a terminal, else a line now and then."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task("simulating", total=total)
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, result: "CellResult", count: int, total: int) -> None:
-        self._bar.update(self._task, completed=count, description=f"{result.scenario}: {result.policy}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("simulating", total=total)
+        yield lambda result, done, _: bar.update(
+            task, completed=done, description=f"{result.scenario}: {result.policy}"
+        )

@@ -1,12 +1,14 @@
 """`fairlead demo`: the main job on real parts, measured."""
 
-from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-_EXAMPLES = """
+from fairlead.cli.options import examples
+
+
+@examples("""
 \b
 Examples:
   fairlead demo
@@ -14,9 +16,7 @@ Examples:
   fairlead demo --time-ratio 1 --requests 300     (real time: takes longer)
   fairlead demo --check && echo as promised
   fairlead demo --json > demo.json
-"""
-
-
+""")
 def demo(
     requests: Annotated[int, typer.Option(min=1, help="Requests per policy.")] = 4500,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests per second of model time.")] = 13.8,
@@ -46,9 +46,7 @@ def demo(
 
     from rich.console import Console
 
-    from fairlead.demo.goals import judge
-    from fairlead.demo.plan import Plan
-    from fairlead.demo.run import run
+    from fairlead.lab.demo import Plan, judge, run
 
     plan = Plan(requests=requests, rate=rate, time_ratio=time_ratio, replicas=replicas, port=port, out=out, seed=seed)
     summaries = asyncio.run(run(plan, Console(stderr=as_json), check))
@@ -58,6 +56,3 @@ def demo(
         check and not all(goal.met for goal in judge(summaries))
     ):
         raise typer.Exit(1)
-
-
-demo.__doc__ = f"{cleandoc(demo.__doc__ or '')}\n{_EXAMPLES}"

@@ -2,26 +2,17 @@
 
 import os
 import sys
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+from fairlead.cli.options import FAILED, WRONG_INPUT, complain, examples
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config
     from fairlead.doctor.run import Check, Examination, Outcome
 
-_EXAMPLES = """
-\b
-Examples:
-  fairlead doctor fairlead.yaml
-  fairlead doctor fairlead.yaml --probe --gateway http://127.0.0.1:8080
-  fairlead doctor fairlead.yaml --only kv-events,tokens --json
-  fairlead doctor --list
-"""
 
 _File = Annotated[
     Path | None,
@@ -29,6 +20,14 @@ _File = Annotated[
 ]
 
 
+@examples("""
+\b
+Examples:
+  fairlead doctor fairlead.yaml
+  fairlead doctor fairlead.yaml --probe --gateway http://127.0.0.1:8080
+  fairlead doctor fairlead.yaml --only kv-events,tokens --json
+  fairlead doctor --list
+""")
 def doctor(
     file: _File = None,
     admin: Annotated[
@@ -53,7 +52,7 @@ def doctor(
 
     Exit codes: 0 nothing found (notes do not count), 1 something found or a check could not finish, 2 cannot run.
     """
-    from fairlead.doctor.catalogue import CHECKS
+    from fairlead.doctor.checks import CHECKS
     from fairlead.doctor.report import as_json as json_of
     from fairlead.doctor.report import as_text, listed
 
@@ -70,7 +69,7 @@ def doctor(
 
 
 def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
-    from fairlead.model.errors import ConfigError
+    from fairlead.core.errors import ConfigError
 
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     known = {check.name for check in checks}
@@ -83,7 +82,7 @@ def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
 
 
 def _config(file: Path | None) -> "Config":
-    from fairlead.config.load import load
+    from fairlead.compat.load import load
 
     if file is None:
         complain("name the configuration: fairlead doctor FILE")
@@ -125,6 +124,3 @@ class _Progress:
         if self._shown:
             text = f"{outcome.check}: {outcome.state}; {self._left} to go" if self._left else ""
             typer.echo(f"\r\033[K{text}", err=True, nl=False)
-
-
-doctor.__doc__ = f"{cleandoc(doctor.__doc__ or '')}\n{_EXAMPLES}"

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from fairlead.cli.options import examples
+
 
 class RequestMode(StrEnum):
     whole = "whole"
@@ -23,6 +25,13 @@ class ResponseMode(StrEnum):
     full = "full"
 
 
+@examples("""
+\b
+Examples:
+  fairlead envoy-config --endpoint 10.0.0.1:8000 > envoy.yaml
+  fairlead envoy-config --endpoints-file eds.json --listen 0.0.0.0:80
+  fairlead envoy-config --ext-proc unix:/run/fairlead.sock --validate
+""")
 def envoy_config(
     listen: Annotated[str, typer.Option(help="Where clients connect, ip:port.")] = "127.0.0.1:8080",
     ext_proc: Annotated[str, typer.Option(help="The scheduler: host:port or unix:/path.")] = "127.0.0.1:9002",
@@ -49,18 +58,11 @@ def envoy_config(
     tls_server_name: Annotated[str, typer.Option(help="TLS to the scheduler: the name it must have.")] = "",
     validate: Annotated[bool, typer.Option("--validate", help="Have Envoy check it first.")] = False,
 ) -> None:
-    """Print Envoy's configuration (YAML): the one that the embedded gateway runs with, for the options given.
-
-    \b
-    Examples:
-      fairlead envoy-config --endpoint 10.0.0.1:8000 > envoy.yaml
-      fairlead envoy-config --endpoints-file eds.json --listen 0.0.0.0:80
-      fairlead envoy-config --ext-proc unix:/run/fairlead.sock --validate
-    """
-    from fairlead.io.envoy.binary import validate as check
-    from fairlead.io.envoy.config import render
-    from fairlead.io.envoy.options import Options, Tls, parse_address
-    from fairlead.model.errors import ConfigError
+    """Print Envoy's configuration (YAML): the one that the embedded gateway runs with, for the options given."""
+    from fairlead.core.errors import ConfigError
+    from fairlead.gateway.envoy.binary import validate as check
+    from fairlead.gateway.envoy.config import render
+    from fairlead.gateway.envoy.options import Options, Tls, parse_address
 
     if tls_ca is not None and not tls_ca.is_file():
         raise ConfigError(f"{tls_ca} is no file", "--tls-ca")

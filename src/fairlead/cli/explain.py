@@ -1,15 +1,112 @@
-"""`fairlead explain`: why a request went where it went."""
+"""An explanation as tables, for people."""
 
-from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
-from fairlead.cli._policy import Policy, Set, change
+from fairlead.cli.options import FAILED, WRONG_INPUT, Policy, Set, change, echo_json, examples, exits
 
-_EXAMPLES = """
+
+def show(explained: dict[str, Any], top: int) -> None:
+    """Print it. `explained`: what `server.observe.decisions.explained` makes."""
+    console = Console(soft_wrap=False, highlight=False)
+    where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
+    console.print(
+        f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else ""),
+        f"→ [bold]{where}[/] by {explained['policy']}",
+    )
+    console.print(
+        f"  {explained['target_model'] or 'no model'}, {explained['api']}"
+        f"{', streamed' if explained['stream'] else ''}, "
+        f"{explained['prompt_tokens']:,} prompt tokens, priority {explained['priority']}; "
+        f"waited {explained['waited_ms']:.1f} ms, of it {explained['queued_ms']:.1f} ms queued"
+    )
+    explanation = explained.get("explanation")
+    if explanation is None:
+        console.print(f"  no terms: {explained.get('unexplained') or 'not recorded'}")
+    else:
+        _candidates(console, explanation, top, "")
+    _prediction(console, explained)
+    instead = explained.get("instead")
+    if instead is not None:
+        verdict = "the same endpoint" if instead["same"] else f"[bold]{instead['endpoint'] or 'nowhere'}[/]"
+        console.print(f"\n{instead['policy']} on the same numbers: {verdict}")
+        _candidates(console, instead, top, "")
+
+
+def _candidates(console: Console, explanation: dict[str, Any], top: int, title: str) -> None:
+    candidates = explanation["candidates"]
+    names = list(candidates[0]["terms"]) if candidates else []
+    costs = explanation["unit"] == "ms"
+    sign = -1.0 if costs else 1.0
+    table = Table(box=box.SIMPLE_HEAD, title=title or None, pad_edge=False)
+    for name in ("endpoint", "cached", "queued", "running", "kv"):
+        table.add_column(name, justify="left" if name == "endpoint" else "right")
+    for name in names:
+        table.add_column(name, justify="right")
+    for name in (f"{'cost ms' if costs else 'total'}", "behind", "would tie with"):
+        table.add_column(name, justify="left" if name.startswith("would") else "right")
+    for candidate in candidates[:top]:
+        table.add_row(
+            ("* " if candidate["chosen"] else "  ") + candidate["endpoint"],
+            f"{candidate['cached_tokens']:,}",
+            f"{candidate['queued_tokens']:,.0f}",
+            f"{candidate['running_requests']:,.0f}",
+            f"{candidate['kv_usage']:.0%}",
+            *(f"{sign * candidate['terms'].get(name, 0.0):,.1f}" for name in names),
+            "-" if candidate["total"] is None else f"{sign * candidate['total']:,.1f}",
+            "" if candidate["behind"] is None else f"{candidate['behind']:,.1f}",
+            _tie(candidate),
+            style="bold" if candidate["chosen"] else "dim" if candidate["removed_by"] else None,
+        )
+    console.print(table)
+    if len(candidates) > top:
+        console.print(f"  and {len(candidates) - top} more endpoints (--top)")
+    for line in explanation["why"]:
+        console.print(f"  {line}", soft_wrap=True)
+    if not explanation["reproduced"]:
+        console.print(
+            "  note: this policy remembers or draws; asked again it rates otherwise. Totals are the recorded."
+        )
+
+
+def _tie(candidate: dict[str, Any]) -> str:
+    if candidate["removed_by"]:
+        return f"filtered out by {', '.join(candidate['removed_by'])}"
+    ways = []
+    if candidate["more_cached_tokens"]:
+        ways.append(f"{candidate['more_cached_tokens']:,} more cached")
+    if candidate["fewer_queued_tokens"]:
+        ways.append(f"{candidate['fewer_queued_tokens']:,.0f} fewer queued")
+    return " or ".join(ways) if ways or candidate["chosen"] else "nothing of these"
+
+
+def _prediction(console: Console, explained: dict[str, Any]) -> None:
+    prediction, result = explained.get("prediction"), explained.get("result")
+    if prediction is not None:
+        ttft, tpot, cached = prediction["ttft_ms"], prediction["tpot_ms"], prediction["cached_tokens"]
+        low, high = ttft["band"]
+        came = "?" if ttft["actual"] is None else f"{ttft['actual']:,.1f}"
+        verdict = {True: ", within the band", False: ", outside the band", None: ""}[ttft["within"]]
+        console.print(f"  TTFT forecast {ttft['predicted']:,.1f} ms ({low:,.1f} to {high:,.1f}), came {came}{verdict}")
+        actual = "?" if cached["actual"] is None else f"{cached['actual']:,}"
+        console.print(f"  cached tokens forecast {cached['predicted']:,}, reported {actual}; ", end="")
+        actual = "?" if tpot["actual"] is None else f"{tpot['actual']:,.1f}"
+        console.print(f"time per token forecast {tpot['predicted']:,.1f} ms, came {actual}")
+    if result is not None:
+        console.print(
+            f"  ended: {result['cause']}, status {result['status'] or '?'}, {result['duration_ms'] or 0:,.0f} ms"
+        )
+
+
+# `fairlead explain`: why a request went where it went.
+
+
+@examples("""
 \b
 Examples:
   fairlead explain 94 journal/
@@ -17,9 +114,7 @@ Examples:
   fairlead explain 94 http://localhost:9090
   fairlead explain 94 journal/ --policy round-robin
   fairlead explain 94 journal/ --set interference=0
-"""
-
-
+""")
 def explain(
     request: Annotated[
         str, typer.Argument(metavar="ID", help="A decision id, our number of a request, or a client's x-request-id.")
@@ -38,34 +133,22 @@ def explain(
     Terms are those of the policy: milliseconds of the cost model, or weighted scores; they add up to the total. With
     --policy or --set another policy is asked on the very same numbers (a journal is needed).
     """
-    from fairlead.model.errors import FairleadError
+    from fairlead.core.errors import FairleadError
 
-    try:
+    with exits(FAILED, FairleadError), exits(WRONG_INPUT, ValueError, OSError):
         if source.startswith(("http://", "https://")):
             if policy or setting:
                 raise ValueError(
                     "another policy needs a journal: the admin port tells what was decided, not the numbers"
                 )
-            found = _fetch(source, request)
+            explained_decision = _fetch(source, request)
         else:
-            found = _search(Path(source), request, run, policy, setting)
-    except (ValueError, OSError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
-    except FairleadError as error:
-        complain(error)
-        raise typer.Exit(FAILED) from None
+            explained_decision = _search(Path(source), request, run, policy, setting)
     if as_json:
-        import msgspec
-
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)))
+        echo_json(explained_decision)
         return
-    from fairlead.cli._explain_table import show
 
-    show(found, top)
-
-
-explain.__doc__ = f"{cleandoc(explain.__doc__ or '')}\n{_EXAMPLES}"
+    show(explained_decision, top)
 
 
 def _fetch(url: str, request: str) -> dict[str, Any]:
@@ -76,12 +159,12 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
 
     import msgspec
 
-    from fairlead.model.errors import EngineError
+    from fairlead.core.errors import EngineError
 
     try:
         with urlopen(f"{url.rstrip('/')}/debug/decisions/{quote(request, safe='')}", timeout=10.0) as answer:
-            found: dict[str, Any] = msgspec.json.decode(answer.read())
-            return found
+            answered: dict[str, Any] = msgspec.json.decode(answer.read())
+            return answered
     except urllib.error.HTTPError as error:
         raise ValueError(error.read(500).decode(errors="replace").strip() or str(error)) from None
     except urllib.error.URLError as error:
@@ -91,26 +174,26 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
 
 
 def _search(path: Path, request: str, run: str, policy: str, settings: list[str] | None) -> dict[str, Any]:
-    from fairlead.cli._progress import busy
-    from fairlead.config.recorded import restore
+    from fairlead.cli.options import busy
+    from fairlead.compat.recorded import restore
     from fairlead.config.registry import build_policy
-    from fairlead.observe.journal_explain import explained, plain
-    from fairlead.schedule.explain import again
-    from fairlead.schedule.explain import explain as why
-    from fairlead.sim.journal_search import search
+    from fairlead.core.explain import again
+    from fairlead.core.explain import explain as why
+    from fairlead.lab.simulator.journal import search
+    from fairlead.server.observe.decisions import explained, plain
 
-    other = change(policy, settings)
+    apply = change(policy, settings)
     with busy(f"searching {path}"):
-        found = search(path, request, run)
-    config = restore(found.scheduling)
-    made = explained(found.decision, found.outcome, lambda: build_policy(config))
-    made["decision_id"] = f"{found.run}.{found.decision.request.id:016x}"
-    if other is not None:
-        trace, asked = found.decision.trace, other(config)
+        recorded = search(path, request, run)
+    config = restore(recorded.scheduling)
+    made = explained(recorded.decision, recorded.outcome, lambda: build_policy(config))
+    made["decision_id"] = f"{recorded.run}.{recorded.decision.request.id:016x}"
+    if apply is not None:
+        trace, asked = recorded.decision.trace, apply(config)
         if trace is None or trace.snapshot is None:
             raise ValueError("the numbers of this decision are not in the journal; nothing else can be asked")
-        endpoint, answer = again(build_policy(asked), found.decision.request, trace)
+        endpoint, answer = again(build_policy(asked), recorded.decision.request, trace)
         answer.snapshot, answer.held = trace.snapshot, trace.held
-        instead = why(lambda: build_policy(asked), found.decision.request, answer, endpoint)
-        made["instead"] = {"same": endpoint == found.decision.endpoint, **plain(instead)}
+        instead = why(lambda: build_policy(asked), recorded.decision.request, answer, endpoint)
+        made["instead"] = {"same": endpoint == recorded.decision.endpoint, **plain(instead)}
     return made

@@ -1,22 +1,20 @@
 """`fairlead indexer`: the prefix index as a service."""
 
-from inspect import cleandoc
 from typing import Annotated
 
 import typer
 
-from fairlead.cli._options import ConfigFile
+from fairlead.cli.options import ConfigFile, examples
 
-_EXAMPLES = """
+
+@examples("""
 \b
 Examples:
   fairlead indexer fairlead.yaml
   fairlead indexer fairlead.yaml --bind tcp://*:5555 --listen 0.0.0.0:9090
   curl localhost:9090/query --json '{"prompt_hash": [123, 456, 789], "pods": ["pod1", "pod2"]}'
   curl localhost:9090/snapshot --output index.kv
-"""
-
-
+""")
 def indexer(
     file: ConfigFile,
     listen: Annotated[
@@ -42,18 +40,16 @@ def indexer(
     """
     import asyncio
 
-    from msgspec import structs
-
-    from fairlead.config.load import load
-    from fairlead.live.indexer import LiveIndexer
-    from fairlead.observe.log import setup
+    from fairlead.compat.load import load
+    from fairlead.server.live.indexer import LiveIndexer
+    from fairlead.server.observe.log import setup
 
     config = load(file)
     host, port = _address(listen) if listen else (config.admin.host, config.admin.port)
     events = config.kv_events
-    warm = structs.replace(events.indexer, warm_from=warm_from or events.indexer.warm_from)
-    events = structs.replace(events, bind=bind or events.bind, snapshot=snapshot or events.snapshot, indexer=warm)
-    config = structs.replace(config, kv_events=events)
+    warm = events.indexer.model_copy(update={"warm_from": warm_from or events.indexer.warm_from})
+    listening = {"bind": bind or events.bind, "snapshot": snapshot or events.snapshot, "indexer": warm}
+    config = config.model_copy(update={"kv_events": events.model_copy(update=listening)})
     setup(config.log.level, config.log.format)
 
     async def run() -> None:
@@ -62,12 +58,9 @@ def indexer(
     asyncio.run(run())
 
 
-indexer.__doc__ = f"{cleandoc(indexer.__doc__ or '')}\n{_EXAMPLES}"
-
-
 def _address(text: str) -> tuple[str, int]:
     """Raises `ConfigError`."""
-    from fairlead.model.errors import ConfigError
+    from fairlead.core.errors import ConfigError
 
     host, colon, port = text.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):

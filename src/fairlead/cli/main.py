@@ -16,8 +16,8 @@ from msgspec import Struct
 from typer.core import TyperGroup
 
 from fairlead import __version__
-from fairlead.cli._options import FAILED, INTERRUPTED, WRONG_INPUT, complain
-from fairlead.model.errors import ConfigError, FairleadError, PluginError
+from fairlead.cli.options import FAILED, INTERRUPTED, WRONG_INPUT, complain
+from fairlead.core.errors import ConfigError, FairleadError, PluginError
 
 
 class Command(Struct, frozen=True):
@@ -33,10 +33,10 @@ COMMANDS: dict[str, Command] = {
         "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
     ),
     "indexer": Command("fairlead.cli.indexer", "indexer", "The prefix index alone, asked over HTTP."),
-    "validate": Command("fairlead.cli.validate", "validate", "Check a configuration and print every problem."),
+    "validate": Command("fairlead.cli.config", "validate", "Check a configuration and print every problem."),
     "doctor": Command("fairlead.cli.doctor", "doctor", "Find out what is wrong with an installation."),
     "config": Command("fairlead.cli.config", "config", "Show the effective configuration, with origins."),
-    "schema": Command("fairlead.cli.schema", "schema", "Print the JSON Schema of the configuration, for editors."),
+    "schema": Command("fairlead.cli.config", "schema", "Print the JSON Schema of the configuration, for editors."),
     "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
     "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
@@ -55,7 +55,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 #: Optional dependencies, and the extra that brings each.
-EXTRAS = {"grpc": "grpc", "google": "grpc", "matplotlib": "report", "distributed": "cluster"}
+EXTRAS = {"matplotlib": "report", "distributed": "cluster"}
 
 EPILOG = "Exit codes: 0 success, 1 failed while running, 2 wrong usage or configuration, 130 interrupted."
 
@@ -68,10 +68,10 @@ class LazyGroup(TyperGroup):
     """Lists commands from the table, and swaps the real one in when it is about to run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, arguments = super().resolve_command(ctx, args)
         if name in COMMANDS:
             command = load_command(name, COMMANDS[name])
-        return name, command, rest
+        return name, command, arguments
 
 
 def load_command(name: str, command: Command) -> Any:
@@ -85,7 +85,7 @@ def load_command(name: str, command: Command) -> Any:
         extra = EXTRAS.get(missing.partition(".")[0], "")
         cure = f"; install fairlead[{extra}]" if extra else ""
         raise CommandError(f"the command '{name}' cannot be loaded: {error}{cure}") from error
-    function = getattr(module, command.function, None)
+    function = vars(module).get(command.function)
     if function is None:
         raise CommandError(f"the command '{name}' is broken: {command.module} has no {command.function}")
     single = typer.Typer(add_completion=False)

@@ -1,19 +1,22 @@
 """`fairlead replay`: a journal's events through the scheduler again."""
 
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
-from fairlead.cli._policy import Policy, Set, change
+from fairlead.cli.options import FAILED, WRONG_INPUT, Policy, Set, change, echo_json, examples, exits
 
 if TYPE_CHECKING:
-    from fairlead.sim.replay import Replayed
-    from fairlead.sim.replay_change import Compared
+    from fairlead.lab.simulator.replay import Replayed
+    from fairlead.lab.simulator.replay_change import Compared
 
-_EXAMPLES = """
+
+Journal = Annotated[Path, typer.Argument(metavar="JOURNAL", help="Directory of a journal, or one segment.")]
+Run = Annotated[str, typer.Option("--run", help="Of which process; default: the last one in the journal.")]
+
+
+@examples("""
 \b
 Examples:
   fairlead replay journal/
@@ -22,12 +25,7 @@ Examples:
 \b
 Exit codes: 0 as recorded (or compared), 1 the decisions differ from the recorded
 ones although nothing is missing, 2 wrong usage or no journal.
-"""
-
-Journal = Annotated[Path, typer.Argument(metavar="JOURNAL", help="Directory of a journal, or one segment.")]
-Run = Annotated[str, typer.Option("--run", help="Of which process; default: the last one in the journal.")]
-
-
+""")
 def replay(
     journal: Journal,
     policy: Policy = "",
@@ -41,23 +39,20 @@ def replay(
     With --policy or --set: which decisions would be others, and why. What happened stays what happened (first tokens
     and ends come when they came); what another policy would have made of it, `fairlead simulate` says.
     """
-    from fairlead.cli._progress import busy
-    from fairlead.sim import replay as same
-    from fairlead.sim import replay_change
-    from fairlead.sim.journal import JournalError, one_run
+    from fairlead.cli.options import busy
+    from fairlead.lab.simulator import replay as same
+    from fairlead.lab.simulator import replay_change
+    from fairlead.lab.simulator.journal import JournalError, one_run
 
-    try:
-        other = change(policy, setting)
+    with exits(WRONG_INPUT, JournalError, OSError, ValueError):
+        apply = change(policy, setting)
         compared = result = None
         with busy(f"replaying {journal}"):
             there = one_run(journal, run)
-            if other is not None:
-                compared = replay_change.compare(there, other)
+            if apply is not None:
+                compared = replay_change.compare(there, apply)
             else:
                 result = same.replay(there)
-    except (JournalError, OSError, ValueError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
     if compared is not None:
         _show_change(compared, changes, as_json)
     if result is None:
@@ -65,9 +60,6 @@ def replay(
     _show(result, as_json)
     if result.exact and not result.identical:
         raise typer.Exit(FAILED)
-
-
-replay.__doc__ = f"{cleandoc(replay.__doc__ or '')}\n{_EXAMPLES}"
 
 
 def _show(result: "Replayed", as_json: bool) -> None:
@@ -128,12 +120,12 @@ def _show_change(result: "Compared", changes: int, as_json: bool) -> None:
     typer.echo(
         f"  one at a time: {total:,} of {result.decisions:,} decisions change ({result.share:.1%}) {why}".rstrip()
     )
-    for one in result.changed[:changes]:
-        gain = "" if one.gain is None else f", rated {one.gain:+,.1f} against it"
-        cost = "" if one.cost is None else f" (was {-one.cost:+,.1f})"
+    for changed in result.changed[:changes]:
+        gain = "" if changed.gain is None else f", rated {changed.gain:+,.1f} against it"
+        cost = "" if changed.cost is None else f" (was {-changed.cost:+,.1f})"
         typer.echo(
-            f"    request {one.request_id}: {one.before or 'refused'} -> {one.after or 'refused'}{gain}{cost}, "
-            f"{one.reason}"
+            f"    request {changed.request_id}: {changed.before or 'refused'} -> {changed.after or 'refused'}"
+            f"{gain}{cost}, {changed.reason}"
         )
     if total > changes:
         typer.echo(f"    and {total - changes:,} more; `fairlead explain ID JOURNAL` says more of one")
@@ -146,6 +138,4 @@ def _show_change(result: "Compared", changes: int, as_json: bool) -> None:
 
 
 def _json(value: object) -> None:
-    import msgspec
-
-    typer.echo(msgspec.json.format(msgspec.json.encode(value)))
+    echo_json(value)

@@ -1,26 +1,16 @@
 """`fairlead scheduler`: serve a policy to gateways, check an implementation of the contract, print the contract."""
 
 from enum import StrEnum
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+from fairlead.cli.options import FAILED, WRONG_INPUT, complain, examples
 
 if TYPE_CHECKING:
-    from fairlead.io.remote.address import ClientTls
-    from fairlead.scheduler_sdk.check import Result
-
-_EXAMPLES = """
-\b
-Examples:
-  fairlead scheduler serve cost-model --listen 127.0.0.1:9100
-  fairlead scheduler serve my_module:LeastQueue --listen unix:/run/scheduler.sock
-  fairlead scheduler check 127.0.0.1:9100
-  fairlead scheduler proto > scheduler.proto
-"""
+    from fairlead.server.remote.stream import ClientTls
+    from fairlead.server.sdk.check import Result
 
 
 class Action(StrEnum):
@@ -31,11 +21,18 @@ class Action(StrEnum):
     proto = "proto"
 
 
+@examples("""
+\b
+Examples:
+  fairlead scheduler serve cost-model --listen 127.0.0.1:9100
+  fairlead scheduler serve my_module:LeastQueue --listen unix:/run/scheduler.sock
+  fairlead scheduler check 127.0.0.1:9100
+  fairlead scheduler proto > scheduler.proto
+""")
 def scheduler(
     action: Annotated[Action, typer.Argument(help="serve POLICY, check ADDRESS, or proto.")],
     target: Annotated[
-        str,
-        typer.Argument(metavar="POLICY|ADDRESS", help="serve: MODULE:NAME, a policy or a file."),
+        str, typer.Argument(metavar="POLICY|ADDRESS", help="serve: MODULE:NAME, a policy or a file.")
     ] = "",
     listen: Annotated[str, typer.Option(help="serve: host:port (port 0 = any), or unix:/path.")] = "127.0.0.1:9100",
     tls_dir: Annotated[str, typer.Option(help="serve: directory with tls.crt and tls.key.")] = "",
@@ -57,14 +54,20 @@ def scheduler(
         _check(target, ca_file, budget, json)
 
 
-scheduler.__doc__ = f"{cleandoc(scheduler.__doc__ or '')}\n{_EXAMPLES}"
-
-
 def contract() -> str:
     """The text of the .proto file."""
     import fairlead
 
-    path = Path(fairlead.__file__).parent / "proto" / "fairlead" / "scheduler" / "v1" / "scheduler.proto"
+    path = (
+        Path(fairlead.__file__).parent
+        / "server"
+        / "remote"
+        / "proto"
+        / "fairlead"
+        / "scheduler"
+        / "v1"
+        / "scheduler.proto"
+    )
     return path.read_text()
 
 
@@ -72,10 +75,9 @@ def _serve(target: str, listen: str, tls_dir: str) -> None:
     import asyncio
     import signal
 
-    from fairlead.io.tls import ServerTls
-    from fairlead.observe.log import setup
-    from fairlead.scheduler_sdk.loading import policy_maker
-    from fairlead.scheduler_sdk.server import SchedulerServer
+    from fairlead.gateway.tls import ServerTls
+    from fairlead.server.observe.log import setup
+    from fairlead.server.sdk.server import SchedulerServer, policy_maker
 
     setup("info", "logfmt")
     make = policy_maker(target)
@@ -102,7 +104,7 @@ def _check(address: str, ca_file: str, budget: float, as_json: bool) -> None:
 
     import msgspec
 
-    from fairlead.scheduler_sdk.check import Checker
+    from fairlead.server.sdk.check import Checker
 
     results = asyncio.run(Checker(address, _tls(ca_file), budget).run())
     failed = sum(not result.ok for result in results)
@@ -115,7 +117,7 @@ def _check(address: str, ca_file: str, budget: float, as_json: bool) -> None:
 
 
 def _tls(ca_file: str) -> "ClientTls | None":
-    from fairlead.io.remote.address import ClientTls
+    from fairlead.server.remote.stream import ClientTls
 
     if not ca_file:
         return None

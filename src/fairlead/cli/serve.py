@@ -1,21 +1,70 @@
-"""`fairlead serve`: the scheduler."""
+"""Flags of `fairlead serve` that users of the reference picker know, as values of the configuration."""
 
-from inspect import cleandoc
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from fairlead.cli._options import ConfigFile
+from fairlead.cli.options import ConfigFile, examples
+from fairlead.core.errors import ConfigError
 
-_EXAMPLES = """
+
+def overlay(
+    *,
+    pool: str = "",
+    namespace: str = "",
+    group: str = "",
+    selector: str = "",
+    target_ports: str = "",
+    kubeconfig: str = "",
+    leader_election: bool = False,
+    ports: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """In the shape of the file; what was not given is absent. Raises `ConfigError` for what cannot be read."""
+    kubernetes: dict[str, Any] = {
+        key: value
+        for key, value in (("pool", pool), ("namespace", namespace), ("group", group), ("kubeconfig", kubeconfig))
+        if value
+    }
+    if selector:
+        kubernetes["selector"] = _labels(selector)
+    if target_ports:
+        kubernetes["targetPorts"] = _numbers(target_ports)
+    if leader_election:
+        kubernetes["leaderElection"] = {"enabled": True}
+    flags: dict[str, Any] = {"kubernetes": kubernetes} if kubernetes else {}
+    for path, port in (ports or {}).items():
+        if port:
+            section, _, field = path.partition(".")
+            flags.setdefault(section, {})[field] = port
+    return flags
+
+
+def _labels(text: str) -> dict[str, str]:
+    pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
+    if not all(len(pair) == 2 and pair[0].strip() for pair in pairs):
+        raise ConfigError(f"expected KEY=VALUE,KEY=VALUE, got {text!r}", "--endpoint-selector")
+    return {pair[0].strip(): pair[1].lstrip("=").strip() for pair in pairs}
+
+
+def _numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        raise ConfigError(f"expected PORT,PORT, got {text!r}", "--endpoint-target-ports")
+    return [int(word) for word in words]
+
+
+# `fairlead serve`: the scheduler.
+
+
+@examples("""
 \b
 Examples:
   fairlead serve examples/minimal.yaml
   fairlead validate fairlead.yaml && fairlead serve fairlead.yaml
   curl localhost:9090/readyz ; curl localhost:9090/debug/endpoints
-"""
-
-
+""")
 def serve(
     file: ConfigFile,
     scheduler_only: Annotated[
@@ -23,6 +72,9 @@ def serve(
     ] = False,
     gateway_admin: Annotated[
         str, typer.Option("--gateway-admin", help="Where the embedded gateway's admin page is.", hidden=True)
+    ] = "",
+    gateway_pool: Annotated[
+        str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
     ] = "",
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
     pool_name: Annotated[str, typer.Option(help="InferencePool to serve: `kubernetes.pool`.")] = "",
@@ -45,17 +97,12 @@ def serve(
     Logs go to stderr, one event per line. SIGTERM or Ctrl-C drains: requests in flight get up to 30 seconds. Exit code
     2 means that the configuration cannot be used.
     """
-    import asyncio
     import json
 
-    from fairlead.cli._serve_flags import overlay
-    from fairlead.config.load import load
-    from fairlead.observe.log import setup
-
-    flags = (
-        json.loads(inherited)
-        if inherited
-        else overlay(
+    if inherited:
+        flags = json.loads(inherited)
+    else:
+        flags = overlay(
             pool=pool_name,
             namespace=pool_namespace,
             group=pool_group,
@@ -65,17 +112,26 @@ def serve(
             leader_election=ha_enable_leader_election,
             ports={"extProc.port": grpc_port, "extProc.healthPort": grpc_health_port, "admin.port": metrics_port},
         )
-    )
+    _serve(file, flags, scheduler_only, gateway_admin, gateway_pool)
+
+
+def _serve(file: Path, flags: Mapping[str, Any], scheduler_only: bool, gateway_admin: str, gateway_pool: str) -> None:
+    import asyncio
+    import gc
+
+    # Of a thousand modules that are imported nothing becomes garbage; looking for it takes a tenth of the start.
+    gc.disable()
+    from fairlead.compat.load import load
+    from fairlead.server.observe.log import setup
+
     config = load(file, flags=flags)
     setup(config.log.level, config.log.format)
     if config.gateway.mode == "embedded" and not scheduler_only:
-        from fairlead.embedded import Embedded
+        from fairlead.server.embedded import serve_embedded
 
-        asyncio.run(Embedded(config, file).run())
-    else:
-        from fairlead.live import Live
+        plan = serve_embedded(config, file)
+        gateway_admin, gateway_pool = plan.admin_at, str(plan.endpoints_file)
+    from fairlead.server.live import Live
 
-        asyncio.run(Live(config, gateway_admin).run())
-
-
-serve.__doc__ = f"{cleandoc(serve.__doc__ or '')}\n{_EXAMPLES}"
+    gc.enable()
+    asyncio.run(Live(config, gateway_admin, gateway_pool).run())

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli._options import WRONG_INPUT, complain, preset_argument
+from fairlead.cli.options import WRONG_INPUT, complain, echo_json, examples, exits, numbers, preset_argument
 
 Source = Annotated[
     str, typer.Argument(metavar="SCENARIO|FILE", help="A built-in scenario (--list), or a workload file.")
@@ -18,6 +18,14 @@ Policy = Annotated[
 ]
 
 
+@examples("""
+\b
+Examples:
+  fairlead simulate --list
+  fairlead simulate shared-prefix-14
+  fairlead simulate agents --policy mine.yaml --servers 4 --seed 1
+  fairlead simulate traffic.jsonl --speeds 1,1,0.4 --json
+""")
 def simulate(
     source: Source = "",
     policy: Policy = "default",
@@ -42,17 +50,10 @@ def simulate(
 
     The same scheduler as in `fairlead serve` decides, fed with the same events; see docs/simulator.md for what is
     simulated and how well it agrees with measured servers.
-
-    \b
-    Examples:
-      fairlead simulate --list
-      fairlead simulate shared-prefix-14
-      fairlead simulate agents --policy mine.yaml --servers 4 --seed 1
-      fairlead simulate traffic.jsonl --speeds 1,1,0.4 --json
     """
-    from fairlead.sim.build import ScenarioSpec, names
-    from fairlead.sim.policies import known_policies, policy_text
-    from fairlead.workload.formats.problems import TraceError
+    from fairlead.lab.simulator.build import ScenarioSpec, names
+    from fairlead.lab.simulator.run import known_policies, policy_text
+    from fairlead.lab.workload.formats import TraceError
 
     if list:
         typer.echo("scenarios: " + ", ".join(names()))
@@ -61,7 +62,7 @@ def simulate(
     if not source:
         complain("name a scenario or a workload file; --list names the built-in ones")
         raise typer.Exit(WRONG_INPUT)
-    try:
+    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         spec = ScenarioSpec(
             name=source if source in names() else Path(source).stem,
             source=source,
@@ -72,15 +73,12 @@ def simulate(
             servers=servers,
             preset=preset_argument(preset),
             kv_tokens=kv_tokens,
-            speeds=tuple(float(part) for part in speeds.split(",") if part.strip()),
+            speeds=numbers(speeds),
             dispatch=dispatch,
             prefill=prefill,
             kv_lag_ms=kv_lag_ms,
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, requests)
-    except (TraceError, ValueError, OSError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
 
 
 def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_json: bool, requests: Path | None) -> None:
@@ -88,20 +86,20 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
 
     import msgspec
 
-    from fairlead.cli._progress import counted
-    from fairlead.model.decision import OutcomeRecord
-    from fairlead.sim.build import ScenarioSpec, build
-    from fairlead.sim.result import request_table, summarise
-    from fairlead.sim.run import scheduling_from
-    from fairlead.sim.simulation import Simulation
+    from fairlead.cli.options import counted
+    from fairlead.core.records import OutcomeRecord
+    from fairlead.lab.simulator.build import ScenarioSpec, build
+    from fairlead.lab.simulator.result import request_table, summarise
+    from fairlead.lab.simulator.run import config_from
+    from fairlead.lab.simulator.simulation import Simulation
 
     assert isinstance(spec, ScenarioSpec)
     scenario = build(spec)
     begun = perf_counter()
-    made, desk = scheduling_from(text)
+    config, registry = config_from(text)
     with counted(scenario.name, len(scenario.workload.records)) as step:
         watch = (lambda record: step() if isinstance(record, OutcomeRecord) else None) if step else None
-        simulation = Simulation(scenario, made, seed, watch=watch, validate=validate, desk=desk)
+        simulation = Simulation(scenario, config, seed, watch=watch, validate=validate, registry=registry)
         simulation.run()
     took = perf_counter() - begun
     if requests is not None:
@@ -109,7 +107,7 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     figures = summarise(simulation).as_dict()
     if as_json:
         configuration = msgspec.to_builtins(spec) | {"policy": policy, "seed": seed, "text": text}
-        typer.echo(msgspec.json.format(msgspec.json.encode({"figures": figures, "configuration": configuration})))
+        echo_json({"figures": figures, "configuration": configuration})
         return
     typer.echo(f"{scenario.name}: {policy}, {len(scenario.replicas)} servers, seed {seed} ({took:.1f} s)")
     for line in _lines(figures):

@@ -1,32 +1,19 @@
 """`fairlead stub`: model servers that cost nothing, for trying and testing a gateway."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fairlead.cli._options import WRONG_INPUT, complain, preset_argument
+from fairlead.cli.options import FAILED, WRONG_INPUT, complain, examples, exits, preset_argument
 
 if TYPE_CHECKING:
-    from fairlead.engine.presets import Preset
-    from fairlead.engine.spec import EngineSpec
-    from fairlead.stub.kv_publisher import KvEventsConfig
-
-_EXAMPLES = """
-\b
-Examples:
-  fairlead stub --replicas 8 --write-endpoints endpoints.yaml
-  fairlead stub --preset llama-8b-l40s --time-ratio 20
-  fairlead stub --lora sql --lora chat --max-loras 1
-  curl localhost:8000/fault --json '{"slow_factor": 5}'
-  fairlead stub --replicas 2 --kv-events
-  curl localhost:8000/kv_event_sources
-  curl localhost:8000/fault/kv_events --json '{"lose": 3}'
-  curl localhost:8000/fault/kv_events --json '{"restart": true}'
-  curl localhost:8000/fault/kv_events --json '{"offload": 8, "medium": "CPU"}'
-"""
+    from fairlead.lab.engine.presets import Preset
+    from fairlead.lab.engine.spec import EngineSpec
+    from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 
 class KvEncoding(StrEnum):
@@ -47,7 +34,7 @@ class KvEncoding(StrEnum):
     BIN = "bin"
 
 
-#: What each changes of `wire.kv_events_encode.Encoding`.
+#: What each changes of `pool.kv_events.encode.Encoding`.
 _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
     KvEncoding.MAP: {"events": "map"},
     KvEncoding.ARRAY: {"events": "array"},
@@ -122,12 +109,29 @@ _WriteEndpoints = Annotated[
 ]
 
 
+@examples("""
+Each replica batches, queues, caches prefixes and takes its time as the real server of the chosen preset would, and
+exposes the same API, metrics and errors. Faults are set at run time through POST /fault, those of KV events through
+POST /fault/kv_events. Ctrl-C or SIGTERM ends it.
+
+\b
+Examples:
+  fairlead stub --replicas 8 --write-endpoints endpoints.yaml
+  fairlead stub --preset llama-8b-l40s --time-ratio 20
+  fairlead stub --lora sql --lora chat --max-loras 1
+  curl localhost:8000/fault --json '{"slow_factor": 5}'
+  fairlead stub --replicas 2 --kv-events
+  curl localhost:8000/kv_event_sources
+  curl localhost:8000/fault/kv_events --json '{"lose": 3}'
+  curl localhost:8000/fault/kv_events --json '{"restart": true}'
+  curl localhost:8000/fault/kv_events --json '{"offload": 8, "medium": "CPU"}'
+""")
 def stub(
     port: _Port = 8000,
     replicas: Annotated[int, typer.Option(min=1, max=1000, help="Model servers in this process.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(help="Served model name. Default: the preset's.", show_default=False)] = "",
-    preset: _Preset = ("qwen3-32b-h100"),
+    preset: _Preset = "qwen3-32b-h100",
     time_ratio: Annotated[float, typer.Option(help="1 = as slow as the real one, 20 = twenty times faster.")] = 1.0,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per streamed event.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one batch.")] = 256,
@@ -150,51 +154,35 @@ def stub(
     seed: Annotated[int, typer.Option(help="Of ids and of random faults.")] = 0,
     write_endpoints: _WriteEndpoints = None,
 ) -> None:
-    """Serve stub model servers that speak and behave like vLLM 0.32.
-
-    Each replica batches, queues, caches prefixes and takes its time as the real server of the chosen preset would, and
-    exposes the same API, metrics and errors. Faults are set at run time through POST /fault, those of KV events through
-    POST /fault/kv_events. Ctrl-C or SIGTERM ends it.
-    """
-    from fairlead.engine.preset_text import read_preset
-    from fairlead.engine.presets import DEFAULT_PRESET
-    from fairlead.stub.config import StubConfig
-    from fairlead.stub.run import run
+    """Serve stub model servers that speak and behave like vLLM 0.32."""
+    from fairlead.lab.engine.presets import DEFAULT_PRESET, read_preset
+    from fairlead.lab.stub.config import StubConfig
+    from fairlead.lab.stub.pool import run
 
     if preset == "list":
         _list_presets()
         return
-    try:
+    sizes = _Sizes(max_num_seqs, max_model_len, kv_tokens, block_size)
+    with exits(WRONG_INPUT, OSError), _refused_values():
         named = preset_argument(preset)
         fitted = read_preset(named) if "\n" in named else None
+        events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
         config = StubConfig(
             preset=DEFAULT_PRESET if fitted else preset,
             model=model or (fitted.model if fitted else ""),
-            engine=_engine(fitted, max_num_seqs, max_model_len, kv_tokens, block_size, max_loras or len(lora or [])),
+            engine=_engine(fitted, sizes, max_loras or len(lora or [])),
+            **sizes._asdict(),
             time_ratio=time_ratio,
             stream_interval=stream_interval,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            block_size=block_size,
             max_queued=max_queued,
             loras=tuple(lora or ()),
             max_loras=max_loras,
             natural_output=output_tokens,
             identity_headers=identity_headers,
             request_id_headers=request_id_headers,
-            kv_events=_hashed(
-                _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps),
-                kv_hash,
-                kv_hash_seed,
-            ),
+            kv_events=_hashed(events, kv_hash, kv_hash_seed),
             seed=seed,
         )
-    except OSError as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     _end(run(config, replicas, host, port, write_endpoints, typer.echo))
 
 
@@ -205,8 +193,7 @@ def _events(
         if encodings or connect or (port, buffer_steps) != (_KV_PORT, _KV_BUFFER):
             raise typer.BadParameter("options of KV events need --kv-events too")
         return None
-    from fairlead.stub.kv_publisher import KvEventsConfig
-    from fairlead.wire.kv_events_encode import Encoding
+    from fairlead.lab.stub.kv_publisher import Encoding, KvEventsConfig
 
     host = f"[{host}]" if ":" in host else host
     changes: dict[str, Any] = {}
@@ -230,7 +217,7 @@ def _hashed(events: "KvEventsConfig | None", algorithm: str, seed: str) -> "KvEv
         raise typer.BadParameter("--kv-hash needs --kv-events too")
     from msgspec.structs import replace
 
-    from fairlead.fleet.kv.engine_hash import EngineHasher
+    from fairlead.core.kv.hashing import EngineHasher
 
     try:
         EngineHasher(algorithm, seed or None)
@@ -239,33 +226,36 @@ def _hashed(events: "KvEventsConfig | None", algorithm: str, seed: str) -> "KvEv
     return replace(events, hashes=algorithm, hash_seed=seed)
 
 
-def _engine(
-    preset: "Preset | None", max_num_seqs: int, max_model_len: int, kv_tokens: int, block_size: int, max_loras: int
-) -> "EngineSpec | None":
+class _Sizes(NamedTuple):
+    max_num_seqs: int
+    max_model_len: int
+    kv_tokens: int
+    block_size: int
+
+
+def _engine(preset: "Preset | None", sizes: _Sizes, max_loras: int) -> "EngineSpec | None":
     """Of a preset that is no built-in one."""
     if preset is None:
         return None
-    return preset.spec(
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_batched_tokens=max(8192, max_num_seqs),
-        max_model_len=max_model_len,
-        max_loras=max_loras,
-        kv_tokens=kv_tokens,
-    )
+    return preset.spec(max_batched_tokens=max(8192, sizes.max_num_seqs), max_loras=max_loras, **sizes._asdict())
 
 
 def _end(problem: str) -> None:
     if problem:
         complain(problem)
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _refused_values() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _list_presets() -> None:
-    from fairlead.engine.presets import PRESETS
+    from fairlead.lab.engine.presets import PRESETS
 
     for name, entry in PRESETS.items():
         typer.echo(f"{name:20} {entry.model:34} KV cache {entry.kv_tokens:>9,} tokens")
-
-
-stub.__doc__ = f"{cleandoc(stub.__doc__ or '')}\n{_EXAMPLES}"

@@ -1,22 +1,280 @@
-"""`fairlead top`: a running scheduler in a terminal."""
+"""Where `fairlead top` has its numbers from: the dashboard's stream, or one snapshot of it.
 
-from inspect import cleandoc
-from typing import Annotated, Any
+A connection that is lost is tried again, for as long as somebody watches.
+"""
 
+import re
+import time
+import urllib.error
+from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPResponse
+from typing import Annotated, Any, cast
+from urllib.request import urlopen
+
+import msgspec
 import typer
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from fairlead.cli._options import FAILED, complain
+from fairlead.cli.options import FAILED, complain, examples
 
-_EXAMPLES = """
+#: Seconds without a word after which a connection counts as lost; between two attempts.
+_SILENCE, _AGAIN = 5.0, 1.0
+_MAX_LINE = 64 << 20
+
+Told = dict[str, Any]
+
+
+def admin_address(url: str) -> str:
+    """`host:port` and a trailing slash are fine."""
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
+def snapshot(base: str) -> Told:
+    """`about` and `now`. Raises `OSError` or `ValueError`."""
+    with _open(f"{base}/dashboard/snapshot") as answer:
+        message = msgspec.json.decode(answer.read(_MAX_LINE))
+    if not isinstance(message, dict) or "now" not in message:
+        raise ValueError("this is no admin port of Fairlead")
+    begun = message["about"]
+    return {"about": begun["about"], "now": message["now"]}
+
+
+def follow(base: str, every: float) -> Iterator[tuple[Told, str]]:
+    """What is told every so many seconds, and beside it the problem while there is one. Never ends."""
+    state: Told = {}
+    while True:
+        try:
+            for state in _stream(base, every):
+                yield state, ""
+            problem = "the scheduler ended the connection"
+        except (OSError, ValueError) as error:
+            problem = f"{base} does not answer: {error}"
+        yield state, f"{problem}; trying again"
+        time.sleep(_AGAIN)
+
+
+def _stream(base: str, every: float) -> Iterator[Told]:
+    about: Any = {}
+    due = 0.0
+    with _open(f"{base}/dashboard/stream") as answer:
+        event = b""
+        while line := answer.readline(_MAX_LINE):
+            if line.startswith(b"event: "):
+                event = line[7:].strip()
+            elif line.startswith(b"data: ") and event == b"beginning":
+                about = msgspec.json.decode(line[6:])["about"]
+            elif line.startswith(b"data: ") and event == b"now" and time.monotonic() >= due:
+                # A moment early is no harm: snapshots come at their own pace.
+                due = time.monotonic() + every - 0.1
+                yield {"about": about, "now": msgspec.json.decode(line[6:])}
+
+
+def _open(url: str) -> HTTPResponse:
+    """Raises `OSError` with what the server says."""
+    try:
+        return cast(HTTPResponse, urlopen(url, timeout=_SILENCE))
+    except urllib.error.HTTPError as error:
+        words = error.read(300).decode(errors="replace").strip()
+        if error.code == 404:
+            words = "it has no dashboard (is admin.debug off?)"
+        raise OSError(words or f"status {error.code}") from None
+    except urllib.error.URLError as error:
+        said = error.reason.strerror if isinstance(error.reason, OSError) else ""
+        raise OSError(said or str(error.reason)) from None
+
+
+# What `fairlead top` draws: the same numbers as the dashboard, with the same words.
+
+Row = dict[str, Any]
+
+#: Columns to sort by; all but names with the most first.
+SORTS: dict[str, Callable[[Row], Any]] = {
+    # Numbers in names by their value.
+    "name": lambda row: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", row["id"])],
+    "waiting": lambda row: -row["queue"],
+    "running": lambda row: -row["active"],
+    "kv": lambda row: -(row["kv"] or 0.0),
+    "sent": lambda row: -row["sent"],
+    "hits": lambda row: -(row["hit_rate"] or 0.0),
+    "ttft": lambda row: -(row["actual_ms"] or 0.0),
+}
+_DASH = "–"
+#: Lines of the screen that are not rows of the table of endpoints.
+_OTHER_LINES = 16
+
+
+def view(state: dict[str, Any], sort: str, width: int, height: int | None = None, problem: str = "") -> RenderableType:
+    """`width`, `height`: characters and lines of the screen; `None` = as many as it takes."""
+    if not state:
+        return Text(problem or "waiting for the first numbers …", "bold red" if problem else "")
+    about, now = state["about"], state["now"]
+    parts: list[RenderableType] = [_title(about, now)]
+    if problem:
+        parts.append(Text(f"! {problem}; these numbers are old", "bold red"))
+    parts += _notices(now["notices"])
+    parts.append(_figures(now))
+    traffic, queues = now["traffic"][:4], now["queues"]
+    used = len(now["notices"]) + len(traffic) + (len(queues["bands"]) + 2 if queues and queues["bands"] else 0)
+    most = None if height is None else max(height - _OTHER_LINES - used, 3)
+    parts.append(_endpoints(sorted(now["endpoints"], key=SORTS[sort]), width, most))
+    parts.append(_traffic(traffic))
+    if queues and queues["bands"]:
+        parts.append(_queues(queues))
+    return Group(*parts)
+
+
+def _title(about: Row, now: Row) -> Text:
+    title = Text.assemble(("Fairlead ", "bold"), about["version"], "  pool ", (about["pool"], "bold"))
+    title.append(f"  policy {now['policy']}  running for {_seconds(now['at'] - about['started'])}")
+    return title
+
+
+def _notices(notices: Iterable[Row]) -> list[RenderableType]:
+    lines: list[RenderableType] = [
+        Text(
+            ("! " if notice["level"] == "bad" else "△ ") + notice["text"],
+            "red" if notice["level"] == "bad" else "yellow",
+        )
+        for notice in notices
+    ]
+    return lines or [Text("✓ all is well", "green")]
+
+
+def _figures(now: Row) -> Text:
+    totals, latency, queues = now["totals"], now["latency"], now["queues"]
+    hits = totals["hit_tokens"] / totals["prompt_tokens"] if totals["prompt_tokens"] else None
+    held = totals["inside"] / totals["forecasts"] if totals["forecasts"] else None
+    waiting = _DASH if queues is None else f"{queues['waiting']:,} (saturation {queues['saturation']:.2f})"
+    rows = (
+        ("requests", f"{_number(totals['per_s'], 1)} /s, {totals['requests']:,} in all"),
+        ("errors", f"{totals['errors']:,}, refused {totals['refused']:,}"),
+        ("in flight", f"{now['leases']:,}"),
+        ("queue", waiting),
+        ("TTFT", f"p50 {_ms(latency['ttft']['p50'])}, p95 {_ms(latency['ttft']['p95'])}"),
+        ("prefix hits", _percent(hits)),
+        ("forecasts held", _percent(held)),
+    )
+    text = Text()
+    for i, (name, value) in enumerate(rows):
+        text.append(f"{name} ", "dim").append(value, "bold").append("" if i == len(rows) - 1 else "   ")
+    return text
+
+
+def _endpoints(rows: list[Row], width: int, most: int | None) -> Table:
+    columns = [column for column in _COLUMNS if width >= column[1]]
+    shown = rows if most is None or len(rows) <= most else rows[: most - 1]
+    left = len(rows) - len(shown)
+    table = _table((name for name, _, _ in columns), 2, f"and {left} more endpoints" if left else None)
+    for row in shown:
+        table.add_row(*(cell(row) for _, _, cell in columns))
+    return table
+
+
+def _near(row: Row) -> str:
+    """Before numbers that are estimated."""
+    return "" if row["fresh"] else "≈"
+
+
+#: Columns of endpoints: the name, from which width of the screen on it is shown, and what it says.
+_COLUMNS: tuple[tuple[str, int, Callable[[Row], str | Text]], ...] = (
+    ("endpoint", 0, lambda row: row["id"]),
+    ("metrics", 0, lambda row: Text(*_state(row))),
+    ("waiting", 0, lambda row: f"{_near(row)}{row['queue']:,.0f}"),
+    ("running", 0, lambda row: f"{_near(row)}{row['active']:,.0f}"),
+    ("KV", 0, lambda row: f"{_near(row)}{_percent(row['kv'])}"),
+    ("in flight", 120, lambda row: f"{row['leases']:,}"),
+    ("sent/min", 90, lambda row: f"{row['sent']:,}"),
+    ("hits", 80, lambda row: _percent(row["hit_rate"])),
+    ("TTFT predicted", 105, lambda row: _ms(row["predicted_ms"])),
+    ("TTFT actual", 80, lambda row: _ms(row["actual_ms"])),
+    ("in band", 130, lambda row: _percent(row["inside"])),
+    ("index", 130, lambda row: f"{row['source']} {_percent(row['trust'])}"),
+)
+
+
+def _state(row: Row) -> tuple[str, str]:
+    if row["avoided_s"] > 0:
+        return "avoided", "red"
+    if row["fresh"]:
+        return "fresh", "green"
+    return ("no metrics" if row["age_s"] is None else f"silent {_seconds(row['age_s'])}"), "yellow"
+
+
+def _traffic(rows: list[Row]) -> RenderableType:
+    if not rows:
+        return Text("no request has arrived since the start", "dim")
+    table = _table(("model", "band", "requests/s", "in flight", "requests", "errors", "hits"), 1)
+    for row in rows:
+        model = f"{row['model']} → {row['target']}" if row["target"] else row["model"] or "(none named)"
+        table.add_row(
+            model,
+            row["priority"],
+            _number(row["per_s"], 1),
+            f"{row['running']:,}",
+            f"{row['requests']:,}",
+            f"{row['errors']:,}",
+            _percent(row["hit_rate"]),
+        )
+    return table
+
+
+def _queues(queues: Row) -> Table:
+    table = _table(("queue", "waiting", "longest", "until served", "of its limit"), 1)
+    for band in queues["bands"]:
+        waits = band["waiting"] > 0
+        table.add_row(
+            f"band {band['priority']}",
+            f"{band['waiting']:,}",
+            _seconds(band["oldest_s"]) if waits else _DASH,
+            _seconds(band["delay_s"]) if waits else _DASH,
+            _percent(band["used"]),
+        )
+    return table
+
+
+def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _DASH if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(share: float | None) -> str:
+    return _DASH if share is None else f"{share:.0%}"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return _DASH
+    if value < 1000.0:
+        return f"{value:.1f} ms" if value < 10.0 else f"{value:.0f} ms"
+    return f"{value / 1000.0:.2f} s"
+
+
+def _seconds(value: float) -> str:
+    if value < 120.0:
+        return f"{value:.0f} s"
+    return f"{value / 60.0:.0f} min" if value < 7200.0 else f"{value / 3600.0:.0f} h"
+
+
+# `fairlead top`: a running scheduler in a terminal.
+
+
+@examples("""
 \b
 Examples:
   fairlead top
   fairlead top http://localhost:9090 --sort waiting
   fairlead top --once
   fairlead top --once --json | jq '.now.totals'
-"""
-
-
+""")
 def top(
     url: Annotated[str, typer.Argument(metavar="URL", help="The admin port.")] = "http://localhost:9090",
     once: Annotated[bool, typer.Option("--once", help="Print one moment and exit.")] = False,
@@ -30,47 +288,40 @@ def top(
 
     It reads what the dashboard reads. NO_COLOR switches colours off. Exit code 1: nothing answers (with --once).
     """
-    from fairlead.cli import _top_feed, _top_view
 
-    if sort not in _top_view.SORTS:
-        raise typer.BadParameter(f"{sort!r} is none of {', '.join(_top_view.SORTS)}", param_hint="--sort")
-    address = _top_feed.address(url)
+    if sort not in SORTS:
+        raise typer.BadParameter(f"{sort!r} is none of {', '.join(SORTS)}", param_hint="--sort")
+    address = admin_address(url)
     if not once:
-        (_stream if as_json else _live)(address, sort, every)
+        (_top_stream if as_json else _live)(address, sort, every)
         return
     try:
-        told = _top_feed.snapshot(address)
+        state = snapshot(address)
     except (OSError, ValueError) as error:
         complain(f"{address} does not answer: {error}")
         raise typer.Exit(FAILED) from None
-    _print(told, as_json, sort)
+    _print(state, as_json, sort)
 
 
-top.__doc__ = f"{cleandoc(top.__doc__ or '')}\n{_EXAMPLES}"
-
-
-def _print(told: dict[str, Any], as_json: bool, sort: str) -> None:
+def _print(state: dict[str, Any], as_json: bool, sort: str) -> None:
     if as_json:
         import msgspec
 
-        typer.echo(msgspec.json.encode(told))
+        typer.echo(msgspec.json.encode(state))
         return
     from rich.console import Console
 
-    from fairlead.cli._top_view import view
-
     console = Console(highlight=False)
-    console.print(view(told, sort, console.width))
+    console.print(view(state, sort, console.width))
 
 
-def _stream(address: str, sort: str, every: float) -> None:
-    from fairlead.cli._top_feed import follow
+def _top_stream(address: str, sort: str, every: float) -> None:
 
-    for told, problem in follow(address, every):
+    for state, problem in follow(address, every):
         if problem:
             complain(problem)
         else:
-            _print(told, True, sort)
+            _print(state, True, sort)
 
 
 def _live(address: str, sort: str, every: float) -> None:
@@ -78,14 +329,11 @@ def _live(address: str, sort: str, every: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from fairlead.cli._top_feed import follow
-    from fairlead.cli._top_view import view
-
     console = Console(highlight=False)
     if not console.is_terminal:
-        for told, problem in follow(address, every):
-            console.print(view(told, sort, console.width, problem=problem))
+        for state, problem in follow(address, every):
+            console.print(view(state, sort, console.width, problem=problem))
         return
     with Live(Text(f"asking {address} …"), console=console, screen=True, auto_refresh=False) as live:
-        for told, problem in follow(address, every):
-            live.update(view(told, sort, console.width, console.height, problem), refresh=True)
+        for state, problem in follow(address, every):
+            live.update(view(state, sort, console.width, console.height, problem), refresh=True)

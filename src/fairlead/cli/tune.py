@@ -1,17 +1,17 @@
 """`fairlead tune`: a server's speed as a preset, and what it means for the parameters that people set."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli._options import FAILED, WRONG_INPUT, complain
+from fairlead.cli.options import FAILED, WRONG_INPUT, echo_json, examples, exits, pairs
 
 if TYPE_CHECKING:
-    from fairlead.bench.tune_advice import Advice
-    from fairlead.bench.tune_facts import Facts
-    from fairlead.bench.tune_fit import Fitted, Observation
-    from fairlead.engine.presets import Preset
+    from fairlead.lab.engine.presets import Preset
+    from fairlead.lab.load.tune import Advice, Facts, Fitted, Observation
 
 _Url = Annotated[
     str, typer.Argument(metavar="URL", help="http://HOST:PORT of one model server that has nothing else to do.")
@@ -28,6 +28,13 @@ _Header = Annotated[
 ]
 
 
+@examples("""
+\b
+Examples:
+  fairlead tune http://localhost:8000 --out mine.yaml
+  fairlead tune --observations answers.jsonl --json
+  fairlead simulate agents --preset mine.yaml
+""")
 def tune(
     url: _Url = "",
     observations: _Observations = None,
@@ -55,32 +62,20 @@ def tune(
 
     The preset goes into the simulator and the stub: --preset FILE. Probe one idle server, not the gateway: other
     traffic is measured as slowness. The default policy needs none of this; it learns while it works.
-
-    \b
-    Examples:
-      fairlead tune http://localhost:8000 --out mine.yaml
-      fairlead tune --observations answers.jsonl --json
-      fairlead simulate agents --preset mine.yaml
     """
-    from fairlead.bench.tune_advice import Traffic, advise, traffic_of
-    from fairlead.bench.tune_fit import TooLittle, fit
+    from fairlead.core.errors import ConfigError
+    from fairlead.lab.load.tune import Facts, TooLittle, Traffic, advise, fit, traffic_of
 
-    try:
+    with exits(FAILED, TooLittle), exits(WRONG_INPUT, ConfigError, ValueError, OSError):
         if bool(url) == (observations is not None):
             raise ValueError("give the URL of a server, or --observations FILE")
         if observations is not None:
-            facts, made = _facts(model), _read(observations)
+            facts, made = Facts(model=model), _read(observations)
         else:
-            facts, made = _probe(url, model, _fields(header or []), _object(extra), seed, time_ratio, seconds)
+            facts, made = _probe(url, model, pairs(header, "--header"), _object(extra), seed, time_ratio, seconds)
         if save is not None:
             _save(save, made)
         fitted = fit(made)
-    except (ValueError, OSError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
-    except TooLittle as error:
-        complain(error)
-        raise typer.Exit(FAILED) from None
     seen = traffic_of(made) if observations is not None else Traffic(hit_rate=facts.hit_rate)
     traffic = Traffic(
         prompt_tokens=prompt_tokens or seen.prompt_tokens,
@@ -96,20 +91,14 @@ def tune(
     _show(json, preset, fitted, facts, advise(fitted, facts, traffic), len(made))
 
 
-def _facts(model: str) -> "Facts":
-    from fairlead.bench.tune_facts import Facts
-
-    return Facts(model=model)
-
-
 def _probe(
     url: str, model: str, headers: dict[str, str], extra: dict[str, Any], seed: int, ratio: float, seconds: float
 ) -> "tuple[Facts, list[Observation]]":
     import asyncio
 
-    from fairlead.bench.probe import ask_models, normal_target
-    from fairlead.bench.tune_facts import ask_facts
-    from fairlead.bench.tune_probe import Ask, probe
+    from fairlead.lab.load.probe import ask_models, normal_target
+    from fairlead.lab.load.tune import ask_facts
+    from fairlead.lab.load.tune_probe import Ask, probe
 
     target = normal_target(url)
     ask_models(target, headers)
@@ -124,57 +113,47 @@ def _probe(
         extra=extra,
         seconds=seconds,
     )
-    with _Progress() as progress:
-        return facts, asyncio.run(probe(ask, progress.step))
+    with _progress() as step:
+        return facts, asyncio.run(probe(ask, step))
 
 
-class _Progress:
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("probing")
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, done: int, total: int, what: str) -> None:
-        self._bar.update(self._task, completed=done, total=total, description=what)
+    console = Console(stderr=True)
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("probing")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def _read(path: Path) -> "list[Observation]":
     import msgspec
 
-    from fairlead.bench.tune_fit import Observation
+    from fairlead.lab.load.tune import Observation
 
-    found = []
+    observations = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found.append(msgspec.json.decode(line, type=Observation))
+            observations.append(msgspec.json.decode(line, type=Observation))
         except msgspec.DecodeError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
-    return found
+    return observations
 
 
 def _save(path: Path, observations: "list[Observation]") -> None:
     import msgspec
 
-    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in observations))
+    path.write_bytes(b"".join(msgspec.json.encode(observation) + b"\n" for observation in observations))
 
 
 def _preset(name: str, fitted: "Fitted", facts: "Facts") -> "Preset":
-    from fairlead.engine.presets import Preset
+    from fairlead.lab.engine.presets import Preset
 
     return Preset(
         name=name,
@@ -197,7 +176,7 @@ def _comments(preset: "Preset", fitted: "Fitted") -> list[str]:
 
 
 def _write(path: Path, preset: "Preset", fitted: "Fitted") -> None:
-    from fairlead.engine.preset_text import write_preset
+    from fairlead.lab.engine.presets import write_preset
 
     path.write_text("\n".join([*_comments(preset, fitted), write_preset(preset)]), encoding="utf-8")
 
@@ -205,31 +184,20 @@ def _write(path: Path, preset: "Preset", fitted: "Fitted") -> None:
 def _show(
     as_json: bool, preset: "Preset", fitted: "Fitted", facts: "Facts", advice: "list[Advice]", observed: int
 ) -> None:
-    import msgspec
 
-    from fairlead.engine.preset_text import write_preset
+    from fairlead.lab.engine.presets import write_preset
 
     if as_json:
         document = {"preset": preset, "fit": fitted, "server": facts, "advice": advice, "observations": observed}
-        typer.echo(msgspec.json.format(msgspec.json.encode(document)))
+        echo_json(document)
         return
     for line in _comments(preset, fitted):
         typer.echo(line)
     typer.echo(write_preset(preset))
     typer.echo("# For profiles, flow control and the reference's configurations (the default policy needs none):")
-    for one in advice:
-        typer.echo(f"#   {one.parameter}: {one.value}")
-        typer.echo(f"#     {one.reason}")
-
-
-def _fields(settings: list[str]) -> dict[str, str]:
-    found = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
-            raise ValueError(f"--header: expected NAME=VALUE, got {setting!r}")
-        found[key.strip()] = value.strip()
-    return found
+    for item in advice:
+        typer.echo(f"#   {item.parameter}: {item.value}")
+        typer.echo(f"#     {item.reason}")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli._options import WRONG_INPUT, complain
+from fairlead.cli.options import WRONG_INPUT, echo_json, exits
 
 if TYPE_CHECKING:
-    from fairlead.workload.record import Dispatch, Workload
+    from fairlead.lab.workload.record import Dispatch, Workload
 
 
 class Action(StrEnum):
@@ -47,14 +47,14 @@ def workload(
       fairlead workload convert trace.csv traffic.jsonl
       fairlead workload generate interactive-chat chat.jsonl --seconds 600 --rate 4
     """
-    from fairlead.sim.workfiles import read_workload, write_workload
-    from fairlead.workload.formats.problems import TraceError
-    from fairlead.workload.generate import Pace, generate
+    from fairlead.lab.simulator.build import read_workload, write_workload
+    from fairlead.lab.workload.formats import TraceError
+    from fairlead.lab.workload.generate import Pace, generate
 
     if action is Action.kinds:
         _print_kinds()
         return
-    try:
+    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         _need(source, out, action)
         if action is Action.generate:
             pace = Pace(
@@ -73,9 +73,6 @@ def workload(
         if out is not None:
             write_workload(made, out, to)
         _describe(made, as_json)
-    except (TraceError, ValueError, OSError) as error:
-        complain(error)
-        raise typer.Exit(WRONG_INPUT) from None
 
 
 def _need(source: str, out: Path | None, action: Action) -> None:
@@ -96,19 +93,18 @@ def _dispatch(text: str) -> "Dispatch | None":
 
 
 def _parameters(settings: list[str]) -> dict[str, str]:
-    found = {}
+    parameters = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"expected NAME=VALUE, got {setting!r}")
-        found[name.strip().replace("-", "_")] = value.strip()
-    return found
+        parameters[name.strip().replace("-", "_")] = value.strip()
+    return parameters
 
 
 def _print_kinds() -> None:
-    from fairlead.workload.catalogue import CATALOGUE
-    from fairlead.workload.formats import FORMATS
-    from fairlead.workload.generate import KINDS
+    from fairlead.lab.workload.formats import FORMATS
+    from fairlead.lab.workload.generate import CATALOGUE, KINDS
 
     typer.echo("kinds:")
     for kind in KINDS:
@@ -121,12 +117,10 @@ def _print_kinds() -> None:
 
 
 def _describe(made: "Workload", as_json: bool) -> None:
-    from fairlead.workload.describe import describe, figures
+    from fairlead.lab.workload.describe import describe, figures
 
     if as_json:
-        import msgspec
-
-        typer.echo(msgspec.json.format(msgspec.json.encode(figures(made))))
+        echo_json(figures(made))
         return
     for line in describe(made):
         typer.echo(line)

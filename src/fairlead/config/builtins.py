@@ -1,59 +1,8 @@
-"""The table of built-in plugins, and other names for them."""
+"""What is built in: the table of plugins, other names for them, and what runs when the file does not say otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any, Literal
-
-from fairlead.plugins.ceilings import HoldbackCeiling, ReflectiveCeiling, StaticCeiling
-from fairlead.plugins.fairness import DeficitFairness, GlobalStrict, LeastAttainedFairness, RoundRobinFairness
-from fairlead.plugins.filters.by_label import ByLabel
-from fairlead.plugins.filters.concurrency import Concurrency
-from fairlead.plugins.filters.context_length import ContextLength
-from fairlead.plugins.filters.health import Health
-from fairlead.plugins.filters.label_selector import LabelSelector
-from fairlead.plugins.filters.memory_pressure import MemoryPressure
-from fairlead.plugins.filters.metric_limit import MetricLimit
-from fairlead.plugins.filters.model_compatibility import ModelCompatibility
-from fairlead.plugins.filters.prefix_affinity import PrefixAffinity
-from fairlead.plugins.filters.queue_depth import QueueDepth
-from fairlead.plugins.filters.role import Role
-from fairlead.plugins.filters.slo_tier import SloTier
-from fairlead.plugins.filters.subset import Subset
-from fairlead.plugins.filters.utilization import Utilization
-from fairlead.plugins.orderings import Deadline, FirstCome, LeastWorkOrdering
-from fairlead.plugins.pickers.max_score import MaxScore
-from fairlead.plugins.pickers.round_robin import RoundRobin, Uniform
-from fairlead.plugins.pickers.top_k import TopK
-from fairlead.plugins.pickers.weighted_random import WeightedRandom
-from fairlead.plugins.policies.consistent_hashing import ConsistentHashingBounded
-from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.plugins.policies.dynamic_weights import DynamicWeights
-from fairlead.plugins.policies.dynamo import DynamoLinear
-from fairlead.plugins.policies.least_requests import LeastRequests
-from fairlead.plugins.policies.lmetric import Lmetric
-from fairlead.plugins.policies.lpwl import Lpwl
-from fairlead.plugins.policies.power_of_two import PowerOfTwo
-from fairlead.plugins.policies.prefill_decode import PrefillDecode
-from fairlead.plugins.policies.sglang import SglangCacheAware
-from fairlead.plugins.policies.sticky import StickyUntilSaturated
-from fairlead.plugins.policies.weights import Weights322
-from fairlead.plugins.saturations import ConcurrencyDetector, UtilizationDetector
-from fairlead.plugins.scorers.active_requests import ActiveRequests
-from fairlead.plugins.scorers.context_length import ContextLengthScorer
-from fairlead.plugins.scorers.inflight_tokens import InflightTokens
-from fairlead.plugins.scorers.kv_utilization import KvUtilization
-from fairlead.plugins.scorers.load_aware import LoadAware
-from fairlead.plugins.scorers.lora_affinity import LoraAffinity
-from fairlead.plugins.scorers.lora_aware import LoraAware
-from fairlead.plugins.scorers.metric import Metric
-from fairlead.plugins.scorers.no_hit_lru import NoHitLru
-from fairlead.plugins.scorers.predicted_latency import PredictedLatency
-from fairlead.plugins.scorers.prefix_aware import PrefixAware
-from fairlead.plugins.scorers.prefix_length import PrefixLength
-from fairlead.plugins.scorers.queue import Queue
-from fairlead.plugins.scorers.queue_threshold import QueueThreshold
-from fairlead.plugins.scorers.running_requests import RunningRequests
-from fairlead.plugins.scorers.session_affinity import SessionAffinity
-from fairlead.plugins.scorers.slo_headroom import SloHeadroom
 
 Kind = Literal[
     "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation", "ceiling"
@@ -73,67 +22,119 @@ METHODS: Mapping[Kind, str] = {
 }
 
 
-def _by_type(*classes: Any) -> dict[str, Any]:
-    return {cls.type: cls for cls in classes}
+class Builtins(Mapping[str, Any]):
+    """Classes by type. One is imported when it is asked for: a configuration names a few of them."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        """`places`: type → `module:Class`, below `fairlead.plugins`."""
+        self._places = places
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, cls = self._places[name].partition(":")
+        return vars(import_module(f"fairlead.plugins.{module}"))[cls]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
-    "filter": _by_type(
-        Role,
-        Subset,
-        ModelCompatibility,
-        Health,
-        QueueDepth,
-        MemoryPressure,
-        LabelSelector,
-        ByLabel,
-        ContextLength,
-        PrefixAffinity,
-        SloTier,
-        Utilization,
-        Concurrency,
-        MetricLimit,
+    "filter": Builtins(
+        {
+            "role": "filters.ability:Role",
+            "subset": "filters.ability:Subset",
+            "model-compatibility": "filters.ability:ModelCompatibility",
+            "health": "filters.availability:Health",
+            "queue-depth": "filters.load:QueueDepth",
+            "memory-pressure": "filters.load:MemoryPressure",
+            "label-selector": "filters.ability:LabelSelector",
+            "by-label": "filters.ability:ByLabel",
+            "context-length": "filters.ability:ContextLength",
+            "prefix-affinity": "filters.availability:PrefixAffinity",
+            "slo-tier": "filters.availability:SloTier",
+            "utilization": "filters.availability:Utilization",
+            "concurrency": "filters.load:Concurrency",
+            "metric-limit": "filters.load:MetricLimit",
+        }
     ),
-    "scorer": _by_type(
-        PrefixAware,
-        LoadAware,
-        KvUtilization,
-        InflightTokens,
-        LoraAware,
-        SessionAffinity,
-        Queue,
-        RunningRequests,
-        QueueThreshold,
-        ActiveRequests,
-        LoraAffinity,
-        NoHitLru,
-        PrefixLength,
-        ContextLengthScorer,
-        SloHeadroom,
-        PredictedLatency,
-        Metric,
+    "scorer": Builtins(
+        {
+            "prefix-aware": "scorers.prefix:PrefixAware",
+            "load-aware": "scorers.load:LoadAware",
+            "kv-utilization": "scorers.load:KvUtilization",
+            "inflight-tokens": "scorers.load:InflightTokens",
+            "lora-aware": "scorers.lora:LoraAware",
+            "session-affinity": "scorers.session_affinity:SessionAffinity",
+            "queue": "scorers.load:Queue",
+            "running-requests": "scorers.load:RunningRequests",
+            "queue-threshold": "scorers.load:QueueThreshold",
+            "active-requests": "scorers.load:ActiveRequests",
+            "lora-affinity": "scorers.lora:LoraAffinity",
+            "no-hit-lru": "scorers.prefix:NoHitLru",
+            "prefix-length": "scorers.prefix:PrefixLength",
+            "context-length": "scorers.metric:ContextLengthScorer",
+            "slo-headroom": "scorers.latency:SloHeadroom",
+            "predicted-latency": "scorers.latency:PredictedLatency",
+            "metric": "scorers.metric:Metric",
+        }
     ),
-    "picker": _by_type(MaxScore, TopK, WeightedRandom, RoundRobin, Uniform),
-    "policy": _by_type(
-        CostModel,
-        LeastRequests,
-        PowerOfTwo,
-        Lpwl,
-        Lmetric,
-        Weights322,
-        StickyUntilSaturated,
-        SglangCacheAware,
-        ConsistentHashingBounded,
-        DynamoLinear,
-        DynamicWeights,
-        PrefillDecode,
+    "picker": Builtins(
+        {
+            "max-score": "pickers:MaxScore",
+            "top-k": "pickers:TopK",
+            "weighted-random": "pickers:WeightedRandom",
+            "round-robin": "pickers:RoundRobin",
+            "random": "pickers:Uniform",
+        }
     ),
-    "metric-source": {},
-    "parser": {},
-    "fairness": _by_type(DeficitFairness, LeastAttainedFairness, RoundRobinFairness, GlobalStrict),
-    "ordering": _by_type(LeastWorkOrdering, FirstCome, Deadline),
-    "saturation": _by_type(UtilizationDetector, ConcurrencyDetector),
-    "ceiling": _by_type(StaticCeiling, HoldbackCeiling, ReflectiveCeiling),
+    "policy": Builtins(
+        {
+            "cost-model": "policies.cost_model:CostModel",
+            "least-requests": "policies.by_load:LeastRequests",
+            "power-of-two": "policies.by_load:PowerOfTwo",
+            "lpwl": "policies.by_load:Lpwl",
+            "lmetric": "policies.by_load:Lmetric",
+            "weights-322": "policies.by_prefix:Weights322",
+            "sticky-until-saturated": "policies.by_prefix:StickyUntilSaturated",
+            "sglang-cache-aware": "policies.by_prefix:SglangCacheAware",
+            "consistent-hashing-bounded": "policies.by_prefix:ConsistentHashingBounded",
+            "dynamo-linear": "policies.by_load:DynamoLinear",
+            "dynamic-weights": "policies.by_prefix:DynamicWeights",
+            "prefill-decode": "policies.prefill_decode:PrefillDecode",
+        }
+    ),
+    "metric-source": Builtins({}),
+    "parser": Builtins({}),
+    "fairness": Builtins(
+        {
+            "deficit-round-robin": "flow_control:DeficitFairness",
+            "least-attained-service": "flow_control:LeastAttainedFairness",
+            "round-robin": "flow_control:RoundRobinFairness",
+            "global-strict": "flow_control:GlobalStrict",
+        }
+    ),
+    "ordering": Builtins(
+        {
+            "least-work": "flow_control:LeastWorkOrdering",
+            "fcfs": "flow_control:FirstCome",
+            "edf": "flow_control:Deadline",
+        }
+    ),
+    "saturation": Builtins(
+        {
+            "utilization-detector": "flow_control:UtilizationDetector",
+            "concurrency-detector": "flow_control:ConcurrencyDetector",
+        }
+    ),
+    "ceiling": Builtins(
+        {
+            "static-usage-limit-policy": "flow_control:StaticCeiling",
+            "priority-holdback-policy": "flow_control:HoldbackCeiling",
+            "soft-reflective-ceiling-policy": "flow_control:ReflectiveCeiling",
+        }
+    ),
 }
 
 #: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers whose
@@ -182,3 +183,53 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "saturation": {},
     "ceiling": {},
 }
+
+
+# ---- defaults: the one place to tune weights; shapes are those of the file ----
+
+Entry = Mapping[str, Any]
+
+#: Put before every configured filter list, unless it has the same type or `builtinFilters` is false.
+ABILITY_FILTERS: tuple[Entry, ...] = (
+    {"type": "role"},
+    {"type": "subset"},
+    {"type": "model-compatibility"},
+    {"type": "health"},
+)
+
+#: Where the file names neither a policy nor scorers; see docs/policies.md.
+DEFAULT_POLICY = "cost-model"
+
+FILTERS: tuple[Entry, ...] = (
+    # 80 % of vLLM's default max_num_seqs of 256.
+    # No memory-pressure filter: under load every engine's cache is nearly full, and a filter that then takes away the
+    # endpoint which holds the prefix makes others compute (and store) it again, which fills them too. On the demo's
+    # workload it costs a fourteenth of the throughput and ten times the p95 of TTFT; `kv-utilization` weighs instead.
+    {"type": "queue-depth", "maxQueueLength": 200},
+)
+
+SCORERS: tuple[Entry, ...] = (
+    {"type": "prefix-aware", "weight": 100, "hashBlockSize": 64},
+    {"type": "load-aware", "weight": 50},
+    {"type": "kv-utilization", "weight": 100},
+    {"type": "inflight-tokens", "weight": 100},
+    {"type": "lora-aware", "weight": 100},
+    {"type": "session-affinity", "weight": 20},
+)
+
+SELECTION: Entry = {"picker": "max-score"}
+
+#: For configurations that bring their own scorers and say nothing of selection.
+CUSTOM_SELECTION: Entry = {"topK": 3}
+
+#: Shorthands: `policy: round-robin`.
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "default": {"filters": FILTERS, "scorers": SCORERS, "selection": SELECTION},
+    "round-robin": {"filters": (), "scorers": (), "selection": {"picker": "round-robin"}},
+    "random": {"filters": (), "scorers": (), "selection": {"picker": "random"}},
+}
+
+#: Prompt bytes per token when a block size in tokens becomes one in bytes.
+BYTES_PER_TOKEN = 4
+#: Where no scorer names a block size, in tokens.
+HASH_BLOCK_SIZE = 64

@@ -1,169 +1,183 @@
-"""Plain values → structs, by the annotations of the structs themselves. Reports every problem and goes on.
+"""Values from a file → models, and what pydantic finds wrong with them in our words.
 
-msgspec converts the leaves, and so decides what is a valid one; but it stops at the first error, knows no lines and
-guesses no names. Hence the walk over structs, lists and mappings is ours.
+Every problem is reported, with its place in the file; names that are nearly right are guessed.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from math import isfinite
-from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from collections.abc import Collection, Mapping
+from math import inf, isfinite
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-import msgspec
-from msgspec import Meta, Struct
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from fairlead.config import units
-from fairlead.config.problems import Report, describe
-from fairlead.plugins.durations import Duration
-from fairlead.wire.problem import Place
+from fairlead.config.problems import Place, Report, describe
+from fairlead.plugins.params import Params, camel
 
-#: Stands for a value that was wrong; the report has the reason.
-INVALID: Final = type("Invalid", (), {"__repr__": lambda self: "INVALID"})()
+Model = TypeVar("Model", bound=BaseModel)
 
-_WORDS = {
-    "str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "array": "a list",
-    "object": "a mapping", "null": "nothing",
-}  # fmt: skip
-_AT = re.compile(r" - at `\$(.*)`$")
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
-
-
-def check(kind: Any, node: object, place: Place, report: Report) -> Any:
-    """`node` as a value of the annotated type `kind`, or `INVALID` once the reason is reported."""
-    if kind == Duration:
-        return node if _quantity(kind, "duration", node, place, report) is not INVALID else INVALID
-    base, unit = _unwrap(kind)
-    if unit:
-        return _quantity(kind, unit, node, place, report)
-    if isinstance(base, type) and issubclass(base, Struct) and base.__struct_config__.tag is None:
-        return struct(base, node, place, report)
-    origin, arguments = get_origin(base), get_args(base)
-    if origin in (Union, UnionType) and NoneType in arguments and len(arguments) == 2:
-        inner = next(a for a in arguments if a is not NoneType)
-        return None if node is None else check(inner, node, place, report)
-    if origin in (list, tuple, Sequence) and (origin is not tuple or arguments[1:] == (...,)):
-        return _sequence(origin, arguments[0], node, place, report)
-    if origin in (dict, Mapping) and arguments[0] is str:
-        return _mapping(arguments[1], node, place, report)
-    if origin is Literal:
-        return _choice(arguments, node, place, report)
-    return _leaf(kind, node, place, report)
+#: What pydantic expected, by the type of its error.
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+}
+#: Limits by the type of the error: the key of its context, and how we say it.
+_LIMITS = {
+    "greater_than": ("gt", "{kind} > {limit}"),
+    "greater_than_equal": ("ge", "{kind} >= {limit}"),
+    "less_than": ("lt", "{kind} < {limit}"),
+    "less_than_equal": ("le", "{kind} <= {limit}"),
+    "string_too_short": ("min_length", "a string of length >= {limit}"),
+    "string_too_long": ("max_length", "a string of length <= {limit}"),
+    "too_short": ("min_length", "a list of length >= {limit}"),
+    "too_long": ("max_length", "a list of length <= {limit}"),
+    "string_pattern_mismatch": ("pattern", "a string matching regex '{limit}'"),
+}
 
 
-def struct(
-    kind: type[Struct],
+def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields by their names in files."""
+    named = camel if issubclass(model, Params) else str  # older pydantic generates aliases with the validator only
+    return {str(field.validation_alias or named(name)): field for name, field in model.model_fields.items()}
+
+
+def plain(model: BaseModel) -> dict[str, Any]:
+    """The values by the fields' names in files, as JSON has them."""
+    return dict(zip(fields(type(model)), model.model_dump(mode="json").values(), strict=False))
+
+
+def read(
+    model: type[Model],
     node: object,
     place: Place,
     report: Report,
     places: Mapping[str, Place] | None = None,
     hints: Mapping[str, str] | None = None,
     siblings: Collection[str] = (),
-) -> Any:
-    """A `kind` from a mapping, or `INVALID`. Nothing at all counts as an empty mapping.
+) -> Model | None:
+    """A `model` from a mapping, or `None` once the reasons are reported. Nothing at all counts as an empty mapping.
 
     `places` says where keys stand that do not stand under `place`; `hints` what to say about some unknown ones;
     `siblings` are names that the caller takes itself, for suggestions.
     """
-    node = {} if node is None else node
-    if not isinstance(node, dict):
+    if node is not None and not isinstance(node, dict):
         report.add(place, f"expected a mapping, got {describe(node)}")
-        return INVALID
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    values: dict[str, Any] = {}
-    failed = False
-    for key, item in node.items():
-        where = (places or {}).get(key, (*place, key))
-        if key not in fields:
-            report.unknown(where, "field", key, {*fields, *siblings}, (hints or {}).get(key, ""))
-            failed = True
-            continue
-        value = check(fields[key].type, item, where, report)
-        failed = failed or value is INVALID
-        values[fields[key].name] = value
-    for name, field in fields.items():
-        if field.required and name not in node:
-            report.add(place, f"field '{name}' is missing")
-            failed = True
-    if failed:
-        return INVALID
+        return None
     try:
-        return kind(**values)
-    except (ValueError, TypeError) as error:
-        report.add(place, str(error))
-        return INVALID
+        return model.model_validate(node)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    by_place: dict[Place, list[ErrorDetails]] = {}
+    for fault in faults:
+        by_place.setdefault(_steps(node, fault["loc"]), []).append(fault)
+    for steps in sorted(by_place, key=lambda steps: _position(node, steps, by_place[steps][0])):
+        where = place if not steps else (*(places or {}).get(str(steps[0]), (*place, steps[0])), *steps[1:])
+        deeper = any(
+            len(deeper_steps) > len(steps) and deeper_steps[: len(steps)] == steps for deeper_steps in by_place
+        )
+        for message in _mismatches(by_place[steps], deeper):
+            report.add(where, message)
+        for fault in by_place[steps]:
+            if fault["type"] == "extra_forbidden":
+                name = str(steps[-1])
+                known = {*fields(_kind(model, steps[:-1])), *(siblings if len(steps) == 1 else ())}
+                report.unknown(where, "field", name, known, (hints or {}).get(name, "") if len(steps) == 1 else "")
+            elif fault["type"] == "literal_error" and isinstance(fault["input"], str):
+                report.unknown(where, "value", fault["input"], _choices(fault))
+            elif fault["type"] not in _EXPECTED:
+                report.add(where, _message(fault, _kind(model, steps)))
+    return None
 
 
-def _unwrap(kind: Any) -> tuple[Any, str]:
-    """(the bare type, its unit if it is one of `units`)."""
-    if get_origin(kind) is not Annotated:
-        return kind, ""
-    base, *extras = get_args(kind)
-    for extra in extras:
-        if isinstance(extra, Meta) and extra.extra:
-            return base, str(extra.extra.get("unit", ""))
-    return base, ""
+def _steps(node: Any, loc: tuple[str | int, ...]) -> Place:
+    """The part of an error's location that stands in the file. The rest names members of unions, or what is missing."""
+    steps: list[str | int] = []
+    for step in loc:
+        listed = isinstance(node, list | tuple) and isinstance(step, int) and step < len(node)
+        if listed or (isinstance(node, dict) and step in node):
+            node = node[step]
+            steps.append(step)
+    return tuple(steps)
 
 
-def _quantity(kind: Any, unit: str, node: object, place: Place, report: Report) -> Any:
-    if isinstance(node, str):
-        try:
-            node = units.duration(node) if unit == "duration" else units.size(node)
-        except ValueError as error:
-            report.add(place, f"{error}, got {describe(node)}")
-            return INVALID
-    return _leaf(float if kind == Duration else kind, node, place, report)
+def _position(node: Any, steps: Place, fault: ErrorDetails) -> tuple[float, ...]:
+    """Sorts as the text does; what is missing comes behind what is there."""
+    order: list[float] = []
+    for step in steps:
+        order.append(step if isinstance(step, int) else list(node).index(step))
+        node = node[step]
+    return (*order, inf) if fault["type"] == "missing" else tuple(order)
 
 
-def _sequence(origin: Any, inner: Any, node: object, place: Place, report: Report) -> Any:
-    if not isinstance(node, list):
-        report.add(place, f"expected a list, got {describe(node)}")
-        return INVALID
-    values = [check(inner, item, (*place, i), report) for i, item in enumerate(node)]
-    if any(value is INVALID for value in values):
-        return INVALID
-    return tuple(values) if origin is tuple else values
+def _kind(kind: Any, steps: Place) -> Any:
+    """The annotation of what stands at `steps` below a `kind`."""
+    for step in steps:
+        inner = (_inner(member, step) for member in _members(kind))
+        kind = next((option for option in inner if option is not None), None)
+    return next((option for option in _members(kind) if option is not type(None)), None)
 
 
-def _mapping(inner: Any, node: object, place: Place, report: Report) -> Any:
-    if not isinstance(node, dict):
-        report.add(place, f"expected a mapping, got {describe(node)}")
-        return INVALID
-    values = {key: check(inner, item, (*place, key), report) for key, item in node.items()}
-    return INVALID if any(value is INVALID for value in values.values()) else values
+def _members(kind: Any) -> list[Any]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _members(arguments[0])
+    if origin in (Union, UnionType):
+        return [member for argument in arguments for member in _members(argument)]
+    return [kind]
 
 
-def _choice(choices: tuple[Any, ...], node: object, place: Place, report: Report) -> Any:
-    if any(node == choice and type(node) is type(choice) for choice in choices):
-        return node
-    if isinstance(node, str):
-        report.unknown(place, "value", node, map(str, choices))
-    else:
-        report.add(place, f"expected one of {', '.join(map(str, choices))}; got {describe(node)}")
-    return INVALID
+def _inner(kind: Any, step: str | int) -> Any:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = fields(kind).get(str(step))
+        return field.annotation if field else None
+    arguments = get_args(kind)
+    if isinstance(step, str):
+        return arguments[1] if get_origin(kind) is dict else None
+    if get_origin(kind) not in (list, tuple):
+        return None
+    return arguments[0] if arguments[-1] is ... or len(arguments) <= step else arguments[step]
 
 
-def _leaf(kind: Any, node: object, place: Place, report: Report) -> Any:
-    if isinstance(node, float) and not isfinite(node):
-        report.add(place, "expected a finite number")
-        return INVALID
-    try:
-        return msgspec.convert(node, kind)
-    except (msgspec.ValidationError, OverflowError) as error:
-        where, message = _translate(str(error))
-        got = f", got {describe(node)}" if not where and "got" not in message else ""
-        report.add((*place, *where), message + got)
-        return INVALID
+def _mismatches(faults: list[ErrorDetails], deeper: bool) -> list[str]:
+    """What kinds of values were expected: of a union several, unless one of them was taken and is wrong further in."""
+    kinds = list(dict.fromkeys(_EXPECTED[fault["type"]] for fault in faults if fault["type"] in _EXPECTED))
+    if not kinds or deeper:
+        return []
+    node = faults[0]["input"]
+    if isinstance(node, float) and not isfinite(node) and not {"a list", "a mapping"} & {*kinds}:
+        return ["expected a finite number"]
+    return [f"expected {' or '.join(kinds)}, got {describe(node)}"]
 
 
-def _translate(message: str) -> tuple[Place, str]:
-    """msgspec's words → (where inside the leaf, ours): "Expected `int`, got `str`" → "expected an integer, got …"."""
-    at = _AT.search(message)
-    where: Place = ()
-    if at is not None:
-        where = tuple(name or int(index) for name, index in _STEP.findall(at[1]))
-        message = message[: at.start()]
-    if not where:
-        message = re.sub(r", got `[^`]*`$", "", message)
-    message = re.sub(r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(w, w) for w in m[1].split(" | ")), message)
-    return where, message[:1].lower() + message[1:]
+def _choices(fault: ErrorDetails) -> list[str]:
+    return re.findall(r"'([^']*)'", fault["ctx"]["expected"])
+
+
+def _message(fault: ErrorDetails, kind: Any) -> str:
+    type_, node, context = fault["type"], fault["input"], fault.get("ctx", {})
+    got = f", got {describe(node)}"
+    if type_ == "missing" and isinstance(fault["loc"][-1], str):
+        return f"field '{fault['loc'][-1]}' is missing"
+    if type_ in ("missing", "too_long") and get_origin(kind) is tuple and ... not in get_args(kind):
+        return f"expected a list of length {len(get_args(kind))}, got {len(node)}"
+    if type_ in ("value_error", "assertion_error"):
+        return str(context["error"])
+    if type_ == "finite_number":
+        return "expected a finite number"
+    if type_ == "literal_error":
+        return f"expected one of {', '.join(_choices(fault))}; got {describe(node)}"
+    if type_ in _LIMITS:
+        key, words = _LIMITS[type_]
+        limit = context[key]
+        return f"expected {words.format(kind='an integer' if isinstance(limit, int) else 'a number', limit=limit)}{got}"
+    message = fault["msg"]
+    return f"{message[:1].lower()}{message[1:]}{got}"

@@ -4,11 +4,11 @@ Rules
 * Built-ins are a table. Entry points (group `fairlead.plugins`, name = plugin type, value = class) are only looked at
   when a configured type is not in it, so that nothing foreign is imported unless it was asked for by name.
 * A foreign plugin that was asked for and cannot be loaded stops the start: `PluginError` names its distribution.
-* A plugin is a class with `Params` (a msgspec struct; none = no parameters) and one method that tells its kind: `keep`
-  (filter; also has `hard`), `score` (scorer), `pick` (picker) or `choose` (policy). It is called as
+* A plugin is a class with `Params` (a pydantic model; none = no parameters) and one method that tells its kind: `keep`
+  (filter; also has `stage`), `score` (scorer), `pick` (picker) or `choose` (policy). It is called as
   `cls(params, name=…)`. A policy with `takes_filters = True` is also given `filters=[…]`: the configured ones, behind
   the built-in ability filters.
-* Foreign scorers are wrapped in `Clamped`.
+* Foreign scorers are `clamped`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,26 +16,23 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 from msgspec import Struct, field
+from pydantic import BaseModel
 
-from fairlead.config.builtins import ALIASES, BUILTINS, METHODS, Kind
-from fairlead.config.defaults import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
-from fairlead.config.problems import Report
+from fairlead.apis.request import ParsedRequest, parse_request
+from fairlead.config.builtins import ALIASES, BUILTINS, BYTES_PER_TOKEN, HASH_BLOCK_SIZE, METHODS, Kind
+from fairlead.config.problems import Problem, Report
 from fairlead.config.schema import Config, PluginSpec
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.errors import PluginError
-from fairlead.parse.request import ParsedRequest, parse_request
-from fairlead.plugins.measuring import Measuring
+from fairlead.core.errors import PluginError
+from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, Stage, clamped
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.plugins.guarding import Measuring, Parsing
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.parsing import Parsing
-from fairlead.plugins.scorers.prefix_aware import PrefixAwareParams
-from fairlead.schedule.framework import Clamped, Filter, Picker, Policy, Scorer
-from fairlead.schedule.profile import Profile
-from fairlead.wire.problem import Problem
 
 GROUP = "fairlead.plugins"
 
 
-class Found(Struct, frozen=True):
+class RegisteredPlugin(Struct, frozen=True):
     """A plugin class, under its canonical type."""
 
     type: str
@@ -46,8 +43,13 @@ class Found(Struct, frozen=True):
 
     @property
     def params(self) -> Any:
-        """The struct of its parameters."""
-        return getattr(self.cls, "Params", NoParams)
+        """The model of its parameters."""
+        return declared(self.cls, "Params", NoParams)
+
+
+def declared(cls: type, name: str, default: Any = None) -> Any:
+    """What a class that was found by its name, or one of its bases, has under `name`."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
 
 
 def _installed() -> Iterable[EntryPoint]:
@@ -61,21 +63,21 @@ class Registry:
         self._list = installed
         self._points: list[EntryPoint] | None = None
 
-    def find(self, kind: Kind, name: str) -> Found | None:
+    def find(self, kind: Kind, name: str) -> RegisteredPlugin | None:
         """`None` when nothing of that kind has that name. Raises `PluginError` when it cannot be loaded."""
         canonical, implied = ALIASES[kind].get(name, (name, {}))
         cls = BUILTINS[kind].get(canonical)
         if cls is not None:
-            return Found(canonical, cls, implied)
+            return RegisteredPlugin(canonical, cls, implied)
         if any(name in table for table in (*BUILTINS.values(), *ALIASES.values())):
             return None
         foreign = self._foreign(name)
-        if foreign is None or not hasattr(foreign, METHODS[kind]):
+        if foreign is None or declared(foreign, METHODS[kind]) is None:
             return None
         fault = _lacks(foreign, kind)
         if fault:
             raise PluginError(name, f"of {self._sources(name)} {fault}")
-        return Found(name, foreign, foreign=True)
+        return RegisteredPlugin(name, foreign, foreign=True)
 
     def kind_of(self, name: str) -> Kind | None:
         """The kind that `name` does exist as."""
@@ -84,8 +86,8 @@ class Registry:
     def types(self, kind: Kind) -> set[str]:
         """Names for suggestions: built-ins, their other names unless those are longer by the kind only, and installed
         ones of whatever kind (they are not imported to find out)."""
-        others = (name for name in ALIASES[kind] if not name.endswith(f"-{kind}"))
-        return {*BUILTINS[kind], *others, *(point.name for point in self._installed())}
+        aliases = (name for name in ALIASES[kind] if not name.endswith(f"-{kind}"))
+        return {*BUILTINS[kind], *aliases, *(point.name for point in self._installed())}
 
     def _installed(self) -> list[EntryPoint]:
         """Listed once: a scan of all distributions takes about 20 ms."""
@@ -120,23 +122,23 @@ def _distribution(point: EntryPoint) -> str:
 
 def _fault(cls: Any) -> str:
     """Why a class is no plugin; empty when it is one."""
-    params = getattr(cls, "Params", NoParams)
     if not isinstance(cls, type):
         return "is not a class"
-    if not any(callable(getattr(cls, method, None)) for method in METHODS.values()):
+    params = declared(cls, "Params", NoParams)
+    if not any(callable(declared(cls, method)) for method in METHODS.values()):
         return f"has none of the methods {', '.join(METHODS.values())}"
-    if not (isinstance(params, type) and issubclass(params, Struct)):
-        return "has a `Params` that is no msgspec.Struct"
+    if not (isinstance(params, type) and issubclass(params, BaseModel)):
+        return "has a `Params` that is no pydantic model"
     return ""
 
 
 def _lacks(cls: Any, kind: Kind) -> str:
     """What a class of that kind has to have besides its method and has not."""
-    if kind == "filter" and not isinstance(getattr(cls, "hard", None), bool):
-        return "is a filter without `hard: bool`"
-    if kind == "metric-source" and not _names(getattr(cls, "provides", None)):
+    if kind == "filter" and not isinstance(declared(cls, "stage"), Stage):
+        return "is a filter without `stage: Stage`"
+    if kind == "metric-source" and not _names(declared(cls, "provides")):
         return "is a metric source without `provides: tuple[str, ...]`"
-    if kind == "parser" and not _names(getattr(cls, "paths", None)):
+    if kind == "parser" and not _names(declared(cls, "paths")):
         return "is a parser without `paths: tuple[str, ...]`"
     return ""
 
@@ -160,7 +162,7 @@ def build_policy(
     if policy.plugin is not None:
         more = {"filters": filters} if takes_filters(registry, policy.plugin.type) else {}
         made = make(policy.plugin, registry, **more)
-        if hasattr(made, "report_to"):
+        if isinstance(made, ReportsErrors):
             made.report_to(on_plugin_error)
         return cast(Policy, made)
     assert policy.picker is not None
@@ -187,21 +189,21 @@ def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) 
 
 def takes_filters(registry: Registry, policy: str) -> bool:
     """Whether the policy plugin wants the filters handed in."""
-    found = registry.find("policy", policy)
-    return found is not None and getattr(found.cls, "takes_filters", False) is True
+    registered = registry.find("policy", policy)
+    return registered is not None and declared(registered.cls, "takes_filters") is True
 
 
 def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
     """The plugin that a spec describes. Raises `PluginError`."""
-    found = registry.find(spec.kind, spec.type)
-    if found is None:
+    registered = registry.find(spec.kind, spec.type)
+    if registered is None:
         raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
     try:
-        plugin = found.cls(spec.parameters, name=spec.name, **more)
+        plugin = registered.cls(spec.parameters, name=spec.name, **more)
     except Exception as error:
         raise PluginError(spec.name, f"({spec.path}) could not be made: {type(error).__name__}: {error}") from error
-    if found.foreign and spec.kind == "scorer":
-        return Clamped(plugin)
+    if registered.foreign and spec.kind == "scorer":
+        return clamped(plugin)
     return plugin
 
 
@@ -229,9 +231,5 @@ def build_parse(
 
 def build_hasher(config: Config) -> ChainHasher:
     """Cuts prompts as finely as the finest of the configured `prefix-aware` scorers wants."""
-    sizes = [
-        spec.parameters.hash_block_size
-        for spec in config.policy.scorers
-        if isinstance(spec.parameters, PrefixAwareParams)
-    ]
+    sizes = [spec.parameters.hash_block_size for spec in config.policy.scorers if spec.type == "prefix-aware"]
     return ChainHasher(finest=round(min(sizes, default=HASH_BLOCK_SIZE) * BYTES_PER_TOKEN))

@@ -10,10 +10,22 @@ Rules
 from collections.abc import Mapping
 from typing import Any, Final
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from fairlead.config.schema import BandSpec, Config, EndpointSource, FlowSpec, Parsing, PluginSpec, PolicySpec, Section
-from fairlead.wire.problem import Problem
+from fairlead.config.check import fields
+from fairlead.config.problems import Problem
+from fairlead.config.schema import (
+    BandSpec,
+    Config,
+    EndpointSource,
+    FlowSpec,
+    Parsing,
+    PluginSpec,
+    PolicySpec,
+    Section,
+    Settings,
+)
+from fairlead.plugins.params import camel
 
 _PORTS: Final = "its port is open already"
 _PLUGINS: Final = "these plugins are made at the start"
@@ -56,20 +68,19 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes}
     paths: list[str] = []
     refused: list[Problem] = []
-    for field in structs.fields(Config):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if field.name in _IGNORED or _meaning(before) == _meaning(after):
+    pairs = [(name, before, after) for (name, before), (_, after) in zip(old, new, strict=True)]
+    for name, before, after in sorted(pairs, key=lambda pair: pair[0] in Settings.model_fields):
+        if name in _IGNORED or meaning(before) == meaning(after):
             continue
-        key = _camel(field.name)
-        if field.name in _FIXED:
-            refused += [_refusal(path, _FIXED[field.name]) for path in _differences(before, after, f"$.{key}")]
+        if name in _FIXED:
+            refused += [_refusal(path, _FIXED[name]) for path in _differences(before, after, f"$.{camel(name)}")]
             continue
-        kept, found = _section(field.name, before, after, refused)
-        if found:
-            applied[field.name] = kept
-            paths += found
+        kept, changed = _section(name, before, after, refused)
+        if changed:
+            applied[name] = kept
+            paths += changed
     changes = Changes(
-        structs.replace(old, **applied),
+        old.model_copy(update=applied),
         tuple(paths),
         policy="policy" in applied,
         endpoints="endpoints" in applied,
@@ -79,7 +90,7 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
 
 def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:
     """(the new value with what is refused put back, paths that changed)."""
-    path = f"$.{_camel(name)}"
+    path = f"$.{camel(name)}"
     if isinstance(before, PolicySpec):
         if _block_sizes(before) != _block_sizes(after):
             refused.append(_refusal(f"{path}.hashBlockSize", "prompts are cut and known in blocks of the old size"))
@@ -91,7 +102,7 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
         return after, [path]
     if isinstance(before, Parsing) and after.max_body_bytes > before.max_body_bytes:
         refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
-        after = structs.replace(after, max_body_bytes=before.max_body_bytes)
+        after = after.model_copy(update={"max_body_bytes": before.max_body_bytes})
     return after, _differences(before, after, path) if isinstance(before, Section) else [path]
 
 
@@ -101,36 +112,29 @@ def _differences(before: Any, after: Any, path: str) -> list[str]:
         return [path] if before != after else []
     return [
         difference
-        for field in structs.fields(type(before))
-        for difference in _differences(
-            getattr(before, field.name), getattr(after, field.name), f"{path}.{field.encode_name}"
-        )
+        for (key, (_, old)), (_, new) in zip(zip(fields(type(before)), before, strict=True), after, strict=True)
+        for difference in _differences(old, new, f"{path}.{key}")
     ]
 
 
-def _meaning(value: Any) -> Any:
+def meaning(value: Any) -> Any:
     """A value without where it stands in the file."""
     if isinstance(value, PolicySpec):
-        return value.name, *map(_meaning, (value.filters, value.scorers, value.picker, value.plugin))
+        return value.name, *map(meaning, (value.filters, value.scorers, value.picker, value.plugin))
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
     if isinstance(value, FlowSpec):
-        return value.settings, *map(_meaning, value.plugins()), *map(_meaning, value.bands)
+        return value.settings, *map(meaning, value.plugins()), *map(meaning, value.bands)
     if isinstance(value, BandSpec):
-        return value.settings, _meaning(value.fairness), _meaning(value.ordering)
+        return value.settings, meaning(value.fairness), meaning(value.ordering)
     if isinstance(value, tuple):
-        return tuple(map(_meaning, value))
+        return tuple(map(meaning, value))
     return value
 
 
 def _block_sizes(policy: PolicySpec) -> set[int]:
-    return {size for spec in policy.scorers if (size := getattr(spec.parameters, "hash_block_size", None))}
+    return {spec.parameters.hash_block_size for spec in policy.scorers if spec.type == "prefix-aware"}
 
 
 def _refusal(path: str, reason: str) -> Problem:
     return Problem(path, 0, f"does not apply while running: {reason}", "restart to apply it")
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)

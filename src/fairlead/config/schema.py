@@ -1,94 +1,110 @@
 """What a configuration consists of. Every field of a section is a field of the file, in camelCase.
 
-The scheduling part of the file (`policy`, `filters`, `scorers`, `selection`) becomes a `PolicySpec`, see `policies`;
-`endpoints` becomes `EndpointSource`, see `endpoints`. All other sections are read as they stand here.
+The models are the one definition: what is accepted, the defaults, the JSON Schema and the reference page all come from
+them. `check` holds what must fit together across fields. The scheduling part of the file (`policy`, `filters`,
+`scorers`, `selection`) becomes a `PolicySpec`, `endpoints` an `EndpointSource`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
+from pydantic import ConfigDict, Field, model_validator
 
-from fairlead.config.choosers import CHOOSERS, Canary, SchedulerSettings, Shadows
-from fairlead.config.kube import Kubernetes
-from fairlead.config.kv_events import KvEvents
-from fairlead.config.queueing import LONGEST_WAIT as LONGEST_WAIT
-from fairlead.config.queueing import BandSettings as BandSettings
-from fairlead.config.queueing import FlowSettings as FlowSettings
-from fairlead.config.queueing import QueueLimit as QueueLimit
-from fairlead.config.queueing import QueueLimits as QueueLimits
-from fairlead.config.section import Section as Section
-from fairlead.config.tokens import Tokens
-from fairlead.config.tracing import Tracing
-from fairlead.config.units import SIZE, Bytes, PositiveSeconds
-from fairlead.wire.endpoint_entry import Listed
-from fairlead.wire.problem import Problem
+from fairlead.config.endpoint_list import Listed
+from fairlead.config.problems import Problem
+from fairlead.core.endpoint import MAX_PORTS
+from fairlead.plugins.params import DURATION, SIZE, Bytes, Params, PositiveSeconds, Seconds, camel
 
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Name = Annotated[str, Meta(min_length=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Percent = Annotated[float, Field(ge=0, le=100)]
+Name = Annotated[str, Field(min_length=1)]
+KubeName = Annotated[str, Field(max_length=253)]
+#: Requests, in a limit.
+Count = Annotated[int, Field(ge=1)]
+#: The embedded gateway waits for 600 s at most; a gateway that is told more does not wait at all.
+LONGEST_WAIT = 590.0
+Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT), DURATION]
+#: The name of a policy, or `{type: …, parameters: {…}}`, as under `policy`.
+PolicyEntry = str | dict[str, Any]
+Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "test-selection"]
 
 
-class Gateway(Section, frozen=True, kw_only=True):
+class Section(Params):
+    """A mapping of the file."""
+
+
+class Relative:
+    """Marks a path that is relative to the configuration's directory."""
+
+
+RELATIVE = Relative()
+RelativePath = Annotated[str, RELATIVE]
+
+
+# ---- gateway and ports ----
+
+
+class Gateway(Section):
     """The embedded Envoy. `none`: a gateway of your own speaks to `extProc`."""
 
     mode: Literal["embedded", "none"] = "embedded"
-    #: Where clients connect.
-    host: Name = "127.0.0.1"
+    host: Name = Field(default="127.0.0.1", description="Where clients connect.")
     port: Port = 8080
-    #: Envoy's admin page, on 127.0.0.1; 0 = off.
-    admin_port: Port = 0
-    #: What Envoy shows of responses: the body until the first chunk was seen, or nothing (TTFT comes with the log).
-    response_mode: Literal["streamed", "none"] = "streamed"
-    #: Larger request bodies are answered 413.
-    body_limit: Bytes = 64 << 20
-    #: Envoy's worker threads; 0 = one per CPU.
-    concurrency: Annotated[int, Meta(ge=0, le=1024)] = 0
+    admin_port: Port = Field(default=0, description="Envoy's admin page, on 127.0.0.1; 0 = off.")
+    response_mode: Literal["streamed", "none"] = Field(
+        default="streamed",
+        description="What Envoy shows of responses: the body until the first chunk was seen, or nothing (TTFT comes "
+        "with the log).",
+    )
+    body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies are answered 413.")
+    concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
 
 
-class Tls(Section, frozen=True, kw_only=True):
-    #: Directory with `tls.crt` and `tls.key`.
-    cert_dir: Name
+class Tls(Section):
+    cert_dir: Name = Field(description="Directory with `tls.crt` and `tls.key`.")
 
 
-class ExtProc(Section, frozen=True, kw_only=True):
+class ExtProc(Section):
     """The endpoint picker's gRPC port."""
 
-    #: Empty = 127.0.0.1 with the embedded gateway, else 0.0.0.0.
-    host: str = ""
+    host: str = Field(default="", description="Empty = 127.0.0.1 with the embedded gateway, else 0.0.0.0.")
     port: Port = 9002
     transport: Literal["http2", "grpc-aio"] = "http2"
-    #: gRPC health service on a port of its own; 0 = none.
-    health_port: Port = 0
+    health_port: Port = Field(default=0, description="gRPC health service on a port of its own; 0 = none.")
     tls: Tls | None = None
 
 
-class Als(Section, frozen=True, kw_only=True):
+class Als(Section):
     """Envoy's gRPC access log service: how ends of requests come back."""
 
     enabled: bool = True
-    #: 0 = the port of `extProc`.
-    port: Port = 0
+    port: Port = Field(default=0, description="0 = the port of `extProc`.")
 
 
-class EndpointSource(Section, frozen=True, kw_only=True):
-    """Either a list in the configuration itself, or a file."""
+class Admin(Section):
+    """Metrics, health and debug pages over HTTP."""
 
-    static: tuple[Listed, ...] = ()
-    #: Absolute, or as given when the configuration did not come from a file.
-    file: str = ""
-    #: Read the file again when it changes.
+    host: Name = "127.0.0.1"
+    port: Port = 9090
+    debug: bool = Field(default=True, description="The pages that show endpoints and decisions.")
+
+
+# ---- the pool ----
+
+
+class FileSource(Section):
+    file: str = Field(min_length=1)
     watch: bool = True
 
 
-class ScrapeTls(Section, frozen=True, kw_only=True):
-    #: PEM bundle; empty = the system's.
-    ca_file: str = ""
-    #: False accepts any certificate.
-    verify: bool = True
+class ScrapeTls(Section):
+    ca_file: str = Field(default="", description="PEM bundle; empty = the system's.")
+    verify: bool = Field(default=True, description="False accepts any certificate.")
 
 
-class EngineNames(Section, frozen=True, kw_only=True):
-    """Metric names of one engine; what is absent keeps the built-in names. See `fairlead.wire.engine_metrics`."""
+class EngineNames(Section):
+    """Metric names of one engine; what is absent keeps the built-in names. See `fairlead.apis.engine_metrics`."""
 
     waiting: str | list[str] | None = None
     running: str | list[str] | None = None
@@ -101,105 +117,507 @@ class EngineNames(Section, frozen=True, kw_only=True):
     num_blocks: str | list[str] | None = None
     prefix_queries: str | list[str] | None = None
     prefix_hits: str | list[str] | None = None
-    extra: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str] = {}
 
 
-class Metrics(Section, frozen=True, kw_only=True):
+class Metrics(Section):
     """How model servers are scraped."""
 
-    #: For endpoints with work, and for all others.
-    interval: PositiveSeconds = 0.2
+    interval: PositiveSeconds = Field(default=0.2, description="For endpoints with work, and for all others.")
     idle_interval: PositiveSeconds = 0.2
     timeout: PositiveSeconds = 1.0
-    #: Older readings no longer count; the own ledger does then.
-    staleness: PositiveSeconds = 2.0
-    #: Failures double an endpoint's interval up to this.
-    backoff_cap: PositiveSeconds = 2.0
-    #: Scrapes per second over all endpoints; above it all intervals are stretched.
-    max_rate: Annotated[float, Meta(gt=0)] = 1000.0
+    staleness: PositiveSeconds = Field(
+        default=2.0, description="Older readings no longer count; the own ledger does then."
+    )
+    backoff_cap: PositiveSeconds = Field(default=2.0, description="Failures double an endpoint's interval up to this.")
+    max_rate: float = Field(
+        default=1000.0, gt=0, description="Scrapes per second over all endpoints; above it all intervals are stretched."
+    )
     max_page_bytes: Bytes = 4 << 20
-    #: Bearer token, read again when the file changes.
-    token_file: str = ""
-    tls: ScrapeTls = ScrapeTls()
-    #: For endpoints without the label `llm-d.ai/engine-type`.
-    default_engine: Name = "vllm"
-    engines: dict[str, EngineNames] = field(default_factory=dict)
+    token_file: str = Field(default="", description="Bearer token, read again when the file changes.")
+    tls: ScrapeTls = Field(default_factory=ScrapeTls.model_construct)
+    default_engine: Name = Field(default="vllm", description="For endpoints without the label `llm-d.ai/engine-type`.")
+    engines: dict[str, EngineNames] = {}
 
 
-class Admin(Section, frozen=True, kw_only=True):
-    """Metrics, health and debug pages over HTTP."""
+class LeaderElection(Section):
+    """One of several replicas answers, the others stand by."""
 
-    host: Name = "127.0.0.1"
-    port: Port = 9090
-    #: The pages that show endpoints and decisions.
-    debug: bool = True
+    enabled: bool = False
+    lease_name: KubeName = Field(default="", description="Empty = `epp-NAMESPACE-POOL.fairlead`.")
+    lease_duration: PositiveSeconds = Field(default=10.0, description="A replica that dies is replaced after this.")
+    renew_deadline: PositiveSeconds = Field(
+        default=7.0, description="A leader whose renewals are refused for so long stops leading."
+    )
+    retry_period: PositiveSeconds = 2.0
+    overlap: Seconds = Field(
+        default=5.0,
+        description="A leader that ends answers beside its successor for so long: gateways must find that one before "
+        "they lose it.",
+    )
+    service: KubeName = Field(
+        default="",
+        description="A Service without a selector that leads to the leader; needs $POD_IP. Empty = gateways go by "
+        "readiness.",
+    )
 
 
-class LedgerSettings(Section, frozen=True, kw_only=True):
-    #: A request whose end nobody reports stops counting after this.
-    lease_ttl: PositiveSeconds = 900.0
+class Kubernetes(Section):
+    """Endpoints and model names from an API server. Off without `pool` and `selector`."""
+
+    pool: KubeName = Field(default="", description="Name of the InferencePool.")
+    namespace: KubeName = Field(
+        default="",
+        description="Empty = $NAMESPACE, else that of the service account or of the kubeconfig's context, else "
+        "`default`.",
+    )
+    group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = "inference.networking.k8s.io"
+    selector: dict[str, str] = Field(
+        default={}, description="Without an InferencePool object: labels of the pods, and their ports."
+    )
+    target_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = Field(
+        default=(), json_schema_extra={"maxItems": MAX_PORTS}
+    )
+    models: bool = Field(
+        default=True, description="Follow InferenceModels, InferenceObjectives and InferenceModelRewrites too."
+    )
+    status: bool = Field(default=True, description="Write conditions to their status.")
+    kubeconfig: str = Field(
+        default="", description="Empty = the service account in a pod, else $KUBECONFIG, else ~/.kube/config."
+    )
+    context: str = ""
+    leader_election: LeaderElection = Field(default_factory=LeaderElection.model_construct)
+
+    @property
+    def on(self) -> bool:
+        return bool(self.pool or self.selector)
 
 
-class Parsing(Section, frozen=True, kw_only=True):
-    #: Larger request bodies are refused.
-    max_body_bytes: Bytes = 64 << 20
-    #: Recognise a conversation by its prompts when the client names neither session nor user.
-    conversations: bool = True
+class KvCurve(Section):
+    """CurveZMQ. Keys are Z85 text of 40 characters."""
+
+    public_key_file: RelativePath = Field(description="Files with our own keys.")
+    secret_key_file: RelativePath
+    server_key: str = Field(default="", description="The publishers' public key, where we connect to them.")
+    clients_file: RelativePath = Field(
+        default="", description="Public keys of publishers that may dial in, one a line."
+    )
 
 
-class Models(Section, frozen=True, kw_only=True):
+class KvIndexer(Section):
+    """An index that another process keeps (`fairlead indexer`)."""
+
+    url: str = Field(
+        default="",
+        description="Ask it instead of listening here, e.g. `http://kv-cache-indexer:9090`; empty = the index is in "
+        "this process.",
+    )
+    budget: PositiveSeconds = Field(
+        default=0.005, description="How long a request waits for its answer; then learned prefixes count."
+    )
+    warm_from: str = Field(
+        default="",
+        description="Begin with the index of another one, e.g. `http://other:9090`; empty = with that of `snapshot`, "
+        "if any.",
+    )
+
+
+class KvEvents(Section):
+    """Off unless `enabled`: prefixes are then known from own decisions only."""
+
+    enabled: bool = False
+    port: Port = Field(
+        default=0,
+        description="Of rank 0 at every endpoint; 0 = each engine is asked (`GET /kv_event_sources`). Rank n has "
+        "ports n higher.",
+    )
+    replay_port: Port = Field(default=0, description="Beside `port`: where missed events can be fetched; 0 = nowhere.")
+    ranks: int = Field(default=1, ge=1, le=256)
+    bind: str = Field(
+        default="",
+        description="Let publishers dial in here instead, e.g. `tcp://0.0.0.0:5555`. Those of the pool's endpoints "
+        "are believed.",
+    )
+    curve: KvCurve | None = None
+    snapshot: RelativePath = Field(default="", description="File that keeps the index over restarts; empty = none.")
+    snapshot_interval: PositiveSeconds = 60.0
+    max_blocks: int = Field(
+        default=4_000_000,
+        ge=10_000,
+        le=200_000_000,
+        description="Copies of blocks that are remembered, at about 50 bytes each.",
+    )
+    keys: Literal["own", "engine"] = Field(
+        default="own",
+        description="`own`: by token ids, nothing need be known of the engine's hashes. `engine`: by the engine's own.",
+    )
+    hash_algorithm: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = Field(
+        default="sha256",
+        description="Of the engine, with `keys: engine`: its hash algorithm and PYTHONHASHSEED (`null` = not set).",
+    )
+    hash_seed: str | None = None
+    block_size: int = Field(default=0, ge=0, le=4096, description="Tokens per block; 0 = as the events say.")
+    check: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Share of answers whose cached tokens are compared with the prediction, once an endpoint has "
+        "proved itself.",
+    )
+    indexer: KvIndexer = Field(default_factory=KvIndexer.model_construct)
+
+
+class ModelTokens(Section):
+    """Of one model name."""
+
+    model_path: RelativePath = Field(
+        default="", description="Directory with `tokenizer.json` and what belongs to it, as the engine loads it."
+    )
+    tokenizer_file: RelativePath = Field(default="", description="A `tokenizer.json`, instead of the directory's.")
+    chat_template: RelativePath = Field(
+        default="",
+        description="A Jinja template, instead of the model's own: what the engine was started with as `--chat-"
+        "template`.",
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="Variables for every rendering: what the engine was started with as `--default-chat-template-"
+        "kwargs`.",
+    )
+    render: Literal["local", "engine"] = Field(
+        default="local", description="`local`: in this process. `engine`: an endpoint is asked for the ids."
+    )
+
+
+class Tokens(Section):
+    """Off without `models`: prompts are then matched by their bytes."""
+
+    models: dict[str, ModelTokens] = Field(default={}, description="By model name; `*` = every other one.")
+    cache_bytes: Bytes = Field(
+        default=256 << 20, description="For pieces of prompts that were encoded before, over all models."
+    )
+    engine_timeout: PositiveSeconds = Field(
+        default=0.2, description="With `render: engine`: a request goes on without ids after this."
+    )
+
+
+# ---- requests ----
+
+
+class LedgerSettings(Section):
+    lease_ttl: PositiveSeconds = Field(
+        default=900.0, description="A request whose end nobody reports stops counting after this."
+    )
+
+
+class Parsing(Section):
+    max_body_bytes: Bytes = Field(default=64 << 20, description="Larger request bodies are refused.")
+    conversations: bool = Field(
+        default=True,
+        description="Recognise a conversation by its prompts when the client names neither session nor user.",
+    )
+
+
+class Models(Section):
     """What model names mean: manifests of InferenceModel, InferenceObjective and InferenceModelRewrite."""
 
-    #: A file, or a directory of files; empty = nothing is defined. Relative to the configuration.
-    file: str = ""
-    #: Read it again when it changes.
-    watch: bool = True
-    #: Only objects for this pool, or of this namespace, count; empty = all.
-    pool: str = ""
+    file: RelativePath = Field(
+        default="",
+        description="A file, or a directory of files; empty = nothing is defined. Relative to the configuration.",
+    )
+    watch: bool = Field(default=True, description="Read it again when it changes.")
+    pool: str = Field(default="", description="Only objects for this pool, or of this namespace, count; empty = all.")
     namespace: str = ""
-    #: Requests for a name that nobody defined, once an InferenceModel is defined.
-    unmatched: Literal["reject", "pass"] = "reject"
-    #: `session`: requests of one session keep their target of a split.
-    sticky: Literal["none", "session"] = "none"
+    unmatched: Literal["reject", "pass"] = Field(
+        default="reject", description="Requests for a name that nobody defined, once an InferenceModel is defined."
+    )
+    sticky: Literal["none", "session"] = Field(
+        default="none", description="`session`: requests of one session keep their target of a split."
+    )
 
 
-Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "test-selection"]
+class Headers(Section):
+    trust: tuple[Trust, ...] = Field(
+        default=("objective", "fairness", "slo", "session", "model-rewrite"),
+        description="Which of a client's headers are listened to; see `fairlead.core.headers.TRUST`.",
+    )
 
 
-class Headers(Section, frozen=True, kw_only=True):
-    #: Which of a client's headers are listened to; see `fairlead.route.headers.TRUST`.
-    trust: tuple[Trust, ...] = ("objective", "fairness", "slo", "session", "model-rewrite")
+class Inspect(Section):
+    usage_sampling: Share = Field(
+        default=0.01, description="Share of responses that are followed to their end to read the token counts."
+    )
 
 
-class Inspect(Section, frozen=True, kw_only=True):
-    #: Share of responses that are followed to their end to read the token counts.
-    usage_sampling: Share = 0.01
+class QueueLimit(Section):
+    """What may wait at most; `None` = any number."""
+
+    requests: Count | None = None
+    bytes: Bytes | None = None
 
 
-class Log(Section, frozen=True, kw_only=True):
+class QueueLimits(Section):
+    total: QueueLimit = Field(default_factory=QueueLimit.model_construct)
+    band: QueueLimit = Field(
+        default_factory=lambda: QueueLimit.model_construct(requests=5000, bytes=1_000_000_000),
+        description="Of one priority.",
+    )
+    flow: QueueLimit = Field(
+        default_factory=QueueLimit.model_construct, description="Of one model and one tenant in a band."
+    )
+
+
+class BandSettings(Section):
+    """Of one entry of `flowControl.bands`, what is no plugin. What is `None` is as for all bands."""
+
+    priority: int
+    ttl: Wait | None = None
+    limits: QueueLimit | None = None
+    share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the work that the band gets at least while it waits; 0 = what higher ones leave.",
+    )
+
+
+class FlowRules(Section):
+    """An entry of `flowControl.flows`: of which flows it speaks, and what it says. The first that fits counts."""
+
+    model: str | None = Field(default=None, description="`None` = any.")
+    fairness_id: str | None = None
+    ttl: Wait | None = None
+    limits: QueueLimit | None = None
+    weight: float = Field(
+        default=1.0, ge=1, le=1000, description="Its part of the band's work is this over the sum of those that wait."
+    )
+
+
+class Shedding(Section):
+    """Requests below priority 0 are refused with probability min(saturation^power · scale, 1)."""
+
+    power: float = Field(default=5.0, gt=0, le=100)
+    scale: float = Field(default=300.0, gt=0, le=1e9)
+
+
+class Evicting(Section):
+    """Requests below priority 0 that run make way for higher ones."""
+
+    after: PositiveSeconds = Field(default=0.25, description="Which have waited for so long.")
+
+
+class FlowSettings(Section):
+    """Of `flowControl`, what is neither a plugin nor a band."""
+
+    enabled: bool = True
+    ttl: Wait = Field(
+        default=60.0,
+        description="How long a request may wait, unless it says otherwise itself; the latter while the pool is empty.",
+    )
+    no_endpoint_ttl: Wait = 60.0
+    window: int = Field(
+        default=256,
+        ge=1,
+        le=1024,
+        description="Requests of the flow in turn among which the pair (request, endpoint) is chosen.",
+    )
+    limits: QueueLimits = Field(default_factory=QueueLimits.model_construct)
+    target_delay: PositiveSeconds = Field(
+        default=1.0, description="Waiting for longer than this means that more replicas are wanted."
+    )
+    flows: tuple[FlowRules, ...] = ()
+    early_shedding: Shedding | None = Field(default=None, description="`None` = off.")
+    eviction: Evicting | None = None
+
+
+# ---- who decides beside the policy: another process, for some requests, on trial ----
+
+
+class SchedulerTls(Section):
+    """TLS to a scheduler. PEM files; empty = the system's authorities, no certificate of our own."""
+
+    ca_file: str = ""
+    verify: bool = Field(default=True, description="False accepts any certificate.")
+    server_name: str = Field(default="", description="Name in its certificate; empty = the host of `address`.")
+    cert_dir: str = Field(default="", description="Directory with `tls.crt` and `tls.key` that we show.")
+
+
+class BreakerSettings(Section):
+    failures: int = Field(
+        default=5,
+        ge=1,
+        le=10_000,
+        description="Late or unusable answers in a row after which the scheduler is left alone.",
+    )
+    cooldown: PositiveSeconds = 1.0
+
+
+class SchedulerSettings(Section):
+    """A scheduler in another process; docs/replacement-scheduler.md."""
+
+    address: str = Field(default="", description="`host:port` or `unix:/path`; empty = none.")
+    budget: PositiveSeconds = Field(
+        default=0.005, description="How long a request waits for its answer; then the built-in policy decides."
+    )
+    tls: SchedulerTls | None = None
+    breaker: BreakerSettings = Field(default_factory=BreakerSettings.model_construct)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        address = self.address
+        if not address:
+            return self
+        host, _, port = address.rpartition(":")
+        plain = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+        if not (plain or (address.startswith("unix:") and len(address) > len("unix:"))):
+            raise ValueError("field 'address' is neither host:port nor unix:/path")
+        if self.budget > 10.0:
+            raise ValueError("field 'budget' is above 10s: requests wait that long when the scheduler hangs")
+        return self
+
+
+class Canary(Section):
+    """Another policy, or a scheduler, decides a share of the requests; those of one session go one way."""
+
+    policy: PolicyEntry = ""
+    scheduler: SchedulerSettings | None = None
+    percent: Percent = 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _one_of(self.policy, self.scheduler, self.percent > 0)
+        return self
+
+
+class Shadow(Section):
+    """Decides the same requests, and nothing comes of it but figures."""
+
+    name: str = Field(default="", max_length=100, description="In metrics and records; empty = that of the policy.")
+    policy: PolicyEntry = ""
+    scheduler: SchedulerSettings | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _one_of(self.policy, self.scheduler, True)
+        if not self.name and self.scheduler is not None:
+            raise ValueError("a shadow with a scheduler needs a name")
+        return self
+
+    @property
+    def label(self) -> str:
+        if self.name:
+            return self.name
+        return self.policy if isinstance(self.policy, str) else str(self.policy.get("type", ""))
+
+
+class Shadows(Section):
+    sample: float = Field(default=1.0, ge=0, le=1, description="Share of the decisions that shadows see.")
+    cpu: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="Share of one CPU that all of them may use; decisions beyond it are left out.",
+    )
+    limit: PositiveSeconds = Field(default=0.1, description="A shadow that takes longer for one decision is cut off.")
+    policies: tuple[Shadow, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        labels = [policy.label for policy in self.policies]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"two shadows are named '{twice[0]}': give one another name")
+        return self
+
+
+def _one_of(policy: PolicyEntry, scheduler: SchedulerSettings | None, needed: bool) -> None:
+    if policy and scheduler is not None:
+        raise ValueError("give policy or scheduler, not both")
+    if scheduler is not None and not scheduler.address:
+        raise ValueError("field 'scheduler.address' is missing")
+    if needed and not policy and scheduler is None:
+        raise ValueError("give policy: or scheduler:")
+
+
+# ---- records ----
+
+
+class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["logfmt", "json"] = "logfmt"
 
 
-class JournalSettings(Section, frozen=True, kw_only=True):
+class JournalSettings(Section):
     """Decisions and events on disk, see docs/journal.md."""
 
-    #: Directory; empty = off.
-    path: str = ""
-    #: Of all files in it together, and of one.
-    max_bytes: Annotated[int, Meta(ge=1 << 20, extra={"unit": "size"}, extra_json_schema=SIZE)] = 1 << 30
-    segment_bytes: Annotated[int, Meta(ge=256 << 10, extra={"unit": "size"}, extra_json_schema=SIZE)] = 64 << 20
-    #: At `maxBytes` the oldest segment goes, or writing ends: then what there is can be replayed from its beginning.
-    when_full: Literal["drop-oldest", "stop"] = "drop-oldest"
-    #: Share of the decisions whose scores and numbers are written. Events and outcomes always are.
-    sample: Share = 1.0
-    #: Written at least this often, and when the disk must have it: never said, once a second, or with every write.
-    flush: PositiveSeconds = 0.25
+    path: str = Field(default="", description="Directory; empty = off.")
+    max_bytes: Annotated[int, Field(ge=1 << 20), SIZE] = Field(
+        default=1 << 30, description="Of all files in it together, and of one."
+    )
+    segment_bytes: Annotated[int, Field(ge=256 << 10), SIZE] = 64 << 20
+    when_full: Literal["drop-oldest", "stop"] = Field(
+        default="drop-oldest",
+        description="At `maxBytes` the oldest segment goes, or writing ends: then what there is can be replayed from "
+        "its beginning.",
+    )
+    sample: Share = Field(
+        default=1.0,
+        description="Share of the decisions whose scores and numbers are written. Events and outcomes always are.",
+    )
+    flush: PositiveSeconds = Field(
+        default=0.25,
+        description="Written at least this often, and when the disk must have it: never said, once a second, or with "
+        "every write.",
+    )
     fsync: Literal["never", "second", "always"] = "never"
-    #: Keep with the decisions in memory the numbers they were made from, also without `path`.
-    explain: bool = False
-    #: Response header with the decision's id, added by the embedded gateway; empty = none.
-    header: Annotated[str, Meta(pattern="^(x-[A-Za-z0-9-]{1,62})?$")] = ""
+    explain: bool = Field(
+        default=False,
+        description="Keep with the decisions in memory the numbers they were made from, also without `path`.",
+    )
+    header: str = Field(
+        default="",
+        pattern="^(x-[A-Za-z0-9-]{1,62})?$",
+        description="Response header with the decision's id, added by the embedded gateway; empty = none.",
+    )
+
+
+class Tracing(Section):
+    """Off without `endpoint`: then nothing of OpenTelemetry is loaded or called."""
+
+    endpoint: str = Field(
+        default="",
+        pattern="^(https?://.+)?$",
+        description="Where OTLP over HTTP is taken, e.g. `http://localhost:4318/v1/traces`.",
+    )
+    sample: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of the requests that are traced, of those that no caller has decided about.",
+    )
+    follow_parent: bool = Field(
+        default=True,
+        description="A caller's `traceparent` decides whether its request is traced. `false`: `sample` does, and the "
+        "trace goes on.",
+    )
+    max_rate: float = Field(default=100.0, gt=0, description="Traced requests per second, whatever callers ask for.")
+    service_name: str = Field(default="fairlead", min_length=1)
+    timeout: PositiveSeconds = Field(
+        default=5.0, description="For sending a batch of spans; what could not be sent by then is dropped."
+    )
+
+
+# ---- what is made of a file ----
+
+
+class EndpointSource(Struct, frozen=True, kw_only=True):
+    """Either a list in the configuration itself, or a file."""
+
+    static: tuple[Listed, ...] = ()
+    #: Absolute, or as given when the configuration did not come from a file.
+    file: str = ""
+    #: Read the file again when it changes.
+    watch: bool = True
 
 
 class PluginSpec(Struct, frozen=True, kw_only=True):
@@ -243,7 +661,7 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
 
     def plugins(self) -> tuple[PluginSpec, ...]:
         """All of them."""
-        return (*self.filters, *self.scorers, *(one for one in (self.picker, self.plugin) if one is not None))
+        return (*self.filters, *self.scorers, *(spec for spec in (self.picker, self.plugin) if spec is not None))
 
 
 class BandSpec(Struct, frozen=True, kw_only=True):
@@ -257,7 +675,7 @@ class BandSpec(Struct, frozen=True, kw_only=True):
 class FlowSpec(Struct, frozen=True, kw_only=True):
     """The mapping `flowControl`. A plugin that is `None` has its default."""
 
-    settings: FlowSettings = FlowSettings()
+    settings: FlowSettings = field(default_factory=FlowSettings)
     fairness: PluginSpec | None = None
     ordering: PluginSpec | None = None
     saturation: PluginSpec | None = None
@@ -267,65 +685,56 @@ class FlowSpec(Struct, frozen=True, kw_only=True):
     def plugins(self) -> tuple[PluginSpec, ...]:
         """Those that are named, but for single bands."""
         named = self.fairness, self.ordering, self.saturation, self.ceiling
-        return tuple(one for one in named if one is not None)
+        return tuple(spec for spec in named if spec is not None)
 
 
-class Config(Struct, frozen=True, kw_only=True):
+class Settings(Section):
+    """What is read as it stands in the file: the sections, and `seed`."""
+
+    gateway: Gateway = Field(default_factory=Gateway)
+    ext_proc: ExtProc = Field(default_factory=ExtProc)
+    als: Als = Field(default_factory=Als)
+    metrics: Metrics = Field(default_factory=Metrics)
+    admin: Admin = Field(default_factory=Admin)
+    ledger: LedgerSettings = Field(default_factory=LedgerSettings)
+    parsing: Parsing = Field(default_factory=Parsing)
+    inspect: Inspect = Field(default_factory=Inspect)
+    models: Models = Field(default_factory=Models)
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
+    scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
+    canary: Canary = Field(default_factory=Canary)
+    shadows: Shadows = Field(default_factory=Shadows)
+    headers: Headers = Field(default_factory=Headers)
+    log: Log = Field(default_factory=Log)
+    journal: JournalSettings = Field(default_factory=JournalSettings)
+    tokens: Tokens = Field(default_factory=Tokens)
+    kv_events: KvEvents = Field(default_factory=KvEvents)
+    tracing: Tracing = Field(default_factory=Tracing)
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
+        default=None, description="Of the random generator; `None` = another one at each start."
+    )
+
+
+class Config(Settings):
     """A whole, valid configuration: defaults filled in, quantities in seconds and bytes."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     policy: PolicySpec
     metric_sources: tuple[PluginSpec, ...] = ()
     parsers: tuple[PluginSpec, ...] = ()
-    #: `None` = the mapping is absent: requests are never queued.
-    flow_control: FlowSpec | None = None
-    gateway: Gateway
-    ext_proc: ExtProc
-    als: Als
-    endpoints: EndpointSource
-    metrics: Metrics
-    admin: Admin
-    ledger: LedgerSettings
-    parsing: Parsing
-    inspect: Inspect
-    models: Models
-    kubernetes: Kubernetes = Kubernetes()
-    scheduler: SchedulerSettings = SchedulerSettings()
-    canary: Canary = Canary()
-    shadows: Shadows = Shadows()
-    headers: Headers
-    log: Log
-    journal: JournalSettings = JournalSettings()
-    tokens: Tokens = Tokens()
-    kv_events: KvEvents = KvEvents()
-    tracing: Tracing = Tracing()
-    #: Of the random generator; `None` = another one at each start.
-    seed: int | None = None
-    #: File it came from; empty = text.
-    source: str = ""
-    #: Values that the command line gave, in the shape of the file.
-    flags: dict[str, Any] = {}
-    #: What was accepted and has no effect.
-    notes: tuple[Problem, ...] = ()
+    flow_control: FlowSpec | None = Field(
+        default=None, description="`None` = the mapping is absent: requests never wait."
+    )
+    endpoints: EndpointSource = Field(default_factory=EndpointSource)
+    source: str = Field(default="", description="File it came from; empty = text.")
+    flags: dict[str, Any] = Field(
+        default={}, description="Values that the command line gave, in the shape of the file."
+    )
+    notes: tuple[Problem, ...] = Field(default=(), description="What was accepted and has no effect.")
 
 
 #: Sections that are read as they stand, by their name in the file.
 SECTIONS: dict[str, type[Section]] = {
-    "gateway": Gateway,
-    "extProc": ExtProc,
-    "als": Als,
-    "metrics": Metrics,
-    "admin": Admin,
-    "ledger": LedgerSettings,
-    "parsing": Parsing,
-    "inspect": Inspect,
-    "models": Models,
-    "kubernetes": Kubernetes,
-    **CHOOSERS,
-    "headers": Headers,
-    "log": Log,
-    "journal": JournalSettings,
-    "tokens": Tokens,
-    "kvEvents": KvEvents,
-    "tracing": Tracing,
+    camel(name): cast(type[Section], one.annotation) for name, one in Settings.model_fields.items() if name != "seed"
 }
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -55,17 +55,18 @@ class Answer(Struct, frozen=True):
         """Seconds by which the server's clock is surely ahead of ours (behind if negative); 0 = within what its `Date`
         can tell, which has no fractions."""
         try:
-            told = parsedate_to_datetime(self.headers.get("date", "")).timestamp()
+            server_time = parsedate_to_datetime(self.headers.get("date", "")).timestamp()
         except (ValueError, TypeError, OverflowError):
             return 0.0
-        return max(told - self.came, 0.0) + min(told + 1.0 - self.sent, 0.0)
+        return max(server_time - self.came, 0.0) + min(server_time + 1.0 - self.sent, 0.0)
 
 
 class Client:
     """`async with Client(config.metrics) as client:`; certificates are judged as the scraper judges them."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, most_bytes: int = _MOST_BYTES) -> None:
         self._metrics = metrics
+        self._most_bytes = most_bytes
         self._ssl: ssl.SSLContext | bool = True
         self._turn = asyncio.Semaphore(AT_ONCE)
 
@@ -133,8 +134,8 @@ class Client:
                 content = bytearray()
                 async for part in response.content.iter_any():
                     content += part
-                    if len(content) > _MOST_BYTES:
-                        raise Unreached("other", f"more than {_MOST_BYTES} bytes")
+                    if len(content) > self._most_bytes:
+                        raise Unreached("other", f"more than {self._most_bytes} bytes")
                 heads = {name.lower(): value for name, value in response.headers.items()}
                 return Answer(response.status, heads, bytes(content), sent, time.time())
         except Unreached:
@@ -158,10 +159,14 @@ def _trouble(error: Exception) -> Trouble:
 
 
 def _reason(error: Exception) -> str:
-    cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
-    code = getattr(cause, "errno", None)
-    plain = os.strerror(code) if isinstance(code, int) and code > 0 and not isinstance(cause, ssl.SSLError) else ""
-    text = plain or str(getattr(cause, "strerror", None) or cause) or type(error).__name__
+    cause: Exception = error
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error or error
+    elif isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error or error
+    code, said = (cause.errno, cause.strerror) if isinstance(cause, OSError) else (None, None)
+    plain = os.strerror(code) if code and code > 0 and not isinstance(cause, ssl.SSLError) else ""
+    text = plain or said or str(cause) or type(error).__name__
     return " ".join(text.split())[:300]
 
 

@@ -10,18 +10,17 @@ from pathlib import Path
 import zmq
 from msgspec import Struct
 
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ConfigError
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.kv.cache import Head, RankCache
+from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.site import MOST_FOLLOWED, Site
-from fairlead.fleet.exact import ExactKnowledge
-from fairlead.fleet.kv.cache import Head, RankCache
-from fairlead.fleet.recipe import ANY_MODEL, Recipe, new_index
-from fairlead.io.kv_events import discovery
-from fairlead.io.kv_events.feed import Sync
-from fairlead.io.kv_events.settings import Curve, KvSource
-from fairlead.io.kv_events.subscriber import KvSubscriber
-from fairlead.io.kv_events.subscription import Subscription
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.errors import ConfigError
+from fairlead.pool.kv_events import discovery
+from fairlead.pool.kv_events.discovery import Curve, KvSource
+from fairlead.pool.kv_events.feed import Sync
+from fairlead.pool.kv_events.subscriber import KvSubscriber, Subscription
 
 #: Seconds for connecting and for what engines have kept.
 _CONNECTING, _REPLAYING = 3.0, 3.0
@@ -57,8 +56,8 @@ class KvListening:
         curve = await asyncio.to_thread(own_keys, site)
         self._events = events = KvSubscriber(self.exact.index)
         site.keep(events.close)
-        found = await asyncio.gather(*(self._source(endpoint, curve) for endpoint in self.endpoints))
-        for slot, source in enumerate(found):
+        sources = await asyncio.gather(*(self._source(endpoint, curve) for endpoint in self.endpoints))
+        for slot, source in enumerate(sources):
             self.exact.add_slot(slot)
             self.sources[slot] = source
             if source.source is not None:
@@ -88,7 +87,7 @@ class KvListening:
 
     @property
     def watched(self) -> list[int]:
-        return [slot for slot, found in self.sources.items() if found.source is not None]
+        return [slot for slot, source in self.sources.items() if source.source is not None]
 
     def caches(self, slot: int) -> list[RankCache]:
         return list(self.exact.index.caches_of(slot))
@@ -102,7 +101,10 @@ class KvListening:
         return bool(caches) and all(cache.linked for cache in caches)
 
     def behind(self, slot: int) -> bool:
-        return any(one.feed.cache.linked and one.feed.sync is not Sync.LIVE for one in self.subscriptions(slot))
+        return any(
+            subscription.feed.cache.linked and subscription.feed.sync is not Sync.LIVE
+            for subscription in self.subscriptions(slot)
+        )
 
     def heads(self, slot: int) -> list[Head]:
         """What was stored lately."""
@@ -110,7 +112,7 @@ class KvListening:
 
     def told(self, slot: int) -> int:
         """Events so far."""
-        return sum(one.feed.count.events for one in self.subscriptions(slot))
+        return sum(subscription.feed.count.events for subscription in self.subscriptions(slot))
 
     async def until(self, happened: Callable[[], bool], seconds: float) -> bool:
         """Whether it happened in time."""
@@ -144,6 +146,6 @@ def own_keys(site: Site) -> Curve | None:
 
 def _topic(answer: Answer) -> str:
     try:
-        return next((str(one.get("topic") or "") for one in answer.json().values()), "")
+        return next((str(source.get("topic") or "") for source in answer.json().values()), "")
     except (ValueError, AttributeError):
         return ""

@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from fairlead.doctor.finding import Finding, Severity
-from fairlead.doctor.needs import NEEDS
-from fairlead.doctor.run import Check, Examination
+from fairlead.doctor.run import Check, Examination, Finding, Severity
+from fairlead.doctor.site import NEEDS
 
 #: Places that are written out.
 _MOST_PLACES = 5
@@ -20,11 +19,11 @@ def as_text(examination: Examination, colour: bool = False) -> str:
 
 
 def _lines(findings: tuple[Finding, ...], colour: bool) -> Iterator[str]:
-    for one in findings:
-        word = f"{one.severity.word:8}"
-        yield f"{_painted(word, one.severity) if colour else word}  {one.code}: {one.what}"
-        told = {"where": _places(one.where), "seen": one.evidence, "do": one.fix, "read": one.docs}
-        yield from (f"          {name:6}{_plain(text)}" for name, text in told.items() if text)
+    for finding in findings:
+        word = f"{finding.severity.word:8}"
+        yield f"{_painted(word, finding.severity) if colour else word}  {finding.code}: {finding.what}"
+        details = {"where": _places(finding.where), "seen": finding.evidence, "do": finding.fix, "read": finding.docs}
+        yield from (f"          {name:6}{_plain(text)}" for name, text in details.items() if text)
         yield ""
 
 
@@ -43,21 +42,21 @@ def _places(where: tuple[str, ...]) -> str:
 
 
 def _unable(examination: Examination) -> Iterator[str]:
-    for one in examination.outcomes:
-        if one.state in ("unfinished", "failed"):
-            yield f"{one.state}: {one.check}: {_plain(one.detail)}"
+    for outcome in examination.outcomes:
+        if outcome.state in ("unfinished", "failed"):
+            yield f"{outcome.state}: {outcome.check}: {_plain(outcome.detail)}"
 
 
 def _summary(examination: Examination) -> str:
-    counts = {severity: sum(one.severity is severity for one in examination.findings) for severity in Severity}
-    found = ", ".join(f"{count} {severity.word}" for severity, count in reversed(counts.items()) if count)
-    ran = [one for one in examination.outcomes if one.state != "skipped"]
+    counts = {severity: sum(item.severity is severity for item in examination.findings) for severity in Severity}
+    counted = ", ".join(f"{count} {severity.word}" for severity, count in reversed(counts.items()) if count)
+    ran = [item for item in examination.outcomes if item.state != "skipped"]
     reasons: dict[str, list[str]] = {}
-    for one in examination.outcomes:
-        if one.state == "skipped":
-            reasons.setdefault(one.detail, []).append(one.check)
+    for item in examination.outcomes:
+        if item.state == "skipped":
+            reasons.setdefault(item.detail, []).append(item.check)
     left_out = [f"not run: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return "\n".join([*left_out, f"{len(ran)} checks: {found or 'nothing found'}"])
+    return "\n".join([*left_out, f"{len(ran)} checks: {counted or 'nothing found'}"])
 
 
 def as_json(examination: Examination) -> str:
@@ -65,10 +64,10 @@ def as_json(examination: Examination) -> str:
     shown: dict[str, Any] = {
         "well": examination.well,
         "findings": [
-            {**msgspec.to_builtins(one), "severity": one.severity.word, "where": list(one.where)}
-            for one in examination.findings
+            {**msgspec.to_builtins(item), "severity": item.severity.word, "where": list(item.where)}
+            for item in examination.findings
         ],
-        "checks": [msgspec.to_builtins(one) for one in examination.outcomes],
+        "checks": [msgspec.to_builtins(item) for item in examination.outcomes],
     }
     return msgspec.json.format(msgspec.json.encode(shown), indent=2).decode()
 

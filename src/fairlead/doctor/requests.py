@@ -24,7 +24,9 @@ async def gateway_request(site: Site) -> tuple[str, bytes]:
 
 def _messages(words: int) -> list[dict[str, str]]:
     nonce = secrets.token_hex(8)
-    text = " ".join(["fairlead doctor", nonce, *(f"{nonce[at % 12 : at % 12 + 4]}{at}" for at in range(words))])
+    text = " ".join(
+        ["fairlead doctor", nonce, *(f"{nonce[index % 12 : index % 12 + 4]}{index}" for index in range(words))]
+    )
     return [{"role": "user", "content": text}]
 
 
@@ -39,21 +41,21 @@ def completion(model: str, tokens: int) -> bytes:
     return json.dumps({"model": model, "max_tokens": 1, "prompt": ids}).encode()
 
 
-class Told(Struct, frozen=True):
+class ReportedUsage(Struct, frozen=True):
     """Usage of an answer, in tokens; -1 = not told."""
 
     prompt: int = -1
     cached: int = -1
 
 
-def usage(answer: Answer) -> Told:
+def usage(answer: Answer) -> ReportedUsage:
     try:
-        told = answer.json()["usage"]
-        details = told.get("prompt_tokens_details") or {}
+        reported = answer.json()["usage"]
+        details = reported.get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
-        return Told(int(told["prompt_tokens"]), -1 if cached is None else int(cached))
+        return ReportedUsage(int(reported["prompt_tokens"]), -1 if cached is None else int(cached))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Told()
+        return ReportedUsage()
 
 
 def shown(answer: Answer) -> str:

@@ -1,14 +1,75 @@
-"""Runs checks at once, each within its own time, and puts what they find in order."""
+"""What checks are and find, and how they are run: at once, each within its own time, findings in order of harm."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from enum import IntEnum
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from fairlead.doctor.finding import Finding, Kind, Severity, merged
-from fairlead.doctor.needs import NEEDS, Need
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import NEEDS, Need, Site
+
+
+class Severity(IntEnum):
+    """By harm."""
+
+    #: Good to know; everything works.
+    NOTE = 0
+    #: Works, and wastes something or will break.
+    WARNING = 1
+    #: Decisions are made from wrong or missing knowledge.
+    ERROR = 2
+    #: Requests fail, or can be abused.
+    CRITICAL = 3
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """`where` are ids of endpoints, or names of what else is meant; empty = the whole installation."""
+
+    code: str
+    severity: Severity
+    what: str
+    evidence: str = ""
+    fix: str = ""
+    #: A page of the documentation, with the place in it.
+    docs: str = ""
+    where: tuple[str, ...] = ()
+
+
+class Kind(Struct, frozen=True):
+    """What can be found. `code` is `check.name` and does not change between versions."""
+
+    code: str
+    severity: Severity
+    what: str
+    fix: str
+    docs: str = "docs/doctor.md"
+
+    def at(self, where: str = "", evidence: str = "", fix: str = "") -> Finding:
+        return Finding(
+            code=self.code,
+            severity=self.severity,
+            what=self.what,
+            evidence=evidence,
+            fix=fix or self.fix,
+            docs=self.docs,
+            where=(where,) if where else (),
+        )
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """What is the same at several places as one finding, with the evidence of the first; the most harmful first."""
+    groups: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        key = finding.code, finding.what, finding.fix
+        known = groups.get(key)
+        groups[key] = finding if known is None else structs.replace(known, where=(*known.where, *finding.where))
+    return sorted(groups.values(), key=lambda finding: -finding.severity)
+
 
 Run = Callable[[Site], Awaitable[Iterable[Finding]]]
 State = Literal["well", "found", "skipped", "unfinished", "failed"]
@@ -48,8 +109,8 @@ class Examination(Struct, frozen=True):
     @property
     def well(self) -> bool:
         """Nothing but notes was found, and every check that could run came to its end."""
-        harmless = all(one.severity is Severity.NOTE for one in self.findings)
-        return harmless and not any(one.state in ("unfinished", "failed") for one in self.outcomes)
+        harmless = all(item.severity is Severity.NOTE for item in self.findings)
+        return harmless and not any(item.state in ("unfinished", "failed") for item in self.outcomes)
 
 
 async def examine(
@@ -58,14 +119,14 @@ async def examine(
     """`progress` hears of every check that is over. Never raises but for cancellation."""
     findings: dict[str, list[Finding]] = {}
 
-    async def one(check: Check) -> Outcome:
+    async def attempt(check: Check) -> Outcome:
         outcome = await _attempt(site, check, findings)
         progress(outcome)
         return outcome
 
-    outcomes = await asyncio.gather(*(one(check) for check in checks))
-    found = [finding for check in checks for finding in findings.get(check.name, ())]
-    return Examination(tuple(merged(found)), tuple(outcomes))
+    outcomes = await asyncio.gather(*(attempt(check) for check in checks))
+    in_order = [finding for check in checks for finding in findings.get(check.name, ())]
+    return Examination(tuple(merged(in_order)), tuple(outcomes))
 
 
 async def _attempt(site: Site, check: Check, findings: dict[str, list[Finding]]) -> Outcome:
@@ -76,7 +137,7 @@ async def _attempt(site: Site, check: Check, findings: dict[str, list[Finding]])
     started = loop.time()
     try:
         async with asyncio.timeout(check.budget):
-            found = findings[check.name] = list(await check.run(site))
+            listed = findings[check.name] = list(await check.run(site))
     except Skipped as reason:
         return Outcome(check=check.name, state="skipped", detail=str(reason))
     except TimeoutError:
@@ -85,4 +146,4 @@ async def _attempt(site: Site, check: Check, findings: dict[str, list[Finding]])
     except Exception as error:  # a check that breaks costs only its own answer
         detail = f"{type(error).__name__}: {error}"
         return Outcome(check=check.name, state="failed", seconds=loop.time() - started, detail=detail)
-    return Outcome(check=check.name, state="found" if found else "well", seconds=loop.time() - started)
+    return Outcome(check=check.name, state="found" if listed else "well", seconds=loop.time() - started)

@@ -4,28 +4,68 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from msgspec import structs
+import msgspec
+from msgspec import Struct, structs
 
-from fairlead.config.engines import engine_table
-from fairlead.config.files import read_bytes
+from fairlead.apis.engine_metrics import EngineSpecs, compile_engine, engine_of
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.prometheus import Reading, find_family, read_page
+from fairlead.apis.tokens import PromptTokens
+from fairlead.compat.load import read_bytes
+from fairlead.config.checks import engine_table
+from fairlead.config.endpoint_list import Listed, join, parse_endpoints_text
 from fairlead.config.schema import Config
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import FairleadError
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
-from fairlead.doctor.needs import Need
-from fairlead.doctor.rows import Row, rows_of
-from fairlead.io.endpoint_set import preferred, resolve_host
-from fairlead.io.model_files import load_tokeniser
-from fairlead.io.scrape_target import page_address
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.errors import FairleadError
-from fairlead.parse.parsed import ParsedRequest
-from fairlead.tokens import PromptTokens
-from fairlead.wire.endpoint_entry import Listed, join
-from fairlead.wire.endpoint_list import parse_endpoints_text
-from fairlead.wire.engine_metrics import EngineSpecs, compile_engine, engine_of
-from fairlead.wire.promfamily import find_family
-from fairlead.wire.promtext import Reading, read_page
+from fairlead.pool.endpoints_file import preferred, resolve_host
+from fairlead.pool.model_files import load_tokeniser
+from fairlead.pool.scrape import page_address
+
+Need = Literal["endpoints", "admin", "gateway", "any-gateway", "probe", "events", "tokens", "embedded"]
+NEEDS: dict[Need, str] = {
+    "endpoints": "no endpoints are known: the configuration has none, and no running scheduler was found to tell them",
+    "admin": "no running scheduler was found at the admin port; start it, or say where with --admin",
+    "gateway": "no --gateway URL was given",
+    "any-gateway": "neither --gateway nor --gateway-admin was given",
+    "probe": "it sends small requests to model servers: allow that with --probe",
+    "events": "kvEvents is off, or its events are heard by another process",
+    "tokens": "no tokeniser is configured under tokens.models",
+    "embedded": "the gateway is somebody else's",
+}
+
+
+class Row(Struct, frozen=True):
+    """An endpoint as the admin page tells it; see `fairlead.server.observe.fleet_gauges.EndpointStatus`."""
+
+    id: str
+    address: str
+    labels: dict[str, str] = {}
+    fresh: bool = True
+    age_s: float | None = None
+    waiting: float | None = None
+    running: float | None = None
+    leases: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """Requests that it has, as it says itself."""
+        return (self.waiting or 0.0) + (self.running or 0.0)
+
+
+class _Rows(Struct):
+    endpoints: list[Row] = []
+
+
+def rows_of(page: Any) -> list[Row]:
+    """Of the decoded page `/debug/endpoints`; empty where it is another one."""
+    try:
+        return msgspec.convert(page, _Rows, strict=False).endpoints
+    except msgspec.ValidationError:
+        return []
+
 
 T = TypeVar("T")
 
@@ -34,11 +74,23 @@ MOST_FOLLOWED = 64
 
 
 class Tokeniser(Protocol):
-    """`fairlead.tokens.PromptTokeniser`, as far as it is needed."""
+    """`fairlead.apis.tokens.PromptTokeniser`, as far as it is needed."""
 
     def tokens_of(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptTokens: ...
 
     def knows(self, model: str) -> bool: ...
+
+    @property
+    def state(self) -> str:
+        """Which tokenisers there are, and what is wrong with them."""
+        ...
+
+
+def series(page: Answer | None, name: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and values of one family on a metrics page; empty where there is no page or no such family."""
+    family = find_family(page.body, name.encode()) if page is not None and page.status == 200 else None
+    listed = family.series if family is not None else []
+    return [(row.labels() or {}, row.value) for row in listed if row.value is not None]
 
 
 class CannotExamine(FairleadError):
@@ -120,13 +172,13 @@ class Site:
         """What `make` gives, made for the first who asks. A check that is given up does not end it for the others."""
         if key not in self._known:
             self._known[key] = asyncio.ensure_future(make())
-        found: T = await asyncio.shield(self._known[key])
-        return found
+        value: T = await asyncio.shield(self._known[key])
+        return value
 
     async def each(self, ask: Callable[[Endpoint], Awaitable[Iterable[T]]]) -> list[T]:
         """Of all endpoints at once, in their order."""
-        found = await asyncio.gather(*(ask(endpoint) for endpoint in self.endpoints))
-        return [one for part in found for one in part]
+        parts = await asyncio.gather(*(ask(endpoint) for endpoint in self.endpoints))
+        return [item for part in parts for item in part]
 
     # ---------------------------------------------------------------- a running scheduler
 
@@ -138,11 +190,11 @@ class Site:
             return
         try:
             answer = await self.client.get(url + "/", seconds=2.0)
-            found = answer.status == 200 and answer.body.startswith(b"fairlead")
+            answers = answer.status == 200 and answer.body.startswith(b"fairlead")
             reason = "something else answers there"
         except Unreached as error:
-            found, reason = False, str(error)
-        if found:
+            answers, reason = False, str(error)
+        if answers:
             self._admin = url
         elif self._wanted:
             raise CannotExamine(f"no scheduler at {url}: {reason}; --admin is the URL of its admin port")
@@ -164,14 +216,19 @@ class Site:
         return rows_of(await self.told("/debug/endpoints")) if self._admin else []
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """All series of one family on the scheduler's metrics page."""
+        """All series of one family on the scheduler's metrics page, as it was when a check first asked for it."""
         try:
             answer = await self.admin("/metrics")
         except Unreached:
             return []
-        family = find_family(answer.body, name.encode()) if answer.status == 200 else None
-        series = family.series if family is not None else []
-        return [(one.labels() or {}, one.value) for one in series if one.value is not None]
+        return series(answer, name)
+
+    async def metrics_now(self) -> Answer | None:
+        """The scheduler's metrics page, fetched anew; `None` = it did not come."""
+        try:
+            return await self.client.get(self._admin + "/metrics")
+        except Unreached:
+            return None
 
     # ---------------------------------------------------------------- endpoints
 
@@ -181,8 +238,8 @@ class Site:
         if source.file:
             listed = parse_endpoints_text(await asyncio.to_thread(read_bytes, Path(source.file))).entries
         if listed:
-            found = await asyncio.gather(*map(self._resolved, listed))
-            self.endpoints = [endpoint for endpoint in found if endpoint is not None]
+            resolved = await asyncio.gather(*map(self._resolved, listed))
+            self.endpoints = [endpoint for endpoint in resolved if endpoint is not None]
             return
         self.endpoints = [Endpoint(row.id, row.address, row.labels) for row in await self.rows()]
 
@@ -194,7 +251,8 @@ class Site:
             async with asyncio.timeout(5.0):
                 address = preferred(await resolve_host(entry.host, entry.port))
         except (OSError, TimeoutError, IndexError, UnicodeError) as error:
-            self.nameless[endpoint.id] = f"{entry.host}: {getattr(error, 'strerror', '') or error or 'no address'}"
+            said = error.strerror if isinstance(error, OSError) else ""
+            self.nameless[endpoint.id] = f"{entry.host}: {said or error or 'no address'}"
             return None
         return structs.replace(endpoint, address=join(address, entry.port), metrics_url=endpoint.scrape_url)
 

@@ -1,1 +1,1 @@
-"""The built-in plugins, one file each. They know the contracts of `schedule`, the fleet and the nouns."""
+"""The built-in plugins. They know the contracts of `core`, the fleet and the nouns, and not each other."""

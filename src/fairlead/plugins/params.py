@@ -1,11 +1,166 @@
-"""The base of every plugin's parameters: camelCase in files, unknown fields are errors, immutable."""
+"""Columns scaled to 0..1 over the candidates of a decision."""
 
-from msgspec import Struct
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from fairlead.core.columns import BoolColumn, FloatColumn
 
 
-class Params(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Subclass it with defaults for every field that has a sensible one; the schema is derived from the annotations."""
+def lower_is_better(column: FloatColumn, candidates: BoolColumn | None) -> FloatColumn:
+    """(highest - value) / (highest - lowest) over the candidates (`None` = all), 1 everywhere when they are equal.
+
+    NaN does not count and stays NaN. What is no candidate is cut to 0..1.
+    """
+    among = column if candidates is None else column[candidates]
+    among = among[~np.isnan(among)]
+    if not len(among):
+        return np.full(len(column), np.nan)
+    lowest, highest = float(among.min()), float(among.max())
+    if not highest > lowest:
+        return np.where(np.isnan(column), np.nan, 1.0)
+    return np.clip((highest - column) / (highest - lowest), 0.0, 1.0)
 
 
-class NoParams(Params, frozen=True, kw_only=True):
+# What a plugin's parameters are made of: the base class, and quantities as people write them (`64MiB`, `1m30s`).
+#
+# The sections of a configuration file are made of the same.
+
+
+def camel(name: str) -> str:
+    """`max_queue_length` → `maxQueueLength`."""
+    first, *following = name.split("_")
+    return first + "".join(word.title() for word in following)
+
+
+class Params(BaseModel):
+    """Subclass it with a default for every field that has a sensible one.
+
+    Fields are camelCase in files, unknown ones are errors, and nothing is converted: `"5"` is no number. Instances are
+    immutable. A list of the file becomes a tuple where the annotation says so.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        alias_generator=camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        defer_build=True,
+        protected_namespaces=(),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_nothing(cls, values: Any) -> Any:
+        """A mapping without anything in it may be written as nothing."""
+        return {} if values is None else values
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _take_lists(schema)
+        return schema
+
+
+def _take_lists(schema: Any) -> None:
+    """Files have lists and no tuples, so tuples are the one thing that is not strict."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "tuple":
+            schema["strict"] = False
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for inner in schema:
+            _take_lists(inner)
+
+
+class NoParams(Params):
     """For plugins without parameters."""
+
+
+class Plain:
+    """The base of a plugin that needs nothing but its parameters, if any: `Params`."""
+
+    type: ClassVar[str]
+    Params: ClassVar[Any] = NoParams
+    weight = 1.0
+
+    def __init__(self, params: Any = None, name: str = "") -> None:
+        super().__init__()
+        self.name = name or self.type
+        self._params = params
+
+
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|us|s|m|h))+|0")
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|s|m|h)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGT])(i?))?B?")
+_POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def duration(text: str) -> float:
+    """Seconds. Raises `ValueError` for a text that is no duration."""
+    if not _DURATION.fullmatch(text):
+        raise ValueError("expected a duration such as 250ms, 5s, 1m30s, or a number of seconds")
+    value = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
+    if value > 1e9:
+        raise ValueError("expected a duration of less than 30 years")
+    return float(value)
+
+
+def size(text: str) -> int:
+    """Bytes. `k`, `M`, `G`, `T` count in thousands, with `i` in 1024s; a `B` may follow.
+
+    Raises `ValueError` for a text that is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("expected a size such as 64MiB, 1G or 4096")
+    number, prefix, binary = match.groups()
+    factor = (1024 if binary else 1000) ** _POWERS[prefix] if prefix else 1
+    value = float(number) * factor
+    if value > 2**60:
+        raise ValueError("expected a size that fits into a machine")
+    return int(number) * factor if number.isdigit() else round(value)
+
+
+class Quantity:
+    """Marks a number that may be written as text, which `read` turns into the number."""
+
+    def __init__(self, unit: str, read: Callable[[str], float], pattern: str) -> None:
+        self.unit = unit
+        self._read = read
+        self._pattern = pattern
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._number, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        number = handler(schema)
+        return {**number, "type": [number["type"], "string"], "pattern": self._pattern}
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except ValueError as error:
+            raise PydanticCustomError("quantity", str(error)) from None
+
+
+DURATION = Quantity("duration", duration, r"^\s*(\d+(\.\d+)?(ms|us|s|m|h))+\s*$|^0$")
+SIZE = Quantity("size", size, r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B?\s*$")
+
+#: Seconds in Python; in a file a number of seconds or a text such as `1m30s`.
+Seconds = Annotated[float, Field(ge=0), DURATION]
+#: The same, but 0 makes no sense.
+PositiveSeconds = Annotated[float, Field(gt=0), DURATION]
+#: Bytes in Python; in a file a whole number of bytes or a text such as `64MiB`.
+Bytes = Annotated[int, Field(ge=1), SIZE]

@@ -1,17 +1,19 @@
-"""Requests, endpoints and fleets in one line each."""
+"""Requests, endpoints and fleets in one line each, and virtual time."""
 
-from collections.abc import Iterable, Mapping
+import heapq
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from random import Random
 from typing import Any
 
 from msgspec.structs import replace
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import NO_PREFIX, Request
-from fairlead.schedule.cycle import Context, Cycle
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.ledger import Lease
+from fairlead.core.policy import Context, Cycle
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import NO_PREFIX, Request
 
 #: Bytes per token of the prompts below.
 BYTES_PER_TOKEN = 4
@@ -25,7 +27,7 @@ def endpoint(name: str = "e0", address: str = "", labels: Mapping[str, str] | No
 
 
 def request(prompt: str = "", *, model: str = "", **fields: Any) -> Request:
-    """A request with a prompt. `fields` are those of `model.request.Request`; each request has an id of its own."""
+    """A request with a prompt. `fields` are those of `core.request.Request`; each request has an id of its own."""
     raw = prompt.encode()
     chain = ChainHasher().chain(model.encode(), [memoryview(raw)]) if raw else NO_PREFIX
     made = Request(
@@ -44,12 +46,12 @@ def request(prompt: str = "", *, model: str = "", **fields: Any) -> Request:
 def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] | None = None) -> Fleet:
     """A fleet that knows these endpoints (or names of some), and what they last said.
 
-    `samples` has fields of `model.endpoint.Sample` by endpoint, for example `{"e0": {"waiting": 3, "kv_usage": 0.5}}`.
+    `samples` has fields of `core.endpoint.Sample` by endpoint, for example `{"e0": {"waiting": 3, "kv_usage": 0.5}}`.
     Everything happened at clock time 0.
     """
     made = Fleet()
-    for one in endpoints or ("e0", "e1", "e2"):
-        made.up(endpoint(one) if isinstance(one, str) else one)
+    for item in endpoints or ("e0", "e1", "e2"):
+        made.up(endpoint(item) if isinstance(item, str) else item)
     for name, fields in (samples or {}).items():
         if made.table.slot(name) is None:
             raise ValueError(f"there is no endpoint {name!r}")
@@ -57,13 +59,18 @@ def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] |
     return made
 
 
+def lease_of(known: Fleet, request_id: int) -> Lease:
+    """What the request is charged for. Raises `StopIteration` when it is not."""
+    return next(lease for lease in known.ledger if lease.request.id == request_id and not lease.auxiliary)
+
+
 def holds(known: Fleet, name: str, *prompts: Request) -> None:
     """From here on the endpoint is believed to hold the prompts of these requests."""
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")
-    for one in prompts:
-        known.prefix.insert(slot, one.prefix)
+    for prompt in prompts:
+        known.prefix.insert(slot, prompt.prefix)
 
 
 def busy(known: Fleet, name: str, requests: Iterable[Request]) -> None:
@@ -71,10 +78,52 @@ def busy(known: Fleet, name: str, requests: Iterable[Request]) -> None:
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")
-    for one in requests:
-        known.charge(one, slot, 0.0, 0, 0.0)
+    for sent in requests:
+        known.charge(sent, slot, 0.0, 0, 0.0)
 
 
 def cycle(now: float = 0.0, seed: int = 0) -> Cycle:
     """The scratch space of one decision, for calling a plugin directly."""
     return Cycle(Context(now, Random(seed)))
+
+
+class _Timer:
+    __slots__ = ("args", "callback", "cancelled")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.callback = callback
+        self.args = args
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class SimClock:
+    """Starts at 1,000,000 s, so that code which mixes it up with another clock fails visibly.
+
+    Timers due at the same moment fire in the order in which they were set.
+    """
+
+    def __init__(self, start: float = 1_000_000.0) -> None:
+        self._now = start
+        self._order = count()
+        self._heap: list[tuple[float, int, _Timer]] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> _Timer:
+        timer = _Timer(callback, args)
+        heapq.heappush(self._heap, (when, next(self._order), timer))
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; fire what is due, each at its own moment."""
+        until = self._now + seconds
+        while self._heap and self._heap[0][0] <= until:
+            when, _, timer = heapq.heappop(self._heap)
+            if not timer.cancelled:
+                self._now = max(self._now, when)
+                timer.callback(*timer.args)
+        self._now = until

@@ -5,29 +5,38 @@
         check_scorer(MyScorer(MyScorer.Params(), name="mine"))
 
 What is tried: pools of one, some and a hundred endpoints, with holes where endpoints left, before the first scrape,
-idle, busy and full; requests with and without model, session, prompt, SLO. The same seed must give the same answer.
-"""
+idle, busy and full; requests with and without model, session, prompt, SLO. The same seed must give the same answer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import CANDIDATES, Filter, Picker, Policy, Scorer
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import (
+    CANDIDATES,
+    Answer,
+    Context,
+    Cycle,
+    Filter,
+    Picked,
+    Picker,
+    Policy,
+    Refused,
+    Scorer,
+    Stage,
+)
+from fairlead.core.request import Request
+from fairlead.core.table import FLOATS
 from fairlead.testing.builders import busy, endpoint, fleet, holds, request
-
-_COLUMNS = ("waiting", "running", "kv", "queue", "active", "inflight", "pending_tokens", "alive")
 
 
 def check_filter(plugin: Filter) -> None:
     """`keep` gives `None` or a mask of one bool per slot, and changes nothing."""
     _named(plugin)
-    assert isinstance(plugin.hard, bool), f"hard is {plugin.hard!r}, expected True or False"
+    assert isinstance(plugin.stage, Stage), f"stage is {plugin.stage!r}, expected a Stage"
     for case, known, asked in _cases():
         mask = _twice(case, known, partial(plugin.keep, asked, known))
         if mask is not None:
@@ -59,18 +68,16 @@ def check_picker(plugin: Picker) -> None:
 
 
 def check_policy(policy: Policy) -> None:
-    """`choose` gives one answer per request, in order; a chosen slot has an endpoint, a refusal a reason."""
+    """`choose` gives one answer; a chosen slot has an endpoint, a refusal a reason."""
     _named(policy)
     for case, known, asked in [*_cases(), ("nobody there", _empty(), request("hello"))]:
-        requests = [asked, request("another prompt")]
-        picks = policy.choose(requests, known, Context(1.0, Random(1)))
-        assert len(picks) == len(requests), f"{case}: {len(picks)} answers for {len(requests)} requests"
-        for pick in picks:
-            if pick.slot < 0:
-                assert pick.reason, f"{case}: a refusal without a reason"
-            else:
-                assert pick.slot < len(known.table), f"{case}: slot {pick.slot} of {len(known.table)}"
-                assert known.table.endpoints[pick.slot] is not None, f"{case}: slot {pick.slot} has no endpoint"
+        pick = policy.choose(asked, known, Context(1.0, Random(1)))
+        assert isinstance(pick, Picked | Refused), f"{case}: {type(pick).__name__} is neither Picked nor Refused"
+        if isinstance(pick, Refused):
+            assert pick.reason, f"{case}: a refusal without a reason"
+        else:
+            assert 0 <= pick.slot < len(known.table), f"{case}: slot {pick.slot} of {len(known.table)}"
+            assert known.table.endpoints[pick.slot] is not None, f"{case}: slot {pick.slot} has no endpoint"
 
 
 def _named(plugin: Any) -> None:
@@ -79,12 +86,13 @@ def _named(plugin: Any) -> None:
 
 def _twice(case: str, known: Fleet, ask: Callable[[Cycle], Any]) -> Any:
     """The answer, after proving that asking again gives the same and changes no column."""
-    before = {name: getattr(known.table, name).copy() for name in _COLUMNS}
+    before, alive = known.table.floats.copy(), known.table.alive.copy()
     first, second = ask(_cycle(known)), ask(_cycle(known))
     same = (first is None) == (second is None) and (first is None or np.array_equal(first, second, equal_nan=True))
     assert same, f"{case}: the same question with the same seed was answered differently"
-    for name, column in before.items():
-        assert np.array_equal(column, getattr(known.table, name)), f"{case}: the plugin changed table.{name}"
+    assert np.array_equal(alive, known.table.alive), f"{case}: the plugin changed table.alive"
+    for name, old, new in zip(FLOATS, before, known.table.floats, strict=True):
+        assert np.array_equal(old, new, equal_nan=True), f"{case}: the plugin changed table.{name}"
     return first
 
 
@@ -143,8 +151,40 @@ def _cases() -> list[tuple[str, Fleet, Request]]:
     for pool, endpoints in _pools():
         slot = endpoints.table.slots()[0][0]
         holds(endpoints, endpoints.table.ids[slot], known)
-        cases += [(f"{pool}, {name}", endpoints, one) for name, one in asked]
+        cases += [(f"{pool}, {name}", endpoints, prompt) for name, prompt in asked]
     return cases
 
 
 __all__ = ["check_filter", "check_picker", "check_policy", "check_scorer"]
+
+
+def choose(policy: Policy, request: Request, fleet: Fleet, *, now: float = 0.0, seed: int = 0) -> Answer:
+    """One decision, with its trace; nothing is charged."""
+    return policy.choose(request, fleet, Context(now, Random(seed)))
+
+
+def assert_routed(
+    policy: Policy, request: Request, fleet: Fleet, to: str | Collection[str], *, seeds: int = 20, now: float = 0.0
+) -> None:
+    """Whatever the dice say, the request goes to this endpoint (or one of these), and to each of several at times."""
+    allowed = {to} if isinstance(to, str) else set(to)
+    reached = set()
+    for seed in range(seeds if len(allowed) < 2 else max(seeds, 20 * len(allowed))):
+        pick = choose(policy, request, fleet, now=now, seed=seed)
+        endpoint = fleet.table.ids[pick.slot] if isinstance(pick, Picked) else ""
+        went = f"nobody ({pick.reason})" if isinstance(pick, Refused) else endpoint
+        assert endpoint in allowed, f"went to {went}, not to {_list(allowed)}"
+        reached.add(endpoint)
+    assert reached == allowed, f"never went to {_list(allowed - reached)}"
+
+
+def assert_refused(policy: Policy, request: Request, fleet: Fleet, reason: str = "") -> None:
+    """Nobody gets the request."""
+    pick = choose(policy, request, fleet)
+    if isinstance(pick, Picked):
+        raise AssertionError(f"went to {fleet.table.ids[pick.slot]}")
+    assert not reason or pick.reason == reason, f"refused as {pick.reason!r}, not {reason!r}"
+
+
+def _list(names: Collection[str]) -> str:
+    return " or ".join(sorted(names))

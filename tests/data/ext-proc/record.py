@@ -25,10 +25,11 @@ from gw_messages import JSON, Ask
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
 from gw_processes import Envoy, Stub, free_ports, sees_the_scheduler
 
-from fairlead.io.envoy.binary import find_envoy
-from fairlead.io.receive import server
-from fairlead.io.receive.session import Host
-from fairlead.io.receive.stream import ServerStream
+from fairlead.gateway import server
+from fairlead.gateway.envoy.binary import find_envoy
+from fairlead.gateway.host import Host
+from fairlead.gateway.session import Session
+from fairlead.gateway.stream import ServerStream
 
 HERE = Path(__file__).parent
 MODEL = "Qwen/Qwen3-32B"
@@ -69,7 +70,7 @@ RECORDINGS = {
 
 
 class Recorder:
-    """In place of `Host.session`: hands everything on."""
+    """In place of `sessions`: hands everything on."""
 
     def __init__(self) -> None:
         self.streams: list[dict[str, Any]] = []
@@ -80,7 +81,7 @@ class Recorder:
 
 class _Tap:
     def __init__(self, recorder: Recorder, host: Host, stream: ServerStream, metadata: Mapping[str, str]) -> None:
-        self._session = host.session(stream, metadata)
+        self._session = Session(host, stream, metadata)
         own = {name: value for name, value in metadata.items() if name.startswith("fairlead-")}
         self._seen: dict[str, Any] = {"metadata": own, "messages": []}
         recorder.streams.append(self._seen)

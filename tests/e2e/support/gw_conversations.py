@@ -7,11 +7,11 @@ from typing import Any
 
 import aiohttp
 
-from fairlead.engine.tokens import TOKEN_BYTES
-from fairlead.fleet.exact import SETTLING
-from fairlead.parse.parsed import ParsedRequest
-from fairlead.stub.prompts import render_chat
-from fairlead.tokens import PromptTokens
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.tokens import PromptTokens
+from fairlead.core.exact import SETTLING
+from fairlead.lab.engine.tokens import TOKEN_BYTES
+from fairlead.lab.stub.plans import render_chat
 
 MODEL = "tiny"
 WORDS = ("river", "stone", "cloud", "fire", "tree", "salt", "iron", "snow")

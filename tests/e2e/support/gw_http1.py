@@ -8,7 +8,7 @@ from typing import Self
 
 from gw_messages import Ask, Broken, Got
 
-from fairlead.bench.http1 import MalformedMessage, MessageReader
+from fairlead.pool.http1 import MalformedMessage, ResponseReader
 
 _READ = 262_144
 _SIP, SIP_SECONDS = 20_000, 0.001
@@ -49,9 +49,8 @@ class Http1:
         reader, writer = await self._connected()
         if ask.slow:  # what the kernel takes must not hide that we do not read; this connection stays a slow one
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SIP)
-        message = MessageReader(response=True)
-        body: list[bytearray] = []
-        message.reset(body.append)
+        body: list[bytes] = []
+        message = ResponseReader(body.append)
         sending = asyncio.ensure_future(self._send(ask, reader, writer))
         try:
             continued = await self._continued(ask, sending)
@@ -67,10 +66,10 @@ class Http1:
                 await sending
             if not whole or not message.keep_alive or not message.status or ask.slow:
                 await self.close()
-        if message.rest:
-            raise Broken(f"{len(message.rest)} bytes after the response")
-        fields = [line.split(": ", 1) for line in message.head.decode("latin-1").split("\r\n")[1:-1]]
-        return Got(message.status, [(f[0], f[1] if len(f) > 1 else "") for f in fields], b"".join(body), continued)
+        if message.excess:
+            raise Broken("bytes after the response")
+        fields = [(name.decode("latin-1").lower(), value.decode("latin-1").lower()) for name, value in message.headers]
+        return Got(message.status, fields, b"".join(body), continued)
 
     async def begin(self, ask: Ask) -> asyncio.StreamReader:
         """Send a request and leave the response to the caller, who must `close` or `abort`."""
@@ -108,7 +107,7 @@ class Http1:
     async def _continued(self, ask: Ask, sending: "asyncio.Future[bool]") -> bool:
         return await sending if ask.expect else False  # only one may read at a time
 
-    async def _receive(self, ask: Ask, reader: asyncio.StreamReader, message: MessageReader) -> None:
+    async def _receive(self, ask: Ask, reader: asyncio.StreamReader, message: ResponseReader) -> None:
         while True:
             data = await reader.read(_SIP if ask.slow else _READ)
             if ask.slow:
@@ -118,7 +117,7 @@ class Http1:
                 if missing:
                     raise Broken(missing)
                 return
-            whole = message.feed(bytearray(data), len(data))
+            whole = message.feed(data)
             if whole or (ask.method == "HEAD" and message.status):
                 return
 

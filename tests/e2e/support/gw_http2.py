@@ -8,7 +8,7 @@ from typing import Self
 import hpack
 from gw_messages import Ask, Broken, Fields, Got
 
-from fairlead.wire import h2
+from fairlead.gateway import h2
 
 #: What we let the gateway send ahead: all it has, or little.
 _WIDE, _NARROW = h2.MAX_WINDOW, h2.DEFAULT_WINDOW

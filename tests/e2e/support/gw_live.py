@@ -10,9 +10,9 @@ from typing import Any
 
 from gw_processes import START_SECONDS, free_ports
 
-from fairlead.config.load import load
-from fairlead.io.receive.health import ServingStatus
-from fairlead.live import Live
+from fairlead.compat.load import load
+from fairlead.gateway.health import ServingStatus
+from fairlead.server.live import Live
 
 
 @asynccontextmanager

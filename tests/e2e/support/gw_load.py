@@ -6,10 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
-from fairlead.bench.arrivals import Constant
-from fairlead.bench.runner import run
-from fairlead.bench.spec import Options, Record, RunResult
-from fairlead.bench.workload import Call
+from fairlead.lab.load.runner import run
+from fairlead.lab.load.spec import Options, Record, RunResult
+from fairlead.lab.load.workload import Call, Constant
 
 _QUESTION = "What does a fairlead do on a ship? " * 40
 

@@ -7,7 +7,7 @@ import json
 from types import TracebackType
 from typing import Any, Self
 
-from fairlead.bench.http1 import MalformedMessage, MessageReader
+import httptools
 
 Told = dict[str, Any]
 
@@ -44,31 +44,36 @@ class Mirror:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.vanish()
         assert self._server is not None
-        self._server.close()
-        for writer in self._connections:
-            writer.transport.abort()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._server.wait_closed(), 5)
+
+    def vanish(self) -> None:
+        """Hang up, and refuse whoever comes."""
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._connections):
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         try:
-            rest = b""
-            while True:
-                message, body, rest = await _request(reader, rest)
-                await self._answer(message, body, writer)
-        except (OSError, EOFError):
+            requests = _Requests()
+            while data := await reader.read(262_144):
+                requests.feed(data)
+                for request in requests.taken():
+                    await self._answer(request, writer)
+        except OSError:
             pass
-        except MalformedMessage as error:
+        except httptools.HttpParserError as error:
             self.malformed.append(str(error))
         finally:
             self._connections.discard(writer)
             writer.close()
 
-    async def _answer(self, message: MessageReader, body: bytes, writer: asyncio.StreamWriter) -> None:
-        lines = message.head.decode("latin-1").split("\r\n")
-        method, path, _ = lines[0].split(" ", 2)
+    async def _answer(self, request: "_Request", writer: asyncio.StreamWriter) -> None:
+        path = request.path
         if path == "/metrics":
             writer.write(_head(200, "text/plain", len(_PAGE)) + _PAGE)
         elif path.startswith("/bytes/"):
@@ -78,30 +83,59 @@ class Mirror:
         elif path.startswith("/stream"):
             await _stream(writer, 0.001 if path.endswith("/fast") else 0.05)
         else:
-            self._tell(method, path, lines[1:], body, writer)
+            self._tell(request, writer)
         await writer.drain()
 
-    def _tell(self, method: str, path: str, lines: list[str], body: bytes, writer: asyncio.StreamWriter) -> None:
-        headers = [line.split(": ", 1) for line in lines if line]
+    def _tell(self, request: "_Request", writer: asyncio.StreamWriter) -> None:
+        body = b"".join(request.body)
         digest = hashlib.sha256(body).hexdigest()
-        told = {"at": self.address, "method": method, "path": path, "headers": headers, "bytes": len(body)}
-        self.told.append({**told, "sha256": digest})
+        told = {"at": self.address, "method": request.method, "path": request.path, "headers": request.headers}
+        self.told.append({**told, "bytes": len(body), "sha256": digest})
         text = json.dumps(self.told[-1]).encode()
         head = _head(200, "application/json", len(text), "set-cookie: a=1\r\nset-cookie: b=2\r\n")
-        writer.write(head + (b"" if method == "head" else text))
+        writer.write(head + (b"" if request.method == "head" else text))
 
 
-async def _request(reader: asyncio.StreamReader, rest: bytes) -> tuple[MessageReader, bytes, bytes]:
-    """The next request, its body, and what came behind it."""
-    pieces: list[bytearray] = []
-    message = MessageReader(response=False, payload=pieces.append)
-    data = rest or await reader.read(262_144)
-    while True:
-        if not data:
-            raise EOFError
-        if message.feed(bytearray(data), len(data)):
-            return message, b"".join(pieces), message.rest
-        data = await reader.read(262_144)
+class _Request:
+    """All in lower case but the body."""
+
+    def __init__(self) -> None:
+        self.method = self.path = ""
+        self.headers: list[list[str]] = []
+        self.body: list[bytes] = []
+
+
+class _Requests:
+    """Requests as they came, one after the other."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._whole: list[_Request] = []
+        self._now = _Request()
+
+    def feed(self, data: bytes) -> None:
+        """Raises `httptools.HttpParserError`."""
+        self._parser.feed_data(data)
+
+    def taken(self) -> list[_Request]:
+        whole, self._whole = self._whole, []
+        return whole
+
+    # ---- httptools calls ----
+
+    def on_url(self, piece: bytes) -> None:
+        self._now.path += piece.decode("latin-1").lower()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._now.headers.append([name.decode("latin-1").lower(), value.decode("latin-1").lower().strip()])
+
+    def on_body(self, piece: bytes) -> None:
+        self._now.body.append(piece)
+
+    def on_message_complete(self) -> None:
+        self._now.method = self._parser.get_method().decode().lower()
+        self._whole.append(self._now)
+        self._now = _Request()
 
 
 async def _stream(writer: asyncio.StreamWriter, pause: float) -> None:

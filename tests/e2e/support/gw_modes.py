@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fairlead.config.schema import Config
-from fairlead.embedded import gateway_options
-from fairlead.io.envoy.config import build
-from fairlead.io.envoy.options import Options
-from fairlead.wire.ext_proc import DESTINATION
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.ext_proc import DESTINATION
+from fairlead.server.embedded import gateway_options
 
 Json = dict[str, Any]
 

@@ -16,15 +16,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from fairlead.io.envoy.admin import EnvoyAdmin
-from fairlead.io.envoy.binary import find_envoy
-from fairlead.io.envoy.errors import GatewayError
-from fairlead.io.envoy.gateway import command
+from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
+from fairlead.gateway.envoy.binary import find_envoy
+from fairlead.gateway.envoy.gateway import command
 
 REPOSITORY = Path(__file__).parents[3]
 UPSTREAM = REPOSITORY / "bench" / "_upstream.py"
@@ -109,7 +109,7 @@ class Child:
             process.wait()
             raise AssertionError(f"{self.name} does not end on SIGTERM:\n{self.said()[-2000:]}") from None
 
-    def _until(self, ready: Any) -> Any:
+    def poll_until(self, ready: Any) -> Any:
         """Poll `ready` until it returns something; the process must live meanwhile."""
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and self.code is None:
@@ -130,7 +130,7 @@ class Upstream(Child):
 
     def start(self, ports: int) -> Self:
         self.spawn(sys.executable, str(UPSTREAM), "--ports", str(ports))
-        self.ports = self._until(lambda: json.loads(self.said().splitlines()[-1])["ports"] if self.said() else None)
+        self.ports = self.poll_until(lambda: json.loads(self.said().splitlines()[-1])["ports"] if self.said() else None)
         return self
 
     @property
@@ -152,13 +152,13 @@ class Stub(Child):
             sys.executable, "-m", "fairlead", "stub", "--port", "0", "--replicas", str(replicas), *arguments,
             "--write-endpoints", str(listed),
         )  # fmt: skip
-        text = self._until(lambda: listed.exists() and listed.read_text())
+        text = self.poll_until(lambda: listed.exists() and listed.read_text())
         self.ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", text)]
         if not self.ports:
             self.ports = [int(port) for port in re.findall(r"port:\s*\D?(\d+)", text)]
         assert len(self.ports) == replicas, text
         for port in self.ports:
-            self._until(lambda port=port: _get(f"http://127.0.0.1:{port}/health")[0] == 200)
+            self.poll_until(lambda port=port: get_page(f"http://127.0.0.1:{port}/health")[0] == 200)
         return self
 
     @property
@@ -205,7 +205,7 @@ class Serve(Child):
         """Start (once more) with the same configuration, and wait until it is ready."""
         self._file.write_text(json.dumps(self.config))
         self.spawn(sys.executable, "-m", "fairlead", "serve", str(self._file))
-        self._until(lambda: _get(self.admin + "/readyz")[0] == 200)
+        self.poll_until(lambda: get_page(self.admin + "/readyz")[0] == 200)
         return self
 
     @property
@@ -232,18 +232,18 @@ class Serve(Child):
 
     def envoy_pid(self) -> int:
         """Of the embedded Envoy; 0 while there is none."""
-        return self._child("envoy")
+        return self._child(lambda line: any("envoy" in part for part in line) and "serve" not in line)
 
     def scheduler_pid(self) -> int:
         """Of the process that schedules: this one, or with the embedded gateway its child; 0 while there is none."""
-        return self._child("--scheduler-only") if self.embedded else self.pid
+        return self._child(lambda line: "serve" in line) if self.embedded else self.pid
 
-    def _child(self, word: str) -> int:
-        """The child whose command line has this word, and which is what it says (no launcher any more)."""
+    def _child(self, wanted: Callable[[list[str]], bool]) -> int:
+        """The child whose command line is wanted, and which is what it says (no launcher any more); 0 = none."""
         for number in children_of(self.pid):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{number}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                if not any("launcher" in part for part in line) and any(word in part for part in line):
+                if not any("launcher" in part for part in line) and wanted(line):
                     return number
         return 0
 
@@ -254,7 +254,7 @@ class Serve(Child):
         super().end(gently)
 
     async def page(self, path: str) -> str:
-        status, text = await asyncio.to_thread(_get, self.admin + path)
+        status, text = await asyncio.to_thread(get_page, self.admin + path)
         assert status == 200, f"{path}: {status} {text[:300]}"
         return text
 
@@ -299,7 +299,7 @@ class Envoy(Child):
         admin = {"address": {"pipe": {"path": str(self._socket), "mode": 0o600}}}
         self._file.write_text(json.dumps({**bootstrap, "admin": admin}))
         self.spawn(*command(find_envoy(), self._file, concurrency))
-        self._until(lambda: _unix_status(self._socket, "/ready") == 200)
+        self.poll_until(lambda: _unix_status(self._socket, "/ready") == 200)
         return self
 
 
@@ -325,7 +325,7 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
-def _get(url: str) -> tuple[int, str]:
+def get_page(url: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return int(answer.status), answer.read().decode()

@@ -6,13 +6,13 @@ from hashlib import sha256
 
 from gw_messages import Got
 
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.health import EXT_PROC, HealthService
-from fairlead.io.receive.stream import ServerStream
-from fairlead.route.headers import WHOLE_BODY_METADATA
-from fairlead.wire import ext_proc
-from fairlead.wire import ext_proc_bodies as bodies
-from fairlead.wire.ext_proc import CONTINUE, DESTINATION, BodyMode, Incoming, Kind, Modes
+from fairlead.core.headers import WHOLE_BODY_METADATA
+from fairlead.gateway import ext_proc
+from fairlead.gateway import ext_proc as bodies
+from fairlead.gateway.ext_proc import CONTINUE, DESTINATION, BodyMode, Incoming, Kind, Modes
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import EXT_PROC, HealthService
+from fairlead.gateway.stream import ServerStream
 
 #: What to make of a chunk: (chunk, end of stream) -> other bytes; `None`: responses are left alone.
 Chunks = Callable[[bytes, bool], bytes]

@@ -12,7 +12,7 @@ import pytest
 from gw_processes import REPOSITORY, Child, free_ports
 
 EXAMPLES = REPOSITORY / "examples"
-PROTO = REPOSITORY / "src" / "fairlead" / "proto"
+PROTO = REPOSITORY / "src" / "fairlead" / "server" / "remote" / "proto"
 KINDS = ("python", "go", "node")
 _BUILD_SECONDS = 300.0
 
@@ -61,7 +61,7 @@ class SchedulerProcess(Child):
 
     def again(self) -> Self:
         self.spawn(*self._command, self.address)
-        self._until(self._listens)
+        self.poll_until(self._listens)
         return self
 
     def end(self, gently: bool = False) -> None:

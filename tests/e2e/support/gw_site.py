@@ -15,7 +15,7 @@ from gw_mirror import Mirror, Told
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
 from gw_processes import Envoy, free_ports, sees_the_scheduler, stat
 
-from fairlead.live import Live
+from fairlead.server.live import Live
 
 Json = dict[str, Any]
 #: Changes a bootstrap, given the model servers' addresses.
@@ -118,7 +118,7 @@ class Site:
     async def connect_log(self) -> None:
         """The gateway's access log connects when it has something to say."""
         await self.ask(GET)
-        await self.until(lambda: self.live.host.access_logs)
+        await self.until(lambda: self.live.host.logs.connected)
 
 
 @asynccontextmanager

@@ -17,22 +17,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
 from gw_live import running
 from gw_processes import free_ports, require_envoy
 
-from fairlead.config.load import load
-from fairlead.doctor.catalogue import CHECKS
-from fairlead.doctor.checks import freshness
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.request import parse_request
+from fairlead.apis.tokens import PromptTokeniser, PromptTokens
+from fairlead.compat.load import load
+from fairlead.doctor.checks import CHECKS
+from fairlead.doctor.checks import metrics as freshness
 from fairlead.doctor.run import Examination, examine
 from fairlead.doctor.site import Site
-from fairlead.engine.tokens import TOKEN_BYTES
-from fairlead.io.envoy.binary import find_envoy
-from fairlead.io.envoy.gateway import command
-from fairlead.live import Live
-from fairlead.parse.parsed import ParsedRequest
-from fairlead.parse.request import parse_request
-from fairlead.stub.config import StubConfig
-from fairlead.stub.kv_publisher import KvEventsConfig
-from fairlead.stub.pool import StubPool
-from fairlead.stub.prompts import render_chat
-from fairlead.tokens import PromptTokeniser, PromptTokens
+from fairlead.gateway.envoy.binary import find_envoy
+from fairlead.gateway.envoy.gateway import command
+from fairlead.lab.engine.tokens import TOKEN_BYTES
+from fairlead.lab.stub.config import StubConfig
+from fairlead.lab.stub.kv_publisher import KvEventsConfig
+from fairlead.lab.stub.plans import render_chat
+from fairlead.lab.stub.pool import StubPool
+from fairlead.server.live import Live
 
 MODEL = "tiny"
 PATIENCE_SECONDS = 60.0
@@ -147,7 +147,7 @@ def listed(addresses: list[str], **labels: str) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing caches the pages of a stub."""
-    monkeypatch.setattr(freshness, "_APART", 0.05)
+    monkeypatch.setattr(freshness, "APART", 0.05)
 
 
 @pytest.fixture

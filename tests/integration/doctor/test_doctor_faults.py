@@ -5,9 +5,8 @@ import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fairlead.doctor.finding import Severity
-from fairlead.doctor.run import Examination
-from fairlead.model.endpoint import ROLE_LABEL
+from fairlead.core.endpoint import ROLE_LABEL
+from fairlead.doctor.run import Examination, Severity
 
 Json = dict[str, Any]
 Listed = Callable[..., list[Json]]

@@ -1,12 +1,15 @@
 """Faults of KV events, with stubs that publish what their caches do."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from gw_processes import free_ports
 
+from fairlead.doctor.checks import kv_events as kv_dialled
 from fairlead.doctor.run import Examination
-from fairlead.stub.kv_publisher import KvEventsConfig
+from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 Json = dict[str, Any]
 Listed = Callable[..., list[Json]]
@@ -17,6 +20,10 @@ BY_ENGINE: Json = {"tokens": {"models": {"*": {"render": "engine"}}}}
 
 def codes(examination: Examination) -> set[str]:
     return {one.code for one in examination.findings}
+
+
+def dialling(port: int, topic: str = "") -> KvEventsConfig:
+    return KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True, topic=topic)
 
 
 async def test_events_that_flow_and_agree_give_no_finding(world: Any, pool_of: Listed) -> None:
@@ -104,26 +111,66 @@ async def test_a_publisher_that_tells_nothing_is_named(world: Any, pool_of: List
 
 async def test_a_wrong_topic_is_named(world: Any, pool_of: Listed) -> None:
     port = free_ports(1)[0]
-    dialling = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True)
     settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
-    config = {"endpoints": pool_of(await world.stubs(1, dialling)), "kvEvents": settings, **BY_ENGINE}
+    config = {"endpoints": pool_of(await world.stubs(1, dialling(port))), "kvEvents": settings, **BY_ENGINE}
     assert (await world.examined(config, probe=True)).findings == ()
-    wrong = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True, topic="kv@vllm-7.example@tiny")
+    wrong = dialling(port, "kv@vllm-7.example@tiny")
     config = {"endpoints": pool_of(await world.stubs(1, wrong)), "kvEvents": settings, **BY_ENGINE}
     found = await world.examined(config, probe=True)
     assert "kv-dialled.topic" in codes(found)
     assert found.findings[0].evidence == "heard: kv@vllm-7.example@tiny"
 
 
+def reports_late(world: Any) -> None:
+    """What a publisher sends before it has dialled again is lost, as its first two batches are here."""
+    for replica in world.pool.replicas:
+        replica.kv_events.lose(2)
+
+
 async def test_a_wrong_topic_is_named_by_what_a_scheduler_refused(world: Any, pool_of: Listed) -> None:
     port = free_ports(1)[0]
-    wrong = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True, topic="kv@nobody@tiny")
-    settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
-    config = {"endpoints": pool_of(await world.stubs(1, wrong)), "kvEvents": settings, **BY_ENGINE}
+    endpoints = pool_of(await world.stubs(1, dialling(port, "kv@nobody@tiny")))
+    config = {
+        "endpoints": endpoints,
+        "kvEvents": {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"},
+        **BY_ENGINE,
+    }
     admin = await world.serve(config)
+    reports_late(world)
     found = await world.examined(config, admin=admin, probe=True, only=("kv-dialled",))
     assert codes(found) == {"kv-dialled.topic"}
     assert found.findings[0].where == ("default/e0",)
+    assert "unknown publishers" in found.findings[0].evidence
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_publisher_that_dials_late_is_heard(world: Any, pool_of: Listed, served: bool) -> None:
+    port = free_ports(1)[0]
+    endpoints = pool_of(await world.stubs(2, dialling(port)))
+    config = {"endpoints": endpoints, "kvEvents": {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}, **BY_ENGINE}
+    admin = await world.serve(config) if served else ""
+    reports_late(world)
+    found = await world.examined(config, admin=admin, probe=True, only=("kv-dialled",))
+    assert (found.findings, found.outcomes[0].state) == ((), "well")
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_how_long_nobody_was_heard_is_said(
+    world: Any, pool_of: Listed, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_dialled, "ROUNDS", (0.1, 0.2))
+    port = free_ports(1)[0]
+    heard, elsewhere = await world.stubs(1, dialling(port)), await world.stubs(1)
+    config = {
+        "endpoints": pool_of([*heard, *elsewhere]),
+        "kvEvents": {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"},
+        **BY_ENGINE,
+    }
+    admin = await world.serve(config) if served else ""
+    found = await world.examined(config, admin=admin, probe=True, only=("kv-dialled",))
+    silent = [finding for finding in found.findings if "default/e1" in finding.where]
+    assert [finding.code for finding in silent] == ["kv-dialled.nobody"]
+    assert re.fullmatch(r"nothing was heard in \d+\.\d s, after 2 requests to it", silent[0].evidence)
 
 
 async def test_events_without_token_ids_of_chats_are_named(world: Any, pool_of: Listed) -> None:

@@ -20,7 +20,7 @@
 | the subset hint | `routing` |
 
 Not here, because they do not concern us:
-* Answers above 64 KiB: Envoy 1.40 takes them. We cut all the same; `tests/unit/wire/test_ext_proc.py`.
+* Answers above 64 KiB: Envoy 1.40 takes them. We cut all the same; `tests/unit/gateway/test_ext_proc.py`.
 * Two ext_proc filters, observability mode, mode_override: no configuration of ours uses them.
 * One HTTP/2 connection per Envoy worker and scheduler host: one process schedules.
 * A second busy thread, uvloop, handlers of grpc.aio: matters of speed; `bench/transport.py` measures ours.

@@ -67,7 +67,7 @@ async def test_trailers_without_a_body_hold_nobody_up(pair: Pair, tmp_path: Path
         for _ in range(2):
             got = await client.ask(post(b"", path="/upload", trailers=[("x-checksum", "1")]))
             assert (got.status, json.loads(got.body)["bytes"]) == (200, 0)
-        assert not at.live.fleet.ledger or at.live.host.access_logs
+        assert not at.live.fleet.ledger or at.live.host.logs.connected
 
 
 async def test_requests_without_a_body_are_scheduled_like_others(at: Site) -> None:

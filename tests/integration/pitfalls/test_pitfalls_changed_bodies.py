@@ -19,8 +19,8 @@ from gw_modes import FULL_DUPLEX, Pair, bootstrap, ext_proc_filter
 from gw_processes import Envoy, free_ports, sees_the_scheduler
 from gw_rewriter import Rewriter, arrived, made
 
-from fairlead.wire import ext_proc_bodies as bodies
-from fairlead.wire.ext_proc import CONTINUE, Kind
+from fairlead.gateway import ext_proc as bodies
+from fairlead.gateway.ext_proc import CONTINUE, Kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -21,10 +21,10 @@ from gw_processes import Envoy, free_ports, sees_the_scheduler, stat
 from gw_rewriter import Rewriter
 from gw_site import CHAT, EMBEDDED, FOREIGN, GET, Site, headers, post, site
 
-from fairlead.io.envoy.config import build
-from fairlead.io.envoy.options import Options
-from fairlead.route.headers import CONTROL_HEADERS, DESTINATION
-from fairlead.wire.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE
+from fairlead.core.headers import CONTROL_HEADERS, DESTINATION
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

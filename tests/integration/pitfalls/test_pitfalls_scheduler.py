@@ -16,12 +16,12 @@ from gw_modes import Pair, bootstrap, ext_proc_filter
 from gw_processes import Envoy, free_ports, sees_the_scheduler
 from gw_site import CHAT, EMBEDDED, FOREIGN, FOREIGN_WITH_LOG, GET, Site, headers, post, site
 
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.receive.health import EXT_PROC, HealthService
-from fairlead.io.receive.stream import ServerStream
-from fairlead.route.headers import CONTROL_HEADERS, DESTINATION
-from fairlead.wire import ext_proc
-from fairlead.wire.ext_proc import CONTINUE, BodyMode, Incoming, Kind
+from fairlead.core.headers import CONTROL_HEADERS, DESTINATION
+from fairlead.gateway import ext_proc
+from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Incoming, Kind
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import EXT_PROC, HealthService
+from fairlead.gateway.stream import ServerStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -170,7 +170,7 @@ class SlowSession:
 async def test_more_time_for_a_decision_must_be_asked_for_and_is_given(
     mode: str, announce: float, scheduled: bool, tmp_path: Path
 ) -> None:
-    """Without `max_message_timeout` in the filter Envoy ignores the wish. It hears one per answer that it awaits."""
+    """Without `max_message_timeout` in the filter Envoy ignores the request. It hears one per answer that it awaits."""
     async with AsyncExitStack() as stack:
         chosen, other = [await stack.enter_async_context(Mirror()) for _ in range(2)]
         health = HealthService()

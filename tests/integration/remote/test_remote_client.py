@@ -10,23 +10,21 @@ from typing import Any
 
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.remote.address import ClientTls
-from fairlead.io.remote.client import RemoteClient, RemoteOptions
-from fairlead.io.tls import ServerTls
-from fairlead.model.errors import ConfigError
-from fairlead.model.events import Event, RemoteDown, RemotePicked, RemoteUp
-from fairlead.model.instructions import AskRemote
-from fairlead.model.remote import Outcome, RemotePick
-from fairlead.scheduler_sdk.loading import policy_maker
-from fairlead.scheduler_sdk.server import SchedulerServer
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import AskRemote
+from fairlead.gateway import h2
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.tls import ServerTls
+from fairlead.server.remote import client as remote_client
+from fairlead.server.remote.ask import decode_ask
+from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, encode_answer
+from fairlead.server.remote.stream import ClientTls
+from fairlead.server.sdk.server import SchedulerServer, policy_maker
 from fairlead.testing import builders
-from fairlead.wire import h2
-from fairlead.wire.scheduler import PATH, Answer, Picks, Welcome
-from fairlead.wire.scheduler_answer import encode_answer
-from fairlead.wire.scheduler_ask import decode_ask
 
 WELCOME = encode_answer(Answer(welcome=Welcome(scheduler="test")))
 
@@ -210,7 +208,11 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-async def test_bytes_that_are_no_scheduler_end_the_connection_and_nothing_else(kind: str) -> None:
+async def test_bytes_that_are_no_scheduler_end_the_connection_and_nothing_else(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some of these gRPC takes for a server that is slow to answer.
+    monkeypatch.setattr(remote_client, "WELCOME_WITHIN", 0.5)
     async with raw(GARBAGE[kind]) as address, client(address) as (_, ears):
         await ears.until(lambda: ears.told)
         assert ears.events == [] and ears.told[0][1]
@@ -275,7 +277,7 @@ async def test_tls_is_verified(certificate: Path) -> None:
 
 def test_tls_files_that_are_not_there_are_told() -> None:
     with pytest.raises(ConfigError, match="TLS files"):
-        ClientTls(ca_file="/nowhere.pem").context()
+        ClientTls(ca_file="/nowhere.pem").check()
 
 
 async def test_batches_count_as_settled_when_all_before_them_are_answered_or_too_late() -> None:

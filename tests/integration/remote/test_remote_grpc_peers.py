@@ -5,17 +5,26 @@ from typing import Any
 
 import pytest
 
-from fairlead.io.remote.client import RemoteClient, RemoteOptions
-from fairlead.model.events import Event, RemoteDown, RemotePicked, RemoteUp
-from fairlead.model.instructions import AskRemote
-from fairlead.model.remote import Outcome, RemotePick
-from fairlead.scheduler_sdk.dialogue import Dialogue
-from fairlead.scheduler_sdk.loading import policy_maker
-from fairlead.scheduler_sdk.server import SchedulerServer
+from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
+from fairlead.core.instructions import AskRemote
+from fairlead.server.remote.ask import decode_ask, encode_ask
+from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.messages import (
+    PATH,
+    Answer,
+    Ask,
+    Asked,
+    Batch,
+    EndpointState,
+    Hello,
+    Picks,
+    Welcome,
+    decode_answer,
+    encode_answer,
+)
+from fairlead.server.sdk.check import Dialogue
+from fairlead.server.sdk.server import SchedulerServer, policy_maker
 from fairlead.testing import builders
-from fairlead.wire.scheduler import PATH, Answer, Ask, Asked, Batch, EndpointState, Hello, Picks, Welcome
-from fairlead.wire.scheduler_answer import decode_answer, encode_answer
-from fairlead.wire.scheduler_ask import decode_ask, encode_ask
 
 grpc = pytest.importorskip("grpc", reason="the extra grpc is not installed")
 
@@ -65,7 +74,7 @@ async def test_our_client_and_their_server() -> None:
         await until(lambda: sum(len(e.picks) for e in events if isinstance(e, RemotePicked)) == 403)
         client.ask(AskRemote("s", builders.request("hello"), None, None, 1.0))
         await until(lambda: any(isinstance(event, RemoteDown) for event in events))
-        assert any("gRPC status 8" in why for why in told)
+        await until(lambda: any("gRPC status 8" in why for why in told))
     finally:
         await client.close()
         await server.stop(None)

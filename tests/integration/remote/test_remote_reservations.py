@@ -3,16 +3,14 @@
 import asyncio
 from typing import Any
 
-from fairlead.io.receive.h2_limits import H2Limits
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.io.remote.client import RemoteClient, RemoteOptions
-from fairlead.model.events import Event, RemotePicked, RemoteUp
-from fairlead.model.instructions import AskRemote
-from fairlead.model.remote import Outcome, RemotePick
+from fairlead.core.events import Event, Outcome, RemotePick, RemotePicked, RemoteUp
+from fairlead.core.instructions import AskRemote
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.server.remote.ask import decode_ask
+from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.messages import PATH, Answer, Ask, Picks, Welcome, encode_answer
 from fairlead.testing import builders
-from fairlead.wire.scheduler import PATH, Answer, Ask, Picks, Welcome
-from fairlead.wire.scheduler_answer import encode_answer
-from fairlead.wire.scheduler_ask import decode_ask
 
 
 class Scheduler:
@@ -57,7 +55,7 @@ async def test_it_is_not_told_of_reservations() -> None:
         await until(RemoteUp)
         running, asked = builders.request("word " * 3000), builders.request("word " * 4000)
         fleet.charge(running, 1, 0.0, 0, 100.0)
-        fleet.reserve(asked, 0, 0.0, 0, 100.0)
+        fleet.charge(asked, 0, 0.0, 0, 100.0, reserved=True)
         client.ask(AskRemote("s", asked, None, None, 100.0))
         await until(RemotePicked)
     finally:

@@ -12,14 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from fairlead.io.receive.h2_server import H2Server
-from fairlead.model.remote import Outcome, RemotePick
-from fairlead.scheduler_sdk.check import CHECKS, Checker
-from fairlead.scheduler_sdk.loading import policy_maker
-from fairlead.scheduler_sdk.server import SchedulerServer
-from fairlead.scheduler_sdk.session import SchedulerStats, Session
-from fairlead.wire.scheduler import PATH, Answer, Picks, Welcome
-from fairlead.wire.scheduler_answer import decode_answer, encode_answer
+from fairlead.core.events import Outcome, RemotePick
+from fairlead.gateway.h2_server import H2Server
+from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, decode_answer, encode_answer
+from fairlead.server.sdk.check import CHECKS, Checker
+from fairlead.server.sdk.server import SchedulerServer, SchedulerStats, Session, policy_maker
 
 Change = Callable[[Answer], list[Answer]]
 

@@ -8,9 +8,9 @@ from random import Random
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fairlead.model.errors import ProtocolError
-from fairlead.route.headers import ACCESS_LOG_METADATA, DESTINATION, RESIZABLE_METADATA, WHOLE_BODY_METADATA
-from fairlead.wire.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
+from fairlead.core.errors import ProtocolError
+from fairlead.core.headers import ACCESS_LOG_METADATA, DESTINATION, RESIZABLE_METADATA, WHOLE_BODY_METADATA
+from fairlead.gateway.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
 
 NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX = MODES = range(5)
 #: Windows: for everything, and too small for any pick.

@@ -7,11 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fairlead.io.kube.auth import find_access
-from fairlead.io.kube.client import KubeClient
-from fairlead.io.kube.pods import PoolEndpoints
-from fairlead.model.events import EndpointDown, EndpointUp
-from fairlead.wire.kube_pool import GROUP, Pool
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool.kube.auth import find_access
+from fairlead.pool.kube.client import KubeClient
+from fairlead.pool.kube.objects import GROUP, Pool
+from fairlead.pool.kube.pods import PoolEndpoints
 
 Object = dict[str, Any]
 POOL_V1 = "inference.networking.k8s.io/v1"
@@ -77,7 +77,7 @@ class Followed:
             GROUP,
             self._feed,
             Random(3),
-            told=lambda resource, trouble: self.troubles.append(trouble),
+            on_trouble=lambda resource, trouble: self.troubles.append(trouble),
         )
 
     async def __aenter__(self) -> "Followed":

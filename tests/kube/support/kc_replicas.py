@@ -13,12 +13,12 @@ from kc_pods import PodServer
 from kr_client import Refused
 from kr_cluster import Cluster
 
-from fairlead.io.envoy.config import build
-from fairlead.io.envoy.options import Options
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
 
-from gw_processes import Envoy, Serve, _get
+from gw_processes import Envoy, Serve, get_page
 
 LEASE = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "epp"}}
 SLICE = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": {"name": "epp-leader-ipv4"}}
@@ -35,11 +35,11 @@ class Replica(Serve):
         self._file.write_text(json.dumps(self.config))
         pod = (f"POD_IP={self.ip}", f"POD_NAME={self._file.stem}")
         self.spawn("env", *pod, sys.executable, "-m", "fairlead", "serve", str(self._file))
-        self._until(lambda: _get(self.admin + "/healthz")[0] == 200)
+        self.poll_until(lambda: get_page(self.admin + "/healthz")[0] == 200)
         return self
 
     async def ready(self) -> bool:
-        return (await asyncio.to_thread(_get, self.admin + "/readyz"))[0] == 200
+        return (await asyncio.to_thread(get_page, self.admin + "/readyz"))[0] == 200
 
     async def until_ready(self, seconds: float = 60.0) -> float:
         began = time.monotonic()

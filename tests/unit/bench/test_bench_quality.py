@@ -30,6 +30,7 @@ def page(bench, tmp_path):
     return path
 
 
+@pytest.mark.simulation
 def test_a_tiny_run_writes_summary_section_and_plots(bench, page, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     quality, chosen = bench("quality"), ["default", "round-robin", "weights-322"]
@@ -80,13 +81,15 @@ def figures(ttft, e2e, **more):
     return {"ttft_mean_ms": ttft, "e2e_mean_ms": e2e, "shed": 0, "failed": 0, **more}
 
 
-def test_who_beats_the_default_is_said_with_factor_and_reason(bench, monkeypatch, tmp_path):
+def test_who_beats_the_default_is_said_with_factor_and_reason(bench, page, monkeypatch, tmp_path):
     docs = bench("_quality_docs")
     reasons = tmp_path / "reasons.toml"
     reasons.write_text('[busy]\nwhy = "It copies less."\ntried = "this and that."\n')
     monkeypatch.setattr(docs, "REASONS", reasons)
     rows = {"default": figures(300.0, 1000.0), "rule": figures(100.0, 990.0), "liar": figures(1.0, 1.0, shed=9)}
-    lines = "\n".join(docs._beaten({"busy": rows, "calm": {**rows, "default": figures(100.0, 980.0)}}))
+    summary = {"busy": rows, "calm": {**rows, "default": figures(100.0, 980.0)}}
+    docs.write_section(page.parent, summary, {}, docs.Run(cells=6, seeds=1, cpu_minutes=0.0, traces=False))
+    lines = page.read_text()
     assert "**busy**: mean TTFT 100 ms with `rule`, 300 with the default (3.00x). It copies less. Tried: this" in lines
     assert "calm" not in lines and "liar" not in lines
 

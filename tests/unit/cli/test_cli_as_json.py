@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fairlead.cli._options import complain
 from fairlead.cli.main import main
+from fairlead.cli.options import complain
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -47,6 +47,7 @@ def test_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["in_tokens"]["max"] >= shown["in_tokens"]["p50"] > 0
 
 
+@pytest.mark.simulation
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "-s",

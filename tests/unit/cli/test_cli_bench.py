@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.bench.arrivals import ClosedLoop
-from fairlead.bench.replay import Paced, Recorded
-from fairlead.bench.spec import Progress
-from fairlead.cli._bench_load import DEFAULT_REQUESTS, KINDS, Load, Wish, build
-from fairlead.cli._bench_progress import hints, line
+from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, Load, LoadOptions, build, hints, line
 from fairlead.cli.main import build_app
-from fairlead.model.errors import ConfigError
+from fairlead.core.errors import ConfigError
+from fairlead.lab.load.spec import Progress
+from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded
 
 TRACE = """{"fairlead_workload":1,"name":"t"}
 {"id":"a","in_tokens":20,"out_tokens":2,"arrival_us":0,"block_size":10,"hash_ids":[1,2]}
@@ -40,7 +38,7 @@ def sent(load: Load, count: int, model: str = "", fallback: str = "served") -> l
 
 
 def test_the_default_is_a_bounded_open_loop() -> None:
-    load = build(Wish())
+    load = build(LoadOptions())
     assert (load.requests, load.seconds) == (DEFAULT_REQUESTS, 0.0)
     assert isinstance(load.arrivals, Paced)
     assert offsets(load, 500)[-1] == pytest.approx(100, rel=0.2)
@@ -50,64 +48,64 @@ def test_the_default_is_a_bounded_open_loop() -> None:
 
 
 def test_a_file_keeps_its_times_unless_told_otherwise(trace: str) -> None:
-    load = build(Wish(workload=trace, speedup=4))
+    load = build(LoadOptions(workload=trace, speedup=4))
     assert isinstance(load.arrivals, Recorded)
     assert offsets(load, 5) == [0.0, 1.0]
     assert load.requests == 2
     assert [body["model"] for body in sent(load, 5)] == ["served", "m"]
     assert not load.names_models
-    assert isinstance(build(Wish(workload=trace, rate=3)).arrivals, Paced)
-    assert isinstance(build(Wish(workload=trace, closed=3)).arrivals, ClosedLoop)
-    assert build(Wish(workload=trace, requests=1)).requests == 1
-    assert build(Wish(workload=trace, requests=9)).requests == 2
+    assert isinstance(build(LoadOptions(workload=trace, rate=3)).arrivals, Paced)
+    assert isinstance(build(LoadOptions(workload=trace, closed=3)).arrivals, ClosedLoop)
+    assert build(LoadOptions(workload=trace, requests=1)).requests == 1
+    assert build(LoadOptions(workload=trace, requests=9)).requests == 2
 
 
 def test_options_reach_the_requests(trace: str) -> None:
     for name in ("shared-prefix", "chat", "conversation", trace):
-        load = build(Wish(workload=name, requests=1, output_tokens=5, extra={"top_k": 3}))
+        load = build(LoadOptions(workload=name, requests=1, output_tokens=5, extra={"top_k": 3}))
         (body,) = sent(load, 1, model="x")
         assert (body["max_tokens"], body["top_k"], body["model"]) == (5, 3, "x")
-    (small,) = sent(build(Wish(parameters={"system_tokens": "3", "stream": "false"})), 1)
+    (small,) = sent(build(LoadOptions(parameters={"system_tokens": "3", "stream": "false"})), 1)
     assert len(small["messages"][0]["content"]) == 12
     assert "stream" not in small
 
 
 def test_conversations_hold_as_many_requests_as_wanted_and_later_turns_among_them() -> None:
-    load = build(Wish(workload="conversation", requests=120, seed=2))
+    load = build(LoadOptions(workload="conversation", requests=120, seed=2))
     assert load.records is not None and len(load.records) == load.requests == 120
     assert sum(bool(record.parent) for record in load.records) > 40
     assert isinstance(load.arrivals, Paced)
-    timed = build(Wish(workload="interactive-chat", rate=10, seconds=20))
+    timed = build(LoadOptions(workload="interactive-chat", rate=10, seconds=20))
     assert timed.records is not None and len(timed.records) >= 300
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "code-generation"])
 def test_every_kind_can_be_sent(kind: str) -> None:
-    load = build(Wish(workload=kind, requests=3))
+    load = build(LoadOptions(workload=kind, requests=3))
     assert load.requests <= 3
     assert len(sent(load, 2)) >= 1
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("options", "words"),
     [
-        (Wish(workload="no-such"), "neither a file nor one of"),
-        (Wish(closed=3, rate=2), "closed"),
-        (Wish(workload="conversation", closed=3), "--requests"),
-        (Wish(arrivals="ramp"), "--to-rate"),
-        (Wish(arrivals="odd"), "known: poisson"),
-        (Wish(speedup=2), "--speedup"),
-        (Wish(rate=-1), "--rate"),
-        (Wish(parameters={"groupz": "1"}), "known: groups"),
-        (Wish(parameters={"groups": "x"}), "--set"),
-        (Wish(parameters={"groups": "0"}), "at least 1"),
-        (Wish(workload="conversation", parameters={"turnz": "1"}), "known: systems"),
-        (Wish(workload="overload", parameters={"x": "1"}), "no parameters"),
+        (LoadOptions(workload="no-such"), "neither a file nor one of"),
+        (LoadOptions(closed=3, rate=2), "closed"),
+        (LoadOptions(workload="conversation", closed=3), "--requests"),
+        (LoadOptions(arrivals="ramp"), "--to-rate"),
+        (LoadOptions(arrivals="odd"), "known: poisson"),
+        (LoadOptions(speedup=2), "--speedup"),
+        (LoadOptions(rate=-1), "--rate"),
+        (LoadOptions(parameters={"groupz": "1"}), "known: groups"),
+        (LoadOptions(parameters={"groups": "x"}), "--set"),
+        (LoadOptions(parameters={"groups": "0"}), "at least 1"),
+        (LoadOptions(workload="conversation", parameters={"turnz": "1"}), "known: systems"),
+        (LoadOptions(workload="overload", parameters={"x": "1"}), "no parameters"),
     ],
 )
-def test_a_wish_that_makes_no_sense_says_what_to_do(wish: Wish, words: str) -> None:
+def test_options_that_make_no_sense_say_what_to_do(options: LoadOptions, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build(wish)
+        build(options)
 
 
 @pytest.mark.parametrize("arguments", [["--extra", "[1]"], ["--extra", "{"], ["-H", "a"], ["--set", "=3"]])

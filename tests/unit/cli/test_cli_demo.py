@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fairlead.cli.demo import demo
 from fairlead.cli.main import build_app
-from fairlead.demo.plan import Plan
+from fairlead.lab.demo import Plan
 
 
 def test_defaults_are_those_of_the_plan() -> None:
@@ -39,6 +39,6 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, hits: float, failed: int, a
         return {"round-robin": slow, "default": fast}
 
     fast: dict[str, Any] = {"ttft_ms": {"p50": 9.0, "p95": 9.0}, "prefix_hit_rate": hits, "failed": failed}
-    monkeypatch.setattr("fairlead.demo.run.run", run)
+    monkeypatch.setattr("fairlead.lab.demo.run", run)
     assert CliRunner().invoke(build_app(), ["demo", *arguments]).exit_code == code
     assert asked == [bool(arguments)]

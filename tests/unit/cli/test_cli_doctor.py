@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.cli.main import main
-from fairlead.doctor.catalogue import NAMES
+from fairlead.doctor.checks import NAMES
 
 
 def run(*arguments: str) -> int:

@@ -11,7 +11,7 @@ import typer
 
 from fairlead import __version__
 from fairlead.cli import main as cli
-from fairlead.model.errors import ConfigError, EngineError
+from fairlead.core.errors import ConfigError, EngineError
 
 
 def run(*arguments: str) -> int:
@@ -50,7 +50,7 @@ print("LOADED", *sorted(heavy))
         assert f" {name} " in done.stdout
     assert "Exit codes: 0 success, 1 failed" in done.stdout
     loaded = done.stdout.split("LOADED ")[1].split()
-    ours = {"fairlead.cli", "fairlead.cli._options", "fairlead.cli.main", "fairlead.model", "fairlead.model.errors"}
+    ours = {"fairlead.cli", "fairlead.cli.options", "fairlead.cli.main", "fairlead.core", "fairlead.core.errors"}
     assert set(loaded) == ours
 
 
@@ -143,6 +143,6 @@ def test_a_missing_dependency_names_the_extra(
 
 
 def test_a_module_without_the_function(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "serve", cli.Command("fairlead.cli.validate", "nope", ""))
+    monkeypatch.setitem(cli.COMMANDS, "serve", cli.Command("fairlead.cli.config", "nope", ""))
     assert run("serve") == 1
-    assert "is broken: fairlead.cli.validate has no nope" in capsys.readouterr().err
+    assert "is broken: fairlead.cli.config has no nope" in capsys.readouterr().err

@@ -116,8 +116,11 @@ TALKATIVE = [
     ["--help"],
     ["bench", "--help"],
     ["servee"],
-    ["simulate", "agents", "--head", "20"],
-    ["compare", "-s", "agents", "-p", "round-robin", "-p", "random", "--head", "20", "--processes", "1"],
+    pytest.param(["simulate", "agents", "--head", "20"], marks=pytest.mark.simulation),
+    pytest.param(
+        ["compare", "-s", "agents", "-p", "round-robin", "-p", "random", "--head", "20", "--processes", "1"],
+        marks=pytest.mark.simulation,
+    ),
 ]
 
 

@@ -95,7 +95,7 @@ def test_an_engine_that_nobody_knows_is_noted(tmp_path: Path, capsys: pytest.Cap
 def test_a_plugin_that_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fairlead.plugins.scorers.load_aware import LoadAware
+    from fairlead.plugins.scorers.load import LoadAware
 
     def refuse(self: LoadAware, params: object, name: str = "") -> None:
         raise ValueError("not today")

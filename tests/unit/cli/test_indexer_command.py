@@ -9,11 +9,10 @@ import aiohttp
 import pytest
 import zmq
 
-from fairlead.cli.indexer import _address
 from fairlead.cli.main import main
-from fairlead.config.load import load
-from fairlead.live.indexer import alone
-from fairlead.model.errors import ConfigError
+from fairlead.compat.load import load
+from fairlead.server.live import indexer as live_indexer
+from fairlead.server.live.indexer import alone
 
 FILE = "endpoints: ['127.0.0.1:1']\nlog: {format: json}\n"
 
@@ -28,15 +27,33 @@ FILE = "endpoints: ['127.0.0.1:1']\nlog: {format: json}\n"
         ("h:x", None),
         ("h:65536", None),
         ("h:", None),
-        ("", None),
     ],
 )
-def test_addresses(text: str, address: tuple[str, int] | None) -> None:
-    if address is None:
-        with pytest.raises(ConfigError, match="HOST:PORT"):
-            _address(text)
-    else:
-        assert _address(text) == address
+def test_addresses(
+    text: str,
+    address: tuple[str, int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Noting:
+        """An indexer that notes where it was to listen."""
+
+        def __init__(self, config: object, host: str, port: int, accept_snapshots: bool) -> None:
+            asked.append((host, port))
+
+        async def run(self) -> None:
+            pass
+
+    monkeypatch.setattr(live_indexer, "LiveIndexer", Noting)
+    file = tmp_path / "f.yaml"
+    file.write_text(FILE)
+    with pytest.raises(SystemExit) as ended:
+        main(["indexer", str(file), "--listen", text])
+    assert (ended.value.code, asked) == ((0, [address]) if address else (2, []))
+    assert ("HOST:PORT" in capsys.readouterr().err) == (address is None)
 
 
 def test_a_schedulers_configuration_serves_an_indexer_too() -> None:

@@ -3,12 +3,12 @@
 import jsonschema
 import pytest
 
-from fairlead.config.choosing import build_entry
-from fairlead.config.json_schema import json_schema
-from fairlead.config.load import load, problems
+from fairlead.compat.json_schema import json_schema
+from fairlead.compat.load import load, problems
+from fairlead.compat.show import effective
+from fairlead.config.building import build_entry
 from fairlead.config.reload import plan_reload
-from fairlead.config.show import effective
-from fairlead.config.yamltree import parse
+from fairlead.config.yaml import parse
 
 WHOLE = """
 endpoints: [10.0.0.1:80]

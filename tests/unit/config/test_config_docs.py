@@ -3,16 +3,16 @@
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
+from pydantic import BaseModel
 
-from fairlead.config.defaults import POLICIES
-from fairlead.config.endpoints import FileSource
-from fairlead.config.epp.catalogue import CATALOGUE
-from fairlead.config.load import FIELDS, load
-from fairlead.config.registry import ALIASES, BUILTINS, Found, build_policy
-from fairlead.config.schema import SECTIONS, EngineNames, ScrapeTls, Tls
-from fairlead.wire.endpoint_entry import KEYS
+from fairlead.compat.catalogue import CATALOGUE
+from fairlead.compat.load import FIELDS, load
+from fairlead.config.builtins import POLICIES
+from fairlead.config.check import fields
+from fairlead.config.endpoint_list import KEYS
+from fairlead.config.registry import ALIASES, BUILTINS, RegisteredPlugin, build_policy
+from fairlead.config.schema import SECTIONS, EngineNames, FileSource, ScrapeTls, Tls
 
 TEXT = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
 BLOCKS = re.findall(r"^```yaml( fragment)?\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
@@ -28,8 +28,8 @@ def test_there_are_blocks() -> None:
     assert TEXT.count("```yaml") == len(BLOCKS)
 
 
-def names(kind: type[msgspec.Struct]) -> list[str]:
-    return [field.encode_name for field in msgspec.structs.fields(kind)]
+def names(kind: type[BaseModel]) -> list[str]:
+    return [*fields(kind)]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -52,7 +52,7 @@ def test_every_plugin_and_parameter_is_explained() -> None:
     for kind, table in BUILTINS.items():
         for name, cls in table.items() if kind != "policy" else ():
             assert f"`{name}`" in TEXT, f"{kind} {name}"
-            missing = [field for field in names(Found(name, cls).params) if f"`{field}`" not in TEXT]
+            missing = [field for field in names(RegisteredPlugin(name, cls).params) if f"`{field}`" not in TEXT]
             assert missing == [], f"{kind} {name}"
 
 

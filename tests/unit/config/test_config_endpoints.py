@@ -1,11 +1,11 @@
-"""`endpoints:` of a configuration. The forms of an entry are tested with `wire.endpoint_list`."""
+"""`endpoints:` of a configuration. The forms of an entry are tested with `config.endpoint_list`."""
 
 from pathlib import Path
 
 import pytest
 
-from fairlead.config.load import load, problems
-from fairlead.model.endpoint import Endpoint
+from fairlead.compat.load import load, problems
+from fairlead.core.endpoint import Endpoint
 
 
 def test_a_list_in_all_forms() -> None:

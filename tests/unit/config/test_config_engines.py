@@ -1,6 +1,6 @@
-from fairlead.config.engines import engine_table
-from fairlead.config.load import load
-from fairlead.wire.engine_metrics import ENGINES, compile_engine
+from fairlead.apis.engine_metrics import ENGINES, compile_engine
+from fairlead.compat.load import load
+from fairlead.config.checks import engine_table
 
 
 def table(engines: str):  # type: ignore[no-untyped-def]

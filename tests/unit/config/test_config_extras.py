@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.config.flow import build_desk
-from fairlead.config.load import load, problems
+from fairlead.apis.request import parse_request
+from fairlead.compat.load import load, problems
+from fairlead.config.building import build_flow_controller
 from fairlead.config.registry import build_measure, build_parse, build_policy
-from fairlead.model.errors import PluginError
-from fairlead.parse.request import parse_request
+from fairlead.core.errors import PluginError
 from fairlead.testing import endpoint
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
 MODULE = """
-from fairlead.parse.request import ParsedRequest
+from fairlead.apis.request import ParsedRequest
 from fairlead.plugins.params import Params
 
 class Heat:
     type = "heat"
     provides = ("heat",)
-    class Params(Params, frozen=True, kw_only=True):
+    class Params(Params):
         factor: float = 1.0
     def __init__(self, params, name="heat"):
         self.name, self._factor = name, params.factor
@@ -100,10 +100,14 @@ def test_flow_control_plugins_of_other_distributions_are_used(kind: str, type: s
     config = load(f"flowControl: {{{kind}: {{type: {type}}}}}\n{ONE}")
     assert config.flow_control is not None and config.notes == ()
     assert [(spec.kind, spec.type) for spec in config.flow_control.plugins()] == [(kind, type)]
-    desk = build_desk(config, build_policy(config))
-    assert desk is not None
-    band = desk.flow.queues._band(0)
-    used = {"fairness": band.fairness.name, "ordering": band.ordering.name, "saturation": desk.flow.gate.name}
+    flow_controller = build_flow_controller(config, build_policy(config))
+    assert flow_controller is not None
+    band = flow_controller.flow.queues._band(0)
+    used = {
+        "fairness": band.fairness.name,
+        "ordering": band.ordering.name,
+        "saturation": flow_controller.flow.gate.name,
+    }
     assert used[kind] == type
 
 

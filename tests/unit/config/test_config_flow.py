@@ -5,25 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.admit.framework import Limit, Refused
-from fairlead.admit.gates import LedgerGate
+from fairlead.compat.load import examine, load, problems
+from fairlead.compat.show import effective
+from fairlead.config.building import able_by, build_flow_controller
 from fairlead.config.builtins import BUILTINS
-from fairlead.config.flow import able_by, build_desk
-from fairlead.config.load import examine, load, problems
 from fairlead.config.registry import build_policy
 from fairlead.config.reload import plan_reload
-from fairlead.config.show import effective
-from fairlead.config.yamltree import parse
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.request import Request
+from fairlead.config.yaml import parse
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Limit
+from fairlead.core.gates import LedgerGate
+from fairlead.core.policy import Refused
+from fairlead.core.request import Request
+from fairlead.testing.builders import lease_of
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
 
 
-def desk(text: str):
+def flow_controller(text: str):
     config = load(text + ONE)
-    return build_desk(config, build_policy(config))
+    return build_flow_controller(config, build_policy(config))
 
 
 def request(number: int = 1, **fields) -> Request:
@@ -32,11 +34,11 @@ def request(number: int = 1, **fields) -> Request:
 
 @pytest.mark.parametrize("text", ["", "flowControl:\n", "flowControl: {enabled: false, ttl: 3s}\n"])
 def test_off_unless_asked_for(text: str) -> None:
-    assert desk(text) is None
+    assert flow_controller(text) is None
 
 
 def test_a_mapping_with_nothing_in_it_turns_it_on() -> None:
-    found = desk("flowControl: {}\n")
+    found = flow_controller("flowControl: {}\n")
     assert found.policy == "cost-model"
     assert isinstance(found.flow.gate, LedgerGate)
     band = found.flow.queues._band(0)
@@ -47,7 +49,7 @@ def test_a_mapping_with_nothing_in_it_turns_it_on() -> None:
 
 def test_limits_and_times() -> None:
     limits = "limits: {total: {requests: 1, bytes: 1MiB}, flow: {bytes: 5}}"
-    found = desk(f"flowControl: {{ttl: 2s, noEndpointTtl: 1s, {limits}}}\n")
+    found = flow_controller(f"flowControl: {{ttl: 2s, noEndpointTtl: 1s, {limits}}}\n")
     assert found.flow.queues.limits.total == Limit(1, 1 << 20)
     assert found.flow.queues.limits.flow == Limit(inf, 5)
     fleet = Fleet()
@@ -57,7 +59,7 @@ def test_limits_and_times() -> None:
 
 
 def test_a_client_may_not_wait_for_longer_than_a_gateway_does() -> None:
-    found = desk("flowControl: {noEndpointTtl: 590}\n")
+    found = flow_controller("flowControl: {noEndpointTtl: 590}\n")
     waits, _ = found.flow.arrived(request(ttl_s=1e6), Fleet(), 10.0)
     assert waits.deadline == 600.0
 
@@ -65,14 +67,14 @@ def test_a_client_may_not_wait_for_longer_than_a_gateway_does() -> None:
 @pytest.mark.parametrize("kind", ["fairness", "ordering"])
 def test_every_built_in_plugin_can_be_named(kind: str) -> None:
     for name in BUILTINS[kind]:  # type: ignore[index]
-        found = desk(f"flowControl: {{{kind}: {{type: {name}}}}}\n")
+        found = flow_controller(f"flowControl: {{{kind}: {{type: {name}}}}}\n")
         bands = [found.flow.queues._band(priority) for priority in (0, 1)]
         assert [getattr(band, kind).name for band in bands] == [name, name]
         assert bands[0].fairness is not bands[1].fairness
 
 
 def test_detectors_close_the_whole_pool() -> None:
-    found = desk("flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 2}}\n")
+    found = flow_controller("flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 2}}\n")
     fleet = Fleet()
     for i in range(2):
         fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
@@ -80,7 +82,9 @@ def test_detectors_close_the_whole_pool() -> None:
         assert found.flow.gate.open(fleet, 1.0) is None
         fleet.charge(request(i), i % 2, 1.0, 0, 10)
     assert not found.flow.gate.open(fleet, 1.0).any()
-    assert desk("flowControl: {saturation: {type: utilization-detector}}\n").flow.gate.open(fleet, 1.0) is None
+    assert (
+        flow_controller("flowControl: {saturation: {type: utilization-detector}}\n").flow.gate.open(fleet, 1.0) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_problems_have_their_place(text: str, path: str) -> None:
 
 
 def test_a_request_that_nobody_can_serve_does_not_wait() -> None:
-    found = desk("flowControl: {}\n")
+    found = flow_controller("flowControl: {}\n")
     fleet = Fleet()
     fleet.up(Endpoint("e0", "10.0.0.1:80"))
     for i in range(1, 9):
@@ -111,7 +115,7 @@ def test_a_request_that_nobody_can_serve_does_not_wait() -> None:
 
 
 def test_another_policy_brings_its_rules_to_those_that_wait() -> None:
-    found = desk("flowControl: {}\n")
+    found = flow_controller("flowControl: {}\n")
     fleet = Fleet()
     for i in range(2):
         fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80", labels={"zone": "ab"[i]}))
@@ -123,10 +127,10 @@ def test_another_policy_brings_its_rules_to_those_that_wait() -> None:
     policy = build_policy(config)
     found.follow(policy.name, able_by(config, policy))
     for i in range(2, 17, 2):
-        fleet.ledger.release(i)
+        fleet.ledger.release(lease_of(fleet, i))
     assert list(found.flow.dispatch(fleet, 2.0)) == []
     for i in range(1, 17, 2):
-        fleet.ledger.release(i)
+        fleet.ledger.release(lease_of(fleet, i))
     (bound,) = found.flow.dispatch(fleet, 3.0)
     assert bound.slot == 1
 
@@ -166,7 +170,7 @@ flowControl:
 
 
 def test_bands_and_flows_have_their_own_rules():
-    found = desk(BANDS).flow
+    found = flow_controller(BANDS).flow
     limits = found.queues.limits
     assert limits.of_band(-10).requests == 7 and limits.of_band(10).bytes == 1e6 and limits.of_band(0).requests == 5000
     assert (
@@ -179,8 +183,8 @@ def test_bands_and_flows_have_their_own_rules():
     usual, low = found.queues.bands()
     assert (low.fairness.name, low.ordering.name) == ("round-robin", "fcfs")
     assert (usual.fairness.name, usual.ordering.name) == ("deficit-round-robin", "least-work")
-    assert desk(BANDS).may_evict(Request(id=3, arrived=0.0, priority=-1))
-    assert not desk("flowControl: {}\n").may_evict(Request(id=3, arrived=0.0, priority=-1))
+    assert flow_controller(BANDS).may_evict(Request(id=3, arrived=0.0, priority=-1))
+    assert not flow_controller("flowControl: {}\n").may_evict(Request(id=3, arrived=0.0, priority=-1))
 
 
 @pytest.mark.parametrize(

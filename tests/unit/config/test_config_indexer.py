@@ -2,10 +2,10 @@
 
 import pytest
 
-from fairlead.config.load import load, problems
+from fairlead.compat.load import load, problems
+from fairlead.compat.show import effective
 from fairlead.config.reload import plan_reload
-from fairlead.config.show import effective
-from fairlead.wire.plain_yaml import parse_yaml
+from fairlead.config.yaml import parse_yaml
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
 SCORER = ONE + "scorers: [{type: prefix-aware, cacheIndexerURL: 'http://kv-cache-indexer:9090'}]\n"

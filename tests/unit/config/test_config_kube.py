@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from fairlead.cli._serve_flags import overlay
-from fairlead.config.kube import overlaid
-from fairlead.config.kube_models import conditions, model_set, read_model_object
-from fairlead.config.load import load, problems
+from fairlead.cli.serve import overlay
+from fairlead.compat.load import load, overlaid, problems
 from fairlead.config.reload import plan_reload
-from fairlead.model.errors import ConfigError
+from fairlead.core.errors import ConfigError
+from fairlead.pool.model_kinds import conditions, model_set, read_model_object
 
 
 def test_a_pool_stands_for_endpoints() -> None:

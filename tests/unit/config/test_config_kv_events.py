@@ -1,11 +1,14 @@
 """The section `kvEvents`."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from fairlead.config.load import load, problems
+from fairlead.compat.load import load, problems
 from fairlead.config.reload import plan_reload
+from fairlead.config.schema import KvEvents
+from fairlead.core.kv.hashing import ALGORITHMS
 
 ONE = "endpoints: ['10.0.0.1:8000']\n"
 
@@ -53,3 +56,7 @@ def test_a_running_scheduler_keeps_its_own() -> None:
     changes, refused = plan_reload(load(ONE), load(ONE + "kvEvents: {enabled: true}"))
     assert [problem.path for problem in refused] == ["$.kvEvents.enabled"]
     assert not changes.config.kv_events.enabled
+
+
+def test_every_hash_of_an_engine_can_be_named() -> None:
+    assert {*get_args(KvEvents.model_fields["hash_algorithm"].annotation)} == {*ALGORITHMS}

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.config.defaults import DEFAULT_POLICY
-from fairlead.config.load import load, problems
+from fairlead.compat.load import load, problems
+from fairlead.config.builtins import DEFAULT_POLICY
 from fairlead.config.problems import InvalidConfig
 from fairlead.config.registry import build_policy
 from fairlead.config.schema import SECTIONS, Config, EndpointSource, PluginSpec
-from fairlead.model.errors import ConfigError
+from fairlead.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ONE = "endpoints: ['127.0.0.1:8000']\n"

@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from msgspec import Struct
 
+from fairlead.compat.load import load, problems
 from fairlead.config import builtins
-from fairlead.config.load import load, problems
 from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
-from fairlead.schedule.cycle import Context
-from fairlead.schedule.framework import Filter, Pick
-from fairlead.schedule.profile import Profile
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Filter, Picked
+from fairlead.core.profile import Profile
+from fairlead.core.request import Request
+from fairlead.plugins.params import Params
 from fairlead.testing import assert_routed, fleet, request
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
@@ -24,15 +23,15 @@ class Last:
 
     type = "last"
 
-    class Params(Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    class Params(Params):
         from_end: int = 1
 
     def __init__(self, params: Params, name: str = type) -> None:
         self.name = name
         self._params = params
 
-    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
-        return [Pick(len(fleet.table) - self._params.from_end) for _ in requests]
+    def choose(self, request: Request, fleet: Fleet, context: Context) -> Picked:
+        return Picked(len(fleet.table) - self._params.from_end)
 
 
 class Filtering(Last):

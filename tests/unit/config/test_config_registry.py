@@ -1,5 +1,6 @@
 """Built-ins, aliases and foreign plugins; what a configuration becomes."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,31 +9,35 @@ from random import Random
 import numpy as np
 import pytest
 
-from fairlead.config.load import load, problems
+from fairlead.compat.load import load, problems
+from fairlead.compat.recorded import record, restore
 from fairlead.config.problems import InvalidConfig
 from fairlead.config.registry import ALIASES, BUILTINS, METHODS, Registry, build_hasher, build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.errors import PluginError
-from fairlead.model.request import Request
-from fairlead.schedule.cycle import Context
-from fairlead.schedule.framework import Clamped
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import PluginError
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Clamped, Context
+from fairlead.core.request import Request
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
 
 MODULE = '''
-from msgspec import Struct
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 import numpy as np
+from fairlead.core.policy import Stage
 
 class Wild:
     """Scores far outside of 0..1."""
     type = "wild"
-    class Params(Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-        how_much: float = 7.0
+    class Params(BaseModel):
+        model_config = ConfigDict(frozen=True, extra="forbid")
+        how_much: float = Field(7.0, validation_alias="howMuch")
         pair: tuple[int, str] = (1, "a")
-        def __post_init__(self):
+        @model_validator(mode="after")
+        def fits(self):
             if self.how_much > 1000:
                 raise ValueError("that is too much")
+            return self
     def __init__(self, params, name="wild"):
         self.name, self.params = name, params
         if params.how_much < 0:
@@ -43,7 +48,7 @@ class Wild:
 class Nothing:
     """A filter without parameters."""
     type = "nothing"
-    hard = False
+    stage = Stage.LOAD
     def __init__(self, params, name="nothing"):
         self.name = name
     def keep(self, request, fleet, cycle):
@@ -142,11 +147,18 @@ def test_a_foreign_scorer_is_found_checked_and_clamped(installed: Path) -> None:
     fleet = Fleet()
     fleet.up(Endpoint("a", "10.0.0.1:1"))
     request = Request(id=1, arrived=0.0)
-    (pick,) = profile.choose([request], fleet, Context(0.0, Random(1)))
+    pick = profile.choose(request, fleet, Context(0.0, Random(1)))
     assert pick.trace is not None
     name, weight, column = pick.trace.scorers[0]
     assert (name, weight) == ("wild", 2.0)
     assert np.array_equal(column, [1.0])
+
+
+def test_parameters_of_a_foreign_model_are_recorded_and_restored(installed: Path) -> None:
+    config = load(f"scorers: [{{type: wild, howMuch: 9}}]\n{ONE}")
+    recorded = json.loads(json.dumps(record(config)))
+    assert recorded["policy"]["scorers"][0]["parameters"] == {"howMuch": 9.0, "pair": [1, "a"]}
+    assert restore(recorded).policy.scorers[0].parameters == config.policy.scorers[0].parameters
 
 
 def test_a_foreign_filter_without_parameters(installed: Path) -> None:
@@ -163,7 +175,7 @@ def test_what_only_the_foreign_struct_knows_is_reported_too(installed: Path) -> 
     (late,) = problems(f"scorers:\n- {{type: wild, howMuch: 1001}}\n{ONE}")
     assert (late.path, late.line, late.message) == ("$.scorers[0]", 2, "that is too much")
     (inner,) = problems(f"scorers:\n- type: wild\n  pair: [1, 2]\n{ONE}")
-    assert (inner.path, inner.line, inner.message) == ("$.scorers[0].pair[1]", 3, "expected a string, got an integer")
+    assert (inner.path, inner.line, inner.message) == ("$.scorers[0].pair[1]", 3, "expected a string, got 2")
 
 
 def test_a_plugin_that_went_away_between_load_and_build(installed: Path) -> None:
@@ -177,10 +189,10 @@ def test_a_plugin_that_went_away_between_load_and_build(installed: Path) -> None
     [
         ("no-module", "No module named 'fl_absent_module'"),
         ("absent", "has no attribute 'Absent'"),
-        ("soft", "is a filter without `hard: bool`"),
+        ("soft", "is a filter without `stage: Stage`"),
         ("no-method", "has none of the methods"),
         ("no-class", "is not a class"),
-        ("bad-params", "has a `Params` that is no msgspec.Struct"),
+        ("bad-params", "has a `Params` that is no pydantic model"),
     ],
 )
 def test_a_plugin_that_does_not_load_stops_the_start(installed: Path, name: str, reason: str) -> None:
@@ -230,7 +242,7 @@ def test_plugin_errors_reach_the_callback(installed: Path) -> None:
     fleet = Fleet()
     fleet.up(Endpoint("a", "10.0.0.1:1"))
     profile.scorers[0][0].score = None  # type: ignore[method-assign,assignment]
-    profile.choose([Request(id=1, arrived=0.0)], fleet, Context(0.0, Random(1)))
+    profile.choose(Request(id=1, arrived=0.0), fleet, Context(0.0, Random(1)))
     assert [error.plugin for error in seen] == ["wild"]
 
 

@@ -1,6 +1,6 @@
 """Which changes of a configuration apply while it runs."""
 
-from fairlead.config.load import load
+from fairlead.compat.load import load
 from fairlead.config.reload import Changes, plan_reload
 from fairlead.config.schema import Config
 
@@ -100,4 +100,4 @@ def test_every_field_is_decided_upon() -> None:
         "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers", "flow_control",
         "models", "kubernetes", "headers", "source", "notes", "flags", "kv_events", "tokens", "journal", "tracing",
     }  # fmt: skip
-    assert {*Config.__struct_fields__} <= known
+    assert {*Config.model_fields} <= known

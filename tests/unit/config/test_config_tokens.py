@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.config.load import load, problems
+from fairlead.compat.load import load, problems
 from fairlead.config.reload import plan_reload
 
 BASE = "endpoints: ['10.0.0.1:8000']\n"

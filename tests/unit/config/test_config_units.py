@@ -1,6 +1,6 @@
 import pytest
 
-from fairlead.config.units import duration, size
+from fairlead.plugins.params import duration, size
 
 
 @pytest.mark.parametrize(

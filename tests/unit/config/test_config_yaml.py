@@ -2,7 +2,7 @@
 
 import pytest
 
-from fairlead.config.yamltree import parse
+from fairlead.config.yaml import parse
 
 
 def test_values() -> None:

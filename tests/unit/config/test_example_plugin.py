@@ -37,7 +37,8 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=site)
 
 
@@ -81,6 +82,7 @@ def test_one_that_cannot_be_made_stops_the_start_too(site: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed: nothing can build a wheel")
+@pytest.mark.install
 def test_pip_installs_it(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "-q")
     subprocess.run([*pip, "--target", str(tmp_path), str(EXAMPLE)], check=True)

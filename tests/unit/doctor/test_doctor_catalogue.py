@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.doctor.catalogue import CHECKS
-from fairlead.doctor.finding import Kind
-from fairlead.fleet.exact import ExactKnowledge
-from fairlead.fleet.fleet import Fleet
-from fairlead.observe.kv_metrics import KvMetrics
-from fairlead.observe.watch import Watch
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.doctor.checks import CHECKS
+from fairlead.doctor.run import Kind
+from fairlead.server.observe.kv_metrics import KvMetrics
+from fairlead.server.observe.watch import Watch
 
 ROOT = Path(__file__).parents[3]
 KINDS = [kind for check in CHECKS for kind in check.kinds]

@@ -1,8 +1,7 @@
 """The client of all checks: bounded, patient in turn, and exact about what went wrong."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -11,31 +10,6 @@ from fairlead.doctor import http
 from fairlead.doctor.http import Answer, Client, Unreached, connects, speaks_tls
 
 Start = Callable[..., Awaitable[int]]
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Start]:
-    """`await server(bytes, pause)` answers every request with these bytes after that time; gives its port."""
-    talks: list[asyncio.Task[None]] = []
-    async with AsyncExitStack() as stack:
-
-        async def start(answer: bytes, pause: float = 0.0) -> int:
-            async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                task = asyncio.current_task()
-                assert task is not None
-                talks.append(task)
-                await reader.read(1000)
-                await asyncio.sleep(pause)
-                writer.write(answer)
-                writer.close()
-
-            listening = await stack.enter_async_context(await asyncio.start_server(talk, "127.0.0.1", 0))
-            return int(listening.sockets[0].getsockname()[1])
-
-        yield start
-        await asyncio.gather(*talks)
-
-
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
 
 
@@ -69,10 +43,9 @@ async def test_silence_and_refusal_are_told_apart(server: Start) -> None:
             await client.get("https://127.0.0.1:1/")
 
 
-async def test_a_page_without_end_is_given_up(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_MOST_BYTES", 1000)
+async def test_a_page_without_end_is_given_up(server: Start) -> None:
     port = await server(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"x" * 5000)
-    async with Client(Metrics()) as client:
+    async with Client(Metrics(), most_bytes=1000) as client:
         with pytest.raises(Unreached, match="more than 1000 bytes"):
             await client.get(f"http://127.0.0.1:{port}/")
 

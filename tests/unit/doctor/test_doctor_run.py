@@ -4,12 +4,10 @@ import asyncio
 import json
 from collections.abc import Iterable
 
-from fairlead.config.load import load
-from fairlead.doctor.finding import Finding, Kind, Severity, merged
-from fairlead.doctor.needs import Need
+from fairlead.compat.load import load
 from fairlead.doctor.report import as_json, as_text
-from fairlead.doctor.run import Check, Examination, Outcome, Run, Skipped, examine
-from fairlead.doctor.site import Site
+from fairlead.doctor.run import Check, Examination, Finding, Kind, Outcome, Run, Severity, Skipped, examine, merged
+from fairlead.doctor.site import Need, Site
 
 SLOW = Kind("a.slow", Severity.WARNING, "it is slow", "make it fast", "docs/doctor.md")
 DEAD = Kind("b.dead", Severity.CRITICAL, "it is dead", "start it", "docs/doctor.md")

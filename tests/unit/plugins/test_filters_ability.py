@@ -4,17 +4,21 @@ from random import Random
 
 import pytest
 
-from fairlead.fleet.columns import BoolColumn
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
-from fairlead.plugins.filters.label_selector import LabelSelector, LabelSelectorParams, Requirement
-from fairlead.plugins.filters.model_compatibility import ModelCompatibility
-from fairlead.plugins.filters.role import Role, RoleParams
-from fairlead.plugins.filters.subset import Subset
+from fairlead.core.columns import BoolColumn
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Cycle, Filter, Stage
+from fairlead.core.request import Request
+from fairlead.plugins.filters.ability import (
+    LabelSelector,
+    LabelSelectorParams,
+    ModelCompatibility,
+    Requirement,
+    Role,
+    RoleParams,
+    Subset,
+)
 from fairlead.plugins.params import NoParams
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import Filter
 
 ADDRESSES = ["10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000"]
 
@@ -49,7 +53,7 @@ def test_role(stage: str, expected: set[str]) -> None:
     fleet = fleet_of(*({"llm-d.ai/role": role} if role else {} for role in ROLES))
     plugin = Role(RoleParams(stage=stage))  # type: ignore[arg-type]
     assert {ROLES[slot] for slot in kept(plugin, fleet)} == expected
-    assert plugin.hard
+    assert plugin.stage is Stage.ABILITY
 
 
 def test_role_follows_relabelling() -> None:
@@ -127,7 +131,7 @@ def test_subset(subset: list[str] | None, expected: list[int]) -> None:
     request = Request(id=1, arrived=0.0, subset=None if subset is None else frozenset(subset))
     plugin = Subset(NoParams())
     assert kept(plugin, fleet, request) == expected
-    assert plugin.hard
+    assert plugin.stage is Stage.ABILITY
 
 
 def model_fleet() -> Fleet:

@@ -5,14 +5,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from fairlead.fleet.fleet import EJECT_SECONDS, Fleet
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
-from fairlead.plugins.filters.health import Health, HealthParams
-from fairlead.plugins.filters.memory_pressure import MemoryPressure, MemoryPressureParams
-from fairlead.plugins.filters.queue_depth import QueueDepth, QueueDepthParams
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import Filter
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import EJECT_SECONDS, Fleet
+from fairlead.core.policy import Context, Cycle, Filter, Stage
+from fairlead.core.request import Request
+from fairlead.plugins.filters.availability import Health, HealthParams
+from fairlead.plugins.filters.load import MemoryPressure, MemoryPressureParams, QueueDepth, QueueDepthParams
 
 REQUEST = Request(id=1, arrived=0.0)
 
@@ -45,7 +43,7 @@ def kept(plugin: Filter, fleet: Fleet, now: float = 0.0) -> list[int]:
 def test_queue_depth(params: QueueDepthParams, waiting: list[float], expected: list[int]) -> None:
     plugin = QueueDepth(params)
     assert kept(plugin, fleet_with(waiting)) == expected
-    assert not plugin.hard
+    assert plugin.stage is not Stage.ABILITY
 
 
 def test_queue_depth_counts_what_was_sent_since_the_scrape() -> None:
@@ -66,7 +64,7 @@ def test_queue_depth_counts_what_was_sent_since_the_scrape() -> None:
 def test_memory_pressure(params: MemoryPressureParams, kv: list[float], expected: list[int]) -> None:
     plugin = MemoryPressure(params)
     assert kept(plugin, fleet_with(kv=kv)) == expected
-    assert not plugin.hard
+    assert plugin.stage is not Stage.ABILITY
 
 
 def test_an_old_reading_does_not_speak_against_an_endpoint() -> None:

@@ -2,21 +2,30 @@
 
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
-from fairlead.plugins.filters.by_label import ByLabel, ByLabelParams
-from fairlead.plugins.filters.concurrency import Concurrency, ConcurrencyParams
-from fairlead.plugins.filters.context_length import ContextLength, ContextLengthParams
-from fairlead.plugins.filters.prefix_affinity import PrefixAffinity, PrefixAffinityParams
-from fairlead.plugins.filters.role import Role, RoleParams
-from fairlead.plugins.filters.slo_tier import SloTier, SloTierParams
-from fairlead.plugins.filters.utilization import Utilization, UtilizationParams
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Filter
+from fairlead.core.profile import Profile
+from fairlead.core.request import Request
+from fairlead.plugins.filters.ability import (
+    ByLabel,
+    ByLabelParams,
+    ContextLength,
+    ContextLengthParams,
+    Role,
+    RoleParams,
+)
+from fairlead.plugins.filters.availability import (
+    PrefixAffinity,
+    PrefixAffinityParams,
+    SloTier,
+    SloTierParams,
+    Utilization,
+    UtilizationParams,
+)
+from fairlead.plugins.filters.load import Concurrency, ConcurrencyParams
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.plugins.pickers.round_robin import Uniform
-from fairlead.plugins.scorers.queue import Queue
-from fairlead.schedule.framework import Filter
-from fairlead.schedule.profile import Profile
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams, Uniform
+from fairlead.plugins.scorers.load import Queue
 from fairlead.testing import assert_routed, busy, choose, cycle, endpoint, fleet, holds, request
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from fairlead.admit.fairness import RoundRobin
-from fairlead.admit.framework import Waiting
-from fairlead.admit.ordering import Fcfs
-from fairlead.admit.queues import Queues
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.errors import PluginError
-from fairlead.model.request import Request
+from fairlead.core.errors import PluginError
+from fairlead.core.fairness import Fcfs, RoundRobin
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Waiting
+from fairlead.core.queues import Queues
+from fairlead.core.request import Request
 from fairlead.plugins.guarding import GuardedFairness, GuardedOrdering, GuardedSaturation
 
 
@@ -67,10 +66,11 @@ def served(queues: Queues, now: float) -> Iterable[int]:
 def test_fairness(make: Callable[[], Any], reported: bool) -> None:
     errors: list[PluginError] = []
     queues = Queues(lambda priority: (GuardedFairness(make(), errors.append), Fcfs()))
+    waiting = []
     for i in range(12):
-        queues.put(Request(id=i, arrived=0.0, model="ab"[i % 2]), float(i), 100.0, 1.0)
+        waiting.append(queues.put(Request(id=i, arrived=0.0, model="ab"[i % 2]), float(i), 100.0, 1.0)[0])
         if i == 5:
-            queues.cancel(3)
+            queues.remove(waiting[3])
     assert sorted(served(queues, 20.0)) == [i for i in range(12) if i != 3]
     assert bool(errors) is reported
     assert len(errors) <= 1, "it is not asked again"

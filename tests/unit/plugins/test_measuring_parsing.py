@@ -5,11 +5,10 @@ from math import inf
 
 import pytest
 
-from fairlead.model.endpoint import Endpoint
-from fairlead.model.errors import ClientError, PluginError
-from fairlead.parse.request import ParsedRequest
-from fairlead.plugins.measuring import Measuring
-from fairlead.plugins.parsing import Parsing
+from fairlead.apis.request import ParsedRequest
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ClientError, PluginError
+from fairlead.plugins.guarding import Measuring, Parsing
 from fairlead.testing import endpoint
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from fairlead.config.engines import engine_table
-from fairlead.config.load import load, problems
+from fairlead.apis.engine_metrics import compile_engine
+from fairlead.apis.prometheus import PageReader
+from fairlead.compat.load import load, problems
+from fairlead.config.checks import engine_table
 from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.plugins.filters.metric_limit import MetricLimit, MetricLimitParams
+from fairlead.core.fleet import Fleet
+from fairlead.plugins.filters.load import MetricLimit, MetricLimitParams
 from fairlead.plugins.scorers.metric import Metric, MetricParams
 from fairlead.testing import assert_routed, cycle, fleet, request
-from fairlead.wire.engine_metrics import compile_engine
-from fairlead.wire.promtext import PageReader
 
 CONFIG = """
 endpoints: ['10.0.0.1:1']

@@ -7,15 +7,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Cycle, Picker
+from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.plugins.pickers.round_robin import RoundRobin, Uniform
-from fairlead.plugins.pickers.top_k import TopK, TopKParams
-from fairlead.plugins.pickers.weighted_random import WeightedRandom
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import Picker
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams, RoundRobin, TopK, TopKParams, Uniform, WeightedRandom
 
 REQUEST = Request(id=1, arrived=0.0)
 FLEET = Fleet()

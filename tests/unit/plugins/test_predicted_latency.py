@@ -1,12 +1,12 @@
 """predicted-latency: the fleet's forecasts as a score."""
 
 import pytest
-from msgspec import convert
 
-from fairlead.config.load import load
+from fairlead.compat.load import load
 from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.plugins.scorers.predicted_latency import PredictedLatency, PredictedLatencyParams
+from fairlead.core.cost import cost
+from fairlead.core.fleet import Fleet
+from fairlead.plugins.scorers.latency import PredictedLatency, PredictedLatencyParams
 from fairlead.testing import assert_routed, busy, check_scorer, cycle, fleet, request
 
 SHORT_FORM = """
@@ -40,11 +40,11 @@ def test_the_documented_form_loads_and_routes() -> None:
 
 def test_a_higher_percentile_expects_more() -> None:
     known = pool()
-    terms = known.predictor.estimate(1000.0, None, 0.0)
+    terms = cost(1000.0, None, known, 0.0)
     low, high = (known.predictor.ttft_quantile(terms, 1000.0, p) for p in (0.2, 0.8))
     assert (low < high).all()
     with pytest.raises(ValueError, match="percentile"):
-        convert({"percentile": 0.99}, PredictedLatencyParams)
+        PredictedLatencyParams(percentile=0.99)
 
 
 def test_its_own_scores_are_in_range() -> None:

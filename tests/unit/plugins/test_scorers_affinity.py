@@ -6,16 +6,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import PrefixChain, Request
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import CANDIDATES, Context, Cycle, Scorer
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import PrefixChain, Request
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.scorers.lora_aware import LoraAware
-from fairlead.plugins.scorers.prefix_aware import PrefixAware, PrefixAwareParams
+from fairlead.plugins.scorers.lora import LoraAware
+from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
 from fairlead.plugins.scorers.session_affinity import SessionAffinity
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import CANDIDATES, Scorer
 
 HASHER = ChainHasher()
 

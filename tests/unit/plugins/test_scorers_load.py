@@ -5,16 +5,20 @@ from random import Random
 import numpy as np
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.fleet.prefix import ChainHasher
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.request import Request
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Cycle, Scorer
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.scorers.inflight_tokens import InflightTokens, InflightTokensParams
-from fairlead.plugins.scorers.kv_utilization import KvUtilization
-from fairlead.plugins.scorers.load_aware import LoadAware, LoadAwareParams
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import Scorer
+from fairlead.plugins.scorers.load import (
+    InflightTokens,
+    InflightTokensParams,
+    KvUtilization,
+    LoadAware,
+    LoadAwareParams,
+)
+from fairlead.testing.builders import lease_of
 
 REQUEST = Request(id=99, arrived=0.0)
 
@@ -75,7 +79,7 @@ def test_inflight_tokens_counts_uncached_prompts_before_their_first_token() -> N
     fleet.charge(Request(id=1, arrived=0.0, prompt_tokens=300), 0, 0.0, 100, 0.0)
     fleet.charge(Request(id=2, arrived=0.0, prompt_tokens=900), 1, 0.0, 0, 0.0)
     fleet.charge(Request(id=3, arrived=0.0, prompt_tokens=500), 2, 0.0, 0, 0.0)
-    fleet.ledger.first_token(3)
+    fleet.ledger.first_token(lease_of(fleet, 3))
     plugin = InflightTokens(InflightTokensParams(threshold_tokens=1000))
     assert scores(plugin, fleet) == pytest.approx([0.8, 0.1, 1.0])
     own = Request(id=9, arrived=0.0, prompt_tokens=200)

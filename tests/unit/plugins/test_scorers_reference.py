@@ -3,20 +3,23 @@
 import numpy as np
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
-from fairlead.plugins.latency import tpot_ms
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import CANDIDATES, Scorer
+from fairlead.core.request import Request
+from fairlead.plugins.columns import tpot_ms
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.scorers.active_requests import ActiveRequests, ActiveRequestsParams
-from fairlead.plugins.scorers.context_length import ContextLengthScorer, ContextLengthScorerParams
-from fairlead.plugins.scorers.lora_affinity import LoraAffinity
-from fairlead.plugins.scorers.no_hit_lru import NoHitLru, NoHitLruParams
-from fairlead.plugins.scorers.prefix_length import PrefixLength, PrefixLengthParams
-from fairlead.plugins.scorers.queue import Queue
-from fairlead.plugins.scorers.queue_threshold import QueueThreshold, QueueThresholdParams
-from fairlead.plugins.scorers.running_requests import RunningRequests
-from fairlead.plugins.scorers.slo_headroom import SloHeadroom, SloHeadroomParams
-from fairlead.schedule.framework import CANDIDATES, Scorer
+from fairlead.plugins.scorers.latency import SloHeadroom, SloHeadroomParams
+from fairlead.plugins.scorers.load import (
+    ActiveRequests,
+    ActiveRequestsParams,
+    Queue,
+    QueueThreshold,
+    QueueThresholdParams,
+    RunningRequests,
+)
+from fairlead.plugins.scorers.lora import LoraAffinity
+from fairlead.plugins.scorers.metric import ContextLengthScorer, ContextLengthScorerParams
+from fairlead.plugins.scorers.prefix import NoHitLru, NoHitLruParams, PrefixLength, PrefixLengthParams
 from fairlead.testing import busy, cycle, endpoint, fleet, holds, request
 
 NONE = NoParams()

@@ -1,20 +1,18 @@
 """The kit for plugin authors finds what is wrong, and builds what it says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fairlead.fleet.columns import BoolColumn, FloatColumn
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Cycle, Picked, Refused, Stage
+from fairlead.core.profile import Profile
+from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.plugins.pickers.round_robin import Uniform
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.framework import Pick
-from fairlead.schedule.profile import Profile
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams, Uniform
 from fairlead.testing import (
     SimClock,
     assert_refused,
@@ -36,9 +34,9 @@ from fairlead.testing import (
 class Plugin:
     """A filter, scorer and picker with an answer of one's own."""
 
-    def __init__(self, answer: Callable[..., Any], name: str = "mine", hard: Any = False) -> None:
+    def __init__(self, answer: Callable[..., Any], name: str = "mine", stage: Any = Stage.LOAD) -> None:
         self.name = name
-        self.hard = hard
+        self.stage = stage
         self.answer = answer
 
     def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> BoolColumn | None:
@@ -80,7 +78,7 @@ def test_scorers_that_break_the_contract(answer: Callable[..., Any], complaint: 
     [
         (Plugin(lambda fleet, cycle: np.zeros(len(fleet.table))), "dtype float64"),
         (Plugin(lambda fleet, cycle: np.ones(2, dtype=bool)), "shape"),
-        (Plugin(lambda fleet, cycle: None, hard=None), "hard is None"),
+        (Plugin(lambda fleet, cycle: None, stage=None), "stage is None"),
         (Plugin(lambda fleet, cycle: None, name=""), "name is ''"),
     ],
 )
@@ -101,23 +99,24 @@ def test_pickers_that_break_the_contract(answer: Callable[..., Any], complaint: 
 class Chooser:
     name = "chooser"
 
-    def __init__(self, answer: Callable[[Fleet], list[Pick]]) -> None:
+    def __init__(self, answer: Callable[[Fleet], Any]) -> None:
         self.answer = answer
 
-    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
+    def choose(self, request: Request, fleet: Fleet, context: Context) -> Any:
         return self.answer(fleet)
 
 
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (lambda fleet: [Pick(0)], "1 answers for 2 requests"),
-        (lambda fleet: [Pick(-1), Pick(-1)], "without a reason"),
-        (lambda fleet: [Pick(7), Pick(7)], "slot 7"),
-        (lambda fleet: [Pick(0), Pick(0)], "has no endpoint|slot 0 of 0"),
+        (lambda fleet: [Picked(0)], "list is neither Picked nor Refused"),
+        (lambda fleet: Refused(""), "without a reason"),
+        (lambda fleet: Picked(-1), "slot -1"),
+        (lambda fleet: Picked(7), "slot 7"),
+        (lambda fleet: Picked(0), "has no endpoint|slot 0 of 0"),
     ],
 )
-def test_policies_that_break_the_contract(answer: Callable[[Fleet], list[Pick]], complaint: str) -> None:
+def test_policies_that_break_the_contract(answer: Callable[[Fleet], Any], complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_policy(Chooser(answer))
 
@@ -142,9 +141,11 @@ def test_where_requests_go() -> None:
         assert_routed(best_of_two(), request("hi"), fleet(), {"e0", "e1", "e2"})
     with pytest.raises(AssertionError, match="went to"):
         assert_refused(anybody, request("hi"), fleet())
-    nobody = Profile("p", [Plugin(lambda fleet, cycle: ~fleet.table.alive, hard=True)], [], Uniform(NoParams()))
+    nobody = Profile(
+        "p", [Plugin(lambda fleet, cycle: ~fleet.table.alive, stage=Stage.ABILITY)], [], Uniform(NoParams())
+    )
     assert_refused(nobody, request("hi"), fleet(), "rejected-no-endpoints")
-    assert choose(nobody, request("hi"), fleet()).slot == -1
+    assert isinstance(choose(nobody, request("hi"), fleet()), Refused)
 
 
 def best_of_two() -> Profile:

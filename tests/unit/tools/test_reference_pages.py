@@ -3,14 +3,14 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
 
-import msgspec
 import pytest
-from msgspec import Meta, Struct
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
 
 from fairlead.cli.main import COMMANDS
 from fairlead.config.builtins import BUILTINS
+from fairlead.config.check import fields
 from fairlead.config.schema import SECTIONS
 
 ROOT = Path(__file__).parents[3]
@@ -34,8 +34,8 @@ def test_the_page_is_current(name: str, tool: ModuleType) -> None:
 def test_every_field_and_plugin_has_a_row(tool: ModuleType) -> None:
     page = tool.configuration_page()
     for key, kind in SECTIONS.items():
-        for field in msgspec.structs.fields(kind):
-            assert f"`{key}.{field.encode_name}" in page
+        for field in fields(kind):
+            assert f"`{key}.{field}" in page
     for known in BUILTINS.values():
         for name in known:
             assert f"#### `{name}`" in page
@@ -48,14 +48,16 @@ def test_every_command_has_a_section_with_examples(tool: ModuleType) -> None:
         assert "Example" in section and f"fairlead {name}" in section
 
 
-class Inner(Struct, rename="camel", kw_only=True):
-    #: How far, in
-    #: metres.
-    how_far: Annotated[int, Meta(ge=1)] = 4
+class Inner(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel)
+
+    how_far: int = Field(default=4, ge=1, description="How far, in metres.")
     needed: str | None
 
 
-class Outer(Struct, rename="camel", kw_only=True):
+class Outer(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel)
+
     inner: Inner
     by_name: dict[str, Inner] = {}
     names: list[str] = []

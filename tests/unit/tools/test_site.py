@@ -33,7 +33,7 @@ def test_the_navigation_names_every_page() -> None:
 @pytest.mark.parametrize(
     ("markdown", "made"),
     [
-        ("[a](../src/fairlead/pipeline.py)", "[a](files/src/fairlead/pipeline.py.txt)"),
+        ("[a](../src/fairlead/core/scheduler.py)", "[a](files/src/fairlead/core/scheduler.py.txt)"),
         ("[a](../src/fairlead/plugins)", "a"),
         ("[a](policies.md#x) [b](https://example.org)", "[a](policies.md#x) [b](https://example.org)"),
         ("[a](../nowhere.py)", "[a](../nowhere.py)"),

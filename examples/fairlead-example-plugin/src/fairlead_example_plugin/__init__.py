@@ -1,17 +1,17 @@
 """`free-tokens`: prefer endpoints whose KV cache has room for the request."""
 
 import numpy as np
+from pydantic import Field
 
-from fairlead.fleet.columns import FloatColumn
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
+from fairlead.core.columns import FloatColumn
+from fairlead.core.policy import Cycle
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
 from fairlead.plugins.params import Params
-from fairlead.schedule.cycle import Cycle
 
 
-class FreeTokensParams(Params, frozen=True, kw_only=True):
-    #: Output tokens to reserve where the client sets no limit.
-    expected_output: int = 500
+class FreeTokensParams(Params):
+    expected_output: int = Field(default=500, description="Output tokens to reserve where the client sets no limit.")
 
 
 class FreeTokens:
@@ -25,7 +25,7 @@ class FreeTokens:
         self.name = name
         self._output = params.expected_output
 
-    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         needed = request.prompt_tokens + (request.max_tokens or self._output)
         capacity = fleet.table.capacity_tokens
         free = capacity * (1.0 - fleet.table.kv)

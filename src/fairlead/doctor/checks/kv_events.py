@@ -1,40 +1,53 @@
-"""`kv-events`: whether every engine's KV events can be heard, and fit what is configured."""
+"""Checks of KV events: whether they are heard, from engines that are dialled and from those that dial in."""
 
-from fairlead.doctor.finding import Finding, Kind, Severity
-from fairlead.doctor.kv_listening import KvListening, listening
-from fairlead.doctor.run import Check, Skipped
-from fairlead.doctor.site import Site
-from fairlead.fleet.diagnosis import ALGORITHM as WRONG_ALGORITHM
-from fairlead.fleet.diagnosis import BLOCK_SIZE as WRONG_SIZE
-from fairlead.fleet.diagnosis import SEED as WRONG_SEED
-from fairlead.fleet.diagnosis import Case, diagnose
-from fairlead.wire.kv_events_frames import topic_of
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 
-_DOCS = "docs/kv-events.md#on-the-engine"
-_CHECK = "docs/kv-events.md#the-self-check"
+import zmq
+from msgspec import Struct
+
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.trust import ALGORITHM as WRONG_ALGORITHM
+from fairlead.core.trust import BLOCK_SIZE as WRONG_SIZE
+from fairlead.core.trust import SEED as WRONG_SEED
+from fairlead.core.trust import Case, diagnose
+from fairlead.doctor.http import Unreached
+from fairlead.doctor.kv_listening import KvListening, listening, own_keys
+from fairlead.doctor.requests import COMPLETIONS, completion
+from fairlead.doctor.run import Check, Finding, Kind, Severity, Skipped
+from fairlead.doctor.site import Site, series
+from fairlead.pool.kv_events.discovery import Limits
+from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
+from fairlead.pool.kv_events.wire import live, topic_of
+
+_ENGINES = "docs/kv-events.md#on-the-engine"
+_SELF_CHECK = "docs/kv-events.md#the-self-check"
+_BELIEVED = "docs/kv-events.md#who-is-believed"
+
 
 OFF = Kind(
     "kv-events.off", Severity.ERROR, "kvEvents is on, and an engine publishes none",
     "start it with --kv-events-config '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":"
     "\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'; an engine that does not know /kv_event_sources needs"
-    " kvEvents.port", _DOCS,
+    " kvEvents.port", _ENGINES,
 )  # fmt: skip
 UNCONNECTED = Kind(
     "kv-events.unconnected", Severity.ERROR, "the publisher of an endpoint cannot be reached",
     "correct kvEvents.port, open the port, let it listen on all addresses (tcp://*:5557); with curve: serverKey must be"
-    " the publisher's public key", _DOCS,
+    " the publisher's public key", _ENGINES,
 )  # fmt: skip
 SIZE = Kind(
     "kv-events.block-size", Severity.ERROR, "kvEvents.blockSize is not the engine's: no block ever matches",
-    "leave kvEvents.blockSize out: events tell it", _CHECK,
+    "leave kvEvents.blockSize out: events tell it", _SELF_CHECK,
 )  # fmt: skip
 SEED = Kind(
     "kv-events.hash-seed", Severity.ERROR, "kvEvents.hashSeed is not the engine's PYTHONHASHSEED: no block matches",
-    "set kvEvents.hashSeed to it, or take keys: own, which needs to know nothing of hashes", _CHECK,
+    "set kvEvents.hashSeed to it, or take keys: own, which needs to know nothing of hashes", _SELF_CHECK,
 )  # fmt: skip
 ALGORITHM = Kind(
     "kv-events.hash-algorithm", Severity.ERROR, "kvEvents.hashAlgorithm is not the engine's: no block ever matches",
-    "set kvEvents.hashAlgorithm to its --prefix-caching-hash-algo, or take keys: own", _CHECK,
+    "set kvEvents.hashAlgorithm to its --prefix-caching-hash-algo, or take keys: own", _SELF_CHECK,
 )  # fmt: skip
 UNREADABLE = Kind(
     "kv-events.unreadable", Severity.WARNING, "events of an engine cannot be read",
@@ -48,7 +61,7 @@ REPLAY = Kind(
 NAMESAKE = Kind(
     "kv-events.topic-of-another", Severity.WARNING, "an engine publishes under the name of another endpoint",
     "correct the topic in its --kv-events-config, or the addresses under endpoints: it looks as if two are exchanged",
-    _DOCS,
+    _ENGINES,
 )  # fmt: skip
 
 _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
@@ -56,63 +69,218 @@ _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
 
 def by_hashes(kv: KvListening, slot: int) -> Finding | None:
     """Whether what the endpoint stored lately was named as configured."""
-    found = diagnose(kv.recipe, Case(b"", 0, "", "", 0, 0, -1), kv.heads(slot))
-    kind = _CAUSES.get(found.cause)
-    return kind.at(kv.endpoints[slot].id, found.detail) if kind is not None else None
+    diagnosis = diagnose(kv.recipe, Case(b"", 0, "", "", 0, 0, -1), kv.heads(slot))
+    kind = _CAUSES.get(diagnosis.cause)
+    return kind.at(kv.endpoints[slot].id, diagnosis.detail) if kind is not None else None
 
 
 async def _size(site: Site, kv: KvListening, slot: int) -> Finding | None:
     """By the metrics page, which also tells it when nothing was stored yet."""
     configured = kv.recipe.block_size
     reading = await site.reading(kv.endpoints[slot])
-    told = reading.sample.block_size if reading is not None else 0
-    if configured and told and configured != told:
-        return SIZE.at(kv.endpoints[slot].id, f"configured are {configured} tokens, its metrics page says {told}")
+    reported = reading.sample.block_size if reading is not None else 0
+    if configured and reported and configured != reported:
+        return SIZE.at(kv.endpoints[slot].id, f"configured are {configured} tokens, its metrics page says {reported}")
     return None
 
 
 def _topic(site: Site, kv: KvListening, slot: int) -> list[Finding]:
     topic, here = kv.sources[slot].topic, kv.endpoints[slot]
     pod = topic_of(topic.encode()).pod if topic else ""
-    others = {name for one in site.endpoints if one.id != here.id for name in (one.id, one.address)}
-    if pod and pod in others and pod not in (here.id, here.address):
+    other_names = {
+        name for endpoint in site.endpoints if endpoint.id != here.id for name in (endpoint.id, endpoint.address)
+    }
+    if pod and pod in other_names and pod not in (here.id, here.address):
         return [NAMESAKE.at(here.id, f"its topic is {topic}")]
     return []
 
 
-async def _one(site: Site, kv: KvListening, slot: int) -> list[Finding]:
+async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]:
     name, source = kv.endpoints[slot].id, kv.sources[slot]
     size = await _size(site, kv, slot)
-    found = [size] if size is not None else []
+    findings = [size] if size is not None else []
     if source.source is None:
         # The check `endpoints` tells of one that is not there.
-        return found if source.away else [*found, OFF.at(name, source.reason)]
+        return findings if source.away else [*findings, OFF.at(name, source.reason)]
     if not kv.linked(slot):
-        return [*found, UNCONNECTED.at(name, f"no connection to {source.source.events}")]
+        return [*findings, UNCONNECTED.at(name, f"no connection to {source.source.events}")]
     wrong = by_hashes(kv, slot)
-    if wrong is not None and wrong.code not in {one.code for one in found}:
-        found.append(wrong)
+    if wrong is not None and wrong.code not in {one.code for one in findings}:
+        findings.append(wrong)
     counts = [one.feed.count for one in kv.subscriptions(slot)]
     bad = sum(count.bad_events + count.bad_batches for count in counts)
     if bad:
-        found.append(UNREADABLE.at(name, f"{bad} of {bad + kv.told(slot)} events and batches"))
+        findings.append(UNREADABLE.at(name, f"{bad} of {bad + kv.told(slot)} events and batches"))
     if source.source.replay and (kv.behind(slot) or any(count.failed_replays for count in counts)):
-        found.append(REPLAY.at(name, f"no answer from {source.source.replay}"))
-    return [*found, *_topic(site, kv, slot)]
+        findings.append(REPLAY.at(name, f"no answer from {source.source.replay}"))
+    return [*findings, *_topic(site, kv, slot)]
 
 
-async def _run(site: Site) -> list[Finding]:
+async def _check_kv_events(site: Site) -> list[Finding]:
     if site.config.kv_events.bind:
         raise Skipped("publishers dial in, and cannot be asked: see kv-dialled")
     kv = await listening(site)
-    return [finding for slot in range(len(kv.endpoints)) for finding in await _one(site, kv, slot)]
+    return [finding for slot in range(len(kv.endpoints)) for finding in await _kv_events_of(site, kv, slot)]
 
 
-CHECK = Check(
+KV_EVENTS = Check(
     name="kv-events",
     about="KV events of every engine can be heard and fit the configuration",
     kinds=(OFF, UNCONNECTED, SIZE, SEED, ALGORITHM, UNREADABLE, REPLAY, NAMESAKE),
-    run=_run,
+    run=_check_kv_events,
     needs=("endpoints", "events"),
     budget=20.0,
+)
+
+
+# `kv-dialled`: with `kvEvents.bind`, whether publishers dial in under names of the pool.
+#
+# A running scheduler has the port, and says whom it hears and how much it refused. Without one we listen there
+# ourselves. Engines publish only what their work changes, so with `--probe` each gets small requests until it is heard.
+
+
+TOPIC = Kind(
+    "kv-dialled.topic", Severity.ERROR, "a publisher's topic names no endpoint of the pool: its events are refused",
+    "set the topic in --kv-events-config to kv@<address:port or name of the endpoint>@<model>", _BELIEVED,
+)  # fmt: skip
+NOBODY = Kind(
+    "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have come in",
+    "let its --kv-events-config dial kvEvents.bind of this machine; engines say nothing until they have work",
+    _BELIEVED,
+)  # fmt: skip
+TAKEN = Kind(
+    "kv-dialled.port", Severity.CRITICAL, "the address of kvEvents.bind cannot be listened on",
+    "end what listens there, or choose another port", _BELIEVED,
+)  # fmt: skip
+
+#: Seconds of each round. A publisher loses what it sends before it has dialled again, so the endpoints that are still
+#: silent are asked anew in every round; the rounds grow to spare the engines.
+ROUNDS = (0.5, 1.0, 2.0, 4.0, 4.0)
+#: Seconds for the traffic of others, where we may send nothing ourselves.
+_WITHOUT_PROBE = 3.0
+_POLL = 0.1
+
+
+class _Received(Struct, frozen=True):
+    """What has come in so far: endpoints without events; batches of unknown publishers, and the last topic of these."""
+
+    silent: list[Endpoint]
+    strange: int = 0
+    topic: str = ""
+
+
+_Look = Callable[[], Awaitable[_Received]]
+
+
+class _Listened(Struct, frozen=True):
+    """What had come in by the end, after `seconds` and `requests` to each silent endpoint."""
+
+    heard: _Received
+    seconds: float
+    requests: int
+
+    def nobody(self) -> list[Finding]:
+        asked = "one request" if self.requests == 1 else f"{self.requests} requests"
+        evidence = f"nothing was heard in {self.seconds:.1f} s, after {asked} to it"
+        return [NOBODY.at(endpoint.id, evidence) for endpoint in self.heard.silent] if self.requests else []
+
+
+async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Listened:
+    """Ends when all are heard, or in the round in which as many strange batches came in as endpoints are silent."""
+    now = asyncio.get_running_loop().time
+    started, requests, heard = now(), 0, await look()
+    for length in seconds:
+        before, end = heard.strange, now() + length
+        async with asyncio.TaskGroup() as group:
+            if site.probe:
+                requests += 1
+                for endpoint in heard.silent:
+                    group.create_task(_asked(site, endpoint))
+            while now() < end and heard.strange - before < len(heard.silent):
+                await asyncio.sleep(_POLL)
+                heard = await look()
+        if heard.strange - before >= len(heard.silent):
+            break
+    return _Listened(heard, now() - started, requests)
+
+
+async def _asked(site: Site, endpoint: Endpoint) -> None:
+    """Give the engine something to report."""
+    body = completion(await site.model(endpoint), 4 * 64)
+    with contextlib.suppress(Unreached):
+        await site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body)
+
+
+async def _by_scheduler(site: Site) -> list[Finding]:
+    async def look() -> _Received:
+        page = await site.metrics_now()
+        known = {labels.get("endpoint", "") for labels, _ in series(page, "fairlead_kv_feed_connected")}
+        refused = sum(count for _, count in series(page, "fairlead_kv_rejected_batches_total"))
+        return _Received([endpoint for endpoint in site.endpoints if endpoint.id not in known], int(refused))
+
+    listened = await _listened(site, look, ROUNDS if site.probe else ())
+    heard = listened.heard
+    if heard.strange:
+        evidence = f"the scheduler has refused {heard.strange} batches of unknown publishers"
+        return [TOPIC.at(endpoint.id, evidence) for endpoint in heard.silent]
+    return listened.nobody()
+
+
+async def _by_ourselves(site: Site) -> list[Finding]:
+    bind, curve = site.config.kv_events.bind, await asyncio.to_thread(own_keys, site)
+    context: Context = zmq.Context(1)
+    try:
+        socket = subscriber(context, Limits(), curve)
+        try:
+            socket.bind(bind)
+        except zmq.ZMQError as error:
+            return [TAKEN.at("", f"{bind}: {error}")]
+        listened = await _listened(site, _own_ear(site, socket), ROUNDS if site.probe else (_WITHOUT_PROBE,))
+    finally:
+        context.destroy(linger=0)
+    if listened.heard.strange:
+        return [TOPIC.at("", f"heard: {listened.heard.topic or 'an empty topic'}")]
+    return listened.nobody()
+
+
+def _own_ear(site: Site, socket: Socket) -> _Look:
+    heard = _Received(list(site.endpoints))
+
+    async def look() -> _Received:
+        """A publisher that dials gets our subscription only while the socket is being read."""
+        nonlocal heard
+        while (frames := receive(socket)) is not None:
+            with contextlib.suppress(ValueError):
+                heard = _with(heard, site, live(frames).topic)
+        return heard
+
+    return look
+
+
+def _with(heard: _Received, site: Site, topic: bytes) -> _Received:
+    pod = topic_of(topic).pod
+    known = {endpoint.id for endpoint in site.endpoints if pod in _names(endpoint)}
+    if not known:
+        return _Received(heard.silent, heard.strange + 1, topic.decode("utf-8", "replace"))
+    silent = [endpoint for endpoint in heard.silent if endpoint.id not in known]
+    return _Received(silent, heard.strange, heard.topic)
+
+
+def _names(endpoint: Endpoint) -> set[str]:
+    return {endpoint.id, endpoint.id.rpartition("/")[2], endpoint.address}
+
+
+async def _check_kv_dialled(site: Site) -> list[Finding]:
+    if not site.config.kv_events.bind:
+        raise Skipped("kvEvents.bind is not set: publishers are connected to, see kv-events")
+    return await (_by_scheduler(site) if site.has("admin") else _by_ourselves(site))
+
+
+KV_DIALLED = Check(
+    name="kv-dialled",
+    about="publishers that dial in are of the pool",
+    kinds=(TAKEN, TOPIC, NOBODY),
+    run=_check_kv_dialled,
+    needs=("endpoints", "events"),
+    budget=30.0,
 )

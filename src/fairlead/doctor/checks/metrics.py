@@ -1,56 +1,60 @@
-"""`metrics`: whether the scraper can have every endpoint's page in time, and read in it what it needs."""
+"""Checks of metrics pages, clocks, and of limits that have to fit together."""
 
+import asyncio
+import resource
+
+from fairlead.apis.engine_metrics import ENGINE_LABELS, unknown_engine
+from fairlead.apis.prometheus import Reading, find_family, read_page
+from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
-from fairlead.doctor.finding import Finding, Kind, Severity
+from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer, Unreached
-from fairlead.doctor.run import Check
+from fairlead.doctor.run import Check, Finding, Kind, Severity
 from fairlead.doctor.site import Site
-from fairlead.model.endpoint import Endpoint
-from fairlead.wire.engine_metrics import ENGINE_LABELS, unknown_engine
-from fairlead.wire.problem import shorten
-from fairlead.wire.promfamily import find_family
-from fairlead.wire.promtext import Reading, read_page
 
-_DOCS = "docs/troubleshooting.md#load-is-uneven"
+_UNEVEN = "docs/troubleshooting.md#load-is-uneven"
+_SETTINGS = "docs/configuration.md"
+
 #: Share of a limit from which on it is close.
 _CLOSE = 0.8
 
 UNREACHABLE = Kind(
     "metrics.unreachable", Severity.ERROR, "the metrics page of an endpoint cannot be had",
-    "correct metricsUrl, or the labels metricsAddress and metricsPort; without it only own requests are counted", _DOCS,
+    "correct metricsUrl, or the labels metricsAddress and metricsPort; without it only own requests are counted",
+    _UNEVEN,
 )  # fmt: skip
 REFUSED = Kind(
     "metrics.refused", Severity.ERROR, "the metrics page of an endpoint is refused",
-    "401 or 403: set metrics.tokenFile to a token that may read it; 404: correct metricsUrl", _DOCS,
+    "401 or 403: set metrics.tokenFile to a token that may read it; 404: correct metricsUrl", _UNEVEN,
 )  # fmt: skip
 ENGINE = Kind(
     "metrics.engine", Severity.ERROR, "the metrics page is not one of the engine that it is read for",
     f"label the endpoint with {ENGINE_LABELS[0]}, set metrics.defaultEngine, or name its metrics under metrics.engines",
-    _DOCS,
+    _UNEVEN,
 )  # fmt: skip
 UNKNOWN_ENGINE = Kind(
     "metrics.unknown-engine", Severity.WARNING, "the label of an endpoint names an engine that is not known",
-    f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _DOCS,
+    f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _UNEVEN,
 )  # fmt: skip
 INCOMPLETE = Kind(
     "metrics.incomplete", Severity.WARNING, "the metrics page lacks something that decisions need",
-    "an engine of another version may have other names: set them under metrics.engines", _DOCS,
+    "an engine of another version may have other names: set them under metrics.engines", _UNEVEN,
 )  # fmt: skip
 SLOW = Kind(
     "metrics.slow", Severity.ERROR, "the metrics page takes longer than the scraper waits",
-    "raise metrics.timeout, or find out why the server answers so slowly", _DOCS,
+    "raise metrics.timeout, or find out why the server answers so slowly", _UNEVEN,
 )  # fmt: skip
 LARGE = Kind(
     "metrics.large", Severity.WARNING, "the metrics page is nearly, or already, too large",
-    "raise metrics.maxPageBytes", _DOCS,
+    "raise metrics.maxPageBytes", _UNEVEN,
 )  # fmt: skip
 NO_CACHE = Kind(
     "metrics.no-prefix-cache", Severity.WARNING, "an engine runs without prefix caching",
-    "start it with --enable-prefix-caching: without it no prompt is ever cheaper anywhere", _DOCS,
+    "start it with --enable-prefix-caching: without it no prompt is ever cheaper anywhere", _UNEVEN,
 )  # fmt: skip
 
 
-async def _one(site: Site, endpoint: Endpoint) -> list[Finding]:
+async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
     try:
         answer = await site.page(endpoint)
     except Unreached as error:
@@ -82,15 +86,15 @@ async def _away(site: Site, endpoint: Endpoint) -> bool:
 
 
 def _limits(config: Config, endpoint: Endpoint, answer: Answer) -> list[Finding]:
-    found = []
+    findings = []
     settings = config.metrics
     if answer.seconds > settings.timeout:
         evidence = f"{answer.seconds:.2f} s; metrics.timeout is {settings.timeout:g} s"
-        found.append(SLOW.at(endpoint.id, evidence))
+        findings.append(SLOW.at(endpoint.id, evidence))
     if len(answer.body) > _CLOSE * settings.max_page_bytes:
         evidence = f"{len(answer.body)} bytes; metrics.maxPageBytes is {settings.max_page_bytes}"
-        found.append(LARGE.at(endpoint.id, evidence))
-    return found
+        findings.append(LARGE.at(endpoint.id, evidence))
+    return findings
 
 
 def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> list[Finding]:
@@ -102,28 +106,187 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
         )
         fix = f"label the endpoint with {ENGINE_LABELS[0]}: {fits[0]}" if fits else ""
         return [ENGINE.at(endpoint.id, evidence, fix)]
-    found = [INCOMPLETE.at(endpoint.id, "; ".join(reading.problems[:3]))] if reading.problems else []
+    findings = [INCOMPLETE.at(endpoint.id, "; ".join(reading.problems[:3]))] if reading.problems else []
     named = unknown_engine(endpoint.labels, site.engines)
     if named:
         evidence = f"'{shorten(named)}'; it is read for {engine}; known: {', '.join(sorted(site.engines))}"
-        found.append(UNKNOWN_ENGINE.at(endpoint.id, evidence))
+        findings.append(UNKNOWN_ENGINE.at(endpoint.id, evidence))
     for spec in site.specs(engine).cache_info:
         family = find_family(page, spec.family)
-        labels = [one.labels() or {} for one in family.series] if family is not None else []
-        if any(one.get("enable_prefix_caching") == "False" for one in labels):
-            found.append(NO_CACHE.at(endpoint.id, f'{spec.family.decode()} has enable_prefix_caching="False"'))
-    return found
+        labels = [label_set.labels() or {} for label_set in family.series] if family is not None else []
+        if any(label_set.get("enable_prefix_caching") == "False" for label_set in labels):
+            findings.append(NO_CACHE.at(endpoint.id, f'{spec.family.decode()} has enable_prefix_caching="False"'))
+    return findings
 
 
-async def _run(site: Site) -> list[Finding]:
-    return await site.each(lambda endpoint: _one(site, endpoint))
+async def _check_metrics(site: Site) -> list[Finding]:
+    return await site.each(lambda endpoint: _metrics_of(site, endpoint))
 
 
-CHECK = Check(
+METRICS = Check(
     name="metrics",
     about="every metrics page can be had in time and read",
     kinds=(UNREACHABLE, REFUSED, ENGINE, UNKNOWN_ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
-    run=_run,
+    run=_check_metrics,
     needs=("endpoints",),
     budget=60.0,
+)
+
+
+# `freshness`: whether metrics pages tell the present.
+#
+# A page that stands still looks like a calm server. So it is read twice, with an answered request of ours in between:
+# engines count requests to `/v1/models`, and their process uses CPU time. Where neither is on the page nothing is said.
+
+
+_MOVING = (b"http_requests_total", b"process_cpu_seconds_total")
+#: Seconds between the two pages: longer than servers keep a page for several readers.
+APART = 1.2
+
+FROZEN = Kind(
+    "freshness.frozen", Severity.ERROR, "the metrics page of an endpoint stands still",
+    "something between answers from a cache, or the engine's metrics process hangs: read the page at the engine itself,"
+    " and restart it if it does not move there either", _UNEVEN,
+)  # fmt: skip
+STALE = Kind(
+    "freshness.stale", Severity.ERROR, "the running scheduler has no recent metrics of an endpoint",
+    "see the findings of the checks endpoints, metrics and tls; if there are none, look at the scheduler's load",
+    _UNEVEN,
+)  # fmt: skip
+
+
+async def _frozen(site: Site, endpoint: Endpoint) -> list[Finding]:
+    try:
+        first = await site.page(endpoint)
+        if first.status != 200 or not any(find_family(first.body, name) for name in _MOVING):
+            return []
+        for path in ("/v1/models", "/v1/models"):
+            if (await site.client.get(f"http://{endpoint.address}{path}")).status != 200:
+                return []
+        await asyncio.sleep(APART)
+        second = await site.client.scrape(endpoint.scrape_url)
+    except Unreached:
+        return []
+    if second.status != 200 or first.body != second.body:
+        return []
+    return [FROZEN.at(endpoint.id, f"{endpoint.scrape_url}: not a byte differs after {APART:g} s and two requests")]
+
+
+async def _check_freshness(site: Site) -> list[Finding]:
+    findings = await site.each(lambda endpoint: _frozen(site, endpoint))
+    for row in await site.rows():
+        if not row.fresh:
+            evidence = "it was never read" if row.age_s is None else f"the last one is {row.age_s:.1f} s old"
+            findings.append(STALE.at(row.id, evidence))
+    return findings
+
+
+FRESHNESS = Check(
+    name="freshness",
+    about="metrics pages tell the present",
+    kinds=(FROZEN, STALE),
+    run=_check_freshness,
+    needs=("endpoints",),
+    budget=60.0,
+)
+
+
+#: Seconds beyond what the exchange and whole seconds explain.
+TOLERANCE = 2.0
+
+SKEW = Kind(
+    "clock.skew", Severity.WARNING, "the clock of a machine differs from ours",
+    "let both machines follow a time server (chrony, systemd-timesyncd): certificates and tokens expire early or late,"
+    " logs and journals cannot be compared, ages of KV events are wrong", "docs/doctor.md",
+)  # fmt: skip
+
+
+def _judge(where: str, answer: Answer) -> list[Finding]:
+    skew = answer.skew()
+    if abs(skew) <= TOLERANCE:
+        return []
+    way = "ahead of" if skew > 0 else "behind"
+    return [SKEW.at(where, f"it is at least {abs(skew):.0f} s {way} us")]
+
+
+async def _endpoint(site: Site, endpoint: Endpoint) -> list[Finding]:
+    try:
+        return _judge(endpoint.id, await site.ask(endpoint, "/health"))
+    except Unreached:
+        return []
+
+
+async def _check_clock(site: Site) -> list[Finding]:
+    findings = await site.each(lambda endpoint: _endpoint(site, endpoint))
+    if site.has("admin"):
+        try:
+            findings += _judge("scheduler", await site.admin("/healthz"))
+        except Unreached:
+            return findings
+    return findings
+
+
+CLOCK = Check(name="clock", about="all machines have the same time", kinds=(SKEW,), run=_check_clock)
+
+
+#: Open files per endpoint (scraping, events, replay, their monitors; see `lab.stub.pool`), and of everything else.
+_FILES_PER_ENDPOINT, _FILES_WITH_EVENTS, _OTHER_FILES = 2, 6, 256
+
+FILES = Kind(
+    "limits.open-files", Severity.ERROR, "the limit of open files is too low for this pool",
+    "raise it: ulimit -n, LimitNOFILE= of a systemd unit, or the container's settings", _SETTINGS,
+)  # fmt: skip
+BODY = Kind(
+    "limits.body", Severity.WARNING, "the gateway passes larger bodies than the scheduler reads",
+    "set parsing.maxBodyBytes to gateway.bodyLimit or more", _SETTINGS,
+)  # fmt: skip
+SCRAPES = Kind(
+    "limits.scrape-rate", Severity.ERROR, "the pool is too large for metrics to stay fresh",
+    "raise metrics.maxRate, or metrics.staleness", _SETTINGS,
+)  # fmt: skip
+INDEX = Kind(
+    "limits.kv-index", Severity.WARNING, "the index of KV blocks is smaller than the caches of the pool",
+    "raise kvEvents.maxBlocks: about 50 bytes each", "docs/kv-events.md",
+)  # fmt: skip
+LEASE = Kind(
+    "limits.lease", Severity.WARNING, "leases expire before a request may end",
+    "raise ledger.leaseTtl: a long answer would stop counting while it runs", _SETTINGS,
+)  # fmt: skip
+#: Answers of reasoning models take minutes.
+_SHORT_LEASE = 60.0
+
+
+async def _check_limits(site: Site) -> list[Finding]:
+    config, count = site.config, len(site.endpoints)
+    findings = []
+    per_endpoint = _FILES_PER_ENDPOINT + (_FILES_WITH_EVENTS if config.kv_events.enabled else 0)
+    needed, soft = count * per_endpoint + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        findings.append(FILES.at("", f"{soft}; {count} endpoints need about {needed}"))
+    if config.gateway.mode == "embedded" and config.gateway.body_limit > config.parsing.max_body_bytes:
+        evidence = (
+            f"gateway.bodyLimit {config.gateway.body_limit}, parsing.maxBodyBytes {config.parsing.max_body_bytes}"
+        )
+        findings.append(BODY.at("", evidence))
+    between = max(config.metrics.idle_interval, count / config.metrics.max_rate)
+    if between > config.metrics.staleness:
+        evidence = f"{count} endpoints at {config.metrics.max_rate:g} scrapes/s: each is read every {between:.1f} s,"
+        findings.append(SCRAPES.at("", f"{evidence} and metrics.staleness is {config.metrics.staleness:g} s"))
+    if config.ledger.lease_ttl < _SHORT_LEASE:
+        findings.append(LEASE.at("", f"ledger.leaseTtl is {config.ledger.lease_ttl:g} s"))
+    if site.has("events"):
+        readings = [await site.reading(endpoint) for endpoint in site.endpoints]
+        blocks = sum(reading.sample.num_blocks for reading in readings if reading is not None)
+        if blocks > config.kv_events.max_blocks:
+            findings.append(
+                INDEX.at("", f"{blocks} blocks in all caches, kvEvents.maxBlocks is {config.kv_events.max_blocks}")
+            )
+    return findings
+
+
+LIMITS = Check(
+    name="limits",
+    about="limits fit each other, the pool and this machine",
+    kinds=(FILES, SCRAPES, BODY, INDEX, LEASE),
+    run=_check_limits,
 )

@@ -1,11 +1,19 @@
-"""`scheduler`: what the running scheduler says of itself."""
+"""Checks of a running scheduler: ready, quick, spreading load, finding prompts in caches."""
 
-from fairlead.doctor.finding import Finding, Kind, Severity
+from math import inf
+from statistics import median
+
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
 from fairlead.doctor.http import Unreached
-from fairlead.doctor.run import Check
-from fairlead.doctor.site import Site
+from fairlead.doctor.run import Check, Finding, Kind, Severity
+from fairlead.doctor.site import Row, Site
 
-_DOCS = "docs/runbook.md"
+_RUNBOOK = "docs/runbook.md"
+_SLOWNESS = "docs/troubleshooting.md#scheduling-is-slow"
+_UNEVEN = "docs/troubleshooting.md#load-is-uneven"
+_LOW_HITS = "docs/troubleshooting.md#the-hit-rate-is-low"
+_SELF_CHECK = "docs/kv-events.md#the-self-check"
+
 
 NOT_READY = Kind(
     "scheduler.not-ready", Severity.CRITICAL, "the scheduler is not ready",
@@ -13,7 +21,7 @@ NOT_READY = Kind(
 )  # fmt: skip
 OTHER_POOL = Kind(
     "scheduler.other-endpoints", Severity.ERROR, "the scheduler runs with other endpoints than the configuration lists",
-    "it could not take the file over: see its log; or it was started with another file", _DOCS,
+    "it could not take the file over: see its log; or it was started with another file", _RUNBOOK,
 )  # fmt: skip
 PLUGINS = Kind(
     "scheduler.plugin-errors", Severity.ERROR, "a plugin fails and is left out of decisions",
@@ -26,7 +34,7 @@ FALLBACKS = Kind(
 )  # fmt: skip
 NO_METRICS = Kind(
     "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
-    "see its log for the reason; dashboards and alerts are blind, and so are the checks hits and scheduling", _DOCS,
+    "see its log for the reason; dashboards and alerts are blind, and so are the checks hits and scheduling", _RUNBOOK,
 )  # fmt: skip
 #: Share of requests that went past the scheduler from which on it is told.
 _MANY = 0.01
@@ -66,22 +74,213 @@ async def _metrics(site: Site) -> list[Finding]:
     return [] if answer.status == 200 else [NO_METRICS.at("", f"GET /metrics: {answer.status}")]
 
 
-async def _run(site: Site) -> list[Finding]:
-    found = [*await _ready(site), *await _metrics(site), *await _pool(site)]
+async def _check_scheduler(site: Site) -> list[Finding]:
+    findings = [*await _ready(site), *await _metrics(site), *await _pool(site)]
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
-            found.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
-    past = sum(count for _, count in await site.metric("fairlead_fallback_requests_total"))
+            findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
+    unscheduled = sum(count for _, count in await site.metric("fairlead_fallback_requests_total"))
     asked = sum(count for _, count in await site.metric("llm_d_epp_request_total"))
-    if past > _MANY * (past + asked):
-        found.append(FALLBACKS.at("gateway", f"{past:g} of {past + asked:g} requests since the start"))
-    return found
+    if unscheduled > _MANY * (unscheduled + asked):
+        findings.append(FALLBACKS.at("gateway", f"{unscheduled:g} of {unscheduled + asked:g} requests since the start"))
+    return findings
 
 
-CHECK = Check(
+SCHEDULER = Check(
     name="scheduler",
     about="the running scheduler is ready and has the configured endpoints",
     kinds=(NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS),
-    run=_run,
+    run=_check_scheduler,
+    needs=("admin",),
+)
+
+
+CPU = Kind(
+    "scheduling.cpu", Severity.ERROR, "the scheduler's process comes to its turn late",
+    "give it a core of its own: raise its CPU request and limit, or take load generators off the machine", _SLOWNESS,
+)  # fmt: skip
+PLUGIN = Kind(
+    "scheduling.plugin", Severity.ERROR, "one plugin takes most of the time of decisions",
+    "take it out, or make it work over columns; `fairlead explain` shows what it adds to a decision", _SLOWNESS,
+)  # fmt: skip
+SLOW = Kind(
+    "scheduling.slow", Severity.WARNING, "decisions take long",
+    "see the sizes of prompts and of the pool; a remote scheduler adds its network, see scheduler.deadline", _SLOWNESS,
+)  # fmt: skip
+
+_SLOW, _LATE = 0.05, 0.05
+_QUANTILE = 0.95
+#: Decisions from which on a quantile means something.
+ENOUGH = 100
+_MOST = 0.5
+
+
+async def quantile(site: Site, name: str, share: float) -> tuple[float, float]:
+    """(upper bound of the bucket that it lies in, seconds; number of observations), over all series."""
+    counts: dict[float, float] = {}
+    for labels, count in await site.metric(f"{name}_bucket"):
+        bound = float(labels.get("le", "inf").replace("+Inf", "inf"))
+        counts[bound] = counts.get(bound, 0.0) + count
+    total = counts.get(inf, 0.0)
+    bounds = sorted(bound for bound, count in counts.items() if count >= share * total)
+    return (bounds[0] if bounds else 0.0), total
+
+
+async def _sums(site: Site) -> dict[str, float]:
+    """Seconds by plugin."""
+    sums: dict[str, float] = {}
+    for labels, seconds in await site.metric("llm_d_epp_plugin_duration_seconds_sum"):
+        name = labels.get("plugin_name", "")
+        sums[name] = sums.get(name, 0.0) + seconds
+    return sums
+
+
+async def _check_scheduling(site: Site) -> list[Finding]:
+    lag, ticks = await quantile(site, "fairlead_loop_lag_seconds", _QUANTILE)
+    findings = []
+    if ticks >= ENOUGH and lag > _LATE:
+        findings.append(CPU.at("", f"{_QUANTILE:.0%} of its timers fire within {lag:g} s"))
+    slowest, decisions = await quantile(site, "llm_d_epp_scheduler_e2e_duration_seconds", _QUANTILE)
+    if decisions < ENOUGH or slowest <= _SLOW:
+        return findings
+    evidence = f"{_QUANTILE:.0%} of {decisions:g} decisions within {slowest:g} s"
+    sums = await _sums(site)
+    worst = max(sums, key=lambda name: sums[name], default="")
+    if worst and sums[worst] > _MOST * sum(sums.values()):
+        return [
+            *findings,
+            PLUGIN.at(worst, f"{evidence}; {sums[worst]:.1f} s of {sum(sums.values()):.1f} s in plugins"),
+        ]
+    return findings or [SLOW.at("", evidence)]
+
+
+SCHEDULING = Check(
+    name="scheduling",
+    about="decisions are made quickly",
+    kinds=(CPU, PLUGIN, SLOW),
+    run=_check_scheduling,
+    needs=("admin",),
+)
+
+
+SKEW = Kind(
+    "balance.skew", Severity.WARNING, "one endpoint has a long queue while others have none",
+    "with weights: lower those of prefix scorers against load; with the cost model it means that a prompt's cache is"
+    " worth the wait: `fairlead explain` tells; else the server is slower than the others", _UNEVEN,
+)  # fmt: skip
+FOREIGN = Kind(
+    "balance.foreign", Severity.WARNING, "an endpoint works for others than this scheduler",
+    "let all clients go through the gateway: the scheduler cannot foresee what it does not send", _UNEVEN,
+)  # fmt: skip
+
+#: Waiting requests that are many, and how many times the median they are.
+_MANY_WAITING, _TIMES = 20.0, 4.0
+_STRANGERS = 8.0
+
+
+def _group(row: Row) -> tuple[str, str]:
+    return row.labels.get(MODEL_LABEL, ""), row.labels.get(ROLE_LABEL, "")
+
+
+async def _check_balance(site: Site) -> list[Finding]:
+    rows = [row for row in await site.rows() if row.fresh]
+    findings = []
+    for row in rows:
+        # Only endpoints that could have been taken instead say anything.
+        peer_loads = [peer.load for peer in rows if peer is not row and _group(peer) == _group(row)]
+        waiting, usual = row.waiting or 0.0, median(peer_loads) if peer_loads else 0.0
+        if peer_loads and waiting > _MANY_WAITING and row.load > _TIMES * max(usual, 1.0):
+            findings.append(SKEW.at(row.id, f"{waiting:g} wait there; the median of the others is {usual:g}"))
+        if row.load - row.leases > max(_STRANGERS, row.leases):
+            findings.append(FOREIGN.at(row.id, f"it has {row.load:g} requests, {row.leases:g} of them from here"))
+    return findings
+
+
+BALANCE = Check(
+    name="balance",
+    about="load is spread over the endpoints",
+    kinds=(SKEW, FOREIGN),
+    run=_check_balance,
+    needs=("admin",),
+)
+
+
+DISTRUSTED = Kind(
+    "hits.distrusted", Severity.ERROR, "KV events of an endpoint disagree with what it reports, and are not relied on",
+    "the cause in the evidence says what to set, see the table of causes; learned prefixes serve meanwhile",
+    _SELF_CHECK,
+)  # fmt: skip
+UNTOKENISED = Kind(
+    "hits.no-tokens", Severity.WARNING, "KV events serve few requests, because most prompts have no token ids",
+    "set tokens.models for the models that are asked for; the reasons are in docs/tokens.md", "docs/tokens.md",
+)  # fmt: skip
+NOT_REAL = Kind(
+    "hits.not-real", Severity.ERROR, "engines report much less cached than was predicted",
+    "other clients use the caches too, or caches are smaller than believed: see that every metrics page tells"
+    " its blocks", "docs/runbook.md#fairleadhitsnotreal",
+)  # fmt: skip
+LOW = Kind(
+    "hits.low", Severity.WARNING, "few tokens of prompts are found in caches",
+    "prompts with a changing beginning (a date, an id) never hit: let clients put it last; for new users and topics"
+    " it is normal", _LOW_HITS,
+)  # fmt: skip
+
+#: Requests and tokens from which on shares mean something.
+_REQUESTS, _TOKENS = 200, 100_000
+_LOW, _HALF = 0.3, 0.5
+
+
+async def _total(site: Site, name: str) -> float:
+    return sum(value for _, value in await site.metric(name))
+
+
+async def _trust(site: Site) -> list[Finding]:
+    heard = {labels.get("endpoint", "") for labels, _ in await site.metric("fairlead_kv_feed_connected")}
+    causes: dict[str, dict[str, float]] = {}
+    for labels, count in await site.metric("fairlead_kv_disagreements_total"):
+        causes.setdefault(labels.get("endpoint", ""), {})[labels.get("cause", "")] = count
+    findings = []
+    for labels, now in await site.metric("fairlead_kv_source"):
+        name = labels.get("endpoint", "")
+        if labels.get("source") == "learned" and now and name in heard and causes.get(name):
+            likely = max(causes[name], key=lambda cause: causes[name][cause])
+            findings.append(DISTRUSTED.at(name, f"likely cause: {likely} ({causes[name][likely]:g} answers)"))
+    return findings
+
+
+async def _rate(site: Site) -> list[Finding]:
+    looked_up, hit = await _total(site, "kv_cache_lookup_total"), await _total(site, "kv_cache_hit_total")
+    if looked_up < _TOKENS or hit >= _LOW * looked_up:
+        return []
+    queries = hits = 0.0
+    for endpoint in site.endpoints:
+        reading = await site.reading(endpoint)
+        if reading is not None:
+            queries += reading.sample.prefix_queries or 0.0
+            hits += reading.sample.prefix_hits or 0.0
+    engines = f"; engines say {hits / queries:.0%}" if queries else ""
+    return [LOW.at("", f"{hit / looked_up:.0%} of {looked_up:g} prompt tokens since the start{engines}")]
+
+
+async def _check_hits(site: Site) -> list[Finding]:
+    findings = await _trust(site)
+    asked = await _total(site, "llm_d_epp_request_total")
+    without = await _total(site, "fairlead_kv_prompts_without_tokens_total")
+    if asked >= _REQUESTS and without > _HALF * asked:
+        reasons = sorted(await site.metric("fairlead_kv_prompts_without_tokens_total"), key=lambda counted: -counted[1])
+        evidence = f"{without:g} of {asked:g} requests; most often: {reasons[0][0].get('reason', '')}"
+        findings.append(UNTOKENISED.at("", evidence))
+    predicted = await _total(site, "fairlead_predicted_hit_tokens_total")
+    reported = await _total(site, "fairlead_reported_cached_tokens_total")
+    if predicted >= _TOKENS and reported < _HALF * predicted and not findings:
+        findings.append(NOT_REAL.at("", f"{predicted:g} tokens predicted, {reported:g} reported"))
+    return findings or await _rate(site)
+
+
+HITS = Check(
+    name="hits",
+    about="a fair share of prompts is found in caches, and is really there",
+    kinds=(DISTRUSTED, NOT_REAL, UNTOKENISED, LOW),
+    run=_check_hits,
     needs=("admin",),
 )

@@ -1,1 +1,1 @@
-"""Filters: which endpoints can, and which should, serve a request."""
+"""plugins/filters"""

@@ -19,32 +19,33 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy as np
-from msgspec import Meta
+from pydantic import Field
 
-from fairlead.fleet.columns import FloatColumn, scalar
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.endpoint import ROLE_LABEL
-from fairlead.model.errors import PluginError
-from fairlead.model.request import Request
-from fairlead.plugins.filters.role import STAGES, Role, RoleParams
+from fairlead.core.columns import FloatColumn, scalar
+from fairlead.core.cost import Terms, Weights, memory_price
+from fairlead.core.endpoint import ROLE_LABEL, Endpoint
+from fairlead.core.errors import PluginError
+from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
+from fairlead.core.profile import estimate
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.filters.ability import STAGES, Role, RoleParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
-from fairlead.schedule.cycle import Context, Cycle
-from fairlead.schedule.forecasts import estimate
-from fairlead.schedule.framework import Filter, Pick
 
-Millis = Annotated[float, Meta(ge=0)]
+Millis = Annotated[float, Field(ge=0)]
 #: Roles that prefill and do not decode.
 _PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
 
-class PrefillDecodeParams(CostModelParams, frozen=True, kw_only=True):
-    #: Handing over the KV cache of a prompt: once, and per 1000 tokens. 10 ms are 26 GB/s for a 32B model.
-    transfer_ms: Millis = 30.0
+class PrefillDecodeParams(CostModelParams):
+    transfer_ms: Millis = Field(
+        default=30.0,
+        description="Handing over the KV cache of a prompt: once, and per 1000 tokens. 10 ms are 26 GB/s for a "
+        "32B model.",
+    )
     transfer_ms_per_1k_tokens: Millis = 10.0
-    #: Share of the cost that a pair must save.
-    margin: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    #: Take the best pair whatever it gains. For comparisons.
-    always: bool = False
+    margin: float = Field(default=0.05, ge=0, lt=1, description="Share of the cost that a pair must save.")
+    always: bool = Field(default=False, description="Take the best pair whatever it gains. For comparisons.")
 
 
 class PrefillDecode:
@@ -53,6 +54,7 @@ class PrefillDecode:
     type = "prefill-decode"
     Params = PrefillDecodeParams
     takes_filters = True
+    milliseconds = True
 
     def __init__(
         self, params: PrefillDecodeParams | None = None, name: str = type, filters: Sequence[Filter] = ()
@@ -60,8 +62,9 @@ class PrefillDecode:
         self.name = name
         self._params = params = params or PrefillDecodeParams()
         self._alone = CostModel(params, name, filters)
-        others = [plugin for plugin in filters if not isinstance(plugin, Role)]
-        prefills = [Role(RoleParams(stage="prefill")), *others]
+        self.weights = self._alone.weights
+        shared = [plugin for plugin in filters if not isinstance(plugin, Role)]
+        prefills = [Role(RoleParams(stage="prefill")), *shared]
         self._prefill = PrefillPart(params, name, prefills)
         self._decode = DecodePart(params, name, filters)
 
@@ -70,17 +73,20 @@ class PrefillDecode:
         for policy in (self._alone, self._prefill, self._decode):
             policy.report_to(on_plugin_error)
 
-    def choose(self, requests: Sequence[Request], fleet: Fleet, context: Context) -> list[Pick]:
-        if fleet.table.keeping(("role", "not prefill only"), _decodes) is None:
-            return self._alone.choose(requests, fleet, context)
-        return [self._choose(request, fleet, context) for request in requests]
+    def costs(
+        self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
+    ) -> FloatColumn:
+        """Of requests that wait: they are not split."""
+        return self._alone.costs(requests, shares, terms, fleet, context)
 
-    def _choose(self, request: Request, fleet: Fleet, context: Context) -> Pick:
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        if fleet.table.keeping(("role", "not prefill only"), _decodes) is None:
+            return self._alone.choose(request, fleet, context)
         traced = Context(context.now, context.rng)  # totals stand in traces
         alone, prefill, decode = (
-            policy.choose([request], fleet, traced)[0] for policy in (self._alone, self._prefill, self._decode)
+            policy.choose(request, fleet, traced) for policy in (self._alone, self._prefill, self._decode)
         )
-        if min(prefill.slot, decode.slot) >= 0 and prefill.slot != decode.slot:
+        if isinstance(prefill, Picked) and isinstance(decode, Picked) and prefill.slot != decode.slot:
             pair = _cost(prefill) + self._params.transfer_ms + _cost(decode)
             if self._params.always or pair < (1.0 - self._params.margin) * _cost(alone):
                 decode.prefill_slot = prefill.slot
@@ -97,7 +103,7 @@ class PrefillPart(CostModel):
 
     def __init__(self, params: PrefillDecodeParams, name: str, filters: Sequence[Filter]) -> None:
         super().__init__(params, name, filters)
-        self._decode = 0.0
+        self.weights = Weights(params.interference, 0.0, params.memory)
 
 
 class DecodePart(CostModel):
@@ -107,21 +113,21 @@ class DecodePart(CostModel):
         super().__init__(params, name, filters)
         self._per_token = scalar(params.transfer_ms_per_1k_tokens * 1e-3)
 
-    def cost(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
-        terms = estimate(request, fleet, cycle)
-        steps = scalar(1.5 + self._decode * fleet.predictor.answer_steps)
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        terms, weights = estimate(request, fleet, cycle), self.weights
         moved = self._per_token * terms.uncached
-        return moved + steps * terms.step + self.memory_price(terms.used, terms.uncached, fleet)
+        costs: FloatColumn = moved + (1.5 + weights.decode * fleet.predictor.answer_steps) * terms.step
+        memory = memory_price(terms, weights, fleet)
+        return costs if memory is None else costs + memory
 
 
-def _decodes(_: int, endpoint: object) -> bool:
-    labels = getattr(endpoint, "labels", {})
-    return labels.get(ROLE_LABEL, "") not in _PREFILL_ONLY
+def _decodes(_: int, endpoint: Endpoint) -> bool:
+    return endpoint.labels.get(ROLE_LABEL, "") not in _PREFILL_ONLY
 
 
-def _cost(pick: Pick) -> float:
+def _cost(pick: Answer) -> float:
     """Of a pick with its trace; infinite where that does not have it (a refusal, or the fallback of overload)."""
     trace = pick.trace
-    if pick.slot < 0 or trace is None or trace.total is None:
+    if isinstance(pick, Refused) or trace is None or trace.total is None:
         return float(np.inf)
     return -float(trace.total[pick.slot])

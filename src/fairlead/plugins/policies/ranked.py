@@ -1,7 +1,8 @@
 """The base of a policy that gives every endpoint a cost and takes the lowest.
 
 Filters (role, subset, model, health, load), the fallback when all are overloaded and the refusal when none is left are
-those of `Profile`. What is left to write is `cost`; see docs/policies.md.
+those of `Profile`. What is left to write is `cost`; see docs/policies.md. A policy that
+remembers what it chose also has `chosen` (`core.policy.PickObserver`).
 """
 
 from abc import abstractmethod
@@ -10,14 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fairlead.fleet.columns import BoolColumn, FloatColumn
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.cost import Terms, Weights
+from fairlead.core.policy import PREFIX_SHARE, Context, Cycle, Filter, Picker
+from fairlead.core.profile import Profile
+from fairlead.core.records import Trace
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams
-from fairlead.plugins.pickers.max_score import MaxScore, MaxScoreParams
-from fairlead.schedule.cycle import Cycle
-from fairlead.schedule.framework import Filter, Picker
-from fairlead.schedule.profile import Profile
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 
 class Ranked(Profile):
@@ -26,42 +28,56 @@ class Ranked(Profile):
     type: ClassVar[str]
     Params: ClassVar[Any] = NoParams
     takes_filters = True
+    #: Whether costs are milliseconds. Others only rank endpoints, which is enough to choose one for a request.
+    milliseconds: bool = False
+    weights = Weights()
 
     def __init__(
         self, params: Any = None, name: str = "", filters: Sequence[Filter] = (), picker: Picker | None = None
     ) -> None:
         self.params = self.Params() if params is None else params
         picker = picker or MaxScore(MaxScoreParams(near_tie=0.0))
-        super().__init__(name or self.type, filters, [(_Cost(self), 1.0)], picker)
+        super().__init__(name or self.type, filters, [], picker)
+        self._points = 1.0
 
     @abstractmethod
-    def cost(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         """One finite number per slot, any unit, the lowest is the best; ties are broken at random.
 
         Called once per decision with all slots, filtered or not. Read columns of `fleet.table`, change nothing.
         """
 
-    def _overflow(self, available: BoolColumn | None, request: Request, fleet: Fleet, cycle: Cycle) -> int:
+    def costs(
+        self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
+    ) -> FloatColumn:
+        """Those of several requests, one row each: late binding asks for them. Override it if that can be faster than
+        one request after the other. `shares` of the prompts are cached; `terms` are the cost kernel's."""
+        return np.array(
+            [self._cost_of(request, share, fleet, context) for request, share in zip(requests, shares, strict=True)]
+        )
+
+    def _cost_of(self, request: Request, share: FloatColumn, fleet: FleetView, context: Context) -> FloatColumn:
+        cycle = Cycle(context)
+        cycle.once(PREFIX_SHARE, lambda: share if np.count_nonzero(share) else None)
+        return self.cost(request, fleet, cycle)
+
+    def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:
         """Overload is when the choice matters most: the lowest cost, not the next in turn."""
         totals = -self.cost(request, fleet, cycle)
         if available is not None:
             totals = np.where(available, totals, -np.inf)
         return self._pick(request, fleet, totals, cycle)
 
-    def sent(self, request: Request, slot: int, fleet: Fleet, cycle: Cycle) -> None:
-        """Called after each pick. For policies that remember."""
-        return
-
-
-class _Cost:
-    """The policy's cost in the shape of a scorer."""
-
-    name = "cost"
-
-    def __init__(self, policy: Ranked) -> None:
-        self._policy = policy
-        if type(policy).sent is not Ranked.sent:
-            self.chosen = policy.sent
-
-    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn:
-        return -self._policy.cost(request, fleet, cycle)
+    def _totals(self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None) -> FloatColumn:
+        """The costs with a minus."""
+        try:
+            totals = -self.cost(request, fleet, cycle)
+            if totals.shape != (len(fleet.table),):
+                raise ValueError(f"costs of shape {totals.shape} for {len(fleet.table)} slots")
+        except Exception as error:
+            self._failed("cost", error)
+            totals = np.zeros(len(fleet.table))
+        else:
+            if trace is not None:
+                trace.scorers.append(("cost", 1.0, totals))
+        return self._after_demotions(totals, request, fleet, cycle, trace) if self._demoters else totals

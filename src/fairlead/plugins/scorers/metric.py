@@ -1,46 +1,41 @@
-"""`metric`: rate endpoints by any metric of theirs; a new one takes configuration only."""
+"""Rate endpoints by any metric of theirs (a new one takes configuration only), or by a label with context lengths."""
 
-from typing import Annotated, Literal
+from typing import Literal, Self
 
 import numpy as np
-from msgspec import Meta
+from pydantic import Field, model_validator
 
-from fairlead.fleet.columns import FloatColumn
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
-from fairlead.plugins.metric_columns import metric_column
-from fairlead.plugins.params import Params
-from fairlead.plugins.ranges import lower_is_better
-from fairlead.schedule.cycle import Cycle
-from fairlead.schedule.framework import CANDIDATES
+from fairlead.core.columns import FloatColumn
+from fairlead.core.policy import CANDIDATES, Cycle
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.columns import LABEL, ContextRanges, metric_column
+from fairlead.plugins.params import Params, Plain, lower_is_better
 
 
-class MetricParams(Params, frozen=True, kw_only=True):
-    #: A name under `metrics.engines.NAME.extra`, or a built-in column.
-    metric: Annotated[str, Meta(min_length=1)]
+class MetricParams(Params):
+    metric: str = Field(min_length=1, description="A name under `metrics.engines.NAME.extra`, or a built-in column.")
     better: Literal["low", "high"]
-    #: Values of the two ends; absent = lowest and highest of the candidates at hand.
-    range: tuple[float, float] | None = None
-    #: Score of endpoints that do not report the metric.
-    missing: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    range: tuple[float, float] | None = Field(
+        default=None, description="Values of the two ends; absent = lowest and highest of the candidates at hand."
+    )
+    missing: float = Field(default=0.0, ge=0, le=1, description="Score of endpoints that do not report the metric.")
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError("range: the second number must be the larger one")
+        return self
 
 
-class Metric:
+class Metric(Plain):
     """The metric's place between the ends of `range`, 1 at the better end. Outside of the range it is cut."""
 
     type = "metric"
     Params = MetricParams
-    weight = 1.0
+    _params: MetricParams
 
-    def __init__(self, params: MetricParams, name: str = type) -> None:
-        self.name = name
-        self._params = params
-
-    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         params = self._params
         values = metric_column(fleet, params.metric)
         if params.range is None:
@@ -51,3 +46,38 @@ class Metric:
             if params.better == "low":
                 scores = 1.0 - scores
         return np.where(np.isnan(scores), params.missing, scores)
+
+
+UNLABELLED = 0.5
+
+
+class ContextLengthScorerParams(Params):
+    label: str = Field(default=LABEL, description="Label with the range, in tokens.")
+
+
+class ContextLengthScorer:
+    """In range 0.3 + 0.7 · (0.7 / (1 + width/10000) + 0.3 · headroom/width); outside 0.3 / (1 + distance/1000); 0.5
+    without a label.
+
+    Narrow ranges win over wide ones, then those with room above the prompt. Source: the reference picker's
+    context-length-aware.
+    """
+
+    type = "context-length"
+    Params = ContextLengthScorerParams
+    weight = 1.0
+
+    def __init__(self, params: ContextLengthScorerParams, name: str = type) -> None:
+        self.name = name
+        self._ranges = ContextRanges(params.label)
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        if not self._ranges.read(fleet):
+            return None
+        low, high, tokens = self._ranges.low, self._ranges.high, float(request.prompt_tokens)
+        width = np.maximum(high - low, 1.0)
+        inside = 0.3 + 0.7 * (0.7 / (1.0 + width / 10_000.0) + 0.3 * (high - tokens) / width)
+        distance = np.maximum(low - tokens, tokens - high)
+        outside = 0.3 / (1.0 + np.maximum(distance, 0.0) / 1000.0)
+        score = np.where(distance <= 0, np.clip(inside, 0.0, 1.0), outside)
+        return np.where(np.isnan(low), UNLABELLED, score)

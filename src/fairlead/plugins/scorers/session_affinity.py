@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from fairlead.fleet.columns import BoolColumn, FloatColumn
-from fairlead.fleet.conversations import PREFIX as RECOGNISED
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.request import Request
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.conversations import PREFIX as RECOGNISED
+from fairlead.core.policy import CANDIDATES, Cycle
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams
-from fairlead.schedule.cycle import Cycle
-from fairlead.schedule.framework import CANDIDATES
 
 _CACHE = 4096
 #: The finaliser of splitmix64 (Steele, Lea, Flood 2014): mixes two 64-bit hashes over a whole column at once.
@@ -40,7 +39,7 @@ class SessionAffinity:
         #: Hash of a session to its slot, for the endpoints and candidates above.
         self._homes: dict[int, int] = {}
 
-    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         # A conversation that was recognised by its prompt is where its prompt is: no need to draw a home by lot.
         if not request.session or request.session[0] == RECOGNISED:
             return None

@@ -1,29 +1,31 @@
 """The rules of others: each keeps the policy contract and decides by its own formula."""
 
+import sys
 from collections import Counter
 from random import Random
 from typing import Any
 
 import pytest
 
+from fairlead.compat.load import load
 from fairlead.config.builtins import BUILTINS
-from fairlead.config.load import load
 from fairlead.config.registry import build_policy
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.endpoint import Sample
-from fairlead.model.request import Request
-from fairlead.plugins.filters.role import Role, RoleParams
-from fairlead.plugins.policies.consistent_hashing import ConsistentHashingBounded
-from fairlead.plugins.policies.dynamic_weights import HIGH, LOW, MIDDLE, DynamicWeights
-from fairlead.plugins.policies.dynamo import DynamoLinear
-from fairlead.plugins.policies.least_requests import LeastRequests
-from fairlead.plugins.policies.lmetric import Lmetric
-from fairlead.plugins.policies.lpwl import Lpwl
-from fairlead.plugins.policies.power_of_two import PowerOfTwo
-from fairlead.plugins.policies.sglang import SglangCacheAware
-from fairlead.plugins.policies.sticky import StickyUntilSaturated
-from fairlead.plugins.policies.weights import Weights322
-from fairlead.schedule.cycle import Context
+from fairlead.core.endpoint import Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context
+from fairlead.core.request import Request
+from fairlead.plugins.filters.ability import Role, RoleParams
+from fairlead.plugins.policies.by_load import DynamoLinear, LeastRequests, Lmetric, Lpwl, PowerOfTwo
+from fairlead.plugins.policies.by_prefix import (
+    HIGH,
+    LOW,
+    MIDDLE,
+    ConsistentHashingBounded,
+    DynamicWeights,
+    SglangCacheAware,
+    StickyUntilSaturated,
+    Weights322,
+)
 from fairlead.testing import assert_refused, assert_routed, busy, check_policy, endpoint, fleet, holds, request
 
 SHARED = "a beginning that many prompts share, long enough for a few blocks " * 60
@@ -31,7 +33,7 @@ SHARED = "a beginning that many prompts share, long enough for a few blocks " * 
 
 def spread(policy: Any, known: Fleet, asked: Request, times: int = 60) -> Counter[str]:
     rng = Random(5)
-    return Counter(known.table.ids[policy.choose([asked], known, Context(0.0, rng))[0].slot] for _ in range(times))
+    return Counter(known.table.ids[policy.choose(asked, known, Context(0.0, rng)).slot] for _ in range(times))
 
 
 @pytest.mark.parametrize("name", sorted(BUILTINS["policy"]))
@@ -44,13 +46,26 @@ def test_every_policy_keeps_the_contract_and_the_ability_filters(name: str) -> N
 
 
 @pytest.mark.parametrize("name", sorted(BUILTINS["policy"]))
+def test_parameters_are_plain_attributes_when_requests_come(name: str) -> None:
+    policy = build_policy(load(f"policy: {name}\nendpoints: ['10.0.0.1:1']\n"))
+    known, asked, files = fleet("e0", "e1"), request("hello"), set[str]()
+    sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+    try:
+        policy.choose(asked, known, Context(0.0, Random(1)))
+    finally:
+        sys.setprofile(None)
+    assert any("plugins" in file for file in files)
+    assert not [file for file in files if "pydantic" in file]
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS["policy"]))
 def test_same_seed_same_choices(name: str) -> None:
     def run() -> list[int]:
         policy = build_policy(load(f"policy: {name}\nendpoints: ['10.0.0.1:1']\n"))
         known, rng, slots = fleet("e0", "e1", "e2", "e3"), Random(3), []
         for number in range(40):
             asked = Request(id=number, arrived=0.0, prompt_tokens=500 + 37 * number)
-            slots.append(policy.choose([asked], known, Context(0.0, rng))[0].slot)
+            slots.append(policy.choose(asked, known, Context(0.0, rng)).slot)
             known.charge(asked, slots[-1], 0.0, 0, 10.0)
         return slots
 
@@ -118,7 +133,7 @@ def test_sglang_sends_what_nobody_has_to_the_smallest_tree() -> None:
     known, policy, rng = fleet("e0", "e1", "e2"), SglangCacheAware(), Random(1)
     sizes = Counter[str]()
     for _ in range(30):
-        pick = policy.choose([request(prompt_tokens=1000)], known, Context(0.0, rng))[0]
+        pick = policy.choose(request(prompt_tokens=1000), known, Context(0.0, rng))
         sizes[known.table.ids[pick.slot]] += 1
     assert max(sizes.values()) - min(sizes.values()) <= 2
 
@@ -128,7 +143,7 @@ def test_sglang_forgets_endpoints_that_left() -> None:
     for number in range(50):
         known.down(f"e{number}")
         known.up(endpoint(f"e{number + 1}"))
-        policy.choose([request(prompt_tokens=10)], known, Context(0.0, rng))
+        policy.choose(request(prompt_tokens=10), known, Context(0.0, rng))
     assert len(policy.trees) <= 4
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.model.endpoint import Sample
-from fairlead.model.request import Request
-from fairlead.plugins.filters.queue_depth import QueueDepth, QueueDepthParams
-from fairlead.plugins.filters.role import Role, RoleParams
+from fairlead.core.endpoint import Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context
+from fairlead.core.request import Request
+from fairlead.plugins.filters.ability import Role, RoleParams
+from fairlead.plugins.filters.load import QueueDepth, QueueDepthParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
-from fairlead.schedule.cycle import Context
 from fairlead.testing import assert_refused, assert_routed, busy, check_policy, endpoint, fleet, holds, request
 
 LONG = "the beginning that all share " * 600
@@ -27,7 +27,7 @@ def pool(**changed: dict[str, float]) -> Fleet:
 def spread(known: Fleet, asked: Request, policy: CostModel | None = None, times: int = 60) -> Counter[str]:
     policy = policy or CostModel()
     rng = Random(7)
-    picks = [policy.choose([asked], known, Context(1.0, rng))[0].slot for _ in range(times)]
+    picks = [policy.choose(asked, known, Context(1.0, rng)).slot for _ in range(times)]
     return Counter(known.table.ids[slot] for slot in picks)
 
 
@@ -39,8 +39,8 @@ def answered(known: Fleet, name: str, asked: Sequence[Request], seconds: float) 
     for one in asked:
         lease = known.charge(one, slot, now, 0, 1.0)
         now += seconds
-        known.first_token(one.id, now)
-        known.ledger.release(lease.request.id)
+        known.first_token(lease, now)
+        known.ledger.release(lease)
         now += 1.0
 
 
@@ -140,7 +140,7 @@ def test_when_all_are_overloaded_the_least_costly_is_taken_and_it_is_said() -> N
     busy(known, "e0", [request(prompt_tokens=9000)])
     busy(known, "e2", [request(prompt_tokens=9000)])
     policy = CostModel(filters=[QueueDepth(QueueDepthParams(max_queue_length=1))])
-    picks = [policy.choose([request(prompt_tokens=100)], known, Context(0.0, Random(i)))[0] for i in range(5)]
+    picks = [policy.choose(request(prompt_tokens=100), known, Context(0.0, Random(i))) for i in range(5)]
     assert {known.table.ids[pick.slot] for pick in picks} == {"e1"}
     assert all(pick.overloaded for pick in picks)
 
@@ -164,6 +164,6 @@ def test_departed_endpoints_are_not_chosen() -> None:
 
 def test_overload_is_said_when_many_wait_everywhere() -> None:
     known = pool(e0={"waiting": 300}, e1={"waiting": 250}, e2={"waiting": 199})
-    assert not CostModel().choose([request(prompt_tokens=10)], known, Context(0.0, Random(1)))[0].overloaded
+    assert not CostModel().choose(request(prompt_tokens=10), known, Context(0.0, Random(1))).overloaded
     known.sampled("e2", 0.0, 0.0, Sample(**{**IDLE, "waiting": 200}))
-    assert CostModel().choose([request(prompt_tokens=10)], known, Context(0.0, Random(1)))[0].overloaded
+    assert CostModel().choose(request(prompt_tokens=10), known, Context(0.0, Random(1))).overloaded

@@ -5,9 +5,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fairlead.config.builtins import BUILTINS
-from fairlead.config.defaults import POLICIES
-from fairlead.schedule.cycle import Context
+from fairlead.config.builtins import BUILTINS, POLICIES
+from fairlead.core.policy import Context
 from fairlead.testing import check_policy, fleet, request
 
 TEXT = (Path(__file__).parents[4] / "docs" / "policies.md").read_text()
@@ -21,7 +20,7 @@ def test_the_tutorial_policy_works() -> None:
     policy = made["ShortestWait"]()
     check_policy(policy)
     known = fleet("e0", "e1", samples={"e0": {"running": 3}, "e1": {"running": 0}})
-    assert policy.choose([request("hello")], known, Context(0.0, Random(1)))[0].slot == 1
+    assert policy.choose(request("hello"), known, Context(0.0, Random(1))).slot == 1
     assert len(code[1].splitlines()) < 40
 
 

@@ -4,18 +4,17 @@ from random import Random
 
 import pytest
 
-from fairlead.fleet.fleet import Fleet
-from fairlead.model import events as ev
-from fairlead.model.decision import DecisionRecord, OutcomeRecord
-from fairlead.model.endpoint import Endpoint, Sample
-from fairlead.model.instructions import Instruction, Record, Route
-from fairlead.model.request import Request
-from fairlead.parse.tokens import TokenEstimator
-from fairlead.pipeline import Pipeline
-from fairlead.plugins.filters.role import Role, RoleParams
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Instruction, Record, Route
+from fairlead.core.policy import Context, Picked
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.filters.ability import Role, RoleParams
 from fairlead.plugins.policies.prefill_decode import PrefillDecode, PrefillDecodeParams
-from fairlead.schedule.cycle import Context
-from fairlead.schedule.framework import Pick
 from fairlead.testing import SimClock, assert_refused, busy, check_policy, endpoint, fleet, holds, request
 
 LONG = "a long beginning that is worth a transfer " * 1500
@@ -33,9 +32,9 @@ def pool(*roles: str, running: int = 60) -> Fleet:
     return fleet(*endpoints, samples=samples)
 
 
-def pick(known: Fleet, asked: Request, **params: float) -> Pick:
+def pick(known: Fleet, asked: Request, **params: float) -> Picked:
     policy = PrefillDecode(PrefillDecodeParams(**params), filters=[Role(RoleParams())])
-    return policy.choose([asked], known, Context(1.0, Random(1)))[0]
+    return policy.choose(asked, known, Context(1.0, Random(1)))
 
 
 def test_keeps_the_contract_of_policies() -> None:

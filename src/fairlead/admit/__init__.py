@@ -1,1 +1,0 @@
-"""Flow control: who goes next. Requests wait here while no endpoint is open for them."""

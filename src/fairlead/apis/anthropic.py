@@ -1,0 +1,94 @@
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+import re
+from typing import TypeVar
+
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import Decoder
+
+from fairlead.apis.body import ABSENT, Body, Reader, Scalar, count, flag
+from fairlead.apis.openai import messages_of
+from fairlead.apis.parsed import Parsed, ParsedRequest, model_bytes, named, scope, sent, short_text
+from fairlead.apis.prompt import media_items, text_size
+from fairlead.core.apis import COUNT_TOKENS, MESSAGES
+
+
+class MessagesBody(Body, gc=False):
+    messages: Raw = ABSENT
+    system: Raw = ABSENT
+    max_tokens: Scalar = None
+    tools: Raw = ABSENT
+    thinking: Raw = ABSENT
+    metadata: Raw = ABSENT
+
+
+class _Metadata(Struct, gc=False):
+    user_id: Raw = ABSENT
+
+
+_read = Reader(MessagesBody).read
+_decode_metadata = Decoder(_Metadata).decode
+
+#: Where the client wants its provider to cache. It moves on with every turn and is no part of the prompt; left in, it
+#: would make the end of each turn differ from the same bytes one turn later. As `json.dumps` and as
+#: `JSON.stringify` write it; written in other ways it stays.
+_MARK = re.compile(rb', ?"cache_control": ?\{[^{}]{0,80}+\}')
+
+
+def parse_messages(body: bytes, content_type: str = "") -> Parsed:
+    """Raises `ClientError`.
+
+    The system prompt comes before the messages in the prompt, so it is hashed before them: requests that have only it
+    in common share it.
+    """
+    read = _read(body)
+    if read is None:
+        return None
+    messages = messages_of(read.messages)
+    items = media_items(messages)
+    system, tools = _unmarked(sent(read.system)), _unmarked(sent(read.tools))
+    root = scope(b"messages %b" % named(read.model, read.cache_salt), (b"thinking", read.thinking))
+    if tools:
+        root += b" tools %d:%b" % (len(tools), tools)
+    size = text_size(messages, items)
+    prompt = _unmarked(messages)
+    return ParsedRequest(
+        MESSAGES,
+        read.model or "",
+        flag(read.stream, "stream"),
+        count(read.max_tokens, "max_tokens"),
+        # Every stream of this API tells the usage.
+        include_usage=True,
+        prompt=(system, prompt) if system else (prompt,),
+        root=root,
+        prompt_bytes=size - len(messages) + len(prompt) + len(system) + len(tools),
+        user=_user(read.metadata),
+        media=items,
+    )
+
+
+def parse_count(body: bytes, content_type: str = "") -> Parsed:
+    """Raises `ClientError`. The same body; tokens are counted and nothing goes through the model."""
+    read = _read(body)
+    if read is None:
+        return None
+    messages_of(read.messages)
+    model_bytes(read.model)
+    return ParsedRequest(COUNT_TOKENS, read.model or "", user=_user(read.metadata))
+
+
+T = TypeVar("T", bytes, memoryview)
+
+
+def _unmarked(text: T) -> T | bytes:
+    """Without cache marks. A copy only if there are any."""
+    return text if _MARK.search(text) is None else _MARK.sub(b"", text)
+
+
+def _user(metadata: Raw) -> str:
+    if metadata is ABSENT:
+        return ""
+    try:
+        return short_text(_decode_metadata(metadata).user_id)
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return ""

@@ -1,0 +1,222 @@
+"""From the bytes of a request body to a typed struct, with one pass and without decoding the prompt.
+
+Theory. A router needs a handful of small fields of a body that is nearly all prompt. msgspec checks the whole body as
+JSON but keeps `messages`, `prompt` and the like as raw slices of it, so the cost is a scan at memory speed.
+
+Rules
+* The strict parser (RFC 8259) goes first. Model servers take more (vLLM 0.32 reads with Python's `json`), and what they
+  would serve must pass:
+  - Unpaired surrogates such as `"\\ud83d"`, which browsers send when text was cut inside an emoji, and which then stay
+    in a conversation. They are replaced by an escape of equal length and the body is read strictly again.
+  - NaN, UTF-16, surrogates as raw bytes: such a body is read with Python's `json`. Its prompt is the value dumped
+    again, so it shares no prefix with a body that was read strictly.
+* msgspec does not check UTF-8 inside slices, so non-ASCII bodies are checked here.
+* A key that occurs twice: the last one wins, as in Python's `json`.
+* The second reading builds objects, so it is limited to `SALVAGE_LIMIT` bytes. A larger body that the strict parser
+  refuses is left to the model server: it is scheduled unread.
+* Scalars are read as leniently as pydantic does for vLLM: `"5"`, `5.0` and `true` are integers, `"yes"` and `1` are
+  true. What pydantic refuses is a `ClientError` too.
+"""
+
+import json
+import re
+from codecs import BOM_UTF8, utf_8_decode
+from typing import Any, Generic, TypeVar
+
+from msgspec import DecodeError, Raw, Struct, ValidationError, convert
+from msgspec.json import Decoder
+from msgspec.structs import fields
+
+from fairlead.core.errors import ClientError
+
+#: Measured at 1 MiB of `{},`, the worst shape: 30 to 60 ms and 27 MB.
+SALVAGE_LIMIT = 1 << 20
+
+#: Larger limits say nothing more: no context window is that long. Keeps sums in 64 bits.
+MAX_COUNT = 2**31 - 1
+
+ABSENT = Raw(b"")
+Scalar = bool | int | float | str | None
+B = TypeVar("B", bound="Body")
+
+
+class StreamOptions(Struct, gc=False):
+    include_usage: Scalar = None
+
+
+class Body(Struct, gc=False):
+    """What bodies of most APIs have. `Raw` fields are slices of the body, `ABSENT` (compare by identity) if not sent.
+
+    A field whose value is an object or a list is declared `Raw`, so that a value of another type is not refused here.
+    """
+
+    model: str | None = None
+    stream: Scalar = False
+    cache_salt: Raw = ABSENT
+
+
+_SURROGATE = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+#: All that comes before the next unpaired surrogate, in one match.
+_SOUND = re.compile(rb"(?:[^\\]++|%b|(?!%b)\\.)*+" % (_PAIR, _SURROGATE), re.DOTALL)
+#: As many are mended, 0.5 µs each; a body with more is one made to be slow.
+_MAX_MENDED = 65536
+_UTF8_STEP = 16384
+
+
+class Reader(Generic[B]):
+    """Reads bodies of one shape."""
+
+    __slots__ = ("_raws", "_shape", "decode")
+
+    def __init__(self, shape: type[B]) -> None:
+        self._shape = shape
+        #: Reads strictly, and does not look whether slices are UTF-8.
+        self.decode = Decoder(shape).decode
+        self._raws = [field.name for field in fields(shape) if field.type is Raw]
+
+    def read(self, body: bytes) -> B | None:
+        """`None` = too large for a second reading. Raises `ClientError`, and nothing else."""
+        try:
+            read = self.decode(body)
+            if body.isascii() or is_utf8(body):
+                return read
+        except (DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+        return self._mended(body) or self._salvaged(body)
+
+    def _mended(self, body: bytes) -> B | None:
+        """Read without unpaired surrogates and byte order mark; `None` if that does not help."""
+        mended = _mend(body.removeprefix(BOM_UTF8))
+        if mended == body or not is_utf8(mended):
+            return None
+        try:
+            read = self.decode(mended)
+        except (DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if read.model and "\ufffd" in read.model:
+            raise ClientError("'model' is not valid Unicode text.", param="model")
+        return read
+
+    def _salvaged(self, body: bytes) -> B | None:
+        """Read as Python's `json` does, and say what is wrong if even that fails."""
+        if len(body) > SALVAGE_LIMIT:
+            return None
+        try:
+            members = _load(body)
+            if not isinstance(members, dict):
+                raise ClientError("The request body must be a JSON object.")
+            raws = {name: members.pop(name) for name in self._raws if name in members}
+            read = convert(_encodable(members), self._shape)
+            for name, value in raws.items():
+                setattr(read, name, Raw(json.dumps(value).encode()))
+        except RecursionError:
+            raise ClientError("The request body is nested too deeply.") from None
+        except UnicodeEncodeError:  # an unpaired surrogate, as raw bytes, where something else than text is expected
+            raise ClientError("A field of the request body is not valid Unicode text.") from None
+        except ValidationError as exc:
+            raise _wrong_type(str(exc)) from None
+        return read
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether `data` is UTF-8. In steps that stay in the cache: 3 to 6 times as fast as one `decode` at 500 kB."""
+    view = memoryview(data)
+    start, size = 0, len(data)
+    try:
+        while size - start > _UTF8_STEP:
+            start += utf_8_decode(view[start : start + _UTF8_STEP], "strict", False)[1]
+        utf_8_decode(view[start:], "strict", True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _mend(body: bytes) -> bytes:
+    """With `\\ufffd` in place of unpaired surrogates, up to a limit."""
+    pieces: list[bytes] = []
+    start = 0
+    while len(pieces) < _MAX_MENDED:
+        match = _SOUND.match(body, start)
+        end = match.end() if match else start
+        if end + 6 > len(body) or body[end] != 0x5C:
+            break
+        pieces.append(body[start:end])
+        start = end + 6
+    return rb"\ufffd".join([*pieces, body[start:]]) if pieces else body
+
+
+def _encodable(members: dict[str, Any]) -> dict[str, Any]:
+    """Without keys with unpaired surrogates, which `convert` cannot take: none of ours has any, here or one deeper."""
+    return {
+        name: {key: held for key, held in value.items() if _is_text(key)} if isinstance(value, dict) else value
+        for name, value in members.items()
+        if _is_text(name)
+    }
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _load(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as exc:
+        raise ClientError(f"The request body is not valid JSON: {exc.msg} (character {exc.pos}).") from None
+    except UnicodeDecodeError as exc:
+        raise ClientError(
+            f"The request body is not valid {exc.encoding} text: {exc.reason} (byte {exc.start})."
+        ) from None
+    except ValueError:
+        # int() refuses more than sys.int_max_str_digits digits; so does the model server.
+        raise ClientError("The request body contains a number with too many digits.") from None
+
+
+_WANTED = {"model": "a string", "stream": "a boolean", "stream_options": "an object"}
+
+
+def _wrong_type(reason: str) -> ClientError:
+    match = re.search(r"\$\.(\w+)", reason)
+    name = match.group(1) if match else ""
+    return ClientError(f"Invalid type for '{name}': expected {_WANTED.get(name, 'an integer')}.", param=name or None)
+
+
+_TRUE = frozenset(("true", "t", "yes", "y", "on", "1"))
+_FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
+
+
+def flag(value: Scalar, name: str) -> bool:
+    """A boolean as pydantic reads it; absent is false. Raises `ClientError`."""
+    if value is None or value == 0:
+        return False
+    if value == 1:
+        return True
+    if isinstance(value, str):
+        word = value.lower()
+        if word in _TRUE or word in _FALSE:
+            return word in _TRUE
+    raise ClientError(f"Invalid type for '{name}': expected a boolean.", param=name)
+
+
+def count(value: Scalar, name: str) -> int:
+    """A count as pydantic reads integers, forced into 0..`MAX_COUNT`; absent is 0. Raises `ClientError`."""
+    if value is None:
+        return 0
+    if type(value) is int:
+        return min(max(value, 0), MAX_COUNT)
+    try:
+        number = float(value) if isinstance(value, float | str) and not _is_digits(value) else int(value)
+        if number == int(number):
+            return min(max(int(number), 0), MAX_COUNT)
+    except (ValueError, OverflowError):
+        pass
+    raise ClientError(f"Invalid type for '{name}': expected an integer.", param=name)
+
+
+def _is_digits(value: float | str) -> bool:
+    return isinstance(value, str) and value.strip().lstrip("+-").isdecimal()

@@ -1,0 +1,187 @@
+"""Which metric of which engine says what: pure data, so that a configuration can replace or extend it.
+
+A spec names series of one family: `name` or `name{label=value,other="v"}`. A series matches when it has all of the
+named labels with exactly these values; it may have more. Several specs for one field are spellings of the same thing
+over engine versions: the first that is on the page counts.
+"""
+
+import re
+from collections.abc import Container, Mapping
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
+
+from fairlead.core.errors import ConfigError
+
+#: Endpoint labels that name the engine, the current one first (llm-d's core-metrics-extractor).
+ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+DEFAULT_ENGINE = "vllm"
+
+
+class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Specs per field of `Sample`. An empty tuple means that the engine does not report the field."""
+
+    #: Summed over all matching series (one per data-parallel engine).
+    waiting: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+    #: Share 0..1; the highest matching series.
+    kv_usage: tuple[str, ...] = ()
+    #: Gauge whose value is a time stamp; labels `running_lora_adapters`, `waiting_lora_adapters`, `max_lora`.
+    lora: tuple[str, ...] = ()
+    #: Info gauge that carries block size and count as labels.
+    cache_info: tuple[str, ...] = ()
+    block_size_label: str = "block_size"
+    num_blocks_label: str = "num_gpu_blocks"
+    #: Where block size (highest series) and count (summed) are gauges of their own.
+    block_size: tuple[str, ...] = ()
+    num_blocks: tuple[str, ...] = ()
+    #: Counters, in tokens, summed.
+    prefix_queries: tuple[str, ...] = ()
+    prefix_hits: tuple[str, ...] = ()
+    #: Further gauges for `Sample.extra`: name to spec, summed.
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+class Spec(Struct, frozen=True):
+    """A parsed spec: a family and the labels that a series of it must have."""
+
+    family: bytes
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_MATCHER = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*(?:"((?:[^"\\]|\\["\\n])*)"|([^\s,{}"=\\]+))\s*')
+_ESCAPE = re.compile(r"\\(.)")
+
+
+def parse_spec(text: str, path: str = "$") -> Spec:
+    """Read `name` or `name{label=value,l2="v"}`. Raises `ConfigError` that names `path`."""
+    text = text.strip()
+    name = _NAME.match(text)
+    if name is None:
+        raise ConfigError(f"expected a metric name, got {text!r}", path)
+    labels = text[name.end() :].strip()
+    if not labels:
+        return Spec(name[0].encode())
+    if labels[0] != "{" or labels[-1] != "}":
+        raise ConfigError(f"expected `name` or `name{{label=value}}`, got {text!r}", path)
+    return Spec(name[0].encode(), _matchers(labels[1:-1], text, path))
+
+
+def _matchers(inner: str, text: str, path: str) -> tuple[tuple[str, str], ...]:
+    matchers: dict[str, str] = {}
+    position = 0
+    while position < len(inner) and inner[position:].strip():
+        match = _MATCHER.match(inner, position)
+        if match is None or (match.end() < len(inner) and inner[match.end()] != ","):
+            raise ConfigError(f"expected label=value at {inner[position:]!r} of {text!r}", path)
+        label, quoted, bare = match.groups()
+        if label in matchers:
+            raise ConfigError(f"label {label!r} is named twice in {text!r}", path)
+        matchers[label] = bare if quoted is None else _ESCAPE.sub(lambda m: "\n" if m[1] == "n" else m[1], quoted)
+        position = match.end() + 1
+    return tuple(matchers.items())
+
+
+class EngineSpecs(Struct, frozen=True, kw_only=True):
+    """An `EngineMetrics` with its specs parsed; shared by all readers of one engine."""
+
+    waiting: tuple[Spec, ...]
+    running: tuple[Spec, ...]
+    kv_usage: tuple[Spec, ...]
+    lora: tuple[Spec, ...]
+    cache_info: tuple[Spec, ...]
+    block_size_label: str
+    num_blocks_label: str
+    block_size: tuple[Spec, ...]
+    num_blocks: tuple[Spec, ...]
+    prefix_queries: tuple[Spec, ...]
+    prefix_hits: tuple[Spec, ...]
+    extra: tuple[tuple[str, Spec], ...]
+
+
+def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
+    """Parse every spec. Raises `ConfigError` with the path of the bad one, e.g. `$.engines.vllm.waiting[0]`."""
+
+    named = asdict(metrics)
+
+    def parse(name: str) -> tuple[Spec, ...]:
+        return tuple(parse_spec(text, f"{path}.{name}[{i}]") for i, text in enumerate(named[name]))
+
+    return EngineSpecs(
+        waiting=parse("waiting"),
+        running=parse("running"),
+        kv_usage=parse("kv_usage"),
+        lora=parse("lora"),
+        cache_info=parse("cache_info"),
+        block_size_label=metrics.block_size_label,
+        num_blocks_label=metrics.num_blocks_label,
+        block_size=parse("block_size"),
+        num_blocks=parse("num_blocks"),
+        prefix_queries=parse("prefix_queries"),
+        prefix_hits=parse("prefix_hits"),
+        extra=tuple((key, parse_spec(text, f"{path}.extra.{key}")) for key, text in metrics.extra.items()),
+    )
+
+
+def named_engine(labels: Mapping[str, str]) -> str:
+    """What an endpoint's labels say, known or not; empty when they name no engine."""
+    return next((labels[label] for label in ENGINE_LABELS if labels.get(label)), "")
+
+
+def unknown_engine(labels: Mapping[str, str], known: Container[str]) -> str:
+    """The engine that the labels name if it is not among these; else empty."""
+    engine = named_engine(labels)
+    return "" if engine in known else engine
+
+
+def engine_of(labels: Mapping[str, str], engines: Mapping[str, EngineMetrics], default: str = DEFAULT_ENGINE) -> str:
+    """The engine that an endpoint's labels name; `default` when they name none, or one that is not in the table."""
+    engine = named_engine(labels)
+    return engine if engine in engines else default
+
+
+_TRT = "nv_trt_llm_request_metrics"
+_TRT_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
+
+#: Names seen on vLLM 0.32 and, after them, older spellings and what relabelling makes of them.
+ENGINES: Mapping[str, EngineMetrics] = {
+    "vllm": EngineMetrics(
+        waiting=("vllm:num_requests_waiting", "vllm_num_requests_waiting", "vllm_queue_depth"),
+        running=("vllm:num_requests_running", "vllm_num_requests_running"),
+        kv_usage=(
+            "vllm:kv_cache_usage_perc",
+            "vllm:gpu_cache_usage_perc",
+            "vllm_kv_cache_usage_perc",
+            "vllm_kv_cache_utilization",
+        ),
+        lora=("vllm:lora_requests_info", "vllm_lora_requests_info"),
+        cache_info=("vllm:cache_config_info", "vllm_cache_config_info"),
+        prefix_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+        prefix_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    ),
+    "sglang": EngineMetrics(
+        waiting=("sglang:num_queue_reqs", "sglang_num_queue_reqs"),
+        running=("sglang:num_running_reqs", "sglang_num_running_reqs"),
+        kv_usage=("sglang:token_usage", "sglang_token_usage"),
+        cache_info=("sglang:cache_config_info", "sglang_cache_config_info"),
+        block_size_label="page_size",
+        num_blocks_label="num_pages",
+    ),
+    "trtllm-serve": EngineMetrics(
+        waiting=("trtllm_num_requests_waiting",),
+        running=("trtllm_num_requests_running",),
+        kv_usage=("trtllm_kv_cache_utilization",),
+        block_size=("trtllm_kv_cache_tokens_per_block",),
+        num_blocks=("trtllm_kv_cache_max_blocks",),
+    ),
+    "triton-tensorrt-llm": EngineMetrics(
+        waiting=(_TRT + "{request_type=waiting}",),
+        running=(_TRT + "{request_type=scheduled}",),
+        kv_usage=(_TRT_BLOCKS + "{kv_cache_block_type=fraction}",),
+        block_size=(_TRT_BLOCKS + "{kv_cache_block_type=tokens_per}",),
+        num_blocks=(_TRT_BLOCKS + "{kv_cache_block_type=max}",),
+    ),
+    # `nv_inference_exec_count` is a cumulative counter, no number of running requests: not read.
+    "triton": EngineMetrics(waiting=("nv_inference_pending_request_count",)),
+}

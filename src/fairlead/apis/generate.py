@@ -1,0 +1,156 @@
+"""Token ids in: vLLM's `/inference/v1/generate` and SGLang's `/generate` (which also takes text)."""
+
+from typing import Any
+
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import Decoder
+
+from fairlead.apis.body import ABSENT, Body, Reader, Scalar, StreamOptions, count, flag
+from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, Text, is_sent, named, scope, short_text
+from fairlead.apis.prompt import MEDIA_BYTES, list_prefix, text_or_list, token_ids
+from fairlead.core.apis import GENERATE, SGLANG
+from fairlead.core.errors import ClientError
+
+
+class GenerateBody(Body, gc=False):
+    token_ids: Raw = ABSENT
+    sampling_params: Raw = ABSENT
+    stream_options: StreamOptions | None = None
+    #: Hashes and places of media whose tokens are only placeholders.
+    features: Raw = ABSENT
+
+
+class SglangBody(Body, gc=False):
+    text: Raw = ABSENT
+    input_ids: Raw = ABSENT
+    input_embeds: Raw = ABSENT
+    sampling_params: Raw = ABSENT
+    #: SGLang's cache salt.
+    extra_key: Raw = ABSENT
+    lora_path: Raw = ABSENT
+    image_data: Raw = ABSENT
+    audio_data: Raw = ABSENT
+    video_data: Raw = ABSENT
+    session_params: Raw = ABSENT
+
+
+class _Sampling(Struct, gc=False):
+    max_tokens: Scalar = None
+    max_new_tokens: Scalar = None
+    n: Scalar = None
+
+
+class _Features(Struct, gc=False):
+    mm_hashes: Raw = ABSENT
+
+
+_read_generate = Reader(GenerateBody).read
+_read_sglang = Reader(SglangBody).read
+_decode_sampling = Decoder(_Sampling | list[_Sampling] | None).decode
+_decode_features = Decoder(_Features).decode
+_decode_hashes = Decoder(dict[str, list[Any] | None]).decode
+_decode_items = Decoder(list[Raw]).decode
+
+
+def parse_generate(body: bytes, content_type: str = "") -> Parsed:
+    """Raises `ClientError`."""
+    read = _read_generate(body)
+    if read is None:
+        return None
+    ids = list_prefix(read.token_ids)
+    tokens = token_ids(ids) if ids is not None else 0
+    if ids is None or not tokens:
+        raise ClientError("Missing required parameter: 'token_ids' must be a non-empty list.", param="token_ids")
+    hashes, media = _features(read.features)
+    sampling = _sampling(read.sampling_params)
+    options = read.stream_options
+    return ParsedRequest(
+        GENERATE,
+        read.model or "",
+        flag(read.stream, "stream"),
+        count(sampling.max_tokens, "max_tokens"),
+        options is not None and flag(options.include_usage, "stream_options"),
+        min(max(count(sampling.n, "n"), 1), MAX_N),
+        prompt=(ids,),
+        # Placeholder tokens are alike for all media: without the hashes two images would be one prefix.
+        root=scope(b"generate %b" % named(read.model, read.cache_salt), (b"media", hashes)),
+        prompt_bytes=len(ids),
+        prompt_tokens=tokens,
+        media=media,
+    )
+
+
+def parse_sglang(body: bytes, content_type: str = "") -> Parsed:
+    """Raises `ClientError`. The adapter (`lora_path`) is the model unless one is named."""
+    read = _read_sglang(body)
+    if read is None:
+        return None
+    text = _sglang_prompt(read)
+    sampling = _sampling(read.sampling_params)
+    media = sum(map(_items, (read.image_data, read.audio_data, read.video_data)))
+    return ParsedRequest(
+        SGLANG,
+        read.model or short_text(read.lora_path),
+        flag(read.stream, "stream"),
+        count(sampling.max_new_tokens, "max_new_tokens"),
+        # Every reply and every event of a stream has its `meta_info`.
+        include_usage=True,
+        n=min(max(count(sampling.n, "n"), 1), MAX_N),
+        prompt=(text.view,),
+        root=scope(
+            b"sglang %b" % named(read.model, read.extra_key),
+            (b"lora", read.lora_path),
+            (b"image", read.image_data),
+            (b"audio", read.audio_data),
+            (b"video", read.video_data),
+            (b"session", read.session_params),
+        ),
+        prompt_bytes=text.size + media * MEDIA_BYTES,
+        prompt_tokens=text.tokens,
+        media=media,
+    )
+
+
+def _sglang_prompt(read: SglangBody) -> Text:
+    for raw in (read.input_ids, read.text):
+        text = text_or_list(raw)
+        if text is not None:
+            return text
+    embeds = list_prefix(read.input_embeds)
+    if embeds is None:
+        raise ClientError("Missing required parameter: 'input_ids' or 'text'.", param="input_ids")
+    return Text(embeds, 0, 0)
+
+
+def _sampling(raw: Raw) -> _Sampling:
+    """Of a batch the first set counts. What is not readable is the model server's to refuse."""
+    if raw is ABSENT:
+        return _Sampling()
+    try:
+        sampling = _decode_sampling(raw)
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return _Sampling()
+    if isinstance(sampling, list):
+        sampling = sampling[0] if sampling else None
+    return sampling or _Sampling()
+
+
+def _features(raw: Raw) -> tuple[Raw, int]:
+    """The media hashes as sent, and how many there are."""
+    if not is_sent(raw):
+        return ABSENT, 0
+    try:
+        hashes = _decode_features(raw).mm_hashes
+        return hashes, sum(len(of_kind or ()) for of_kind in _decode_hashes(hashes).values()) if is_sent(hashes) else 0
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return ABSENT, 0
+
+
+def _items(raw: Raw) -> int:
+    """How many there are in a list, or one that stands alone."""
+    if not is_sent(raw):
+        return 0
+    try:
+        return len(_decode_items(raw))
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return 1

@@ -1,0 +1,405 @@
+"""The Prometheus text format: pages, families and sample lines, read no further than needed."""
+
+import re
+from collections.abc import Callable, Iterable
+from math import inf, isfinite
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead.apis.engine_metrics import EngineSpecs, Spec
+from fairlead.core.endpoint import Sample
+
+# One sample line of the Prometheus text format: `name{labels} value [timestamp] [# exemplar]`.
+#
+# Numbers are read as the format's parsers do, but only finite ones count: a NaN or infinite queue length is no
+# reading.
+
+# Possessive quantifiers: no input makes these backtrack, a hostile page costs linear time.
+_REST = re.compile(
+    rb'[ \t]*+(\{(?:[^"}\n]*+"(?:[^"\\\n]|\\.)*+")*+[^"}\n]*+\})?[ \t]*+([^\s#]++)'
+    rb"(?:[ \t]++[0-9.eE+-]++)?[ \t\r]*+(?:#.*+)?"
+)
+_LABEL = re.compile(rb'[ \t]*+([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]|\\.)*+)"[ \t]*+(,|$)')
+_ESCAPE = re.compile(rb'\\([\\"n])')
+
+
+def parse_sample(line: bytes, begin: int) -> tuple[bytes, float] | None:
+    """(text between the braces, value) of a line whose name ends at `begin`; `None` = malformed or not finite."""
+    match = _REST.fullmatch(line, begin)
+    if match is None:
+        return None
+    value = parse_value(match[2])
+    if value is None:
+        return None
+    braces: bytes | None = match[1]
+    return (braces[1:-1] if braces else b""), value
+
+
+def parse_value(text: bytes) -> float | None:
+    """A finite decimal number, else `None`. Python's digit separators (`1_0`) are not part of the format."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if isfinite(value) and b"_" not in text else None
+
+
+def parse_labels(inner: bytes) -> dict[str, str] | None:
+    """Labels of the text between the braces; `None` = malformed. A repeated label keeps its last value."""
+    labels: dict[str, str] = {}
+    position = 0
+    while position < len(inner):
+        match = _LABEL.match(inner, position)
+        if match is None:
+            return labels if not inner[position:].strip() and labels else None
+        value = match[2]
+        if b"\\" in value:
+            value = _ESCAPE.sub(lambda m: b"\n" if m[1] == b"n" else m[1], value)
+        labels[match[1].decode()] = value.decode("utf-8", "replace")
+        position = match.end()
+    return labels
+
+
+# Finding one family on a metrics page, and finding it again cheaply on the next page.
+#
+# Rules
+# * A sample line starts at a line start with the family's name, followed by `{`, a space or a tab. HELP and TYPE lines
+#   start with `#`, so a name in a help text never counts.
+# * A page whose last line has no newline was cut off: that line is no sample, and its family is not whole.
+# * `find_family` looks at the whole page, so scattered groups and pages without TYPE lines are read right.
+# * `Family.still_at` is the cheap way, for families that stood in one piece between their TYPE line and the next
+#   comment or the end of the page: pages of one server differ little, so the old text is looked for where it was. It
+#   is compared from the TYPE line to the following `#`, hence a series added at either end cannot be missed.
+#   Measured on a 51 kB page of vLLM 0.32: 0.15 us when found against 7-13 us for looking through the rest of the page.
+
+#: How far (bytes) a family may have moved between two pages to be found without a full search.
+SLACK = 256
+
+
+class Series(Struct):
+    """One sample: the raw text between its braces, and its value; `None` = malformed, not finite, or cut off."""
+
+    inner: bytes
+    value: float | None
+    _labels: dict[str, str] | None = None
+    _parsed: bool = False
+
+    def labels(self) -> dict[str, str] | None:
+        """Parsed once, on demand; `None` = malformed."""
+        if not self._parsed:
+            self._labels = parse_labels(self.inner)
+            self._parsed = True
+        return self._labels
+
+    def has(self, wanted: tuple[tuple[str, str], ...]) -> bool:
+        if not wanted:
+            return True
+        labels = self.labels()
+        return labels is not None and all(labels.get(name) == value for name, value in wanted)
+
+
+class Family(Struct):
+    """All samples of one family on one page."""
+
+    name: bytes
+    series: list[Series]
+    #: TYPE line, samples and the `#` behind them; empty when the family does not stand in one piece.
+    text: bytes = b""
+    at: int = 0
+    #: The page ends right behind the family.
+    last: bool = False
+
+    def still_at(self, page: bytes) -> bool:
+        """Whether the same text stands on `page` where it stood, or nearby; remembers where."""
+        text, start = self.text, self.at
+        if not page.startswith(text, start):
+            start = page.find(text, max(start - SLACK, 0), start + len(text) + SLACK)
+            if start < 0:
+                return False
+            self.at = start
+        return not self.last or start + len(text) == len(page)
+
+    def nearby(self, page: bytes) -> "Family | None":
+        """The family as it is now, looked for only around where it was; `None` = not found, or not in one piece."""
+        anchor = b"\n# TYPE " + self.name + b" "
+        position = page.find(anchor, max(self.at - SLACK - 1, 0), self.at + len(anchor) + SLACK)
+        if position < 0:
+            return None
+        start = end = page.find(b"\n", position + 1) + 1
+        while start and (stop := _sample_end(page, self.name, end)):
+            end = stop
+        return _whole(page, self.name, start, end) if end > start else None
+
+
+def find_family(page: bytes, name: bytes, before: Family | None = None) -> Family | None:
+    """The family `name` with all its samples, wherever they are; `None` = not on the page. O(page).
+
+    `before` is the family on an earlier page: where the text is the same its series are taken over, not parsed again.
+    """
+    spans: list[tuple[int, int]] = []
+    needle = b"\n" + name
+    name_start = 0 if page.startswith(name) else page.find(needle) + 1 or -1
+    while name_start >= 0:
+        end = _sample_end(page, name, name_start)
+        if end:
+            spans.append((name_start, end))
+        name_start = page.find(needle, max(end - 1, name_start)) + 1 or -1
+    if not spans:
+        return None
+    start, end = spans[0][0], spans[-1][1]
+    in_one_piece = end - start == sum(stop - begin for begin, stop in spans)
+    if in_one_piece and (family := _whole(page, name, start, end, before)):
+        return family
+    return Family(name, [_series(page, name, begin, stop) for begin, stop in spans])
+
+
+def _sample_end(page: bytes, name: bytes, start: int) -> int:
+    """Where the next line begins if a sample of the family begins at `start`; 0 = it does not."""
+    behind = start + len(name)
+    if not page.startswith(name, start) or page[behind : behind + 1] not in (b"{", b" ", b"\t"):
+        return 0
+    return page.find(b"\n", behind) + 1 or len(page)
+
+
+def _whole(page: bytes, name: bytes, start: int, end: int, before: Family | None = None) -> Family | None:
+    """The family from its samples at `start:end`, if a TYPE line stands before and a comment or nothing behind."""
+    type_at = page.rfind(b"\n", 0, max(start - 1, 0)) + 1
+    last = end == len(page)
+    if not page.startswith(b"# TYPE " + name + b" ", type_at) or not (last or page[end : end + 1] == b"#"):
+        return None
+    if page[end - 1 : end] != b"\n":
+        return None
+    text = page[type_at : end if last else end + 1]
+    if before is not None and before.text == text:
+        return Family(name, before.series, text, type_at, last)
+    series = []
+    position = start
+    while position < end:
+        stop = page.find(b"\n", position) + 1
+        series.append(_series(page, name, position, stop))
+        position = stop
+    return Family(name, series, text, type_at, last)
+
+
+def _series(page: bytes, name: bytes, start: int, end: int) -> Series:
+    line = page[start:end]
+    if not line.endswith(b"\n"):
+        return Series(line, None)
+    sample = parse_sample(line[:-1], len(name))
+    return Series(line, None) if sample is None else Series(sample[0], sample[1])
+
+
+# A model server's metrics page (Prometheus text) to a `Sample`, reading only the families that matter.
+#
+# Rules
+# * A field that cannot be read is `None` and says so in `Reading.problems`; nothing here raises, whatever the bytes.
+# * With several series (data-parallel engines on one page) counts are summed and KV usage is the highest. If one of
+#   them is unreadable the whole field is: half a sum would look like an idle endpoint.
+# * `lora_requests_info` keeps old label sets for ever and its value is the time they were true: the newest counts.
+# * Within one process that family never leaves the page. A whole page without it, of an endpoint that had it before,
+#   is that of a new process, which has loaded nothing yet: `adapters` is empty, not `None`.
+# * A reader remembers one endpoint's page. `read(page, full=False)` compares the families where they stood before and
+#   parses only what changed; a family that is new on the page is seen at the next full read.
+
+#: A share may exceed 1 by rounding, not by more: 37 would be a percentage, and every endpoint would look full.
+_SHARE_TOLERANCE = 1e-3
+_MAX_SHOWN = 100
+#: Largest count believed; keeps `int()` and sums sane.
+_MAX_COUNT = 1e15
+
+
+class Reading(Struct, frozen=True):
+    """What a page said. `problems` name fields of the engine's table that it lacks or that are unreadable."""
+
+    sample: Sample
+    problems: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """None of the load gauges is there: not a page of this engine."""
+        return self.sample.waiting is None and self.sample.running is None and self.sample.kv_usage is None
+
+
+class PageReader:
+    """Reads the pages of one endpoint."""
+
+    def __init__(self, specs: EngineSpecs) -> None:
+        self._specs = specs
+        self._families: dict[bytes, Family | None] = {}
+        self._steady = False
+        self._last: Reading | None = None
+        self._had_adapters = False
+
+    def read(self, page: bytes, full: bool = True) -> Reading:
+        """The very same object as last time is returned when nothing of interest changed."""
+        changed: bool | None = None
+        if not full and self._steady and self._last is not None and page.endswith(b"\n"):
+            changed = self._refresh(page)
+            if changed is False:
+                return self._last
+        before = self._families
+        if changed is None:
+            self._families = {}
+        reading = _Interpreter(self._specs, page, self._families, before, self._had_adapters).reading()
+        self._had_adapters = self._had_adapters or reading.sample.adapters is not None
+        self._steady = all(family is None or family.text for family in self._families.values())
+        if reading != self._last:
+            self._last = reading
+        assert self._last is not None
+        return self._last
+
+    def _refresh(self, page: bytes) -> bool | None:
+        """Update the known families from `page`: whether any changed, `None` = not found where they were."""
+        changed = False
+        for name, family in self._families.items():
+            if family is None or family.still_at(page):
+                continue
+            now = family.nearby(page)
+            if now is None:
+                return None
+            self._families[name] = now
+            changed = True
+        return changed
+
+
+def read_page(page: bytes, specs: EngineSpecs) -> Reading:
+    """Read one page from nothing."""
+    return PageReader(specs).read(page)
+
+
+class _Interpreter:
+    """One page's families to one reading. Families that `known` lacks are searched for, and added to it."""
+
+    def __init__(
+        self,
+        specs: EngineSpecs,
+        page: bytes,
+        known: dict[bytes, Family | None],
+        before: dict[bytes, Family | None],
+        had_adapters: bool,
+    ) -> None:
+        self._specs = specs
+        self._page = page
+        self._known = known
+        self._before = before
+        self._had_adapters = had_adapters
+        self._problems: list[str] = []
+
+    def reading(self) -> Reading:
+        specs = self._specs
+        if self._page and not self._page.endswith(b"\n"):
+            self._problems.append("the page is cut off: its last line has no end")
+        running_adapters, waiting_adapters, max_adapters = self._adapters()
+        block_size, num_blocks = self._cache()
+        sample = Sample(
+            waiting=self._number("waiting", specs.waiting, sum, required=True),
+            running=self._number("running", specs.running, sum, required=True),
+            kv_usage=self._number("kv_usage", specs.kv_usage, max, required=True, limit=1.0 + _SHARE_TOLERANCE),
+            adapters=running_adapters,
+            waiting_adapters=waiting_adapters,
+            max_adapters=max_adapters,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            prefix_queries=self._number("prefix_queries", specs.prefix_queries, sum),
+            prefix_hits=self._number("prefix_hits", specs.prefix_hits, sum),
+            extra=self._extra(),
+        )
+        if self._had_adapters and not self._series(specs.lora) and self._whole(sample):
+            sample = replace(sample, adapters=frozenset())
+        return Reading(sample, tuple(self._problems))
+
+    def _whole(self, sample: Sample) -> bool:
+        """The page has its end, and every load gauge that this engine has."""
+        wanted = (self._specs.waiting, self._specs.running, self._specs.kv_usage)
+        values = (sample.waiting, sample.running, sample.kv_usage)
+        there = all(value is not None for specs, value in zip(wanted, values, strict=True) if specs)
+        return there and self._page.endswith(b"\n")
+
+    def _series(self, specs: tuple[Spec, ...]) -> list[Series]:
+        """Series of the first spec that has any on the page."""
+        for spec in specs:
+            if spec.family not in self._known:
+                self._known[spec.family] = find_family(self._page, spec.family, self._before.get(spec.family))
+            family = self._known[spec.family]
+            if family is not None:
+                series = [row for row in family.series if row.value is None or row.has(spec.labels)]
+                if series:
+                    return series
+        return []
+
+    def _number(
+        self,
+        field: str,
+        specs: tuple[Spec, ...],
+        combine: Callable[[Iterable[float]], float],
+        required: bool = False,
+        limit: float = _MAX_COUNT,
+        floor: float = 0.0,
+    ) -> float | None:
+        series = self._series(specs)
+        if not series:
+            if required and specs:
+                self._problems.append(f"{field}: {specs[0].family.decode()} is not on the page")
+            return None
+        values: list[float] = []
+        for row in series:
+            if row.value is None:
+                self._unreadable(field, row)
+                return None
+            if not floor <= row.value <= limit:
+                self._problems.append(f"{field}: {row.value:g} is out of range")
+                return None
+            values.append(row.value)
+        total = combine(values)
+        return min(total, 1.0) if limit < 2 else total
+
+    def _extra(self) -> dict[str, float]:
+        values = {}
+        for name, spec in self._specs.extra:
+            value = self._number(f"extra.{name}", (spec,), sum, required=True, limit=inf, floor=-inf)
+            if value is not None:
+                values[name] = value
+        return values
+
+    def _adapters(self) -> tuple[frozenset[str] | None, frozenset[str], int]:
+        newest: dict[str, str] | None = None
+        newest_at = -inf
+        for row in self._series(self._specs.lora):
+            labels = row.labels() if row.value is not None else None
+            if labels is None or row.value is None:
+                self._unreadable("adapters", row)
+            elif row.value >= newest_at:
+                newest, newest_at = labels, row.value
+        if newest is None:
+            return None, frozenset(), 0
+        waiting = _names(newest.get("waiting_lora_adapters", ""))
+        return _names(newest.get("running_lora_adapters", "")), waiting, _count(newest.get("max_lora", ""))
+
+    def _cache(self) -> tuple[int, int]:
+        specs = self._specs
+        sizes: list[int] = []
+        counts: list[int] = []
+        for row in self._series(specs.cache_info):
+            labels = row.labels() if row.value is not None else None
+            if labels is None:
+                self._unreadable("cache_info", row)
+                return 0, 0
+            sizes.append(_count(labels.get(specs.block_size_label, "")))
+            counts.append(_count(labels.get(specs.num_blocks_label, "")))
+        size = max(sizes, default=0) or int(self._number("block_size", specs.block_size, max) or 0)
+        count = sum(counts) if all(counts) else 0
+        return size, count or int(self._number("num_blocks", specs.num_blocks, sum) or 0)
+
+    def _unreadable(self, field: str, series: Series) -> None:
+        shown = series.inner[:_MAX_SHOWN].decode("utf-8", "replace")
+        self._problems.append(f"{field}: unreadable line {shown!r}")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name for part in text.split(",") if (name := part.strip()))
+
+
+def _count(text: str) -> int:
+    """A label such as `16`; 0 when it is `None`, empty or anything else (vLLM says `None` before it has profiled)."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0

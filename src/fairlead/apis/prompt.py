@@ -1,0 +1,87 @@
+"""The raw JSON bytes of a prompt: what stays a prefix when it grows, and how long it is."""
+
+import re
+
+from msgspec import Raw
+
+from fairlead.apis.parsed import QUOTE, Text, is_sent
+
+_SPACE = b" \t\r\n"
+
+
+def list_prefix(raw: Raw) -> memoryview | None:
+    """The bytes of a JSON array without its closing bracket and the white space before it; `None` = not an array.
+
+    What is appended to the array later leaves these bytes as they are.
+    """
+    view = memoryview(raw)
+    if not view or view[0] != 0x5B:
+        return None
+    end = len(view) - 1
+    while view[end - 1] in _SPACE:
+        end -= 1
+    return view[:end]
+
+
+def text_or_list(raw: Raw) -> Text | None:
+    """A prompt that is a string, a list of strings, of token ids, or of such lists; `None` for anything else."""
+    view = memoryview(raw)
+    if view and view[0] == QUOTE:
+        return Text(view[1:-1], len(view) - 2, 0)
+    array = list_prefix(raw)
+    return None if array is None else Text(array, len(array), token_ids(array))
+
+
+def anything(raw: Raw) -> Text:
+    """Like `text_or_list`, and a value of any other type as it stands; nothing for null and for what was not sent."""
+    text = text_or_list(raw)
+    if text is not None:
+        return text
+    view = memoryview(raw) if is_sent(raw) else memoryview(b"")
+    return Text(view, len(view), 0)
+
+
+def token_ids(array: memoryview) -> int:
+    """Number of token ids in a list of integers, or in a list of such lists; 0 for anything else."""
+    start = bytes(array[:64]).lstrip(b"[ \t\r\n")
+    return bytes(array).count(b",") + 1 if start[:1].isdigit() else 0
+
+
+# Images, sounds, videos and files among the parts of a message: how many, and how long the prompt is without them.
+#
+# An inline item costs tokens by its resolution or duration, not by the length of its base64 text, and an item that is
+# only referred to costs as much. So each is taken as `MEDIA_BYTES` of text.
+
+#: 1,000 tokens at 4.2 bytes.
+MEDIA_BYTES = 4200
+
+#: The type of a part, in the words of OpenAI's APIs, vLLM's and Anthropic's. Inside of text its quotes are escaped.
+_PART = re.compile(
+    rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:input_)?(?:image|audio|video|file|document)(?:_url|_pil|_embeds)?"'
+)
+#: Where inline data begins: a data URL, or the member `data` (`input_audio`, Anthropic's `source`).
+_INLINE = re.compile(rb';base64,|"data"[ \t\r\n]*:[ \t\r\n]*"')
+#: What it must begin with. Shorter data is not worth a thought.
+_BASE64 = re.compile(rb"[A-Za-z0-9+/=_\\-]{256}")
+
+
+def media_items(messages: memoryview) -> int:
+    """Media items in a list of messages. Costs 0.4 µs per kB."""
+    return sum(1 for _ in _PART.finditer(messages))
+
+
+def text_size(messages: memoryview, items: int) -> int:
+    """Bytes of text that cost as many tokens as the messages with their `items` do."""
+    size = len(messages)
+    if not items:
+        return size
+    raw = bytes(messages)
+    position = 0
+    while match := _INLINE.search(raw, position):
+        start = position = match.end()
+        if _BASE64.match(raw, start):
+            # Base64 has no quotes, so the next one ends the string, and it is found at the speed of memchr.
+            end = raw.find(b'"', start)
+            position = len(raw) if end < 0 else end
+            size -= position - start
+    return size + items * MEDIA_BYTES

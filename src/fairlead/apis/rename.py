@@ -1,0 +1,365 @@
+"""The model's name in responses, mapped back to the one that the client asked for."""
+
+import json
+import re
+
+from fairlead.apis.splice import json_string
+
+# Where a JSON string ends. A prompt is one long string, so this is where the time of every scan goes.
+#
+# Theory. A quote closes the string unless an odd number of backslashes stands before it. Looking for quotes is a
+# hundred times as fast as a regular expression over every byte, as long as few of them are escaped; past `_ESCAPED`
+# of those the expression takes over, so that the time stays linear with a small factor for any bytes.
+
+#: The rest of a string, as far as it goes without its closing quote.
+_INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_ESCAPED = 200
+_QUOTE, _BACKSLASH = b'"', 0x5C
+
+
+def string_end(data: bytes, position: int, stop: int) -> int:
+    """Offset behind the quote that closes a string; -1 if none does before `stop`. `position`: inside of the string,
+    not behind a backslash that escapes."""
+    begin = position
+    for _ in range(_ESCAPED):
+        quote = data.find(_QUOTE, position, stop)
+        if quote < 0:
+            return -1
+        before = quote
+        while before > begin and data[before - 1] == _BACKSLASH:
+            before -= 1
+        if (quote - before) % 2 == 0:
+            return quote + 1
+        begin = position = quote + 1
+    match = _INSIDE.match(data, position, stop)
+    end = match.end() if match else stop
+    return end + 1 if data.startswith(_QUOTE, end, stop) else -1
+
+
+def ends_escaping(data: bytes, position: int, stop: int) -> bool:
+    """Whether the piece of a string that goes on behind `stop` ends with a backslash that escapes what comes."""
+    before = stop
+    while before > position and data[before - 1] == _BACKSLASH:
+        before -= 1
+    return (stop - before) % 2 == 1
+
+
+# Map the model's name back in a response, while it passes by in chunks cut anywhere.
+#
+# Rules
+# * A client that asked for A and was served by B reads A: every `"model": "B"` becomes `"model": "A"`, and no other
+#   byte changes. Text that merely looks like it, inside a string or deeper down, is left alone.
+# * Where names stand: at the top of a JSON document, and in its member `response` (events of the Responses API) or
+#   `message` (Anthropic's `message_start`).
+# * All bytes are handed on at once but a string that may turn out to be the name: at most six bytes for each of its
+#   UTF-16 units, which is what an escape takes. So a stream is never held up, and memory is bounded.
+# * A stream (`text/event-stream`) has a document per event: its `data:` lines, joined by the line ends between them.
+#   LF, CR and CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object counts too, as for
+#   `UsageScanner`.
+# * Whatever is not an object, or not JSON, passes unread. Linear time for any bytes.
+#
+# Theory. As in `span`: strings and brackets tell the depth. Only the inside of named objects is looked at more
+# closely: there a string before the colon is a key. What was begun in one chunk is one of five modes, a depth and a
+# short key.
+
+_NEAR = re.compile(rb'["{}\[\],:]')
+_FAR = re.compile(rb'["{}\[\]]')
+_BEGIN = re.compile(rb"[^ \t\r\n\xef\xbb\xbf]")
+_LINE_END = re.compile(rb"[\r\n]")
+
+#: Members of the top level that are objects with a model's name of their own.
+_NESTED = (b'"response"', b'"message"')
+_MODEL = b'"model"'
+#: Longer keys are none of these, however they are escaped.
+_MAX_KEY = 64
+
+#: Before a document; between tokens; in a string, a key, a possible name; in something that is no document.
+_START, _OUT, _STRING, _KEY, _NAME, _UNREAD = range(6)
+
+_rename_QUOTE, _rename_BACKSLASH = 0x22, 0x5C
+_DATA = b"data:"
+#: Longer beginnings of events are not kept.
+_MAX_BEGINNING = 2048
+#: In the rest of an event: it must be looked at closely.
+_NOT_KNOWN = (b'"model"', b"\\u")
+
+
+class _Documents:
+    """Scans documents one after another. `begin` a chunk, `scan` ranges of it, `finish` gives what goes on."""
+
+    __slots__ = (
+        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_limit", "_mode", "_named", "_out",
+        "_shown", "_target", "found", "found_at", "text",
+    )  # fmt: skip
+
+    def __init__(self, target: str, shown: str) -> None:
+        self._target = target
+        self.text = json_string(target)
+        self._shown = json_string(shown)
+        self._limit = 6 * len(target.encode("utf-16-le", "surrogatepass")) // 2 + 2
+        self._chunk = b""
+        #: Names found in this chunk, and the offset behind the last one; 0 = it is not written as `text`.
+        self.found = self.found_at = 0
+        self._out: list[bytes] = []
+        #: Up to here the chunk is in `_out`, or held.
+        self._kept = 0
+        self._held = bytearray()
+        self._key = bytearray()
+        self.reset()
+
+    def reset(self) -> None:
+        """Expect a new document."""
+        self.release()
+        self._mode = _START
+        self._depth = 0
+        #: Objects down to this depth are looked at: 1, or 2 inside of a nested one.
+        self._named = 1
+        self._in_value = False
+        self._escaped = False
+        self._key.clear()
+
+    def release(self) -> None:
+        """Let go of what was held: it is not the name."""
+        if self._held:
+            self._out.append(bytes(self._held))
+            self._held.clear()
+
+    @property
+    def in_string(self) -> bool:
+        return self._mode in (_STRING, _KEY, _NAME)
+
+    def give_up(self) -> None:
+        """What follows is not read, until `reset`."""
+        self.release()
+        self._mode = _UNREAD
+
+    def begin(self, chunk: bytes) -> None:
+        self._chunk = chunk
+        self._kept = self.found = self.found_at = 0
+
+    def finish(self) -> bytes:
+        unsent = self._chunk[self._kept :] if self._kept else self._chunk
+        if not self._out:
+            return unsent
+        self._out.append(unsent)
+        done = b"".join(self._out)
+        self._out.clear()
+        return done
+
+    @property
+    def fresh(self) -> bool:
+        """A document may begin here."""
+        return self._mode == _START
+
+    def replace(self, start: int, stop: int) -> None:
+        """A range of the chunk, not read so far, is the name."""
+        self._out += (self._chunk[self._kept : start], self._shown)
+        self._kept = stop
+
+    def scan(self, position: int, stop: int) -> None:
+        """Read a range of the chunk. Ranges of a document follow each other."""
+        while position < stop and self._mode != _UNREAD:
+            if self._mode == _OUT:
+                position = self._token(position, stop)
+            elif self._mode == _START:
+                position = self._start(position, stop)
+            else:
+                position = self._in_string(position, stop)
+
+    def _start(self, position: int, stop: int) -> int:
+        match = _BEGIN.search(self._chunk, position, stop)
+        if match is None:
+            return stop
+        self._mode = _OUT if match.group() == b"{" else _UNREAD
+        self._depth = 1
+        return match.end()
+
+    def _token(self, position: int, stop: int) -> int:
+        near = self._depth <= self._named
+        match = (_NEAR if near else _FAR).search(self._chunk, position, stop)
+        if match is None:
+            return stop
+        byte = self._chunk[match.start()]
+        if byte == _rename_QUOTE:
+            self._mode = self._kind_of_string() if near else _STRING
+            if self._mode == _NAME:
+                self._out.append(self._chunk[self._kept : match.start()])
+                self._held.append(_rename_QUOTE)
+                self._kept = match.end()
+        elif byte in b"{[":
+            self._deeper(byte)
+        elif byte in b"}]":
+            self._higher()
+        else:
+            self._in_value = byte == 0x3A
+            if not self._in_value:
+                self._key.clear()
+        return match.end()
+
+    def _kind_of_string(self) -> int:
+        if not self._in_value:
+            self._key[:] = b'"'
+            return _KEY
+        return _NAME if self._key == _MODEL else _STRING
+
+    def _deeper(self, byte: int) -> None:
+        self._depth += 1
+        if self._depth == 2 and byte == 0x7B and self._in_value and self._key in _NESTED:
+            self._named = 2
+            self._in_value = False
+            self._key.clear()
+
+    def _higher(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.reset()
+        elif self._depth <= self._named:
+            self._named = min(self._named, self._depth)
+            self._in_value = True
+            self._key.clear()
+
+    def _in_string(self, position: int, stop: int) -> int:
+        """From the inside of a string to behind its closing quote, or to `stop`."""
+        chunk, begin = self._chunk, position
+        position += self._escaped
+        end = string_end(chunk, position, stop)
+        closed = end >= 0
+        self._escaped = not closed and ends_escaping(chunk, position, stop)
+        position = end if closed else stop
+        if self._mode == _KEY:
+            self._end_of_key(chunk, begin, position, closed)
+        elif self._mode == _NAME:
+            self._end_of_name(chunk, begin, position, closed)
+        elif closed:
+            self._mode = _OUT
+        return position
+
+    def _end_of_key(self, chunk: bytes, begin: int, end: int, closed: bool) -> None:
+        if len(self._key) <= _MAX_KEY:
+            self._key += chunk[begin : min(end, begin + _MAX_KEY)]
+        if closed:
+            self._mode = _OUT
+            if _rename_BACKSLASH in self._key and len(self._key) <= _MAX_KEY:
+                self._key[:] = _unescaped(bytes(self._key))
+
+    def _end_of_name(self, chunk: bytes, begin: int, end: int, closed: bool) -> None:
+        self._kept = end
+        self._held += chunk[begin:end]
+        if closed:
+            self._mode = _OUT
+            if self._held == self.text or _means(self._held, self._target):
+                self.found += 1
+                self.found_at = end if self._held == self.text else 0
+                self._held[:] = self._shown
+            self.release()
+        elif len(self._held) > self._limit:
+            self._mode = _STRING
+            self.release()
+
+
+def _means(string: bytearray, text: str) -> bool:
+    """Whether a JSON string that is written in another way says `text`."""
+    if _rename_BACKSLASH not in string:
+        return False
+    try:
+        return bool(json.loads(string) == text)
+    except ValueError:
+        return False
+
+
+def _unescaped(key: bytes) -> bytes:
+    try:
+        return json_string(json.loads(key))
+    except ValueError:
+        return b""
+
+
+class ModelRenamer:
+    """Feed it every chunk of one response body. `stream`: the body is `text/event-stream`."""
+
+    __slots__ = ("_after_cr", "_beginning", "_documents", "_line", "_matched", "_stream")
+
+    def __init__(self, target: str, shown: str, stream: bool) -> None:
+        self._documents = _Documents(target, shown)
+        self._stream = stream
+        #: Of a stream: the rest of the line is data (True), is not (False), or the line has just begun (`None`).
+        self._line: bool | None = None
+        self._matched = 0
+        self._after_cr = False
+        #: Of a stream: how a former event began, up to and with the name. Events of a response begin alike.
+        self._beginning = b""
+
+    def feed(self, chunk: bytes, end: bool = False) -> bytes:
+        """The bytes to hand on. With `end` nothing is held any longer. Never raises."""
+        documents = self._documents
+        documents.begin(chunk)
+        if self._stream:
+            self._lines(chunk)
+        else:
+            documents.scan(0, len(chunk))
+        if end:
+            documents.release()
+        return documents.finish()
+
+    def _lines(self, chunk: bytes) -> None:
+        position, stop = 0, len(chunk)
+        documents = self._documents
+        #: Where a document began with a line of this chunk, and how many names were found until then.
+        begun, before = -1, 0
+        while position < stop:
+            if self._line is None:
+                if self._matched == 0 and documents.fresh:
+                    position = self._known(chunk, position)
+                    begun, before = position, documents.found
+                    if position == stop:
+                        break
+                position = self._line_start(chunk, position)
+                continue
+            line_end = _LINE_END.search(chunk, position)
+            end = line_end.start() if line_end else stop
+            if self._line:
+                documents.scan(position, end)
+                if begun >= 0 and documents.found == before + 1 and documents.found_at - begun <= _MAX_BEGINNING:
+                    self._beginning = chunk[begun : documents.found_at]
+            begun = -1
+            position = end
+            if line_end:
+                position = self._line_end(chunk, position)
+
+    def _known(self, chunk: bytes, position: int) -> int:
+        """Skip events that begin as a former one did, and have no further name: from an equal beginning the scan would
+        come to the same point. An escaped key has a `\\u`."""
+        known, documents = self._beginning, self._documents
+        while known and chunk.startswith(known, position):
+            start = position + len(known)
+            end = chunk.find(b"\n\n", start)
+            if end < 0 or any(chunk.find(token, start, end) >= 0 for token in _NOT_KNOWN):
+                break
+            documents.replace(start - len(documents.text), start)
+            self._after_cr = False
+            position = end + 2
+        return position
+
+    def _line_start(self, chunk: bytes, position: int) -> int:
+        byte = chunk[position]
+        if self._matched == 0 and byte in b"\r\n":
+            if not (self._after_cr and byte == 0x0A):  # else it belongs to the line end before
+                self._documents.reset()
+            self._after_cr = byte == 0x0D
+            return position + 1
+        self._after_cr = False
+        if byte == _DATA[self._matched]:
+            self._matched += 1
+            if self._matched == len(_DATA):
+                self._line = True
+            return position + 1
+        self._line = self._matched == 0 and byte == 0x7B
+        return position
+
+    def _line_end(self, chunk: bytes, position: int) -> int:
+        if self._line and self._documents.in_string:
+            self._documents.give_up()
+        self._after_cr = chunk[position] == 0x0D
+        self._line = None
+        self._matched = 0
+        return position + 1

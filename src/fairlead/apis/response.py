@@ -1,0 +1,158 @@
+"""What is read of a response: token counts and errors, by API."""
+
+from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, walk
+from fairlead.apis.usage import MAX_TOKENS, UsageScanner
+from fairlead.core.apis import GRPC, GRPC_EMBED
+from fairlead.core.request import Usage
+
+# Token counts out of the answers of vLLM's gRPC engine service, read as they pass by in chunks cut anywhere.
+#
+# An answer is a row of gRPC frames (flag, four bytes of length, message). Two layouts of the messages are about:
+#
+#     older: GenerateResponse 1 request_id, 2 chunk, 3 complete, 4 error {1 message, 2 http_status_code}
+#            EmbedResponse    1 request_id, 2 complete {2 prompt_tokens}, 3 error
+#     newer: GenerateResponse 1 chunk, 2 complete
+#            EmbedResponse    1 embedding, 2 prompt_tokens
+#     chunk {1 token_ids, 2 prompt_tokens, 3 completion_tokens, 4 cached_tokens}
+#     complete {1 output_ids, 2 finish_reason, 3 prompt_tokens, 4 completion_tokens, 5 cached_tokens}
+#
+# They are told apart by the wire types: `finish_reason` is a string where a chunk has a number. Errors of the newer
+# service, and of gRPC itself, are in the trailers (`grpc-status`), which are not looked at here.
+#
+# Memory is bounded: of a frame longer than `MAX_FRAME` (log probabilities) nothing is kept, and its counts stay
+# unknown; streams repeat them in every message.
+
+MAX_FRAME = 262144
+_HEAD = 5
+
+
+class GrpcUsageScanner:
+    """Feed it every chunk of one response body, then ask. Looks like `usage.UsageScanner`."""
+
+    __slots__ = ("_buffer", "_done", "_embed", "_error", "_skip", "_usage")
+
+    def __init__(self, embed: bool = False) -> None:
+        self._embed = embed
+        self._buffer = bytearray()
+        #: Bytes of a frame that are still to be thrown away.
+        self._skip = 0
+        self._usage: Usage | None = None
+        self._error = 0
+        self._done = False
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes. Amortised linear in their number; never raises."""
+        if self._skip:
+            skipped = min(self._skip, len(chunk))
+            self._skip -= skipped
+            chunk = chunk[skipped:]
+        buffer = self._buffer
+        buffer += chunk
+        start = 0
+        while len(buffer) - start >= _HEAD:
+            size = int.from_bytes(buffer[start + 1 : start + _HEAD], "big")
+            end = start + _HEAD + size
+            if size > MAX_FRAME:
+                self._skip = max(end - len(buffer), 0)
+                start = min(end, len(buffer))
+            elif end > len(buffer):
+                break
+            else:
+                if not buffer[start]:  # compressed frames are not read
+                    self._message(bytes(buffer[start + _HEAD : end]))
+                start = end
+        del buffer[:start]
+
+    @property
+    def usage(self) -> Usage | None:
+        """The last usage reported; `None` = none so far."""
+        return self._usage
+
+    @property
+    def error_status(self) -> int:
+        """Status of an error inside the body; 0 = no error. The first one counts."""
+        return self._error
+
+    @property
+    def done(self) -> bool:
+        """The service's last message was seen. (gRPC itself tells the end in the trailers, which are not shown.)"""
+        return self._done
+
+    def _message(self, data: bytes) -> None:
+        try:
+            fields = {field.number: field for field in walk(data, Budget())}
+            if self._embed:
+                self._embedded(data, fields)
+            else:
+                self._generated(data, fields)
+        except Malformed:
+            pass
+
+    def _generated(self, data: bytes, fields: dict[int, Field]) -> None:
+        older = fields.keys() & {3, 4} or len(fields) > 1
+        answer = fields.get(3) or fields.get(2) or (None if older else fields.get(1))
+        if 4 in fields:
+            self._error = self._error or _status(data, fields[4])
+        if answer is None or answer.kind != BYTES:
+            return
+        self._done = self._done or answer.number == (3 if older else 2)
+        parts = {field.number: field for field in walk(data, Budget(), answer.start, answer.end)}
+        second = parts.get(2)
+        # The finish reason of a whole answer is a string, and its counts stand behind it.
+        first = 3 if second is not None and second.kind == BYTES else 2
+        counts = [_count(parts.get(first + i)) for i in range(3)]
+        if counts[0] or counts[1]:
+            self._usage = Usage(prompt_tokens=counts[0], completion_tokens=counts[1], cached_tokens=counts[2])
+
+    def _embedded(self, data: bytes, fields: dict[int, Field]) -> None:
+        tokens = fields.get(2)
+        if tokens is not None and tokens.kind == BYTES:
+            tokens = {field.number: field for field in walk(data, Budget(), tokens.start, tokens.end)}.get(2)
+        self._done = True  # one message is all there is
+        if _count(tokens):
+            self._usage = Usage(prompt_tokens=_count(tokens))
+        if 3 in fields and fields[3].kind == BYTES:
+            self._error = self._error or 500
+
+
+def _count(field: Field | None) -> int:
+    """A number that is 0 is not sent at all."""
+    return min(field.value, MAX_TOKENS) if field is not None and field.kind == VARINT else 0
+
+
+def _status(data: bytes, error: Field) -> int:
+    """`http_status_code` is a string."""
+    if error.kind != BYTES:
+        return 500
+    for field in walk(data, Budget(), error.start, error.end):
+        text = data[field.start : field.end]
+        if field.number == 2 and field.kind == BYTES and len(text) == 3 and text.isdigit() and b"400" <= text < b"600":
+            return int(text)
+    return 500
+
+
+# Which scanner reads a response.
+
+Scanner = UsageScanner | GrpcUsageScanner
+
+
+def scanner_for(content_type: str, content_encoding: str = "", api: str = "") -> Scanner | None:
+    """A scanner for a response of that type; `None` if nothing in it tells token counts, or it is compressed.
+
+    `api`: of the request, see `core.apis`.
+    """
+    if content_encoding and content_encoding.strip().lower() != "identity":
+        return None
+    kind = content_type.lower()
+    if kind.startswith("text/event-stream"):
+        return UsageScanner(stream=True)
+    if kind.startswith("application/grpc"):
+        return GrpcUsageScanner(embed=api == GRPC_EMBED)
+    return UsageScanner(stream=False) if "json" in kind else None
+
+
+def scanner_unseen(api: str, streaming: bool) -> Scanner:
+    """A scanner for a response whose headers are not shown. `streaming`: the request asked for a stream."""
+    if api in (GRPC, GRPC_EMBED):
+        return GrpcUsageScanner(embed=api == GRPC_EMBED)
+    return UsageScanner(stream=streaming)

@@ -1,0 +1,140 @@
+"""The model's name in a request's body: where it stands, and how it is replaced in place."""
+
+import json
+import re
+from typing import NamedTuple
+
+from fairlead.apis.multipart import field_span, is_form
+from fairlead.core.apis import SGLANG
+
+# Where in a body the model's name stands, for replacing it in place. Not on the hot path.
+#
+# Theory. Only two kinds of tokens matter: strings, because brackets inside them do not count, and brackets, because
+# they tell the depth. At depth 1 a string that a colon follows is a key. Linear for any bytes; a quote that opens no
+# complete string ends the scan.
+
+_TOKEN = re.compile(rb'["{}\[\]]')
+_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+
+
+class Member(NamedTuple):
+    """What an object says of a key, and where."""
+
+    #: Offset behind the bracket that opens the object.
+    inside: int
+    #: The key occurs.
+    present: bool
+    #: Offsets of its last value; `None` if that is neither a string nor null.
+    value: tuple[int, int] | None
+
+
+def model_span(body: bytes) -> tuple[int, int] | None:
+    """Offsets (start, end) of the JSON string, quotes included, that is the value of the top-level key `model`.
+
+    The last one of several counts, as for `parse_request`. `None` if there is none, if it is not a string, or if the
+    body is not UTF-8 JSON text (such as UTF-16, which `parse_request` reads).
+    """
+    member = model_member(body)
+    if member is None or member.value is None or body[member.value[0]] != 0x22:
+        return None
+    return member.value
+
+
+def model_member(body: bytes, key: str = "model") -> Member | None:
+    """Look for a top-level key of an object. `None` if the body is no object, as far as brackets tell."""
+    # Of the same length, and every quote that is left begins or ends a string.
+    plain = body.replace(b"\\\\", b"..").replace(b'\\"', b"..") if b"\\" in body else body
+    depth = position = inside = 0
+    present = False
+    span: tuple[int, int] | None = None
+    while match := _TOKEN.search(plain, position):
+        start = match.start()
+        position = start + 1
+        first = plain[start]
+        if first == 0x22:
+            position = plain.find(b'"', position) + 1
+            if not position:
+                return None
+            if depth == 1 and (colon := _COLON.match(plain, position)):
+                if _is_key(body[start:position], key):
+                    present, span = True, _value(plain, colon.end())
+                position = colon.end()
+        elif first in b"{[":
+            if not inside:
+                if first != 0x7B:
+                    return None
+                inside = position
+            depth += 1
+        else:
+            depth -= 1
+    return Member(inside, present, span) if depth == 0 and inside else None
+
+
+def _value(body: bytes, start: int) -> tuple[int, int] | None:
+    """Offsets of a string or null."""
+    if body.startswith(b"null", start):
+        return start, start + 4
+    end = body.find(b'"', start + 1) + 1 if body.startswith(b'"', start) else 0
+    return (start, end) if end else None
+
+
+def _is_key(string: bytes, key: str) -> bool:
+    if b"\\" not in string:
+        return string == b'"%b"' % key.encode()
+    # An escape makes a key at most six times as long.
+    if len(string) > 6 * len(key) + 2:
+        return False
+    try:
+        return bool(json.loads(string) == key)
+    except ValueError:
+        return False
+
+
+# Put another model name into a request's body. Every other byte stays what it is: key order, white space, escapes and
+# integers of any size survive, because nothing is decoded and written anew.
+#
+# * JSON: the string (or null) that is the value of the top-level `model`, the last one of several as `parse_request`
+#   reads it. A body without it gets it as its first member.
+# * JSON that is not UTF-8 (UTF-16 or UTF-32, which `parse_request` reads) becomes UTF-8 on the way.
+# * `multipart/form-data`: the text of the field `model`.
+
+_QUOTE = 0x22
+_SPACE = b" \t\r\n"
+
+
+def splice_model(body: bytes, name: str, content_type: str = "", api: str = "") -> bytes | None:
+    """The body with `name` for its model. `None` when there is no place for it: no JSON object, no such form field.
+
+    `api`: see `core.apis`. SGLang's own has the adapter in `lora_path`, which counts where no model is named.
+    """
+    if is_form(content_type):
+        span = field_span(body, content_type, "model")
+        if span is None or any(c in name for c in "\r\n"):
+            return None
+        return body[: span[0]] + name.encode() + body[span[1] :]
+    encoding = json.detect_encoding(body)
+    if encoding not in ("utf-8", "utf-8-sig"):
+        try:
+            body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        except UnicodeError:
+            return None
+    return _splice_json(body, name, api)
+
+
+def _splice_json(body: bytes, name: str, api: str) -> bytes | None:
+    member = model_member(body)
+    if api == SGLANG and member is not None and (member.value is None or body[member.value[0]] != _QUOTE):
+        member = model_member(body, "lora_path")
+    if member is None or (member.present and member.value is None):
+        return None
+    string = json_string(name)
+    if member.value is not None:
+        return body[: member.value[0]] + string + body[member.value[1] :]
+    members = body[member.inside :]
+    comma = b"" if members.lstrip(_SPACE).startswith(b"}") else b","
+    return body[: member.inside] + b'"model":' + string + comma + members
+
+
+def json_string(text: str) -> bytes:
+    """A JSON string, quotes included, in UTF-8."""
+    return json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -1,0 +1,315 @@
+"""What is known of one model's tokens: its tokeniser and its chat template, from the files that came with the model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from msgspec import DecodeError, Struct, ValidationError
+from msgspec.json import Decoder
+
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.tokens.chats import (
+    ChatFields,
+    CompletionFields,
+    Fields,
+    decode,
+    for_template,
+    from_messages,
+    from_responses,
+    is_true,
+    refuse_sent,
+    tools_for_template,
+)
+from fairlead.apis.tokens.pieces import (
+    API,
+    FIELDS,
+    MEDIA,
+    NO_TOKENISER,
+    TEMPLATE,
+    TOO_LONG,
+    UNREAD,
+    Absent,
+    MediaItem,
+    PieceCache,
+    PromptTokens,
+    absent,
+    ids_of,
+    packed,
+)
+from fairlead.apis.tokens.template import ChatTemplate
+from fairlead.apis.tokens.tokeniser import Tokeniser, load
+from fairlead.core import apis
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: Of a model that has several templates, the one for requests with tools.
+_TOOL_USE, _DEFAULT = "tool_use", "default"
+
+
+class ModelFiles(Struct, frozen=True, kw_only=True):
+    """Contents of the files of a model directory, as `fairlead.pool.model_files` reads them; empty = there is none."""
+
+    #: `tokenizer.json`.
+    tokenizer: bytes = b""
+    #: `tokenizer_config.json`.
+    config: bytes = b""
+    #: `special_tokens_map.json`.
+    special_tokens: bytes = b""
+    #: `chat_template.json`, of processors.
+    processor_template: bytes = b""
+    #: `chat_template.jinja`, or a file that was named.
+    template: str = ""
+    #: Why the tokenizer, and why the file of the template could not be read; empty = nothing went wrong.
+    problem: str = ""
+    template_problem: str = ""
+
+
+class ModelTokens(Struct, frozen=True):
+    """`tokeniser` and `templates` may be missing; `state` and `template_state` say why."""
+
+    tokeniser: Tokeniser | None
+    #: By name: `default`, and maybe `tool_use`.
+    templates: Mapping[str, ChatTemplate]
+    state: str
+    #: `ok`, or `none (…)`.
+    template_state: str
+
+    def template(self, tools: bool) -> ChatTemplate | None:
+        tool_template = self.templates.get(_TOOL_USE) if tools else None
+        return tool_template or self.templates.get(_DEFAULT)
+
+
+def build(
+    files: ModelFiles, cache: PieceCache, now: Callable[[], datetime], variables: Mapping[str, Any] | None = None
+) -> ModelTokens:
+    """`variables`: for every rendering, besides the special tokens. Takes seconds: not for an event loop."""
+    if not files.tokenizer:
+        state = f"none ({files.problem or 'there is no tokenizer.json'})"
+        return ModelTokens(None, {}, state, "none (there is no tokeniser)")
+    tokeniser, state = load(files.tokenizer, files.config, cache)
+    config = _object(files.config)
+    given = {**_special_tokens(_object(files.special_tokens)), **_special_tokens(config), **(variables or {})}
+    if files.template_problem:
+        return ModelTokens(tokeniser, {}, state, f"none ({files.template_problem})")
+    try:
+        sources = _sources(files, config)
+        templates = {name: ChatTemplate(source, now, given) for name, source in sources.items()}
+    except ValueError as exc:
+        return ModelTokens(tokeniser, {}, state, f"none ({exc})")
+    return ModelTokens(tokeniser, templates, state, "ok" if templates else "none (the model has no chat template)")
+
+
+def _sources(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. Of several places the first counts: a file, the processor's, the tokenizer's configuration."""
+    if files.template:
+        return {_DEFAULT: files.template}
+    for holder in (_object(files.processor_template), config):
+        sources = holder.get("chat_template")
+        if isinstance(sources, str):
+            return {_DEFAULT: sources}
+        if isinstance(sources, list):
+            named = {entry.get("name"): entry.get("template") for entry in sources if isinstance(entry, dict)}
+            return {str(name): source for name, source in named.items() if isinstance(source, str)}
+    return {}
+
+
+def _special_tokens(holder: Mapping[str, Any]) -> dict[str, str]:
+    special: dict[str, str] = {}
+    for name in _SPECIAL:
+        token = holder.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            special[name] = content
+    return special
+
+
+_decode = Decoder(dict[str, Any]).decode
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """A JSON object, empty if it is none."""
+    try:
+        return _decode(content) if content else {}
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+# From a request to its token ids, whatever API it speaks.
+
+#: The entry of all models that have none of their own.
+OTHERS = "*"
+#: Longer bodies are not tokenised: a million tokens are about 4 MB.
+MAX_BODY = 16 << 20
+#: New text of this size takes about 2 ms, see docs/tokens.md.
+THREAD_BYTES = {"fastokens": 64 << 10, "tokenizers": 4 << 10}
+
+
+class PromptTokeniser:
+    """Tokenisers of all models, by name; `*` is that of all others. Several threads may use one."""
+
+    def __init__(self, models: Mapping[str, ModelTokens] | None = None, cache: PieceCache | None = None) -> None:
+        """`cache`: that of the models, for metrics."""
+        self._models = dict(models or {})
+        self.cache = cache
+
+    @property
+    def state(self) -> str:
+        """One line for people: of each model by name, or of the only one."""
+        if not self._models:
+            return "none (no tokeniser is configured; prompts are matched by their bytes)"
+        if len(self._models) == 1:
+            return next(iter(self._models.values())).state
+        return "; ".join(f"{name}: {model.state}" for name, model in self._models.items())
+
+    def states(self) -> dict[str, ModelTokens]:
+        """By the names of the configuration, for status pages and metrics."""
+        return dict(self._models)
+
+    def knows(self, model: str) -> bool:
+        """Whether texts for `model` can be tokenised."""
+        tokens = self._model(model)
+        return tokens is not None and tokens.tokeniser is not None
+
+    def in_thread(self, parsed: ParsedRequest, model: str) -> bool:
+        """Whether `tokens_of` may take longer than an event loop should be held up: call it in a thread then."""
+        tokens = self._model(model)
+        if tokens is None or tokens.tokeniser is None or parsed.prompt_tokens:
+            return False
+        return parsed.prompt_bytes > THREAD_BYTES.get(tokens.tokeniser.library, 0)
+
+    def tokens_of(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptTokens:
+        """`parsed` is what `parse_request` made of `body`; `model` the target, empty = as `*`. Never raises."""
+        read = _READERS.get(parsed.api)
+        if read is None and parsed.api != apis.GRPC:
+            return absent(API, f"'{parsed.api}' is not tokenised")
+        if parsed.unread:
+            return absent(UNREAD, parsed.unread)
+        if len(body) > MAX_BODY:
+            return absent(TOO_LONG, f"a body of more than {MAX_BODY} bytes")
+        try:
+            return read(body, self._model(model)) if read else _grpc(parsed, self._model(model))
+        except Absent as exc:
+            return absent(exc.reason, exc.detail)
+        except (ValueError, OverflowError, MemoryError) as exc:
+            return absent(FIELDS, f"{type(exc).__name__}: {exc}")
+
+    def _model(self, model: str) -> ModelTokens | None:
+        return self._models.get(model) or self._models.get(OTHERS)
+
+
+def _encode(model: ModelTokens | None, text: str, special: bool) -> bytes:
+    if model is None or model.tokeniser is None:
+        raise Absent(NO_TOKENISER, model.state if model else "none is configured for this model")
+    return model.tokeniser.encode(text, special)
+
+
+def _conversation(read: Callable[[bytes], ChatFields]) -> Callable[[bytes, ModelTokens | None], PromptTokens]:
+    """A reader of an API whose body is, or becomes, a chat."""
+
+    def reader(body: bytes, model: ModelTokens | None) -> PromptTokens:
+        if model is None or model.tokeniser is None:
+            return absent(NO_TOKENISER, model.state if model else "none is configured for this model")
+        return _chat(read(body), model, model.tokeniser)
+
+    return reader
+
+
+def _chat(fields: ChatFields, model: ModelTokens, tokeniser: Tokeniser) -> PromptTokens:
+    refuse_sent(chat_template=fields.chat_template, truncate_prompt_tokens=fields.truncate_prompt_tokens)
+    text = _rendered(fields, model)
+    return _found(tokeniser.encode(text, is_true(fields.add_special_tokens)), fields.cache_salt)
+
+
+def _rendered(fields: ChatFields, model: ModelTokens) -> str:
+    template = model.template(tools=fields.tools is not None)
+    if template is None:
+        raise Absent(TEMPLATE, model.template_state)
+    if fields.reasoning_effort == "none":
+        raise Absent(FIELDS, "reasoning_effort 'none' is translated by the engine's reasoning parser")
+    given: dict[str, Any] = dict(fields.chat_template_kwargs or {})
+    if given.keys() & {"chat_template", "tokenize", "messages"}:
+        raise Absent(FIELDS, "chat_template_kwargs that the engine refuses")
+    if fields.reasoning_effort is not None:
+        given["reasoning_effort"] = fields.reasoning_effort
+    if fields.documents is not None or "documents" not in given:
+        given["documents"] = fields.documents
+    given["tools"] = tools_for_template(fields.tools)
+    given["add_generation_prompt"] = is_true(fields.add_generation_prompt)
+    return template.render(
+        for_template(fields.messages, template.form), given, continued=is_true(fields.continue_final_message)
+    )
+
+
+def _completion(body: bytes, model: ModelTokens | None) -> PromptTokens:
+    fields = decode(Fields.completion, body)
+    refuse_sent(prompt_embeds=fields.prompt_embeds, truncate_prompt_tokens=fields.truncate_prompt_tokens)
+    return _found_all(_prompts(fields, model), fields.cache_salt)
+
+
+def _prompts(fields: CompletionFields, model: ModelTokens | None) -> list[bytes]:
+    prompt, special = fields.prompt, is_true(fields.add_special_tokens)
+    if prompt is None:
+        raise Absent(FIELDS, "there is no prompt")
+    if isinstance(prompt, str):
+        return [_encode(model, prompt, special)]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [packed(prompt)]  # type: ignore[arg-type]
+    encoded = []
+    for item in prompt:
+        if isinstance(item, int):
+            raise Absent(FIELDS, "a list of prompts with a token id in it")
+        encoded.append(_encode(model, item, special) if isinstance(item, str) else packed(item))
+    return encoded
+
+
+def _generate(body: bytes, model: ModelTokens | None) -> PromptTokens:
+    fields = decode(Fields.generate, body)
+    try:
+        media = fields.media()
+    except ValueError as error:
+        raise Absent(MEDIA, str(error)) from None
+    return _found(packed(fields.token_ids), fields.cache_salt, media)
+
+
+def _sglang(body: bytes, model: ModelTokens | None) -> PromptTokens:
+    fields = decode(Fields.sglang, body)
+    refuse_sent(input_embeds=fields.input_embeds)
+    if fields.image_data or fields.audio_data or fields.video_data:
+        raise Absent(MEDIA, "images, sounds or videos")
+    salt = fields.extra_key if isinstance(fields.extra_key, str) else None
+    if fields.input_ids is not None:
+        ids = fields.input_ids
+        batch = [ids] if all(isinstance(item, int) for item in ids) else ids
+        return _found_all([packed(item) for item in batch], salt)  # type: ignore[arg-type]
+    if fields.text is None:
+        raise Absent(FIELDS, "there is no prompt")
+    texts = [fields.text] if isinstance(fields.text, str) else fields.text
+    return _found_all([_encode(model, text, True) for text in texts], salt)
+
+
+def _grpc(parsed: ParsedRequest, model: ModelTokens | None) -> PromptTokens:
+    """The parser has found the ids, as varints, or the text."""
+    if parsed.media:
+        raise Absent(MEDIA, "where media stand in the prompt is not told")
+    if parsed.prompt_tokens:
+        return _found(ids_of(parsed.prompt), None)
+    return _found(_encode(model, b"".join(parsed.prompt).decode(), True), None)
+
+
+def _found(ids: bytes, salt: str | None, media: tuple[MediaItem, ...] = ()) -> PromptTokens:
+    return PromptTokens(ids, len(ids) // 4, salt=salt or "", media=media)
+
+
+def _found_all(prompts: Sequence[bytes], salt: str | None) -> PromptTokens:
+    if not prompts:
+        raise Absent(FIELDS, "there is no prompt")
+    return PromptTokens(prompts[0], sum(map(len, prompts)) // 4, salt=salt or "")
+
+
+_READERS: Mapping[str, Callable[[bytes, ModelTokens | None], PromptTokens]] = {
+    apis.CHAT: _conversation(lambda body: decode(Fields.chat, body)),
+    apis.MESSAGES: _conversation(from_messages),
+    apis.RESPONSES: _conversation(from_responses),
+    apis.COMPLETIONS: _completion,
+    apis.GENERATE: _generate,
+    apis.SGLANG: _sglang,
+}

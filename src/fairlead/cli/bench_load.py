@@ -1,0 +1,267 @@
+"""What `fairlead bench` is asked for on its command line → what to send, and when."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fairlead.core.errors import ConfigError
+from fairlead.lab.load.workload import Chat, ClosedLoop, OpenLoop, Paced, Recorded, Replay, SharedPrefix, Workload
+from fairlead.lab.simulator.build import read_workload
+from fairlead.lab.workload.conversation import Conversation
+from fairlead.lab.workload.generate import ADVERSARIAL, CATALOGUE, Pace, arrivals_of, generate
+from fairlead.lab.workload.record import Record
+
+#: Smaller than those of published figures, so that any endpoint answers them in a minute.
+SHARED_PREFIX = SharedPrefix(groups=20, prompts=10, system_tokens=2000, question_tokens=200, output_tokens=200)
+CHAT = Chat()
+#: Made as one long list before the run.
+SESSIONS = ("conversation", *CATALOGUE)
+KINDS = ("shared-prefix", "chat", *SESSIONS, *ADVERSARIAL)
+DEFAULT_RATE, DEFAULT_REQUESTS = 5.0, 200
+#: Conversations start at this rate before they are paced: with 45 s between turns, some 30 go on at a time.
+_SESSION_RATE = 0.2
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line. 0 and empty = not given."""
+
+    workload: str = "shared-prefix"
+    parameters: Mapping[str, str] = {}
+    rate: float = 0.0
+    arrivals: str = ""
+    cv: float = 3.0
+    to_rate: float = 0.0
+    closed: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+    speedup: float = 0.0
+    output_tokens: int = 0
+    extra: Mapping[str, Any] = {}
+    seed: int = 0
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """What to send and when; `workload` makes the requests once the model's name is known."""
+
+    arrivals: OpenLoop | ClosedLoop
+    #: One of both bounds the run.
+    requests: int
+    seconds: float
+    #: In words, for the title and the summary.
+    described: str
+    #: `None`: made endlessly from `options`.
+    records: Sequence[Record] | None
+    options: LoadOptions
+
+    @property
+    def names_models(self) -> bool:
+        """Every record says which model it wants."""
+        return self.records is not None and all(record.model or record.lora for record in self.records)
+
+    def workload(self, model: str, fallback: str) -> Workload:
+        """Raises ConfigError for a parameter that cannot be. `fallback` is used where nobody names a model."""
+        options = self.options
+        if self.records is not None:
+            return Replay(
+                self.records,
+                model=model,
+                fallback_model=fallback,
+                output_tokens=options.output_tokens,
+                extra=dict(options.extra),
+                seed=options.seed,
+            )
+        return _endless(options, model or fallback)
+
+
+def build(options: LoadOptions) -> Load:
+    """Raises ConfigError for options that make no sense, TraceError or OSError for a file that cannot be read."""
+    _check(options)
+    records = _records(options)
+    if records is None:
+        _endless(options, "")
+    elif not records:
+        raise ConfigError("the workload holds no request", "--workload")
+    if options.closed:
+        arrivals: OpenLoop | ClosedLoop = ClosedLoop(workers=options.closed)
+        when = f"closed loop of {options.closed}"
+    elif records is not None and _has_own_times(options):
+        speedup = options.speedup or 1.0
+        arrivals = Recorded(records, speedup)
+        when = "at its own times" + (f", {speedup:g} times as fast" if speedup != 1 else "")
+    else:
+        arrivals, when = _paced(options)
+    requests = options.requests or (0 if options.seconds else DEFAULT_REQUESTS)
+    if records is not None:
+        requests = min(options.requests or len(records), len(records))
+    return Load(
+        arrivals=arrivals,
+        requests=requests,
+        seconds=options.seconds,
+        described=f"{Path(options.workload).name}, {when}",
+        records=records,
+        options=options,
+    )
+
+
+def _check(options: LoadOptions) -> None:
+    values = msgspec.structs.asdict(options)
+    for name in ("rate", "to_rate", "seconds", "speedup", "requests", "closed", "output_tokens"):
+        if values[name] < 0:
+            raise ConfigError("must not be negative", f"--{name.replace('_', '-')}")
+    if options.workload not in KINDS and not Path(options.workload).is_file():
+        raise ConfigError(f"{options.workload!r} is neither a file nor one of {', '.join(KINDS)}", "--workload")
+    if options.closed and (options.rate or options.arrivals):
+        raise ConfigError("a closed loop has no rate and no arrivals: leave out --rate and --arrivals", "--closed")
+    if options.speedup and not _has_own_times(options):
+        raise ConfigError("is for a file that is replayed at its own times; here --rate says how fast", "--speedup")
+    if options.parameters and options.workload not in KINDS:
+        raise ConfigError("a file has no parameters", "--set")
+    if options.workload in SESSIONS and options.closed and not options.requests:
+        raise ConfigError("say how many, conversations are made before they are sent", "--requests")
+
+
+def _has_own_times(options: LoadOptions) -> bool:
+    made_to_measure = options.workload in ("shared-prefix", "chat", *SESSIONS)
+    return not (made_to_measure or options.rate or options.arrivals or options.closed)
+
+
+def _paced(options: LoadOptions) -> tuple[OpenLoop, str]:
+    kind, rate = options.arrivals or "poisson", options.rate or DEFAULT_RATE
+    if kind == "ramp" and not (options.to_rate and options.seconds):
+        raise ConfigError("a ramp goes from --rate to --to-rate within --seconds: give all three", "--arrivals")
+    pace = Pace(rate=rate, arrivals=kind, cv=options.cv, to_rate=options.to_rate, seconds=options.seconds)
+    try:
+        made = arrivals_of(pace)
+    except ValueError as error:
+        raise ConfigError(str(error), "--arrivals") from None
+    until = f" to {options.to_rate:g}" if kind == "ramp" else ""
+    return Paced(made, options.seed), f"{kind} arrivals at {rate:g}{until}/s"
+
+
+def _records(options: LoadOptions) -> Sequence[Record] | None:
+    """`None` for a workload that has no end."""
+    if options.workload in ("shared-prefix", "chat"):
+        return None
+    if options.workload not in KINDS:
+        return read_workload(Path(options.workload)).records
+    try:
+        if options.workload in ADVERSARIAL:
+            return generate(options.workload, Pace(seed=options.seed), options.parameters).records
+        return _conversations(options)
+    except ValueError as error:
+        raise ConfigError(str(error), "--set") from None
+
+
+def _conversations(options: LoadOptions) -> Sequence[Record]:
+    """So many sessions that they hold the requests wanted; turns of many sessions lie between each other."""
+    count = options.requests or DEFAULT_REQUESTS
+    if options.seconds and not options.requests:
+        # Half as many again as are expected, since arrivals are random.
+        count = int(max(options.rate or DEFAULT_RATE, options.to_rate) * options.seconds * 1.5) + 100
+    spec = CATALOGUE[options.workload].spec if options.workload in CATALOGUE else Conversation()
+    # A few long ones hold as much as many short ones, and a list of all turns has to fit into memory.
+    sessions = max(int(2 * count / spec.turns) + 1, 20 if spec.turns <= 30 else 4)
+    while True:
+        pace = Pace(rate=_SESSION_RATE, count=sessions, seed=options.seed)
+        records = generate(options.workload, pace, options.parameters).records
+        if len(records) >= count:
+            return records[:count]
+        sessions *= 2
+
+
+def _endless(options: LoadOptions, model: str) -> SharedPrefix | Chat:
+    base: SharedPrefix | Chat = CHAT if options.workload == "chat" else SHARED_PREFIX
+    fields = msgspec.structs.asdict(base)
+    settable = [name for name in fields if name not in ("seed", "model", "extra")]
+    for name in options.parameters:
+        if name not in settable:
+            raise ConfigError(f"unknown parameter {name!r}; known: {', '.join(settable)}", "--set")
+    fields |= {**options.parameters, "seed": options.seed, "model": model, "extra": dict(options.extra)}
+    if options.output_tokens:
+        fields["output_tokens"] = options.output_tokens
+    try:
+        return msgspec.convert(fields, type(base), strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error), "--set") from None
+
+
+# What a person sees while `fairlead bench` runs, and what it advises afterwards.
+
+if TYPE_CHECKING:
+    from fairlead.lab.load.report import Summary
+    from fairlead.lab.load.spec import Progress as Look
+
+#: Seconds between two lines where nothing can be drawn over.
+_LINE_EVERY_S = 5.0
+_HINTS = {
+    "status_400": "refused as invalid: too long for the model, or a field in --extra that it does not know",
+    "status_401": "the server wants a key: --header 'Authorization=Bearer KEY'",
+    "status_403": "the server wants another key: --header 'Authorization=Bearer KEY'",
+    "status_404": "the server knows neither this model nor this path: see /v1/models, and give --model",
+    "status_429": "the server sheds: the rate is above what it admits",
+    "status_503": "the server sheds, or no replica is ready",
+    "timeout": "answers took longer than --timeout",
+    "connect_econnrefused": "the server stopped listening during the run",
+    "connect_emfile": "this shell allows too few open files: raise `ulimit -n`, or lower --max-in-flight",
+}
+
+
+class BenchProgress:
+    """One line on stderr: drawn over where that is a terminal, else repeated now and then."""
+
+    def __init__(self, title: str) -> None:
+        self._console = Console(stderr=True)
+        self._title = title
+        columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task("waiting for the first answer", total=None)
+        self._next_line_s = _LINE_EVERY_S
+
+    def __enter__(self) -> "BenchProgress":
+        self._console.print(self._title, highlight=False, markup=False, soft_wrap=True)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, look: "Look") -> None:
+        """For `fairlead.lab.load.runner.run`."""
+        text = line(look)
+        self._bar.update(self._task, completed=look.done, total=look.total or None, description=text)
+        if not self._console.is_terminal and look.elapsed_s >= self._next_line_s:
+            self._next_line_s = look.elapsed_s + _LINE_EVERY_S
+            self._console.print(f"{look.elapsed_s:.0f} s: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def line(look: "Look") -> str:
+    """How it goes, in a few words."""
+    done = f"{look.done:,} of {look.total:,}" if look.total else f"{look.done:,} done"
+    # Of the whole run so far: a quarter of a second holds too few to tell a rate.
+    parts = [done, f"{look.in_flight:,} in flight", f"{look.done / max(look.elapsed_s, 1e-9):.1f}/s"]
+    if look.waiting:
+        parts.append(f"{look.waiting:,} held back")
+    if look.ttft_p50_ms is not None:
+        parts.append(f"TTFT p50 {look.ttft_p50_ms:,.0f} ms")
+    if look.failed:
+        parts.append(f"{look.failed:,} failed")
+    return ", ".join(parts)
+
+
+def hints(summary: "Summary") -> Iterator[str]:
+    """What to do about failures, and about figures that are not the server's."""
+    for reason, count in summary["failed_by_reason"].items():
+        if reason in _HINTS:
+            yield f"hint: {count:,} × {reason}: {_HINTS[reason]}"
+    lag, ttft = summary["send_lag_ms"]["p99"], summary["ttft_ms"]["p50"]
+    if lag and ttft and lag > max(10.0, ttft / 5):
+        yield (
+            f"hint: requests left up to {lag:,.0f} ms late (p99): this machine or --max-in-flight was the bottleneck, "
+            "not only the server"
+        )
+    if summary["succeeded"] and summary["usage_missing"] == summary["succeeded"]:
+        yield "hint: the server reports no usage, so tokens/s, TPOT and prefix hits are unknown"

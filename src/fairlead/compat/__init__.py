@@ -1,0 +1,1 @@
+"""Configurations of the reference picker (EndpointPickerConfig), translated."""

@@ -1,0 +1,477 @@
+"""Every plugin of the reference (0.10, August 2026) by its type, and what stands for it here."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from msgspec import Struct, field
+
+from fairlead.apis.engine_metrics import ENGINE_LABELS, ENGINES
+from fairlead.compat import parameters as ref
+from fairlead.config.builtins import Kind
+from fairlead.core.headers import SESSION_HEADERS
+from fairlead.plugins.filters.ability import ByLabelParams, ContextLengthParams, LabelSelectorParams, RoleParams
+from fairlead.plugins.filters.availability import PrefixAffinityParams, SloTierParams, UtilizationParams
+from fairlead.plugins.filters.load import ConcurrencyParams, MetricLimitParams
+from fairlead.plugins.flow_control import HoldbackCeilingParams, StaticCeilingParams
+from fairlead.plugins.params import NoParams, Params
+from fairlead.plugins.pickers import MaxScoreParams
+from fairlead.plugins.scorers.latency import SloHeadroomParams
+from fairlead.plugins.scorers.load import ActiveRequestsParams, InflightTokensParams, QueueThresholdParams
+from fairlead.plugins.scorers.metric import ContextLengthScorerParams, MetricParams
+from fairlead.plugins.scorers.prefix import NoHitLruParams, PrefixAwareParams, PrefixLengthParams
+
+Model = TypeVar("Model", bound=Params)
+
+#: Where a plugin may be named: in a profile, or in the place of that name.
+Role = Literal[
+    "profile", "handler", "decider", "producer", "control", "flow", "saturation", "source", "extractor", "discovery",
+    "parser",
+]  # fmt: skip
+
+
+class Use(Struct, frozen=True):
+    """A plugin of ours in its stead. `share` of the configured weight goes to it."""
+
+    kind: Kind
+    type: str
+    parameters: Any = field(default_factory=NoParams)
+
+
+class Around(Struct):
+    """What the document says elsewhere."""
+
+    #: Tokens of a prefix block.
+    block: int = 64
+
+
+class Settings(Struct):
+    """What plugins say that is a section of our own: section → field → value, and where each stands."""
+
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def set(self, section: str, key: str, value: Any) -> None:
+        self.values.setdefault(section, {})[key] = value
+
+
+class Entry(Struct, frozen=True):
+    """`refused`: naming it stops the start, with this way out. Else it is accepted, and `note` says what is different.
+
+    Deprecated and experimental plugins are accepted as far as that is free.
+    """
+
+    role: Role
+    #: What does the same here, for people.
+    counterpart: str = ""
+    params: Any = NoParams
+    #: A second place for it.
+    also: Role | None = None
+    status: Literal["beta", "alpha", "deprecated"] = "beta"
+    #: Parameters → plugins for a profile.
+    use: Callable[[Any, Around], list[Use]] | None = None
+    note: str | Callable[[Any], str] = ""
+    refused: str | Callable[[Any], str] = ""
+    settings: Callable[[Any, Settings], None] | None = None
+
+    def remark(self, parameters: Any) -> str:
+        return self.note if isinstance(self.note, str) else self.note(parameters)
+
+    def refusal(self, parameters: Any) -> str:
+        return self.refused if isinstance(self.refused, str) else self.refused(parameters)
+
+
+Table = Mapping[str, Entry]
+
+
+def narrowed(params: Params, model: type[Model]) -> Model:
+    """A `model` with what it has in common with `params`."""
+    return model.model_validate({name: value for name, value in params if name in model.model_fields})
+
+
+# ---- filters, scorers, pickers, profile handlers and deciders ----
+
+
+def _use(kind: Kind, type: str, model: type[Params] = NoParams) -> Callable[[Any, Around], list[Use]]:
+    """One plugin in the stead of one, with those parameters that have the same names."""
+    return lambda params, around: [Use(kind, type, narrowed(params, model))]
+
+
+def _same(kind: Kind, type: str, model: type[Params] = NoParams, params: Any = None, **more: Any) -> Entry:
+    """One plugin in the stead of one. `params`: the reference's, where it has more of them than our `model`."""
+    return Entry("profile", type, params or model, use=_use(kind, type, model), **more)
+
+
+def _refused(role: Role, way_out: str) -> Entry:
+    return Entry(role, status="alpha", refused=way_out)
+
+
+def _role(stage: Any) -> Entry:
+    def use(params: Any, around: Around) -> list[Use]:
+        return [Use("filter", "role", RoleParams(stage=stage))]
+
+    return Entry("profile", "role", use=use)
+
+
+def _by_label(params: ref.ByLabel, around: Around) -> list[Use]:
+    selector = narrowed(params, LabelSelectorParams)
+    uses = [] if selector == LabelSelectorParams() else [Use("filter", "label-selector", selector)]
+    if params.label:
+        uses.append(Use("filter", "by-label", narrowed(params, ByLabelParams)))
+    return uses
+
+
+def _context_length(params: ref.ContextLength, around: Around) -> list[Use]:
+    scorer = Use("scorer", "context-length", ContextLengthScorerParams(label=params.label))
+    filtering = Use("filter", "context-length", ContextLengthParams(label=params.label))
+    return [filtering, scorer] if params.enable_filtering else [scorer]
+
+
+def _prefix_cache(params: ref.PrefixCacheScorer, around: Around) -> list[Use]:
+    if not params.match_length_weight:
+        return _prefix_aware(params, around)
+    return [Use("scorer", "prefix-length", narrowed(params, PrefixLengthParams))]
+
+
+def _prefix_aware(params: Any, around: Around) -> list[Use]:
+    return [Use("scorer", "prefix-aware", PrefixAwareParams(hash_block_size=min(around.block, 1024)))]
+
+
+def _token_load(params: ref.TokenLoad, around: Around) -> list[Use]:
+    return [Use("scorer", "inflight-tokens", InflightTokensParams(threshold_tokens=params.queue_threshold_tokens))]
+
+
+def _attribute_filter(params: ref.AttributeFilter, around: Around) -> list[Use]:
+    threshold = params.algorithm.threshold
+    limit = MetricLimitParams(
+        metric=params.attribute,
+        operator=threshold.operator,
+        value=threshold.value,
+        keep_missing=params.on_missing == "Pass",
+    )
+    return [Use("filter", "metric-limit", limit)]
+
+
+def _attribute_scorer(params: ref.AttributeScorer, around: Around) -> list[Use]:
+    fixed = params.algorithm.normalization.fixed_range
+    better: Any = "low" if params.algorithm.type == "linear_lower_is_better" else "high"
+    ends = (fixed.min, fixed.max) if fixed else None
+    return [Use("scorer", "metric", MetricParams(metric=params.attribute_key, better=better, range=ends))]
+
+
+def _more_endpoints(params: ref.Picker) -> str:
+    if params.max_num_of_endpoints == 1:
+        return ""
+    return "one endpoint is named per request; when it fails, the gateway's own retry policy decides"
+
+
+def _session_note(params: ref.SessionAffinity) -> str:
+    known = ", ".join(SESSION_HEADERS)
+    return (
+        f"a session's endpoint is computed from its id, nothing is stored or sent back; "
+        f"the id is read from one of the headers {known}"
+    )
+
+
+_PREDICTED = "no prediction service is asked: the latency model in this process predicts, and learns as it runs"
+_PD = (
+    "prefill/decode pairs are not formed: every request goes whole to an endpoint of the decode profile, which "
+    "prefills itself"
+)
+_LEVELS = "host, rack and zone are not known here; pin pods with label-selector-filter"
+
+FILTERS: Table = {
+    "label-selector-filter": _same("filter", "label-selector", LabelSelectorParams),
+    "by-label-selector": Entry("profile", "label-selector", ref.ByLabel, status="deprecated", use=_by_label),
+    "by-label": Entry("profile", "by-label", ref.ByLabel, status="deprecated", use=_by_label),
+    "decode-filter": _role("decode"),
+    "prefill-filter": _role("prefill"),
+    "encode-filter": _role("encode"),
+    "prefix-cache-affinity-filter": _same("filter", "prefix-affinity", PrefixAffinityParams, ref.PrefixAffinityFilter),
+    "slo-headroom-tier-filter": _same("filter", "slo-tier", SloTierParams, note=_PREDICTED),
+    "context-length-aware": Entry("profile", "context-length", ref.ContextLength, use=_context_length),
+    "utilization-detector": _same(
+        "filter", "utilization", UtilizationParams, ref.UtilizationDetector, also="saturation"
+    ),
+    "concurrency-detector": _same(
+        "filter",
+        "concurrency",
+        ConcurrencyParams,
+        ref.ConcurrencyDetector,
+        also="saturation",
+        note="as a filter it fails open here: when all endpoints are full, one of them is taken in turn",
+    ),
+    "endpoint-attribute-filter": Entry(
+        "profile",
+        "metric-limit",
+        ref.AttributeFilter,
+        status="alpha",
+        use=_attribute_filter,
+        note=lambda p: "" if p.fallback_on_empty else "when no endpoint passes, one is taken in turn instead of a 429",
+    ),
+    "session-affinity-filter": _refused("profile", "use session-affinity-scorer with a high weight"),
+    "multicluster-session-affinity-filter": _refused("profile", "list endpoints, not clusters"),
+    "topology-affinity-filter": _refused("profile", _LEVELS),
+    "utilization-filter": _refused("profile", "use utilization-detector as a filter, or our metric-limit"),
+    "disaggregatedset-rollout-screener": _refused("profile", "select the revision with label-selector-filter"),
+    "header-based-testing-filter": _refused("profile", "set headers.trust: [test-selection]"),
+    "destination-endpoint-served-verifier": _refused("control", "it is a test hook; leave it out"),
+}
+
+SCORERS: Table = {
+    "queue-scorer": _same("scorer", "queue"),
+    "running-requests-size-scorer": _same("scorer", "running-requests"),
+    "kv-cache-utilization-scorer": _same("scorer", "kv-utilization"),
+    "lora-affinity-scorer": _same("scorer", "lora-affinity"),
+    "load-aware-scorer": _same("scorer", "queue-threshold", QueueThresholdParams),
+    "token-load-scorer": Entry("profile", "inflight-tokens", ref.TokenLoad, use=_token_load),
+    "active-request-scorer": _same(
+        "scorer",
+        "active-requests",
+        ActiveRequestsParams,
+        ref.ActiveRequest,
+        note=lambda p: "" if p.request_timeout is None else "requestTimeout has no effect; see ledger.leaseTtl",
+    ),
+    "prefix-cache-scorer": Entry("profile", "prefix-aware, prefix-length", ref.PrefixCacheScorer, use=_prefix_cache),
+    "no-hit-lru-scorer": _same("scorer", "no-hit-lru", NoHitLruParams, ref.NoHitLru),
+    "latency-scorer": _same("scorer", "slo-headroom", SloHeadroomParams, ref.LatencyScorer, note=_PREDICTED),
+    "mm-embeddings-cache-scorer": Entry(
+        "profile",
+        "prefix-aware",
+        ref.MmScorer,
+        use=_prefix_aware,
+        note="media are part of the prefix that is matched; the same image behind another text is not found",
+    ),
+    "precise-prefix-cache-scorer": Entry(
+        "profile",
+        "prefix-aware",
+        ref.PrecisePrefix,
+        status="deprecated",
+        use=_prefix_aware,
+        note="prefix knowledge is learned from the scheduler's own decisions; KV events are not taken from here",
+    ),
+    "session-affinity-scorer": _same(
+        "scorer", "session-affinity", params=ref.SessionAffinity, status="alpha", note=_session_note
+    ),
+    "endpoint-attribute-scorer": Entry("profile", "metric", ref.AttributeScorer, status="alpha", use=_attribute_scorer),
+    "header-label-affinity-scorer": _refused(
+        "profile", "select by label with label-selector-filter, or write a scorer"
+    ),
+    "topology-affinity-scorer": _refused("profile", _LEVELS),
+    "multicluster-queue-scorer": _refused("profile", "use queue-scorer"),
+    "multicluster-kv-cache-utilization-scorer": _refused("profile", "use kv-cache-utilization-scorer"),
+    "multicluster-prefix-cache-scorer": _refused("profile", "use prefix-cache-scorer"),
+}
+
+PICKERS: Table = {
+    "max-score-picker": _same("picker", "max-score", MaxScoreParams, ref.Picker, note=_more_endpoints),
+    "random-picker": _same("picker", "random", params=ref.Picker, note=_more_endpoints),
+    "weighted-random-picker": _same("picker", "weighted-random", params=ref.Picker, note=_more_endpoints),
+}
+
+HANDLERS: Table = {
+    "single-profile-handler": Entry("handler", "the one profile"),
+    "disagg-profile-handler": Entry("handler", "the decode profile", ref.DisaggHandler, note=_PD),
+    "pd-profile-handler": Entry("handler", "the decode profile", ref.PdHandler, status="deprecated", note=_PD),
+    "data-parallel-profile-handler": Entry(
+        "handler",
+        params=ref.DataParallelHandler,
+        refused="list every rank as an endpoint of its own (address:port); the gateway then dials it directly",
+    ),
+    "header-profile-handler": _refused("handler", "give every profile a scheduler of its own, or use one profile"),
+    "disagg-headers-handler": Entry("control", "built in", status="deprecated", note=_PD),
+    "prefill-header-handler": Entry("control", "built in", status="deprecated", note=_PD),
+    "always-disagg-pd-decider": Entry("decider", "accepted", note=_PD),
+    "always-disagg-multimodal-decider": Entry("decider", "accepted", note=_PD),
+    "prefix-based-pd-decider": Entry("decider", "accepted", ref.PrefixDecider, note=_PD),
+}
+
+
+# ---- data producers, request control, flow control, data layer and parsers ----
+
+
+def _tokens(params: ref.TokenProducer) -> str:
+    if params.vllm is None and params.uds_tokenizer_config is None:
+        return ""
+    return "prompts are not sent to a tokenizer: tokens are estimated, and learned from what model servers report"
+
+
+def _approx(params: ref.ApproxPrefix) -> str:
+    said = []
+    if params.max_prefix_tokens_to_match != 131_072 or params.max_prefix_blocks_to_match != 2048:
+        said.append("the whole prompt is matched (blocks grow with depth)")
+    if params.lru_capacity_per_server != 31_250:
+        said.append("what an endpoint holds is bounded by the KV capacity that it reports")
+    return "; ".join(said)
+
+
+def _session_id(params: ref.SessionIdProducer) -> str:
+    known = f"send the session id in one of the headers {', '.join(SESSION_HEADERS)}"
+    if params.header_name and params.cookie_name:
+        return "give headerName or cookieName, not both"
+    if params.cookie_name:
+        return f"cookies are not read; {known}"
+    return "" if not params.header_name or params.header_name.lower() in SESSION_HEADERS else known
+
+
+def _metrics_source(params: ref.MetricsSource) -> str:
+    if params.client_cert_path or params.client_key_path:
+        return "client certificates are not sent; use metrics.tokenFile"
+    if params.scheme != "http" or params.path != "/metrics" or params.port:
+        return "give each endpoint its page: metricsUrl, or the labels metricsAddress and metricsPort"
+    return ""
+
+
+def _scrape(params: ref.MetricsSource, settings: Settings) -> None:
+    if params.interval is not None:
+        settings.set("metrics", "interval", params.interval)
+        settings.set("metrics", "idleInterval", params.interval)
+    if params.ca_cert_path:
+        settings.set("metrics", "tls", {"caFile": params.ca_cert_path})
+
+
+def _core_metrics(params: ref.CoreMetrics) -> str:
+    if params.engine_label_key in ENGINE_LABELS:
+        return ""
+    return f"engineLabelKey: label endpoints with {ENGINE_LABELS[0]} instead"
+
+
+def _engines(params: ref.CoreMetrics, settings: Settings) -> None:
+    """A configured engine replaces ours of that name whole; a custom metric is a further gauge of every engine."""
+    engines: dict[str, dict[str, Any]] = {}
+    for engine in params.engine_configs:
+        specs = {
+            "waiting": engine.queued_requests_spec,
+            "running": engine.running_requests_spec,
+            "kvUsage": engine.kv_usage_spec,
+            "lora": engine.lora_spec,
+            "cacheInfo": engine.cache_info_spec,
+        }
+        engines[engine.name] = {key: [spec] if spec else [] for key, spec in specs.items()}
+    if params.custom_metrics:
+        extra = {metric.attribute_key: metric.metric_spec for metric in params.custom_metrics}
+        for name in {*ENGINES, *engines}:
+            engines.setdefault(name, {})["extra"] = extra
+    if engines:
+        settings.set("metrics", "engines", engines)
+    if params.default_engine != "vllm":
+        settings.set("metrics", "defaultEngine", params.default_engine)
+
+
+PRODUCERS: Table = {
+    "token-producer": Entry("producer", "built in", ref.TokenProducer, note=_tokens),
+    "tokenizer": Entry("producer", "built in", ref.TokenProducer, status="deprecated", note=_tokens),
+    "approx-prefix-cache-producer": Entry(
+        "producer", "built in; blockSizeTokens → hashBlockSize", ref.ApproxPrefix, note=_approx
+    ),
+    "precise-prefix-cache-producer": Entry(
+        "producer",
+        "built in",
+        ref.PrecisePrefix,
+        also="extractor",
+        note="prefix knowledge is learned from the scheduler's own decisions; KV events are not taken from here",
+    ),
+    "inflight-load-producer": Entry(
+        "producer",
+        "built in: the ledger of leases",
+        ref.InflightLoad,
+        note=lambda p: "the ledger charges uncached prompt tokens" if p.add_estimated_output_tokens else "",
+    ),
+    "predicted-latency-producer": Entry(
+        "producer",
+        "built in: latency model",
+        ref.PredictedLatency,
+        note="prediction and training services are not asked: the latency model in this process predicts, and learns",
+    ),
+    "mm-embeddings-cache-producer": Entry(
+        "producer",
+        "built in: prefix index",
+        ref.MmProducer,
+        note="media are part of the prefix that is matched; there is no cache of items beside it",
+    ),
+    "session-id-producer": Entry("producer", "built in: session headers", ref.SessionIdProducer, refused=_session_id),
+    "burst-prefix-cache-producer": _refused(
+        "producer", "leave it out: a prefix counts from the decision on, also in a burst"
+    ),
+    "p2p-source-producer": _refused("producer", "leave it out: KV blocks are not moved between endpoints"),
+    "multicluster-approx-prefix-cache-producer": _refused("producer", "use approx-prefix-cache-producer"),
+    "agent-identity": _refused("control", "send the fairness id in x-llm-d-inference-fairness-id"),
+    "request-attribute-reporter": Entry(
+        "control",
+        params=ref.Reporter,
+        refused="leave it out: token counts are in the metrics and in the decision journal, not in gateway metadata",
+    ),
+}
+
+_ADMIT = "requests are not shed by it; flow control has limits and times to live"
+_EVICTED = "built in: flowControl.eviction; below priority 0, the lowest and newest first"
+
+
+def _holdback(params: HoldbackCeilingParams) -> str:
+    return "minCeiling is above maxCeiling: swap them" if params.min_ceiling > params.max_ceiling else ""
+
+
+FLOW: Table = {
+    "latency-slo-admitter": Entry("control", "none", note=_ADMIT),
+    "probabilistic-admitter": Entry("control", "flowControl.earlyShedding", ref.ProbabilisticAdmitter),
+    "global-strict-fairness-policy": Entry("flow", "fairness global-strict"),
+    "round-robin-fairness-policy": Entry("flow", "fairness round-robin"),
+    "program-aware-fairness": Entry(
+        "flow",
+        "fairness least-attained-service",
+        ref.ProgramAwareFairness,
+        note="service is uncached prompt tokens, and does not fade; waiting is not weighed",
+    ),
+    "fcfs-ordering-policy": Entry("flow", "ordering fcfs"),
+    "edf-ordering-policy": Entry("flow", "ordering edf"),
+    "slo-deadline-ordering-policy": Entry("flow", "ordering edf"),
+    "static-usage-limit-policy": Entry("flow", "ceiling static-usage-limit-policy", StaticCeilingParams),
+    "priority-holdback-policy": Entry(
+        "flow", "ceiling priority-holdback-policy", HoldbackCeilingParams, status="alpha", refused=_holdback
+    ),
+    "soft-reflective-ceiling-policy": Entry("flow", "ceiling soft-reflective-ceiling-policy", status="alpha"),
+    "sheddable-eviction-filter": Entry("flow", _EVICTED, status="alpha"),
+    "priority-then-time-eviction-order-policy": Entry("flow", _EVICTED, status="alpha"),
+}
+
+DATA: Table = {
+    "metrics-data-source": Entry(
+        "source", "section metrics", ref.MetricsSource, refused=_metrics_source, settings=_scrape
+    ),
+    "core-metrics-extractor": Entry(
+        "extractor", "metrics.engines, metrics.defaultEngine", ref.CoreMetrics, refused=_core_metrics, settings=_engines
+    ),
+    "models-data-source": Entry(
+        "source", "label model-id", ref.MetricsSource, note="/v1/models is not asked: label endpoints with model-id"
+    ),
+    "models-data-extractor": Entry("extractor", "label model-id"),
+    "k8s-notification-source": Entry(
+        "source",
+        "built in",
+        ref.NotificationSource,
+        note="objects are not handed to plugins; endpoints come from endpoints:",
+    ),
+    "endpoint-notification-source": Entry("source", "built in: every plugin sees the same endpoints"),
+    "file-discovery": Entry("discovery", "endpoints.file", ref.FileDiscovery),
+    "multicluster-file-discovery": _refused("discovery", "use file-discovery"),
+    "multicluster-metrics-data-source": _refused("source", "use metrics-data-source"),
+    "multicluster-metrics-extractor": _refused("extractor", "use core-metrics-extractor"),
+    "dcgm-data-source": _refused("source", "name the gauge under metrics.engines.NAME.extra, if the page has it"),
+    "dcgm-extractor": _refused("extractor", "name the gauge under metrics.engines.NAME.extra, if the page has it"),
+    "topology-extractor": _refused("extractor", "leave it out: topology is not used"),
+}
+
+_UNREAD = "requests to its paths are passed on unread: scheduled by load, without prefix and model"
+
+PARSERS: Table = {
+    "openai-parser": Entry("parser", "built in"),
+    "anthropic-parser": Entry("parser", "built in"),
+    "vllmhttp-parser": Entry("parser", "built in"),
+    "sglanghttp-parser": Entry("parser", "built in"),
+    "vllmgrpc-parser": Entry("parser", "built in"),
+    "vertexai-parser": Entry("parser", "passed on", note=_UNREAD),
+    "passthrough-parser": Entry("parser", "built in"),
+}
+
+
+# ---- all of them ----
+
+CATALOGUE: Table = {**FILTERS, **SCORERS, **PICKERS, **HANDLERS, **PRODUCERS, **FLOW, **DATA, **PARSERS}

@@ -1,0 +1,352 @@
+"""A file (or text) → a `Config`, or every problem it has."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from fairlead.compat.locate import KIND, ROUTER, Located, document_fields, in_values, is_document
+from fairlead.config import yaml
+from fairlead.config.check import read
+from fairlead.config.checks import asked_elsewhere, note_unknown_engines, resolve
+from fairlead.config.endpoint_list import parse_endpoints_text, read_endpoints
+from fairlead.config.plugin_reader import (
+    EXTRA_KEYS,
+    FLOW_CONTROL,
+    KEYS,
+    METRIC_SOURCES,
+    PARSERS,
+    Extras,
+    Source,
+    check_choosers,
+    check_metric_names,
+    read_policy,
+)
+from fairlead.config.problems import InvalidConfig, Place, Problem, Report, describe
+from fairlead.config.registry import Registry, check_made
+from fairlead.config.schema import (
+    SECTIONS,
+    Config,
+    EndpointSource,
+    FileSource,
+    FlowSpec,
+    Metrics,
+    PolicySpec,
+    Section,
+    Settings,
+)
+from fairlead.config.yaml import MAX_BYTES, Tree
+from fairlead.core.errors import ConfigError
+from fairlead.plugins.params import camel
+
+if TYPE_CHECKING:
+    from fairlead.compat.translate import Translation
+
+#: Where the scheduling part may stand instead: the values of the extension's Helm chart.
+CHART = "inferenceExtension"
+CUSTOM = "pluginsCustomConfig"
+FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", CHART)
+
+#: The policy that gives a request two endpoints; the queue gives it one.
+SPLITTING = "prefill-decode"
+#: What may stand beside the fields of another picker's configuration.
+BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")
+_NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
+_NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
+_TWICE = "leave one out, or give each a name and an address of its own"
+
+
+__all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a configuration file, or at least enough to see that it is too large."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", "$", str(path)) from None
+
+
+def load(
+    source: Path | str,
+    *,
+    need_endpoints: bool = True,
+    registry: Registry | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """Read a file (`Path`) or a text (`str`), YAML or JSON.
+
+    Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` when the only thing wrong is that an
+    installed plugin cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints.
+    `flags`: values that count before those of the file, in its shape.
+    """
+    config, report = _read(source, need_endpoints, registry, flags=flags or {})
+    if config is None:
+        if len(report.plugin_errors) == len(report.problems):
+            raise report.plugin_errors[0]
+        raise InvalidConfig(report.problems, str(source) if isinstance(source, Path) else "")
+    return config
+
+
+def problems(source: Path | str, *, need_endpoints: bool = True, registry: Registry | None = None) -> list[Problem]:
+    """All that is wrong; empty for a configuration that loads. Raises `ConfigError` when the file cannot be read."""
+    return _read(source, need_endpoints, registry)[1].problems
+
+
+def examine(source: Path, registry: Registry | None = None) -> tuple[Config | None, Report]:
+    """As `load`, and further: plugins are made and an endpoints file is read, with what is wrong there in the report.
+
+    A configuration of the reference picker need not name endpoints: it usually takes them from Kubernetes.
+    """
+    return _read(source, True, registry, thorough=True)
+
+
+def _read(
+    source: Path | str,
+    need_endpoints: bool,
+    registry: Registry | None,
+    thorough: bool = False,
+    flags: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Config | None, Report]:
+    document = yaml.parse(read_bytes(source) if isinstance(source, Path) else source)
+    report = Report(document.tree.line)
+    report.extend(document.problems)
+    if document.value is None and document.problems:
+        return None, report
+    root = {} if document.value is None else document.value
+    if not isinstance(root, dict):
+        report.add((), f"expected a mapping, got {describe(root)}")
+        return None, report
+    base = source.absolute().parent if isinstance(source, Path) else None
+    name = str(source) if isinstance(source, Path) else ""
+    root = overlaid(root, flags)
+    assembly = _Assembly(root, document.tree, report, base, registry or Registry(), thorough)
+    config = assembly.config(name, need_endpoints)
+    report.close()
+    if config is not None and flags:
+        config = config.model_copy(update={"flags": dict(flags)})
+    return (None if report.problems else config), report
+
+
+class _Assembly:
+    """One pass over the root mapping."""
+
+    def __init__(
+        self,
+        root: dict[str, Any],
+        tree: Tree,
+        report: Report,
+        base: Path | None,
+        registry: Registry,
+        thorough: bool = False,
+    ) -> None:
+        self._root = root
+        self._tree = tree
+        self._report = report
+        self._base = base
+        self._registry = registry
+        self._thorough = thorough
+        self._translation: Translation | None = None
+
+    def config(self, source: str, need_endpoints: bool) -> Config | None:
+        policy = self._policy()
+        # In a document of the reference `flowControl` is the reference's.
+        keys = [key for key in EXTRA_KEYS if key in self._root and not (self._translation and key == FLOW_CONTROL)]
+        extras = Extras({key: self._root[key] for key in keys}, self._report, self._registry)
+        sources = extras.list("metric-source", METRIC_SOURCES)
+        parsers = extras.list("parser", PARSERS)
+        flow_control = self._translation.flow if self._translation else extras.flow_control()
+        settings = self._settings(policy)
+        if policy is not None:
+            check_metric_names(policy, extras.provided(sources), settings.metrics, self._report)
+        endpoints = self._endpoints(need_endpoints and not settings.kubernetes.on)
+        if settings.kubernetes.on and (endpoints.static or endpoints.file):
+            hint = "leave out endpoints: or kubernetes:"
+            self._report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
+        if not self._report.problems:  # or the entries are not where they stand in the file
+            note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self._report)
+        check_choosers(settings.canary, settings.shadows, self._report, self._registry)
+        self._check_splitting(policy, flow_control)
+        if self._thorough:
+            beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
+            check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
+            self._check_endpoints_file(endpoints.file, settings.metrics)
+        if policy is None or self._report.problems:
+            return None
+        return Config.model_construct(
+            **dict(settings),
+            policy=policy,
+            metric_sources=sources,
+            parsers=parsers,
+            flow_control=flow_control,
+            endpoints=endpoints,
+            source=source,
+            notes=tuple(self._report.notes),
+        )
+
+    def _check_splitting(self, policy: PolicySpec | None, flow_control: FlowSpec | None) -> None:
+        plugin = policy.plugin if policy else None
+        if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
+            hint = "take another policy, or leave flowControl out"
+            self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
+
+    def _check_endpoints_file(self, path: str, metrics: Metrics) -> None:
+        """Reports what is wrong with an endpoints file, and notes what it warns of: who follows it goes on."""
+        if not path:
+            return
+        place = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
+        try:
+            listing = parse_endpoints_text(read_bytes(Path(path)))
+        except ConfigError as error:
+            self._report.add(place, str(error))
+            return
+        for problem in listing.problems:
+            tell = self._report.note if problem.warning else self._report.add
+            tell(place, problem.render(path))
+        note_unknown_engines(listing.entries, metrics, place, self._report, path)
+
+    def _policy(self) -> PolicySpec | None:
+        """From a configuration of the reference picker, wherever it stands, or from our own fields."""
+        if is_document(self._root):
+            allowed = document_fields()
+            for key in self._root:
+                if key not in (*allowed, *BESIDE):
+                    self._report.unknown((key,), "field", key, (*allowed, *BESIDE))
+            values = {key: value for key, value in self._root.items() if key in allowed}
+            return self._foreign(Located(values, self._report))
+        located = in_values(self._root, self._tree, self._report)
+        taken = {located.place[0]} if located else {ROUTER} if ROUTER in self._root else set()
+        known = BESIDE if taken else FIELDS
+        for key in self._root:
+            if key not in known and key not in taken:
+                hint = f"it belongs to a file with kind: {KIND}" if key in document_fields() else ""
+                self._report.unknown((key,), "field", key, known, hint)
+        if located is not None:
+            for key in located.values:
+                if key not in document_fields():
+                    located.report.unknown((key,), "field", key, document_fields())
+            policy = self._foreign(located)
+            self._report.take(located.report)
+            return policy
+        if taken:
+            self._report.add((ROUTER,), f"no {KIND} in it", "it is expected under epp.pluginsCustomConfig")
+            return None
+        return read_policy(self._scheduling(), self._report, self._registry)
+
+    def _foreign(self, located: Located) -> PolicySpec | None:
+        from fairlead.compat.translate import translate
+
+        translation = translate(located.values, located.report, self._registry, self._base)
+        self._translation = translation
+        return translation.policy
+
+    def _scheduling(self) -> Source:
+        """The keys of the scheduling part, from the top or from under the chart's values."""
+        source = Source({k: v for k, v in self._root.items() if k in KEYS}, {k: (k,) for k in self._root if k in KEYS})
+        chart = self._root.get(CHART)
+        if chart is None:
+            return source
+        if not isinstance(chart, dict):
+            self._report.add((CHART,), f"expected a mapping, got {describe(chart)}")
+            return source
+        for key in chart:
+            if key != CUSTOM and CUSTOM in chart:
+                self._report.note((CHART, key), "belongs to the Helm chart; it has no effect here")
+            elif key != CUSTOM:
+                self._report.unknown((CHART, key), "field", key, [CUSTOM])
+        self._merge(chart.get(CUSTOM), (CHART, CUSTOM), source)
+        return source
+
+    def _merge(self, custom: object, place: Place, into: Source) -> None:
+        if custom is None:
+            return
+        if not isinstance(custom, dict):
+            self._report.add(place, f"expected a mapping, got {describe(custom)}")
+            return
+        for key, value in custom.items():
+            if key not in KEYS:
+                hint = "it belongs at the top of the file" if key in FIELDS else ""
+                self._report.unknown((*place, key), "field", key, KEYS, hint)
+            elif key in into.values:
+                self._report.add((*place, key), f"'{key}' is given at the top of the file too", "give it once")
+            else:
+                into.values[key] = value
+                into.places[key] = (*place, key)
+
+    def _settings(self, policy: PolicySpec | None) -> Settings:
+        """All sections; one that is absent or wrong has its defaults, for which no validator is built."""
+        sections: dict[str, Any] = {}
+        for name in Settings.model_fields:
+            model = SECTIONS.get(camel(name))
+            if model is not None:
+                sections[name] = self._section(camel(name), model) or model.model_construct()
+        if self._root.get("seed") is not None and read(Settings, {"seed": self._root["seed"]}, (), self._report):
+            sections["seed"] = self._root["seed"]
+        settings = Settings.model_construct(**sections)  # all are checked: one validator of all takes 20 ms to be built
+        settings = resolve(settings, self._base, self._report)
+        scorers = policy.scorers if policy else ()
+        urls = [spec.parameters.cache_indexer_url for spec in scorers if spec.type == "prefix-aware"]
+        kv_events = asked_elsewhere(settings.kv_events, urls, self._report)
+        return settings.model_copy(update={"kv_events": kv_events})
+
+    def _section(self, key: str, model: type[Section]) -> Section | None:
+        node = self._root.get(key)
+        places: dict[str, Place] = {}
+        if key == "gateway" and key in self._root and not isinstance(node, dict):
+            if not isinstance(node, str):
+                self._report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
+                return None
+            node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` for `gateway: {mode: none}`
+        said = self._translation.settings.values.get(key) if self._translation else None
+        if said and (node is None or isinstance(node, dict)):
+            node = {**said, **(node or {})}
+        if node is None or node == {}:
+            return None
+        return read(model, node, (key,), self._report, places)
+
+    def _endpoints(self, needed: bool) -> EndpointSource:
+        value = self._root.get("endpoints")
+        value = None if value == {} else value
+        named = self._translation.endpoints if self._translation else None
+        if value is None and named is not None:
+            return named
+        if value is None or value == []:
+            if needed and self._thorough and self._translation:
+                self._report.note((), f"no endpoints: to serve, {_NO_DISCOVERY}")
+            elif needed:
+                place: Place = ("endpoints",) if "endpoints" in self._root else ()
+                self._report.add(place, "no endpoints", _NO_DISCOVERY if self._translation else _NO_ENDPOINTS)
+            return EndpointSource()
+        return self._endpoint_source(value)
+
+    def _endpoint_source(self, value: object) -> EndpointSource:
+        """A list, or `{file, watch}`. What a list is warned of is a problem here: what stands twice is a mistake."""
+        if isinstance(value, list):
+            assert isinstance(self._tree.root.value, dict)
+            listing = read_endpoints(self._tree.root.value["endpoints"], ("endpoints",))
+            for problem in listing.problems:
+                shown = replace(problem, hint=_TWICE, warning=False) if problem.warning else problem
+                self._report.extend([shown])
+            return EndpointSource(static=listing.entries)
+        if not isinstance(value, dict):
+            self._report.add(("endpoints",), f"expected a list, or file: and a path; got {describe(value)}")
+            return EndpointSource()
+        source = read(FileSource, value, ("endpoints",), self._report)
+        if source is None:
+            return EndpointSource()
+        return EndpointSource(file=str(self._base / source.file) if self._base else source.file, watch=source.watch)
+
+
+def overlaid(root: Mapping[str, object], flags: Mapping[str, object]) -> dict[str, object]:
+    """A configuration's mapping with the values of command-line flags in it; nested mappings are merged."""
+    merged = dict(root)
+    for key, value in flags.items():
+        inner = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            merged[key] = overlaid(inner, value)
+        else:
+            merged[key] = value
+    return merged

@@ -1,0 +1,96 @@
+"""Where an `EndpointPickerConfig` stands: as the file itself, or as text inside Helm values."""
+
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.config import yaml
+from fairlead.config.check import fields
+from fairlead.config.problems import Place, Report, describe, shorten
+from fairlead.config.yaml import Node, Tree
+
+KIND = "EndpointPickerConfig"
+#: The values of the reference's charts: `router.epp`, in older ones `inferenceExtension`.
+ROUTER, EPP, EXTENSION = "router", "epp", "inferenceExtension"
+CUSTOM, FILE, INLINE = "pluginsCustomConfig", "pluginsConfigFile", "pluginsConfig"
+#: Fields that only such a document has at its top.
+_TELLING = ("schedulingProfiles", "apiVersion", "kind")
+
+
+class Located(Struct):
+    """The document, what to report into, and where it stands (empty = it is the file)."""
+
+    values: dict[str, Any]
+    report: Report
+    place: Place = ()
+
+
+def document_fields() -> tuple[str, ...]:
+    """The fields that a document has at its top."""
+    from fairlead.compat.document import Document
+
+    return tuple(fields(Document))
+
+
+def is_document(root: dict[str, Any]) -> bool:
+    return any(key in root for key in _TELLING)
+
+
+def in_values(root: dict[str, Any], tree: Tree, report: Report) -> Located | None:
+    """The document inside of chart values, if there is one. What is wrong with the way to it is reported."""
+    if isinstance(root.get(ROUTER), dict):
+        for key in root[ROUTER]:
+            if key != EPP:
+                report.note((ROUTER, key), "belongs to the Helm chart; it has no effect here")
+        if isinstance(root[ROUTER].get(EPP), dict):
+            return _in_chart(root[ROUTER][EPP], (ROUTER, EPP), tree, report)
+    chart = root.get(EXTENSION)
+    if isinstance(chart, dict) and _is_named_texts(chart.get(CUSTOM)):
+        return _in_chart(chart, (EXTENSION,), tree, report)
+    return None
+
+
+def _is_named_texts(custom: object) -> bool:
+    return isinstance(custom, dict) and bool(custom) and all(isinstance(text, str) for text in custom.values())
+
+
+def _in_chart(chart: dict[str, Any], place: Place, tree: Tree, report: Report) -> Located | None:
+    for key in chart:
+        if key not in (CUSTOM, FILE, INLINE):
+            report.note((*place, key), "belongs to the Helm chart; it has no effect here")
+    inline = chart.get(INLINE)
+    if isinstance(inline, dict) and inline:
+        at = (*place, INLINE)
+        return Located(inline, Report(lambda inner: tree.line((*at, *inner)), at), at)
+    texts = chart.get(CUSTOM)
+    if not isinstance(texts, dict) or not _is_named_texts(texts):
+        report.add((*place, CUSTOM), f"expected files by name, got {describe(texts)}", "name: | and the text below it")
+        return None
+    name = chart.get(FILE, next(iter(texts)) if len(texts) == 1 else None)
+    if not isinstance(name, str) or name not in texts:
+        known = ", ".join(map(shorten, texts))
+        report.add((*place, FILE), f"{describe(name)} is none of the files under {CUSTOM}", f"there are: {known}")
+        return None
+    return _text((*place, CUSTOM, name), texts[name], tree, report)
+
+
+def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None:
+    """The text of a block scalar begins a line below its key."""
+    document = yaml.parse(text)
+    before = _node(tree.root, place).line - (0 if "\n" in text else 1)
+    inner = Report(lambda at: before + document.tree.line(at), place)
+    for fault in document.problems:
+        report.add(place, f"line {before + fault.line}: {fault.message}", fault.hint)
+    if document.problems:
+        return None
+    if not isinstance(document.value, dict):
+        report.add(place, f"expected an {KIND}, got {describe(document.value)}")
+        return None
+    return Located(document.value, inner, place)
+
+
+def _node(node: Node, place: Place) -> Node:
+    for step in place:
+        assert isinstance(node.value, dict) and isinstance(step, str)
+        node = node.value[step]
+    return node

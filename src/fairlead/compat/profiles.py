@@ -1,0 +1,298 @@
+"""The plugins that a document declares, its scheduling profiles and their handler → the one policy that runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.compat.catalogue import CATALOGUE, Around, Entry, Settings, Use
+from fairlead.compat.document import Plugin, SchedulingProfile, WeightedRef
+from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix
+from fairlead.config.builtins import METHODS, SELECTION, Kind
+from fairlead.config.check import plain, read
+from fairlead.config.problems import Place, Report, describe, shorten
+from fairlead.config.registry import RegisteredPlugin, Registry
+from fairlead.config.schema import PluginSpec, PolicySpec
+from fairlead.core.errors import PluginError
+
+#: The reference hashes blocks of at least so many tokens, whatever is configured.
+LEAST_BLOCK = 64
+PROFILE_KINDS: tuple[Kind, ...] = ("filter", "scorer", "picker")
+_PRODUCER_REFS = ("prefixMatchInfoProducerName", "inFlightLoadProducerName", "producerName")
+
+
+class Instance(Struct):
+    """One declared plugin. `entry` is `None` where the type is ours or an installed one."""
+
+    name: str
+    type: str
+    place: Place
+    parameters: Any
+    entry: Entry | None
+    uses: tuple[Use, ...] = ()
+    #: Lines of `type` and `parameters`.
+    lines: dict[str, int] = {}
+
+    @property
+    def role(self) -> str:
+        return self.entry.role if self.entry else "profile"
+
+    def fits(self, role: str) -> bool:
+        return role == self.role or (self.entry is not None and role == self.entry.also)
+
+
+class Instances:
+    def __init__(self, report: Report, registry: Registry) -> None:
+        self._report = report
+        self._registry = registry
+        self.by_name: dict[str, Instance] = {}
+        self.settings = Settings()
+        #: Names whose declaration is wrong: references to them are not reported once more.
+        self._broken: set[str] = set()
+
+    def read(self, node: object, place: Place) -> None:
+        if node is None:
+            return
+        if not isinstance(node, list):
+            self._report.add(place, f"expected a list, got {describe(node)}")
+            return
+        for i, item in enumerate(node):
+            self._declare(item, (*place, i))
+        block = Around(self._block())
+        for instance in self.by_name.values():
+            self._check_refs(instance)
+            if instance.entry is not None and instance.entry.use is not None:
+                self._translate(instance, block)
+
+    def ref(self, name: str, place: Place, role: str) -> Instance | None:
+        """The plugin of that name. Reports when there is none, or when it is of another kind than wanted."""
+        instance = self.by_name.get(name)
+        if instance is None:
+            if name not in self._broken:
+                self._report.unknown(place, "plugin", name, self.by_name, self._declare_hint(name))
+            return None
+        if not instance.fits(role):
+            self._report.add(
+                place, f"'{shorten(name)}' ({instance.type}) cannot stand here", f"it is a {instance.role} plugin"
+            )
+            return None
+        return instance
+
+    def _declare_hint(self, name: str) -> str:
+        return f"declare it under plugins: {{type: {name}}}" if name in CATALOGUE else ""
+
+    def _declare(self, item: object, place: Place) -> None:
+        plugin = read(Plugin, item, place, self._report)
+        if plugin is None:
+            if isinstance(item, dict):
+                self._broken |= {name for key in ("name", "type") if isinstance(name := item.get(key), str)}
+            return
+        name = plugin.name or plugin.type
+        if name in self.by_name:
+            first = self._report.path(self.by_name[name].place)
+            self._report.add(
+                place,
+                f"a plugin named '{shorten(name)}' is there already, at {first}",
+                "give one of them a name of its own",
+            )
+            return
+        entry = CATALOGUE.get(plugin.type)
+        made = self._ours(name, plugin, place) if entry is None else self._theirs(name, plugin, place, entry)
+        if made is None:
+            self._broken.add(name)
+            return
+        given = ("type", "parameters") if plugin.parameters else ("type",)
+        made.lines = {key: self._report.line((*place, key)) for key in given}
+        self.by_name[name] = made
+
+    def _theirs(self, name: str, plugin: Plugin, place: Place, entry: Entry) -> Instance | None:
+        if isinstance(entry.refused, str) and entry.refused:
+            self._report.add((*place, "type"), f"'{plugin.type}' has no counterpart here", entry.refused)
+            return None
+        parameters_place = (*place, "parameters")
+        parameters = read(entry.params, plugin.parameters, parameters_place, self._report)
+        if parameters is None:
+            return None
+        refusal = entry.refusal(parameters)
+        if refusal:
+            self._report.add(parameters_place, f"'{plugin.type}' cannot do that here", refusal)
+            return None
+        remark = entry.remark(parameters)
+        if remark:
+            self._report.note(place, f"{plugin.type}: {remark}")
+        if entry.settings is not None:
+            entry.settings(parameters, self.settings)
+        return Instance(name, plugin.type, place, parameters, entry)
+
+    def _ours(self, name: str, plugin: Plugin, place: Place) -> Instance | None:
+        """A type that the reference does not have."""
+        registered = self._find(plugin.type, (*place, "type"))
+        if registered is None:
+            return None
+        kind, cls = registered
+        values = {**cls.implied, **(plugin.parameters or {})}
+        parameters = read(cls.params, values, (*place, "parameters"), self._report)
+        if parameters is None:
+            return None
+        return Instance(name, plugin.type, place, parameters, None, (Use(kind, cls.type, parameters),))
+
+    def _find(self, type: str, place: Place) -> tuple[Any, RegisteredPlugin] | None:
+        try:
+            for kind in PROFILE_KINDS:
+                registered = self._registry.find(kind, type)
+                if registered is not None:
+                    return kind, registered
+        except PluginError as error:
+            self._report.plugin(place, error)
+            return None
+        ours = {name for kind in METHODS for name in self._registry.types(kind)}
+        self._report.unknown(place, "plugin type", type, {*CATALOGUE, *ours})
+        return None
+
+    def _block(self) -> int:
+        """Tokens of a prefix block, by the first producer that says so."""
+        for instance in self.by_name.values():
+            if isinstance(instance.parameters, ApproxPrefix):
+                return max(instance.parameters.block_size_tokens, LEAST_BLOCK)
+            if isinstance(instance.parameters, PrecisePrefix):
+                tokens = instance.parameters.token_processor_config
+                return max(tokens.block_size_tokens or tokens.block_size or 0, LEAST_BLOCK)
+        return LEAST_BLOCK
+
+    def _check_refs(self, instance: Instance) -> None:
+        """Producers that a plugin names must be declared."""
+        for key, name in plain(instance.parameters).items():
+            if key in _PRODUCER_REFS and name:
+                self.ref(name, (*instance.place, "parameters", key), "producer")
+
+    def _translate(self, instance: Instance, around: Around) -> None:
+        assert instance.entry is not None and instance.entry.use is not None
+        try:
+            instance.uses = tuple(instance.entry.use(instance.parameters, around))
+        except (ValueError, TypeError) as error:
+            self._report.add((*instance.place, "parameters"), str(error))
+
+
+# ---- profiles ----
+
+#: What the reference does outside of its plugins.
+ALWAYS = ("subset", "health")
+_DECIDER_STAGES = ("prefill", "encode", "decode")
+
+
+class Profiles:
+    def __init__(
+        self,
+        profiles: Sequence[tuple[int, SchedulingProfile]],
+        any_given: bool,
+        instances: Instances,
+        report: Report,
+        registry: Registry,
+    ) -> None:
+        self._profiles = profiles
+        self._any_given = any_given
+        self._instances = instances
+        self._report = report
+        self._registry = registry
+
+    def policy(self) -> PolicySpec | None:
+        if not self._any_given:
+            refs = [(instance, None, instance.place) for instance in self._instances.by_name.values() if instance.uses]
+            return self._spec("default", refs, ("plugins",))
+        built = {profile.name: self._profile(i, profile) for i, profile in self._profiles}
+        primary = self._primary([profile.name for _, profile in self._profiles])
+        return built.get(primary)
+
+    def _primary(self, names: list[str]) -> str:
+        """The profile whose pick is the destination."""
+        handlers = [instance for instance in self._instances.by_name.values() if instance.role == "handler"]
+        for extra in handlers[1:]:
+            self._report.add(extra.place, "there is a profile handler already", f"'{handlers[0].name}'")
+        handler = handlers[0] if handlers else None
+        if handler is not None and isinstance(handler.parameters, (DisaggHandler, PdHandler)):
+            return self._disaggregated(handler, names)
+        if len(names) > 1:
+            problem = f"{len(names)} profiles, and nothing that chooses among them"
+            hint = "add a disagg-profile-handler, or leave one profile"
+            self._report.add(("schedulingProfiles",), problem, hint)
+        return names[0] if names else ""
+
+    def _disaggregated(self, handler: Instance, names: list[str]) -> str:
+        parameters_place = (*handler.place, "parameters")
+        parameters = handler.parameters
+        if isinstance(parameters, PdHandler):
+            if parameters.decider_plugin_name:
+                self._instances.ref(parameters.decider_plugin_name, (*parameters_place, "deciderPluginName"), "decider")
+            wanted, place = parameters.decode_profile, (*parameters_place, "decodeProfile")
+        else:
+            for key, name in (parameters.deciders or {}).items():
+                if key not in _DECIDER_STAGES:
+                    self._report.unknown((*parameters_place, "deciders", key), "stage", key, _DECIDER_STAGES)
+                self._instances.ref(name, (*parameters_place, "deciders", key), "decider")
+            for key, name in (parameters.profiles or {}).items():
+                if key not in _DECIDER_STAGES:
+                    self._report.unknown((*parameters_place, "profiles", key), "stage", key, _DECIDER_STAGES)
+                elif name not in names and key != "decode":
+                    self._report.unknown((*parameters_place, "profiles", key), "profile", name, names)
+            wanted, place = (
+                (parameters.profiles or {}).get("decode", "decode"),
+                (*parameters_place, "profiles", "decode"),
+            )
+        if names and wanted not in names:
+            self._report.unknown(place, "profile", wanted, names, "requests go where the decode profile says")
+        return wanted
+
+    def _profile(self, index: int, profile: SchedulingProfile) -> PolicySpec | None:
+        refs: list[tuple[Instance, float | None, Place]] = []
+        plugins_place: Place = ("schedulingProfiles", index, "plugins")
+        for i, entry in enumerate(profile.plugins or ()):
+            place = (*plugins_place, i)
+            instance = self._instances.ref(entry.plugin_ref, (*place, "pluginRef"), "profile")
+            if instance is not None:
+                refs.append((instance, self._weight(entry, instance, place), place))
+        return self._spec(profile.name, refs, plugins_place)
+
+    def _weight(self, entry: WeightedRef, instance: Instance, place: Place) -> float | None:
+        if entry.weight is None:
+            return None
+        if entry.weight < 0:
+            self._report.add((*place, "weight"), f"expected a number >= 0, got {entry.weight:g}")
+        if not any(use.kind == "scorer" for use in instance.uses):
+            self._report.note((*place, "weight"), f"'{shorten(instance.name)}' is no scorer; its weight has no effect")
+        return entry.weight
+
+    def _spec(
+        self, name: str, refs: Sequence[tuple[Instance, float | None, Place]], plugins_place: Place
+    ) -> PolicySpec | None:
+        parts: dict[str, list[PluginSpec]] = {"filter": self._always(), "scorer": [], "picker": []}
+        for instance, weight, place in refs:
+            lines = dict(instance.lines) | (
+                {"weight": self._report.line((*place, "weight"))} if weight is not None else {}
+            )
+            for use in instance.uses:
+                if use.kind == "picker" and parts["picker"]:
+                    first = parts["picker"][0].name
+                    self._report.add(place, f"a second picker; '{first}' is there already", "a profile has one")
+                    continue
+                spec = PluginSpec(
+                    kind=use.kind,
+                    type=use.type,
+                    name=instance.name,
+                    parameters=use.parameters,
+                    weight=(1.0 if weight is None else weight) if use.kind == "scorer" else 0.0,
+                    path=self._report.path(instance.place),
+                    lines=lines,
+                    stands_for=instance.type if instance.entry else "",
+                )
+                parts[use.kind].append(spec)
+        picker = parts["picker"][0] if parts["picker"] else self._default_picker()
+        return PolicySpec(name=name, filters=tuple(parts["filter"]), scorers=tuple(parts["scorer"]), picker=picker)
+
+    def _always(self) -> list[PluginSpec]:
+        plugins = [self._registry.find("filter", name) for name in ALWAYS]
+        return [PluginSpec(kind="filter", type=f.type, name=f.type, parameters=f.params()) for f in plugins if f]
+
+    def _default_picker(self) -> PluginSpec:
+        picker = self._registry.find("picker", SELECTION["picker"])
+        assert picker is not None
+        return PluginSpec(kind="picker", type=picker.type, name=picker.type, parameters=picker.params())

@@ -1,0 +1,198 @@
+"""The scheduling part of a configuration as plain values, for the journal, and what is made of it again.
+
+Recorded is what was in force, defaults included: a replay under a later version, with other defaults, still is one.
+Nothing else of the configuration is recorded.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
+
+from fairlead.compat.load import load
+from fairlead.config.builtins import Kind
+from fairlead.config.check import fields, plain, read
+from fairlead.config.plugin_reader import BAND_KINDS, BANDS, FLOW_KINDS
+from fairlead.config.problems import Report
+from fairlead.config.registry import Registry
+from fairlead.config.schema import BandSettings, BandSpec, Config, FlowSettings, FlowSpec, PluginSpec, PolicySpec
+from fairlead.config.yaml import Node, scalar
+from fairlead.core.errors import ConfigError, PluginError
+
+
+def record(config: Config) -> dict[str, Any]:
+    """Plain values, msgpack and JSON can hold them."""
+    return {
+        "policy": _policy(config.policy),
+        "flow_control": None if config.flow_control is None else _flow(config.flow_control),
+        "lease_ttl": config.ledger.lease_ttl,
+        "staleness": config.metrics.staleness,
+        "beside": list(beside(config)),
+    }
+
+
+def beside(config: Config) -> tuple[str, ...]:
+    """What decides beside the recorded policy and events, in words: a replay has it not."""
+    causes = []
+    if config.kv_events.enabled:
+        causes.append("KV events of the engines counted too, which are not in the journal")
+    if config.scheduler.address or config.canary.percent:
+        causes.append("a scheduler in another process or a canary decided too")
+    return tuple(causes)
+
+
+def restore(recorded: Any, registry: Registry | None = None) -> Config:
+    """A configuration with this scheduling part and no endpoints. Raises `ConfigError` or `PluginError`."""
+    registry = registry or Registry()
+    base = load("policy: default\n", need_endpoints=False)
+    try:
+        flow = recorded["flow_control"]
+        return base.model_copy(
+            update={
+                "policy": _read_policy(recorded["policy"], registry),
+                "flow_control": None if flow is None else _read_flow(flow, registry),
+                "ledger": base.ledger.model_copy(update={"lease_ttl": float(recorded["lease_ttl"])}),
+                "metrics": base.metrics.model_copy(update={"staleness": float(recorded["staleness"])}),
+            }
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the recorded configuration cannot be used: {error}", "$") from None
+
+
+def changed(config: Config, setting: str) -> Config:
+    """The same with one number changed: `SCORER=WEIGHT`, `PLUGIN.PARAMETER=VALUE`, or `PARAMETER=VALUE` of a policy.
+
+    Raises `ConfigError` that says what can be set.
+    """
+    name, equals, text = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"expected NAME=VALUE, got {setting!r}", "$")
+    plugin, _, parameter = name.strip().rpartition(".")
+    policy = config.policy
+    policy_spec = _changed(policy, plugin, parameter, text.strip())
+    if policy_spec is None:
+        known = ", ".join(_settable(policy)) or "nothing"
+        raise ConfigError(f"policy '{policy.name}' has no setting {name.strip()!r}; it has: {known}", "$.policy")
+    return config.model_copy(update={"policy": policy_spec})
+
+
+def _changed(policy: PolicySpec, plugin: str, parameter: str, text: str) -> PolicySpec | None:
+    if not plugin and any(spec.name == parameter for spec in policy.scorers):
+        scorers = [
+            structs.replace(spec, weight=_number(text)) if spec.name == parameter else spec for spec in policy.scorers
+        ]
+        return structs.replace(policy, scorers=tuple(scorers))
+    parts = structs.asdict(policy)
+    for field in ("plugin", "picker"):
+        spec = parts[field]
+        if spec is not None and plugin in ("", spec.name, "policy") and _has(spec, parameter):
+            return structs.replace(policy, **{field: _with(spec, parameter, text)})
+    for field in ("scorers", "filters"):
+        specs = parts[field]
+        if any(spec.name == plugin and _has(spec, parameter) for spec in specs):
+            made = [_with(spec, parameter, text) if spec.name == plugin else spec for spec in specs]
+            return structs.replace(policy, **{field: tuple(made)})
+    return None
+
+
+def _settable(policy: PolicySpec) -> list[str]:
+    names = [spec.name for spec in policy.scorers]
+    for spec in policy.plugins():
+        own = "" if spec is policy.plugin else f"{spec.name}."
+        names += [f"{own}{name}" for name in fields(type(spec.parameters))]
+    return names
+
+
+def _has(spec: PluginSpec, parameter: str) -> bool:
+    return parameter in fields(type(spec.parameters))
+
+
+def _with(spec: PluginSpec, parameter: str, text: str) -> PluginSpec:
+    values = plain(spec.parameters) | {parameter: scalar(Node(text, 0, plain=True))}
+    report = Report(lambda place: 0)
+    made = read(type(spec.parameters), values, (), report)
+    if made is None:
+        message = report.problems[0].message
+        raise ConfigError(f"{spec.name}.{parameter}={text}: {message}", "$.policy")
+    return structs.replace(spec, parameters=made)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no weight", "$.policy") from None
+
+
+# ---- to plain values ----
+
+
+def _policy(policy: PolicySpec) -> dict[str, Any]:
+    return {
+        "name": policy.name,
+        "filters": [_plugin(spec) for spec in policy.filters],
+        "scorers": [_plugin(spec) for spec in policy.scorers],
+        "picker": None if policy.picker is None else _plugin(policy.picker),
+        "plugin": None if policy.plugin is None else _plugin(policy.plugin),
+    }
+
+
+def _plugin(spec: PluginSpec) -> dict[str, Any]:
+    return {
+        "kind": spec.kind,
+        "type": spec.type,
+        "name": spec.name,
+        "weight": spec.weight,
+        "parameters": plain(spec.parameters),
+    }
+
+
+def _flow(flow: FlowSpec) -> dict[str, Any]:
+    return {"settings": plain(flow.settings), **_named(flow, FLOW_KINDS), BANDS: _bands(flow)}
+
+
+def _bands(flow: FlowSpec) -> list[dict[str, Any]]:
+    return [{"settings": plain(band.settings), **_named(band, BAND_KINDS)} for band in flow.bands]
+
+
+def _named(of: FlowSpec | BandSpec, kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    given = structs.asdict(of)
+    return {kind: None if given[kind] is None else _plugin(given[kind]) for kind in kinds}
+
+
+# ---- and back ----
+
+
+def _read_plugin(values: Mapping[str, Any], registry: Registry) -> PluginSpec:
+    kind, type_ = values["kind"], values["type"]
+    registered = registry.find(kind, type_)
+    if registered is None:
+        raise PluginError(type_, f"is not installed here; the journal's policy uses it as a {kind}")
+    parameters = registered.params.model_validate(values["parameters"])
+    return PluginSpec(kind=kind, type=type_, name=values["name"], weight=float(values["weight"]), parameters=parameters)
+
+
+def _read_policy(values: Mapping[str, Any], registry: Registry) -> PolicySpec:
+    picker, plugin = (
+        None if values[key] is None else _read_plugin(values[key], registry) for key in ("picker", "plugin")
+    )
+    return PolicySpec(
+        name=values["name"],
+        filters=tuple(_read_plugin(spec, registry) for spec in values["filters"]),
+        scorers=tuple(_read_plugin(spec, registry) for spec in values["scorers"]),
+        picker=picker,
+        plugin=plugin,
+    )
+
+
+def _read_flow(values: Mapping[str, Any], registry: Registry) -> FlowSpec:
+    settings = FlowSettings.model_validate(values["settings"])
+    bands = tuple(
+        BandSpec(settings=BandSettings.model_validate(band["settings"]), **_read_named(band, BAND_KINDS, registry))
+        for band in values.get(BANDS, ())
+    )
+    return FlowSpec(settings=settings, bands=bands, **_read_named(values, FLOW_KINDS, registry))
+
+
+def _read_named(values: Mapping[str, Any], kinds: tuple[Kind, ...], registry: Registry) -> dict[str, Any]:
+    return {kind: None if values.get(kind) is None else _read_plugin(values[kind], registry) for kind in kinds}

@@ -1,0 +1,383 @@
+"""An `EndpointPickerConfig` → the policy and the settings that mean the same.
+
+Rules
+* What the reference would refuse is refused: unknown fields, gates and plugin types, references to nothing, two pickers
+  in a profile, several profiles without a handler.
+* A plugin is checked with its own parameters even where nothing refers to it; a note says what is different about it.
+* Types that the reference does not have are looked up among our own plugins and installed ones.
+* `subset` and `health` always run: the reference does both outside of its plugins.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from fairlead.compat import parameters as ref
+from fairlead.compat.catalogue import Settings, narrowed
+from fairlead.compat.document import API_VERSIONS, GATES, Band, DataLayer, FlowControl, Parts, Ref, SchedulingProfile
+from fairlead.compat.locate import KIND
+from fairlead.compat.parameters import FileDiscovery, ProbabilisticAdmitter
+from fairlead.compat.profiles import Instance, Instances, Profiles
+from fairlead.config.builtins import Kind
+from fairlead.config.check import fields, read
+from fairlead.config.problems import Place, Report, describe, shorten
+from fairlead.config.registry import Registry
+from fairlead.config.schema import (
+    LONGEST_WAIT,
+    BandSettings,
+    BandSpec,
+    EndpointSource,
+    Evicting,
+    FlowSettings,
+    FlowSpec,
+    PluginSpec,
+    PolicySpec,
+    QueueLimit,
+    QueueLimits,
+    Shedding,
+)
+from fairlead.plugins.flow_control import (
+    ConcurrencyDetectorParams,
+    DeficitFairness,
+    HoldbackCeilingParams,
+    LeastWorkOrdering,
+    StaticCeilingParams,
+    UtilizationDetectorParams,
+)
+from fairlead.plugins.params import NoParams, Params
+
+# The reference's flow control → ours. It is on with the feature gate `flowControl` only; what the document does not
+# name has our defaults, not the reference's: its detector stops the pool when scrapes fail.
+#
+# Rules
+# * `priorityBands` become bands with limits and policies of their own, `defaultPriorityBand` what holds for all others.
+#   An entry that leaves something out has the general default of it, not that of `defaultPriorityBand`, as there.
+# * What cannot be said here is noted where it stands, by its name.
+
+FLOW: Place = ("flowControl",)
+ADMITTER = "probabilistic-admitter"
+OURS = f"what is not named has Fairlead's defaults: {DeficitFairness.type}, {LeastWorkOrdering.type}, own ledger"
+NO_TEMPLATE = (
+    "a template for all priorities below 0 cannot be said here: they have what defaultPriorityBand says, unless "
+    "priorityBands names their priority; say it there for each that is in use"
+)
+EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
+OTHER_LEVEL = "the pool's saturation is that of flowControl.saturationDetector: its own thresholds are not used"
+#: The reference's type → the kind of ours, and its type.
+_TYPES: dict[str, tuple[Kind, str]] = {
+    "global-strict-fairness-policy": ("fairness", "global-strict"),
+    "round-robin-fairness-policy": ("fairness", "round-robin"),
+    "program-aware-fairness": ("fairness", "least-attained-service"),
+    "fcfs-ordering-policy": ("ordering", "fcfs"),
+    "edf-ordering-policy": ("ordering", "edf"),
+    "slo-deadline-ordering-policy": ("ordering", "edf"),
+    "static-usage-limit-policy": ("ceiling", "static-usage-limit-policy"),
+    "priority-holdback-policy": ("ceiling", "priority-holdback-policy"),
+    "soft-reflective-ceiling-policy": ("ceiling", "soft-reflective-ceiling-policy"),
+    "utilization-detector": ("saturation", "utilization-detector"),
+    "concurrency-detector": ("saturation", "concurrency-detector"),
+}
+#: Parameters of ours, where a type has any.
+_PARAMS: dict[str, type[Params]] = {
+    "utilization-detector": UtilizationDetectorParams,
+    "concurrency-detector": ConcurrencyDetectorParams,
+    "static-usage-limit-policy": StaticCeilingParams,
+    "priority-holdback-policy": HoldbackCeilingParams,
+}
+
+
+class NamedBand(Struct):
+    """A band of the document, and the plugins that it refers to."""
+
+    place: Place
+    band: Band
+    fairness: Instance | None = None
+    ordering: Instance | None = None
+
+    def says(self) -> tuple[Any, ...]:
+        return self.band.max_requests, self.band.max_bytes, _name(self.fairness), _name(self.ordering)
+
+
+class Named(Struct):
+    """The plugins that the document refers to. `bands`: those with a priority."""
+
+    default: NamedBand
+    negative: NamedBand | None = None
+    bands: Sequence[NamedBand] = ()
+    saturation: Instance | None = None
+    limit: Instance | None = None
+    admitter: Instance | None = None
+
+
+def flow_spec(flow: FlowControl, named: Named, report: Report) -> FlowSpec:
+    """What it says in our words; what has no counterpart is noted."""
+    report.note(FLOW, OURS)
+    if named.negative is not None and named.negative.says() != named.default.says():
+        report.note(named.negative.place, NO_TEMPLATE)
+    ttl = _ttl(flow.default_request_ttl, 60.0)
+    total = QueueLimit(requests=flow.max_requests or None, bytes=flow.max_bytes or None)
+    eviction = Evicting() if flow.enable_eviction else None
+    if eviction is not None:
+        report.note((*FLOW, "enableEviction"), EVICTS.format(round(eviction.after * 1e3)))
+    settings = FlowSettings(
+        ttl=ttl,
+        no_endpoint_ttl=_ttl(flow.no_endpoint_request_ttl, ttl),
+        limits=QueueLimits(total=total, band=_limit(named.default.band)),
+        early_shedding=_shedding(named, report),
+        eviction=eviction,
+    )
+    default = named.default
+    return FlowSpec(
+        settings=settings,
+        fairness=_spec("fairness", default.fairness, report),
+        ordering=_spec("ordering", default.ordering, report),
+        saturation=_spec("saturation", named.saturation, report),
+        ceiling=_spec("ceiling", named.limit, report),
+        bands=_bands(named, report),
+    )
+
+
+def without_flow(admitter: Instance, report: Report) -> None:
+    """The gate is off, and nothing refuses sheddable requests early."""
+    report.note(admitter.place, f"{ADMITTER}: requests are not shed by it: that takes the feature gate flowControl")
+
+
+def _bands(named: Named, report: Report) -> tuple[BandSpec, ...]:
+    default, bands = named.default, dict[int, BandSpec]()
+    for listed in named.bands:
+        priority = listed.band.priority
+        if priority in bands:
+            report.add((*listed.place, "priority"), f"the band of priority {priority} is there already")
+        fairness, ordering = listed.fairness, listed.ordering
+        bands[priority] = BandSpec(
+            settings=BandSettings(priority=priority, limits=_limit(listed.band)),
+            fairness=_spec("fairness", fairness, report) or _general("fairness", default.fairness, listed, report),
+            ordering=_spec("ordering", ordering, report) or _general("ordering", default.ordering, listed, report),
+        )
+    return tuple(bands.values())
+
+
+def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Report) -> PluginSpec | None:
+    """What a band has that names none; `None` = that of all bands, which is the same."""
+    if default is None:
+        return None
+    cls: Any = DeficitFairness if kind == "fairness" else LeastWorkOrdering
+    return PluginSpec(
+        kind=kind, type=cls.type, name=cls.type, parameters=cls.Params(), path=report.path((*band.place, kind))
+    )
+
+
+def _limit(band: Band) -> QueueLimit:
+    """0 = the default."""
+    usual = QueueLimits().band
+    return QueueLimit(requests=band.max_requests or usual.requests, bytes=band.max_bytes or usual.bytes)
+
+
+def _shedding(named: Named, report: Report) -> Shedding | None:
+    admitter = named.admitter
+    if admitter is None:
+        return None
+    given: ref.ProbabilisticAdmitter = admitter.parameters
+    detector = named.saturation.parameters if named.saturation is not None else None
+    if (
+        not isinstance(detector, ref.UtilizationDetector)
+        or detector.queue_depth_threshold != given.queue_depth_threshold
+        or detector.kv_cache_util_threshold != given.kv_cache_util_threshold
+    ):
+        report.note(admitter.place, f"{ADMITTER}: {OTHER_LEVEL}")
+    return Shedding(power=given.power, scale=given.k)
+
+
+def _name(instance: Instance | None) -> str:
+    return instance.name if instance is not None else ""
+
+
+def _ttl(said: float | None, default: float) -> float:
+    """0 = as long as a gateway waits."""
+    return default if said is None else min(said or LONGEST_WAIT, LONGEST_WAIT)
+
+
+def _spec(kind: Kind, instance: Instance | None, report: Report) -> PluginSpec | None:
+    if instance is None:
+        return None
+    role, type = _TYPES.get(instance.type, ("", instance.type))
+    if role != kind:
+        hint = f"types of that kind: {', '.join(name for name, (its, _) in _TYPES.items() if its == kind)}"
+        report.add(
+            instance.place,
+            f"'{shorten(instance.name)}' ({instance.type}) is referred to as {kind} of flow control",
+            hint,
+        )
+        return None
+    return PluginSpec(
+        kind=kind,
+        type=type,
+        name=instance.name,
+        parameters=narrowed(instance.parameters, _PARAMS.get(type, NoParams)),
+        path=report.path(instance.place),
+        lines=instance.lines,
+        stands_for=instance.type,
+    )
+
+
+#: Lists whose entries are looked at one by one.
+_LISTS = ("plugins", "schedulingProfiles")
+
+
+class Translation(Struct):
+    policy: PolicySpec | None = None
+    settings: Settings = field(default_factory=Settings)
+    #: `None` = the document names no discovery of its own.
+    endpoints: EndpointSource | None = None
+    #: `None` = its flow control is off.
+    flow: FlowSpec | None = None
+
+
+def translate(root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> Translation:
+    """Everything that is wrong goes to the report; then `policy` is `None`. `root` has the fields of a `Document`."""
+    return _Translator(root, report, registry, base).translation()
+
+
+class _Translator:
+    def __init__(self, root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> None:
+        self._root = root
+        self._report = report
+        self._base = base
+        self._registry = registry
+        self._instances = Instances(report, registry)
+        self._flow_gate = GATES["flowControl"]
+        self._parts = self._read()
+
+    def translation(self) -> Translation:
+        before = len(self._report.problems)
+        self._identity()
+        self._gates()
+        self._instances.read(self._root.get("plugins"), ("plugins",))
+        policy = self._policy()
+        parts = self._parts
+        detector = self._top_level_ref(parts.saturation_detector, "saturationDetector", "saturation")
+        control = self._flow(parts.flow_control, detector)
+        handler = parts.request_handler
+        for i, parser in enumerate((handler.parsers or ()) if handler else ()):
+            self._ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
+        self._top_level_ref(parts.parser, "parser", "parser")
+        endpoints = self._data_layer()
+        failed = len(self._report.problems) > before
+        return Translation(None if failed else policy, self._instances.settings, endpoints, control)
+
+    def _read(self) -> Parts:
+        """The parts that are right; one that is wrong is reported, and then counts as absent."""
+        given = {key: self._root[key] for key in fields(Parts) if key in self._root and key not in _LISTS}
+        right = {key: value for key, value in given.items() if read(Parts, {key: value}, (), self._report)}
+        return Parts.model_validate(right)
+
+    def _identity(self) -> None:
+        for key, known in (("apiVersion", API_VERSIONS), ("kind", (KIND,))):
+            value = self._root.get(key)
+            if value is None:
+                self._report.add((), f"field '{key}' is missing", f"for example {key}: {known[0]}")
+            elif not isinstance(value, str):
+                self._report.add((key,), f"expected {key}, got {describe(value)}")
+            elif value not in known:
+                self._report.unknown((key,), key, value, known)
+
+    def _gates(self) -> None:
+        for i, text in enumerate(self._parts.feature_gates or ()):
+            name, equals, value = text.partition("=")
+            place: Place = ("featureGates", i)
+            if name not in GATES:
+                self._report.unknown(place, "feature gate", name, GATES)
+            elif equals and value not in ("true", "false"):
+                self._report.add(place, f"expected {name}=true or {name}=false, got {describe(text)}")
+            elif name == "flowControl":
+                self._flow_gate = value != "false"
+
+    def _policy(self) -> PolicySpec | None:
+        nodes = self._root.get("schedulingProfiles")
+        if nodes is not None and not isinstance(nodes, list):
+            self._report.add(("schedulingProfiles",), f"expected a list, got {describe(nodes)}")
+            nodes = None
+        profiles: list[tuple[int, SchedulingProfile]] = []
+        for i, node in enumerate(nodes or ()):
+            profile = read(SchedulingProfile, node, ("schedulingProfiles", i), self._report)
+            if profile is None:
+                continue
+            if profile.name in {earlier.name for _, earlier in profiles}:
+                self._report.add(
+                    ("schedulingProfiles", i, "name"), f"a profile named '{shorten(profile.name)}' is there already"
+                )
+            profiles.append((i, profile))
+        return Profiles(profiles, bool(nodes), self._instances, self._report, self._registry).policy()
+
+    def _ref(self, name: str, place: Place, role: str) -> Instance | None:
+        return self._instances.ref(name, place, role)
+
+    def _top_level_ref(self, ref: Ref | None, key: str, role: str) -> Instance | None:
+        return None if ref is None else self._ref(ref.plugin_ref, (key, "pluginRef"), role)
+
+    def _flow(self, given: FlowControl | None, detector: Instance | None) -> FlowSpec | None:
+        """`None` while the gate is off, as in the reference. `detector`: from where it is deprecated."""
+        flow = given or FlowControl()
+        named = Named(self._band("defaultPriorityBand", flow.default_priority_band), saturation=detector)
+        if flow.default_negative_priority_band is not None:
+            named.negative = self._band("defaultNegativePriorityBand", flow.default_negative_priority_band)
+        named.bands = [self._band(("priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
+        if flow.saturation_detector:
+            place: Place = (*FLOW, "saturationDetector", "pluginRef")
+            named.saturation = self._ref(flow.saturation_detector.plugin_ref, place, "saturation")
+        if flow.usage_limit_policy_plugin_ref:
+            named.limit = self._ref(flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow")
+        declared = self._instances.by_name.values()
+        named.admitter = next(
+            (instance for instance in declared if isinstance(instance.parameters, ProbabilisticAdmitter)), None
+        )
+        if self._flow_gate:
+            return flow_spec(flow, named, self._report)
+        if given is not None:
+            self._report.note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
+        if named.admitter is not None:
+            without_flow(named.admitter, self._report)
+        return None
+
+    def _band(self, key: str | tuple[str, int], band: Band | None) -> NamedBand:
+        named = NamedBand((*FLOW, key) if isinstance(key, str) else (*FLOW, *key), band or Band())
+        if named.band.fairness_policy_ref:
+            place = (*named.place, "fairnessPolicyRef")
+            named.fairness = self._ref(named.band.fairness_policy_ref, place, "flow")
+        if named.band.ordering_policy_ref:
+            place = (*named.place, "orderingPolicyRef")
+            named.ordering = self._ref(named.band.ordering_policy_ref, place, "flow")
+        return named
+
+    def _data_layer(self) -> EndpointSource | None:
+        layer = self._parts.data_layer
+        if layer is None:
+            return None
+        layer_place: Place = ("dataLayer",)
+        for i, source in enumerate(layer.sources or ()):
+            self._ref(source.plugin_ref, (*layer_place, "sources", i, "pluginRef"), "source")
+            for j, extractor in enumerate(source.extractors or ()):
+                self._ref(extractor.plugin_ref, (*layer_place, "sources", i, "extractors", j, "pluginRef"), "extractor")
+        if layer.peer_discovery is not None or layer.cross_replica_syncer_plugin_ref:
+            key = "peerDiscovery" if layer.peer_discovery is not None else "crossReplicaSyncerPluginRef"
+            self._report.add((*layer_place, key), "state is not shared between replicas", "leave it out")
+        if layer.discovery is None:
+            return None
+        return self._discovery(layer)
+
+    def _discovery(self, layer: DataLayer) -> EndpointSource | None:
+        assert layer.discovery is not None
+        discovery_place: Place = ("dataLayer", "discovery")
+        name, place = layer.discovery.plugin_ref or "", (*discovery_place, "pluginRef")
+        if layer.discovery.endpoints is not None:
+            name, place = layer.discovery.endpoints.plugin_ref, (*discovery_place, "endpoints", "pluginRef")
+        if not name:
+            self._report.add(discovery_place, "field 'pluginRef' is missing")
+            return None
+        instance = self._ref(name, place, "discovery")
+        if instance is None or not isinstance(instance.parameters, FileDiscovery):
+            return None
+        path = instance.parameters.path
+        return EndpointSource(file=str(self._base / path) if self._base else path, watch=instance.parameters.watch_file)

@@ -1,0 +1,323 @@
+"""Configuration → what decides. The live server, the simulator and the replayer build their pipelines here."""
+
+from collections.abc import Callable
+from math import inf
+from random import Random
+from typing import cast
+
+from msgspec import Struct, structs
+
+from fairlead.config.plugin_reader import read_entry
+from fairlead.config.problems import Report as Problems
+from fairlead.config.registry import Registry, build_policy, make
+from fairlead.config.reload import meaning
+from fairlead.config.schema import (
+    LONGEST_WAIT,
+    Config,
+    FlowSpec,
+    PluginSpec,
+    PolicyEntry,
+    QueueLimit,
+    SchedulerSettings,
+)
+from fairlead.core.binding import PairBinder, WaitingRules
+from fairlead.core.clock import Clock
+from fairlead.core.errors import ConfigError, PluginError
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Ceiling, Fairness, FlowRule, Limit, Limits, Ordering, Times
+from fairlead.core.flow_control import Eviction, FlowControl, FlowController, Gate
+from fairlead.core.gates import EarlyShedding, LedgerGate, PoolGate
+from fairlead.core.policy import Filter, Policy
+from fairlead.core.profile import Profile
+from fairlead.core.queues import Queues, Shares
+from fairlead.core.remote import BreakerRules, Canary, RemotePolicy
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.scheduling import Build, Scheduling
+from fairlead.core.shadow import CaseTaker
+from fairlead.core.snapshot import Snapshots
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.flow_control import DeficitFairness, LeastWorkOrdering
+from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
+
+OnPluginError = Callable[[PluginError], None] | None
+
+#: Names of the schedulers in other processes that decide.
+PRIMARY, CANARY = "scheduler", "canary"
+
+
+def schedulers(config: Config) -> dict[str, SchedulerSettings]:
+    """Those in other processes that decide (shadows do not), by name."""
+    by_role = {PRIMARY: config.scheduler} if config.scheduler.address else {}
+    if config.canary.scheduler is not None and config.canary.percent:
+        by_role[CANARY] = config.canary.scheduler
+    return by_role
+
+
+class _Built(Struct, frozen=True):
+    config: Config
+    scheduling: Scheduling
+    #: Decides the canary's share, where that is a policy of its own.
+    other: Policy | None
+
+
+class SchedulingBuilder:
+    """Builds what one configuration after the other says; the `Build` of a pipeline.
+
+    What two of them have in common stays the same object, with all that it has learned: the policy, a scheduler's
+    connection, counts and breaker. One that cannot be built leaves everything as it was.
+
+    `on_answer` gives, for a scheduler's name, who is told the seconds that its answers take.
+    """
+
+    def __init__(
+        self,
+        on_plugin_error: OnPluginError = None,
+        registry: Registry | None = None,
+        on_answer: Callable[[str], Callable[[float], object]] = lambda name: lambda seconds: None,
+    ) -> None:
+        self._report = on_plugin_error
+        self._registry = registry
+        self._on_answer = on_answer
+        self._last: _Built | None = None
+
+    def __call__(self, config: Config) -> Scheduling:
+        """Raises `PluginError`, or `ConfigError` where a configuration was never checked."""
+        last = self._last
+        if last is not None and meaning(last.config.policy) == meaning(config.policy):
+            base, able = last.scheduling.base, last.scheduling.able
+        else:
+            base = build_policy(config, self._report, self._registry)
+            able = able_by(config, base, self._registry, self._report)
+        canary = self._other(config, last)
+        built = Scheduling(policy=base, base=base, able=able, lease_ttl=config.ledger.lease_ttl)
+        remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
+        if last is not None and base is last.scheduling.base and last.config.shadows == config.shadows:
+            shadows, on_trial = last.scheduling.shadows, last.scheduling.on_trial
+        else:
+            shadows, on_trial = self._shadows(config)
+        built = structs.replace(
+            built,
+            policy=self._deciding(config, remotes.get(PRIMARY, base), remotes.get(CANARY, canary or base)),
+            remotes=remotes,
+            shadows=shadows,
+            on_trial=on_trial,
+        )
+        self._last = _Built(config, built, canary)
+        return built
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """What was built last."""
+        assert self._last is not None, "something was built"
+        return self._last.scheduling
+
+    def fresh(self) -> Policy:
+        """A copy of the file's policy as it is in force, that has learned nothing: to ask it why."""
+        assert self._last is not None, "something was built"
+        return build_policy(self._last.config, registry=self._registry)
+
+    def _other(self, config: Config, last: _Built | None) -> Policy | None:
+        canary = config.canary
+        if not (canary.policy and canary.percent):
+            return None
+        if last is not None and last.other is not None and last.config.canary.policy == canary.policy:
+            return last.other
+        return build_entry(canary.policy, config, self._report, self._registry)
+
+    def _deciding(self, config: Config, primary: Policy, canary: Policy) -> Policy:
+        settings, last = config.canary, self._last
+        if not (settings.percent and (settings.policy or settings.scheduler is not None)):
+            return primary
+        before = last.scheduling.policy if last is not None and last.config.canary == settings else None
+        if isinstance(before, Canary) and before.primary is primary and before.canary is canary:
+            return before
+        return Canary(primary, canary, settings.percent, self._report)
+
+    def _remote(self, name: str, built: Scheduling, config: Config, last: _Built | None) -> RemotePolicy:
+        settings = schedulers(config)[name]
+        if last is not None and schedulers(last.config).get(name) == settings:
+            before = last.scheduling.remotes[name]
+            return before if before.fallback is built.base else before.behind(built.base, built.able)
+        rules = BreakerRules(failures=settings.breaker.failures, cooldown=settings.breaker.cooldown)
+        return RemotePolicy(name, built.base, built.able, settings.budget, rules, self._on_answer(name))
+
+    def _shadows(self, config: Config) -> tuple[CaseTaker | None, dict[str, Policy]]:
+        settings = config.shadows
+        on_trial = {
+            shadow.label: build_entry(shadow.policy, config, registry=self._registry)
+            for shadow in settings.policies
+            if shadow.policy
+        }
+        return CaseTaker(settings.sample, Random()) if settings.policies and settings.sample else None, on_trial
+
+
+def given(policy: Policy) -> Build:
+    """Builds with a policy that exists already, in the place of the file's."""
+
+    def build(config: Config) -> Scheduling:
+        return Scheduling(policy=policy, base=policy, able=able_by(config, policy), lease_ttl=config.ledger.lease_ttl)
+
+    return build
+
+
+def build_pipeline(
+    config: Config,
+    clock: Clock,
+    rng: Random,
+    *,
+    build: Build | None = None,
+    fleet: Fleet | None = None,
+    tokens: TokenEstimator | None = None,
+    on_plugin_error: OnPluginError = None,
+    registry: Registry | None = None,
+    snapshots: bool = False,
+) -> Pipeline:
+    """The pipeline of a configuration; later ones reach it as `Reconfigured`, and `build` reads those too.
+
+    `snapshots`: take down what each decision is made from. Raises `PluginError` or `ConfigError`.
+    """
+    build = build or SchedulingBuilder(on_plugin_error, registry)
+    scheduling = build(config)
+    return Pipeline(
+        clock,
+        rng,
+        fleet or Fleet(lease_ttl=config.ledger.lease_ttl, staleness=config.metrics.staleness),
+        scheduling.policy,
+        tokens or TokenEstimator(),
+        on_plugin_error,
+        build_flow_controller(config, scheduling.base, on_plugin_error, registry),
+        remotes=scheduling.remotes or None,
+        shadows=scheduling.shadows,
+        snapshot=Snapshots() if snapshots else None,
+        build=build,
+    )
+
+
+def build_entry(
+    node: PolicyEntry,
+    config: Config,
+    on_plugin_error: OnPluginError = None,
+    registry: Registry | None = None,
+) -> Policy:
+    """A policy named in `canary` or `shadows`. Raises `PluginError`, or `ConfigError` where it was never checked."""
+    registry = registry or Registry()
+    problems = Problems(lambda place: 0)
+    spec = read_entry(node, ("policy",), problems, registry)
+    if spec is None:
+        raise ConfigError("; ".join(str(problem) for problem in problems.problems), "$.policy")
+    return build_policy(config.model_copy(update={"policy": spec}), on_plugin_error, registry)
+
+
+# `flowControl` of a configuration → the flow controller.
+
+
+def build_flow_controller(
+    config: Config, policy: Policy, on_plugin_error: OnPluginError = None, registry: Registry | None = None
+) -> FlowController | None:
+    """`None` when flow control is off. Raises `PluginError` when a plugin cannot be made."""
+    flow = config.flow_control
+    if flow is None or not flow.settings.enabled:
+        return None
+    registry = registry or Registry()
+    settings = flow.settings
+    for priority in {0, *(band.settings.priority for band in flow.bands)}:
+        _bands(flow, registry, None)(priority)  # what cannot be made must stop the start
+    queues = Queues(_bands(flow, registry, on_plugin_error), _limits(flow))
+    shedding, eviction = settings.early_shedding, settings.eviction
+    control = FlowControl(
+        queues,
+        _gate(flow.saturation, registry, on_plugin_error),
+        PairBinder(able_by(config, policy, registry, on_plugin_error)),
+        _times(flow),
+        window=settings.window,
+        shares=Shares({band.settings.priority: band.settings.share for band in flow.bands}),
+        ceiling=_ceiling(flow.ceiling, registry, on_plugin_error),
+        shedding=EarlyShedding(shedding.power, shedding.scale) if shedding else None,
+    )
+    return FlowController(control, policy.name, settings.target_delay, Eviction(eviction.after) if eviction else None)
+
+
+def _limits(flow: FlowSpec) -> Limits:
+    limits = flow.settings.limits
+    return Limits(
+        total=_limit(limits.total),
+        band=_limit(limits.band),
+        flow=_limit(limits.flow),
+        bands={band.settings.priority: _limit(band.settings.limits) for band in flow.bands if band.settings.limits},
+        rules=tuple(
+            FlowRule(
+                model=rule.model,
+                tenant=rule.fairness_id,
+                ttl=rule.ttl or 0.0,
+                limit=None if rule.limits is None else _limit(rule.limits),
+                weight=rule.weight,
+            )
+            for rule in flow.settings.flows
+        ),
+    )
+
+
+def _times(flow: FlowSpec) -> Times:
+    settings = flow.settings
+    bands = {band.settings.priority: band.settings.ttl for band in flow.bands if band.settings.ttl}
+    return Times(settings.ttl, settings.no_endpoint_ttl, LONGEST_WAIT, bands)
+
+
+def able_by(
+    config: Config, policy: Policy, registry: Registry | None = None, on_plugin_error: OnPluginError = None
+) -> WaitingRules:
+    """Where a request can be served, by the filters of the configured policy, which `policy` is, and what it costs."""
+    if isinstance(policy, Profile):
+        chain = policy
+    else:
+        filters = [cast(Filter, make(spec, registry or Registry())) for spec in config.policy.filters]
+        chain = Profile(policy.name, filters, [], MaxScore(MaxScoreParams()))
+    return WaitingRules(policy, chain, on_plugin_error)
+
+
+def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callable[[int], tuple[Fairness, Ordering]]:
+    own = {band.settings.priority: band for band in flow.bands}
+
+    def made(priority: int) -> tuple[Fairness, Ordering]:
+        band = own.get(priority)
+        shares = (band.fairness if band else None) or flow.fairness
+        ranks = (band.ordering if band else None) or flow.ordering
+        fairness: Fairness = DeficitFairness()
+        if shares is not None:
+            fairness = make(shares, registry)
+            if _foreign(shares, registry):
+                fairness = GuardedFairness(fairness, report)
+        ordering: Ordering = LeastWorkOrdering()
+        if ranks is not None:
+            ordering = make(ranks, registry)
+            if _foreign(ranks, registry):
+                ordering = GuardedOrdering(ordering, report)
+        return fairness, ordering
+
+    return made
+
+
+def _gate(spec: PluginSpec | None, registry: Registry, report: OnPluginError) -> Gate:
+    if spec is None:
+        return LedgerGate()
+    plugin = make(spec, registry)
+    if _foreign(spec, registry):
+        plugin = GuardedSaturation(plugin, report)
+    return PoolGate(plugin.name, plugin.level)
+
+
+def _ceiling(spec: PluginSpec | None, registry: Registry, report: OnPluginError) -> Ceiling | None:
+    if spec is None:
+        return None
+    plugin: Ceiling = make(spec, registry)
+    return GuardedCeiling(plugin, report) if _foreign(spec, registry) else plugin
+
+
+def _foreign(spec: PluginSpec, registry: Registry) -> bool:
+    plugin = registry.find(spec.kind, spec.type)
+    return plugin is not None and plugin.foreign
+
+
+def _limit(limit: QueueLimit) -> Limit:
+    return Limit(inf if limit.requests is None else limit.requests, inf if limit.bytes is None else limit.bytes)

@@ -1,0 +1,250 @@
+"""What must fit together across the fields of a configuration, and the values that follow from others."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from fairlead.apis.engine_metrics import ENGINES, EngineMetrics, parse_spec, unknown_engine
+from fairlead.config.endpoint_list import Listed
+from fairlead.config.problems import Place, Report, shorten
+from fairlead.config.schema import RELATIVE, EngineNames, Kubernetes, KvEvents, Metrics, Section, Settings, Tokens
+from fairlead.core.endpoint import MAX_PORTS
+from fairlead.core.errors import ConfigError
+from fairlead.plugins.params import camel
+
+#: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
+REPEAT = 1.0
+#: Renewals are jittered downward; this much time there must be between two of them and the deadline.
+_JITTER = 1.2
+_NO_TOKENS = "name a modelPath or a tokenizerFile, or set render: engine"
+#: Of `EngineNames`, what is no metric.
+_LABELS = ("block_size_label", "num_blocks_label")
+
+
+def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
+    """Fills in what depends on other sections and on the file's directory, and reports what does not fit together."""
+    ext_proc, als = settings.ext_proc, settings.als
+    if not ext_proc.host:
+        host = "127.0.0.1" if settings.gateway.mode == "embedded" else "0.0.0.0"
+        ext_proc = ext_proc.model_copy(update={"host": host})
+    if not als.port:
+        als = als.model_copy(update={"port": ext_proc.port})
+    settings = settings.model_copy(update={"ext_proc": ext_proc, "als": als})
+    _check_ports(settings, report)
+    _check_metrics(settings.metrics, report)
+    _check_tokens(settings.tokens, report)
+    _check_kv_events(settings.kv_events, report)
+    _check_kubernetes(settings.kubernetes, report)
+    return settings if base is None else located(settings, base)
+
+
+def located(section: Section, base: Path) -> Any:
+    """With relative paths as seen from the directory `base`."""
+    changes: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Section):
+            changes[name] = located(value, base)
+        elif isinstance(value, dict):
+            changes[name] = {
+                key: located(item, base) if isinstance(item, Section) else item for key, item in value.items()
+            }
+        elif value and RELATIVE in type(section).model_fields[name].metadata:
+            changes[name] = str(base / value)
+    return section.model_copy(update=changes)
+
+
+def _check_ports(settings: Settings, report: Report) -> None:
+    """No two listeners on one port."""
+    gateway, ext_proc, als = settings.gateway, settings.ext_proc, settings.als
+    wanted: list[tuple[Place, int]] = []
+    if gateway.mode == "embedded":
+        wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
+    wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
+    wanted.append((("admin", "port"), settings.admin.port))
+    if als.enabled and als.port != ext_proc.port:
+        wanted.append((("als", "port"), als.port))
+    taken: dict[int, str] = {}
+    for place, port in wanted:
+        if port and port in taken:
+            report.add(place, f"port {port} is taken by {taken[port]} already")
+        taken.setdefault(port, ".".join(map(str, place)))
+
+
+# ---- metrics ----
+
+
+def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
+    """Metric names per engine. An engine that is built in keeps what the configuration does not mention."""
+    table = dict(ENGINES)
+    for name, names in metrics.engines.items():
+        table[name] = replace(table.get(name, EngineMetrics()), **_given(names))
+    return table
+
+
+def _given(names: EngineNames) -> dict[str, Any]:
+    """What a configuration says of an engine; one name or several are a tuple."""
+    said: dict[str, Any] = {}
+    for field, value in names:
+        if field in (*_LABELS, "extra"):
+            said |= {field: value} if value else {}
+        elif value is not None:
+            said[field] = (value,) if isinstance(value, str) else tuple(value)
+    return said
+
+
+def _check_metrics(metrics: Metrics, report: Report) -> None:
+    if metrics.staleness < metrics.idle_interval + REPEAT:
+        hint = f"at least {metrics.idle_interval + REPEAT:g}s with this idleInterval"
+        report.add(("metrics", "staleness"), "idle endpoints would look stale between two reports", hint)
+    for name, names in metrics.engines.items():
+        for field, value in names:
+            if field not in _LABELS and value is not None:
+                _check_specs(value, ("metrics", "engines", name, camel(field)), report)
+    known = engine_table(metrics)
+    if metrics.default_engine not in known:
+        report.unknown(("metrics", "defaultEngine"), "engine", metrics.default_engine, known)
+
+
+def _check_specs(value: str | list[str] | Mapping[str, str], place: Place, report: Report) -> None:
+    specs: list[tuple[Place, str]]
+    if isinstance(value, str):
+        specs = [(place, value)]
+    elif isinstance(value, Mapping):
+        specs = [((*place, key), spec) for key, spec in value.items()]
+    else:
+        specs = [((*place, i), spec) for i, spec in enumerate(value)]
+    for where, spec in specs:
+        try:
+            parse_spec(spec, "")
+        except ConfigError as error:
+            report.add(where, str(error).removeprefix(": "))
+
+
+def note_unknown_engines(
+    entries: Sequence[Listed], metrics: Metrics, place: Place, report: Report, file: str = ""
+) -> None:
+    """Notes labels that name an engine which is in no table: such a page is read with the default engine's names.
+
+    `entries` stand at `place`, or in `file`, which `place` names. One note for all endpoints of one engine.
+    """
+    known = engine_table(metrics)
+    strange: dict[str, list[int]] = {}
+    for i, entry in enumerate(entries):
+        engine = unknown_engine(entry.endpoint.labels, known)
+        if engine:
+            strange.setdefault(engine, []).append(i)
+    for engine, (first, *more) in strange.items():
+        who = f"endpoint {entries[first].endpoint.id}" + (f" and {len(more)} more" if more else "")
+        report.note(
+            place if file else (*place, first),
+            f"{file + ': ' if file else ''}{who}: the label names the engine '{shorten(engine)}', which is not known; "
+            f"metrics are read as those of {metrics.default_engine} "
+            f"(known: {', '.join(sorted(known))}; describe others under metrics.engines)",
+        )
+
+
+# ---- tokens ----
+
+
+def _check_tokens(section: Tokens, report: Report) -> None:
+    for name, model in section.models.items():
+        place = ("tokens", "models", name)
+        if model.render == "local" and not model.model_path and not model.tokenizer_file:
+            report.add(place, "there is nothing to make tokens with", _NO_TOKENS)
+        if model.render == "engine":
+            given = model.model_path, model.tokenizer_file, model.chat_template, model.template_kwargs
+            for field, value in zip(
+                ("modelPath", "tokenizerFile", "chatTemplate", "templateKwargs"), given, strict=True
+            ):
+                if value:
+                    hint = "leave it out, or take render: local"
+                    report.add((*place, field), "the engine renders with its own", hint)
+
+
+# ---- KV events ----
+
+
+def _check_kv_events(section: KvEvents, report: Report) -> None:
+    if section.replay_port and not section.port:
+        hint = "set port: too, or leave it"
+        report.add(("kvEvents", "replayPort"), "the engines tell their replay ports themselves", hint)
+    if section.bind and section.port:
+        report.add(("kvEvents", "bind"), "publishers dial in, or we connect to their port", "leave one of them out")
+    if section.keys == "engine" and section.hash_seed is None and section.hash_algorithm.startswith("xxhash"):
+        hint = "set PYTHONHASHSEED on the servers and hashSeed here"
+        report.add(("kvEvents", "hashAlgorithm"), "without a seed these hashes are random", hint)
+    _check_indexer(section, report)
+    if section.curve is not None and not section.bind and not section.curve.server_key:
+        report.add(("kvEvents", "curve"), "to connect, the publishers' public key is needed", "set serverKey")
+
+
+def _check_indexer(section: KvEvents, report: Report) -> None:
+    indexer = section.indexer
+    for field, url in (("url", indexer.url), ("warmFrom", indexer.warm_from)):
+        if url and not is_url(url):
+            place: Place = ("kvEvents", "indexer", field)
+            report.add(place, "expected http://host:port", "e.g. http://kv-cache-indexer:9090")
+    if not indexer.url:
+        return
+    if not section.enabled:
+        report.add(("kvEvents", "indexer", "url"), "nobody asks it", "set enabled: true")
+    here = {"port": section.port, "bind": section.bind, "snapshot": section.snapshot, "curve": section.curve}
+    for field, value in (here | {"warmFrom": indexer.warm_from}).items():
+        if value:
+            place = ("kvEvents", "indexer", field) if field == "warmFrom" else ("kvEvents", field)
+            report.add(place, "the indexer listens to events, this process does not", "leave out this or indexer.url")
+
+
+def asked_elsewhere(section: KvEvents, urls: Sequence[str], report: Report) -> KvEvents:
+    """`urls`: the `cacheIndexerURL`s of plugins. They stand for `indexer.url`, unless this process listens itself."""
+    urls = [url for url in urls if url]
+    if not urls:
+        return section
+    if section.enabled:
+        text = "cacheIndexerURL is not asked: kvEvents says where prefix knowledge comes from"
+        if urls[0] != section.indexer.url:
+            report.note(("kvEvents",), text)
+        return section
+    if len(set(urls)) > 1 or not is_url(urls[0]):
+        report.add(("kvEvents", "indexer", "url"), f"cacheIndexerURL: expected one http://host:port, got {urls[0]!r}")
+        return section
+    return section.model_copy(update={"enabled": True, "indexer": section.indexer.model_copy(update={"url": urls[0]})})
+
+
+def is_url(text: str) -> bool:
+    """Of HTTP, with a host and nothing after the port that a page's name could not follow."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:
+        return False
+
+
+# ---- Kubernetes ----
+
+
+def _check_kubernetes(section: Kubernetes, report: Report) -> None:
+    key = "kubernetes"
+    if section.pool and section.selector:
+        report.add((key, "selector"), "give 'pool' or 'selector', not both")
+    if bool(section.selector) != bool(section.target_ports):
+        lacks = "targetPorts" if section.selector else "selector"
+        report.add((key,), f"field '{lacks}' is missing", "pods without an InferencePool need both")
+    if len({*section.target_ports}) < len(section.target_ports):
+        report.add((key, "targetPorts"), "port numbers must be unique")
+    if len(section.target_ports) > MAX_PORTS:
+        report.add((key, "targetPorts"), f"at most {MAX_PORTS} ports, got {len(section.target_ports)}")
+    election = section.leader_election
+    if election.enabled and not section.on:
+        report.add((key, "leaderElection"), "there is no pool to lead", "name it: pool:")
+    if election.renew_deadline >= election.lease_duration:
+        report.add((key, "leaderElection", "renewDeadline"), "must be shorter than leaseDuration")
+    if election.retry_period * _JITTER >= election.renew_deadline:
+        report.add((key, "leaderElection", "retryPeriod"), f"times {_JITTER} must be shorter than renewDeadline")
+    if election.service and not election.enabled:
+        report.add((key, "leaderElection", "service"), "there is no leader to lead to", "enabled: true")
+    if election.lease_duration < 1:
+        report.add((key, "leaderElection", "leaseDuration"), "must be at least 1s, as leases count whole seconds")

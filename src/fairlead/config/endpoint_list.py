@@ -1,0 +1,321 @@
+"""Lists of endpoints. The format of an entry is that of file discovery, with short forms:
+
+- 10.0.0.1:8000             # an address and nothing else
+- name: vllm-0              # optional; without it the id is the address
+  namespace: default        # optional; the id is namespace/name
+  address: 10.0.0.1         # required: IPv4, IPv6 or a host name, with the port behind it or without
+  port: 8000                # where the address has none; 1-65535, number or string
+  labels: {model-id: llama} # optional, scalars; metricsAddress and metricsPort change the metrics URL
+  metricsUrl: http://10.0.0.1:9400/metrics    # optional; `metrics_url` is the same
+"""
+
+import re
+from collections.abc import Mapping
+from ipaddress import IPv6Address, ip_address
+
+from msgspec import Struct
+
+from fairlead.config.problems import Place, Problem, show
+from fairlead.config.yaml import Node, YamlError, parse_yaml
+from fairlead.core.endpoint import Endpoint
+
+#: Labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
+MAX_LABELS = 100
+KEYS = ("address", "labels", "metricsUrl", "name", "namespace", "port")
+_KEYS = frozenset({*KEYS, "metrics_url"})
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_DIGITS = re.compile(r"[0-9]{1,5}")
+
+
+class Listed(Struct, frozen=True):
+    """One entry. `endpoint.address` and the default metrics URL hold the host as written."""
+
+    endpoint: Endpoint
+    host: str
+    port: int
+    #: The host is an address and needs no resolving.
+    literal: bool
+
+    def at(self, ip: str) -> Endpoint:
+        """The endpoint with its host name resolved to `ip`."""
+        old = self.endpoint
+        return Endpoint(old.id, join(ip, self.port), old.labels, old.metrics_url)
+
+
+class WrongEntry(Exception):
+    """An entry cannot be used. `endpoint_id` is empty when it could not even be named."""
+
+    def __init__(self, message: str, line: int, place: Place, hint: str = "") -> None:
+        self.problem = Problem(show(place), line, message, hint)
+        self.endpoint_id = ""
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def read_entry(node: Node, place: Place) -> Listed:
+    """Raises `WrongEntry`."""
+    entry = _open(node, place)
+    endpoint_id = _named(entry)
+    try:
+        return _listed(entry, endpoint_id)
+    except WrongEntry as wrong:
+        wrong.endpoint_id = endpoint_id
+        raise
+
+
+class _Entry(Struct):
+    """An entry that is being read."""
+
+    node: Node
+    #: Where its parts stand. Of the short form the address is the entry.
+    place: Place
+    fields: Mapping[str, Node]
+
+    def at(self, key: str) -> Place:
+        return (*self.place, key) if isinstance(self.node.value, dict) else self.place
+
+    def line(self, key: str) -> int:
+        return self.node.key_lines.get(key, self.node.line)
+
+    def has(self, key: str) -> bool:
+        field = self.fields.get(key)
+        return field is not None and not field.missing
+
+    def text(self, key: str, default: str = "") -> str:
+        """A scalar as text. Raises `WrongEntry` for anything else."""
+        if not self.has(key):
+            return default
+        value = self.fields[key].value
+        if not isinstance(value, str):
+            raise self.wrong(key, "expected a scalar")
+        return value.strip()
+
+    def wrong(self, key: str, message: str, hint: str = "") -> WrongEntry:
+        return WrongEntry(message, self.line(key), self.at(key), hint)
+
+    def missing(self, key: str, hint: str = "") -> WrongEntry:
+        return WrongEntry(f"`{key}` is missing", self.line(key), self.place, hint)
+
+
+def _open(node: Node, place: Place) -> _Entry:
+    if isinstance(node.value, dict):
+        return _Entry(node, place, node.value)
+    if isinstance(node.value, str) and not node.missing:
+        return _Entry(node, place, {"address": node})
+    raise WrongEntry("expected host:port, or a mapping with an address", node.line, place)
+
+
+def _named(entry: _Entry) -> str:
+    """The id; empty when there is no name, so that it is the address."""
+    name = entry.text("name")
+    namespace = entry.text("namespace", "default")
+    if not entry.has("name"):
+        return ""
+    for key, text in (("name", name), ("namespace", namespace)):
+        if not _NAME.fullmatch(text):
+            raise entry.wrong(key, f"{text[:80]!r} is no name (letters, digits, `.`, `_`, `-`)")
+    return f"{namespace}/{name}"
+
+
+def _listed(entry: _Entry, endpoint_id: str) -> Listed:
+    for key in entry.fields:
+        if key not in _KEYS:
+            raise entry.wrong(key, f"unknown field {key[:80]!r}", f"known: {', '.join(KEYS)}")
+    host, behind = _split(entry)
+    address, literal = _host(entry, host)
+    port = _port(entry, behind)
+    labels = _labels(entry)
+    url = _metrics_url(entry, labels, address, port)
+    where = join(address, port)
+    return Listed(Endpoint(endpoint_id or where, where, labels, url), address, port, literal)
+
+
+def _split(entry: _Entry) -> tuple[str, str | None]:
+    """The address as (host, what stands behind its colon; `None` = no colon)."""
+    text = entry.text("address")
+    if not entry.has("address"):
+        raise entry.missing("address")
+    if "://" in text:
+        raise entry.wrong("address", f"{text[:80]!r} is a URL", "write host:port, without scheme and path")
+    if text.startswith("[") and "]" in text:
+        host, _, behind = text.partition("]")
+        if not behind or behind[0] == ":":
+            return host + "]", behind[1:] if behind else None
+    elif text.count(":") == 1:
+        host, _, behind = text.partition(":")
+        return host, behind
+    return text, None
+
+
+def _host(entry: _Entry, text: str) -> tuple[str, bool]:
+    """(IP address or host name, whether it is an address)."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        address = ip_address(bare)
+    except ValueError:
+        # All digits and dots is a mistyped IPv4 address: the resolver would make `10.1` into 10.0.0.1.
+        numeric = bare.replace(".", "").isdigit()
+        if bare != text or numeric or not _HOST.fullmatch(bare) or len(bare) > 253:
+            wrong = f"{text[:80]!r} is neither an IP address nor a host name"
+            raise entry.wrong("address", wrong) from None
+        return bare, False
+    if isinstance(address, IPv6Address) and address.scope_id:
+        raise entry.wrong("address", "an IPv6 zone cannot be dialled by the gateway")
+    return str(address), True
+
+
+def _port(entry: _Entry, behind: str | None) -> int:
+    if behind is not None and entry.has("port"):
+        raise entry.wrong("port", "the address has a port already")
+    if behind is None and not entry.has("port"):
+        raise entry.missing("port", "write it behind the address: 10.0.0.1:8000")
+    text = entry.text("port") if behind is None else behind
+    port = int(text) if _DIGITS.fullmatch(text) else 0
+    if not 1 <= port <= 65535:
+        raise entry.wrong("port" if behind is None else "address", f"{text[:80]!r} is no port (1 to 65535)")
+    return port
+
+
+def _labels(entry: _Entry) -> dict[str, str]:
+    if not entry.has("labels"):
+        return {}
+    node = entry.fields["labels"]
+    if not isinstance(node.value, dict):
+        raise entry.wrong("labels", "expected a mapping")
+    if len(node.value) > MAX_LABELS:
+        raise entry.wrong("labels", f"more than {MAX_LABELS} labels")
+    labels = {}
+    for key, value in node.value.items():
+        if not isinstance(value.value, str):
+            raise WrongEntry("expected a scalar", node.key_lines[key], (*entry.at("labels"), key))
+        labels[key] = value.value
+    return labels
+
+
+def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int) -> str:
+    """The page, if it is not the default one."""
+    key = "metrics_url" if "metrics_url" in entry.fields else "metricsUrl"
+    url = entry.text(key)
+    if url:
+        if not url.startswith(("http://", "https://")):
+            raise entry.wrong(key, f"{url[:80]!r} is neither http nor https")
+        return url
+    other_host, other_port = labels.get("metricsAddress"), labels.get("metricsPort")
+    if not other_host and not other_port:
+        return ""
+    if other_port and not (_DIGITS.fullmatch(other_port) and 1 <= int(other_port) <= 65535):
+        place = (*entry.at("labels"), "metricsPort")
+        raise WrongEntry(f"{other_port[:80]!r} is no port", entry.line("labels"), place)
+    return f"http://{join(other_host or host, int(other_port or port))}/metrics"
+
+
+# A list of endpoints to `Endpoint`s: the one reader of configurations and of endpoints files (YAML or JSON).
+#
+#     endpoints:
+#     - 10.0.0.1:8000
+#     - {name: vllm-1, address: 10.0.0.2, port: 8000, labels: {model-id: llama}}    # all fields: see `endpoint_entry`
+#
+# Rules
+# * Nothing raises. Whatever is wrong becomes a `Problem` with a JSON path and a line.
+# * A wrong entry costs only itself; `Listing.broken` names it if its id could be read, so that a reload can keep what
+#   it knew of it. `Listing.ok` is false when the text as a whole could not be read.
+# * Of two entries with one id the last counts, with a warning. One address for two ids is used, with a warning too.
+
+MAX_ENDPOINTS = 10_000
+
+
+class Listing(Struct, frozen=True):
+    """What a list said."""
+
+    entries: tuple[Listed, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    #: Ids of entries that are there but wrong.
+    broken: frozenset[str] = frozenset()
+    #: Some wrong entry could not even be named.
+    nameless: bool = False
+    ok: bool = True
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [entry.endpoint for entry in self.entries]
+
+
+def parse_endpoints_text(text: bytes) -> Listing:
+    """A file's content: a mapping with the key `endpoints`, or a list alone. JSON is read as the YAML that it is."""
+    try:
+        tree = parse_yaml(text)
+    except YamlError as error:
+        return _unreadable(error.problem)
+    if tree.faults:
+        return _unreadable(tree.faults[0])
+    root = tree.root
+    place: Place = ()
+    if isinstance(root.value, dict):
+        extra = sorted(set(root.value) - {"endpoints"})
+        if extra:
+            line = root.value[extra[0]].line
+            return _unreadable(Problem("$", line, f"unknown field {extra[0][:80]!r}", "known: endpoints"))
+        if "endpoints" in root.value:
+            root, place = root.value["endpoints"], ("endpoints",)
+    if root.missing and place:
+        hint = "write [] for an empty list"
+        return _unreadable(Problem(show(place), root.line, "there is nothing in it", hint))
+    return read_endpoints(root, place)
+
+
+def read_endpoints(node: Node, place: Place) -> Listing:
+    """A list that stands at `place` in a larger document."""
+    if not isinstance(node.value, list):
+        return _unreadable(Problem(show(place), node.line, "expected a list of endpoints"))
+    if len(node.value) > MAX_ENDPOINTS:
+        line = node.value[MAX_ENDPOINTS].line
+        return _unreadable(Problem(show(place), line, f"more than {MAX_ENDPOINTS} endpoints"))
+    reader = _Reader()
+    for i, entry in enumerate(node.value):
+        reader.take(entry, (*place, i))
+    return reader.listing()
+
+
+def _unreadable(problem: Problem) -> Listing:
+    return Listing(problems=(problem,), ok=False)
+
+
+class _Reader:
+    """Takes entries one after the other."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Listed] = {}
+        self._problems: list[Problem] = []
+        self._broken: set[str] = set()
+        self._nameless = False
+        #: Who has an address.
+        self._owners: dict[str, str] = {}
+
+    def listing(self) -> Listing:
+        entries = tuple(entry for name, entry in self._entries.items() if name not in self._broken)
+        return Listing(entries, tuple(self._problems), frozenset(self._broken), self._nameless)
+
+    def take(self, node: Node, place: Place) -> None:
+        try:
+            listed = read_entry(node, place)
+        except WrongEntry as wrong:
+            self._problems.append(wrong.problem)
+            if wrong.endpoint_id:
+                self._broken.add(wrong.endpoint_id)
+            else:
+                self._nameless = True
+            return
+        name, address = listed.endpoint.id, listed.endpoint.address
+        warning = hint = ""
+        if self._entries.pop(name, None) is not None:
+            warning, hint = f"{name} is listed twice", "the last counts"
+        elif address in self._owners:
+            warning = f"{address} is the address of {self._owners[address]} already"
+        if warning:
+            self._problems.append(Problem(show(place), node.line, warning, hint, warning=True))
+        self._owners.setdefault(address, name)
+        self._broken.discard(name)
+        self._entries[name] = listed

@@ -1,0 +1,101 @@
+"""Which API a path speaks. Only whole path segments count: `/v1/foocompletions` is not `/v1/completions`.
+
+The names are labels of metrics and keys of what is learned per API: few, and they never change their meaning.
+"""
+
+CHAT = "chat"
+COMPLETIONS = "completions"
+EMBEDDINGS = "embeddings"
+#: OpenAI's Responses API, and the conversations that it may store.
+RESPONSES = "responses"
+CONVERSATIONS = "conversations"
+#: Anthropic's Messages API, and its token count.
+MESSAGES = "messages"
+COUNT_TOKENS = "count_tokens"
+SCORE = "score"
+RERANK = "rerank"
+#: vLLM's `/pooling` and `/classify`.
+POOLING = "pooling"
+AUDIO = "audio"
+IMAGES = "images"
+#: vLLM's token-in, token-out API, and SGLang's own.
+GENERATE = "generate"
+SGLANG = "sglang"
+#: vLLM's gRPC engine service: `Generate` and `Embed`.
+GRPC = "grpc"
+GRPC_EMBED = "grpc_embed"
+#: Tokenise, detokenise, and turn a prompt into a token-in request (`…/render`).
+TOKENIZE = "tokenize"
+RENDER = "render"
+#: The list of models.
+MODELS = "models"
+#: Everything that is passed on unread.
+OTHER = "other"
+
+#: No tokens are generated, or none that a scheduler could count.
+WITHOUT_OUTPUT = frozenset(
+    (EMBEDDINGS, CONVERSATIONS, COUNT_TOKENS, SCORE, RERANK, POOLING, IMAGES, GRPC_EMBED, TOKENIZE, RENDER, MODELS)
+)
+#: A request may ask for its answer as a stream. One that could not be read is taken to have asked for it.
+STREAMING = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, AUDIO, IMAGES, GENERATE, SGLANG, GRPC))
+
+#: Found behind any prefix: their own first segment says what they are.
+_VERSIONED = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/embeddings": EMBEDDINGS,
+    "/v1/responses": RESPONSES,
+    "/v1/conversations": CONVERSATIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/v1/score": SCORE,
+    "/v1/rerank": RERANK,
+    "/v2/rerank": RERANK,
+    "/v1/audio/transcriptions": AUDIO,
+    "/v1/audio/translations": AUDIO,
+    "/v1/audio/speech": AUDIO,
+    "/v1/images/generations": IMAGES,
+    "/v1/images/edits": IMAGES,
+    "/v1/images/variations": IMAGES,
+    "/inference/v1/generate": GENERATE,
+    "/v1/chat/completions/render": RENDER,
+    "/v1/completions/render": RENDER,
+    "/v1/models": MODELS,
+}
+#: Found only as the whole path, or behind the configured prefix: the same words stand at the end of other paths.
+_BARE = {
+    "/generate": SGLANG,
+    "/score": SCORE,
+    "/rerank": RERANK,
+    "/pooling": POOLING,
+    "/classify": POOLING,
+    "/tokenize": TOKENIZE,
+    "/detokenize": TOKENIZE,
+    "/vllm.grpc.engine.VllmEngine/Generate": GRPC,
+    "/vllm.grpc.engine.VllmEngine/Embed": GRPC_EMBED,
+}
+#: Whole paths.
+EXACT = _VERSIONED | _BARE
+_MAX_SEGMENTS = max(path.count("/") for path in EXACT)
+
+
+def api_of(path: str, prefix: str | None = None) -> str:
+    """The API of a request path; the query and one trailing slash are ignored.
+
+    `prefix` is what may stand before an API's own path, such as `/openai`; `None` allows any whole segments where the
+    path says enough (`/v1/…`). The bare path is always accepted, and of two the longer one wins. Percent-encoded
+    slashes are not decoded: such a path is `other`, hence still scheduled. O(length of the path).
+    """
+    api = EXACT.get(path)
+    if api is not None:
+        return api
+    path = path.partition("?")[0].removesuffix("/")
+    segments = path.rsplit("/", _MAX_SEGMENTS)
+    for first in range(1, len(segments)):
+        tail = "/" + "/".join(segments[first:])
+        api = EXACT.get(tail)
+        if api is not None:
+            before = path[: -len(tail)]
+            allowed = tail in _VERSIONED if prefix is None else before == prefix.rstrip("/")
+            return api if allowed or not before else OTHER
+    return OTHER

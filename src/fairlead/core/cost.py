@@ -1,0 +1,281 @@
+"""What requests cost at endpoints, in milliseconds and by term. This is the only place that computes it.
+
+Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
+
+    prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
+    step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
+    queue         Q = Σ P of our requests before their first token, less the time since the head of them began (one
+                      step at most)
+    steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute it and the W queued tokens before it, and
+                                                        what is left of the running one
+    TTFT          kappa·(P + Q + steps)                 kappa is learned and takes up what the model leaves out
+    interference  w·B·P                                 every running answer pauses while the prompt is computed
+    decode        w·A·S                                 the answer takes A steps (learned), each as long as there
+    memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
+                                                        charged only where there is too little memory. The prompt takes
+                                                        u tokens of the cache for `hold` ms (learned). All that wait
+                                                        there wait that much longer, and so do those who come before it
+                                                        is given back: by Little's law about as many as run there, but
+                                                        they can still go elsewhere, so each counts 0.3. `full` rises
+                                                        from 0 at 75 % of the capacity to 1 at 95 %: answers grow.
+
+The coefficients are those of `PRIOR`, times two factors per endpoint that are learned (`fleet.rates`). `kappa`, `hold`
+and A are learned by `fleet.predictor`.
+
+Shapes. One request: `prompts` is a number, `cached` a column, and so are the terms. R requests: `prompts` is an R × 1
+array, `cached` R × slots, and terms are matrices. A term that is the same everywhere may be a number (0-d array).
+"""
+
+from math import ceil, inf
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from fairlead.core.columns import FloatColumn, scalar
+from fairlead.core.table import EndpointTable
+
+#: Slots up to which what the request does not change is kept ready.
+FEW = 16
+#: Prompt tokens that one step computes at most; vLLM's default on data-centre GPUs.
+STEP_TOKENS = 8192
+#: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
+#: that is still to come counts beside one that waits already.
+FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
+#: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
+LEAST_USAGE = 0.1
+_ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
+_FULL_FROM, _FULL_SLOPE, _LEAST_USAGE = scalar(FULL_FROM), scalar(FULL_SLOPE), scalar(LEAST_USAGE)
+
+
+class StepModel(Struct, frozen=True):
+    """Coefficients of a step in milliseconds, per token, token pair, sequence and KV token.
+
+    The methods take numbers, columns or matrices, and return what they were given.
+    """
+
+    c0: float
+    c_pf: float
+    c_attn: float
+    c_seq: float
+    c_kv: float
+
+    def prefill_ms(self, prompt: Any, uncached: Any) -> Any:
+        """Computing the last `uncached` of `prompt` tokens: what it adds to the steps that it is in."""
+        return uncached * ((self.c_pf + self.c_attn * prompt) - self.c_attn * 0.5 * uncached)
+
+    def step_ms(self, sequences: Any, kv_tokens: Any) -> Any:
+        """A step that only decodes."""
+        return self.c0 + self.c_seq * sequences + self.c_kv * kv_tokens
+
+
+#: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
+PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=45.32e-6)
+#: The same as 0-d arrays, which numpy multiplies with a column in 0.25 instead of 0.40 µs.
+_ARRAYS: list[Any] = [scalar(value) for value in astuple(PRIOR)]
+_COLUMNWISE = StepModel(*_ARRAYS)
+#: Milliseconds by which the head of a queue can have progressed, at the prior's speed.
+_STEP_MS = PRIOR.c_pf * STEP_TOKENS
+_PER_STEP = 1.0 / STEP_TOKENS
+
+
+class Factors(Protocol):
+    """Columns that multiply the coefficients of `PRIOR`: of prefill, and of the rest of a step."""
+
+    prefill: FloatColumn
+    step: FloatColumn
+
+
+class Learned(Protocol):
+    """What the kernel uses of what was learned."""
+
+    @property
+    def rates(self) -> Factors: ...
+
+    kappa: FloatColumn
+    hold_ms: float
+    answer_steps: float
+    #: What is kept ready, see below: `READY` × slots, its rows, and a tuple by slot.
+    ready: FloatColumn
+    rows: list[FloatColumn]
+    slots: list[tuple[float, ...]]
+
+
+class Known(Protocol):
+    """What the kernel uses of a fleet."""
+
+    @property
+    def table(self) -> EndpointTable: ...
+
+    @property
+    def predictor(self) -> Learned: ...
+
+
+class Weights:
+    """How much of others' time counts beside the request's own. 1 = as much."""
+
+    __slots__ = ("decode", "interference", "memory")
+
+    def __init__(self, interference: float = 0.1, decode: float = 0.03, memory: float = 1.0) -> None:
+        self.interference = scalar(interference)
+        self.decode = decode
+        self.memory = memory
+
+
+class Terms(Struct):
+    """By slot, milliseconds unless said otherwise. Not weighed yet: see `weighed` and `parts`."""
+
+    #: Prompt tokens that are not cached there, at least 1.
+    uncached: FloatColumn
+    prefill: FloatColumn
+    queue: FloatColumn
+    steps: FloatColumn
+    #: One step that only decodes.
+    step: FloatColumn
+    #: KV tokens that the endpoint would need, over its capacity; 0 where that is unknown.
+    used: FloatColumn
+    #: Time to first token as the model has it, and as it is expected (times `kappa`). Without the wait for memory.
+    model_ttft: FloatColumn
+    ttft: FloatColumn
+    kappa: FloatColumn
+    #: Waiting for one of the engine's sequence slots; handing over the KV cache from another endpoint.
+    slots: FloatColumn = _ZERO
+    transfer: FloatColumn = _ZERO
+
+
+def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> Terms:
+    """Every endpoint at once. `cached`: tokens believed to be there; `None` = one request, nothing of it anywhere.
+    `now`: clock seconds."""
+    table, learned = fleet.table, fleet.predictor
+    uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
+    queued, factor = table.queued_tokens, learned.rates.prefill
+    queue: Any = _ZERO
+    if np.count_nonzero(queued):
+        progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * _STEP_MS)
+        queue = np.maximum(factor * table.queued_ms - progress, 0.0)
+    step = learned.rates.step * _COLUMNWISE.step_ms(table.active, table.kv_tokens)
+    prefill = factor * PRIOR.prefill_ms(prompts, uncached)
+    tokens = queued + uncached
+    steps = step * (np.ceil(tokens * _PER_STEP) + 0.5)
+    used = table.kv + tokens * table.per_capacity
+    model_ttft, kappa = prefill + steps + queue, learned.kappa
+    return Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa)
+
+
+def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
+    """Milliseconds of everybody's time that the request takes: the sum of `parts`."""
+    table, learned = fleet.table, fleet.predictor
+    decode = weights.decode * learned.answer_steps
+    cost: FloatColumn = terms.ttft + terms.prefill * (weights.interference * table.active) + decode * terms.step
+    memory = memory_price(terms, weights, fleet)
+    return cost if memory is None else cost + memory
+
+
+def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
+    """What the weighed cost is the sum of, for people. `slots` and `transfer` are left out where they are 0."""
+    table, learned = fleet.table, fleet.predictor
+    memory = memory_price(terms, weights, fleet)
+    listed = [
+        ("prefill", terms.kappa * terms.prefill),
+        ("queue", terms.kappa * terms.queue),
+        ("steps", terms.kappa * terms.steps),
+        ("interference", terms.prefill * (weights.interference * table.active)),
+        ("decode", weights.decode * learned.answer_steps * terms.step),
+        ("memory", np.zeros(len(table)) if memory is None else memory),
+    ]
+    return listed + [
+        (name, term) for name, term in (("slots", terms.slots), ("transfer", terms.transfer)) if np.any(term)
+    ]
+
+
+def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | None:
+    """Milliseconds that others wait because the uncached tokens are held there; `None` = there is memory everywhere."""
+    per_token = memory_price_per_token(terms.used, weights, fleet)
+    return None if per_token is None else per_token * terms.uncached
+
+
+def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) -> FloatColumn | None:
+    """By what share of the capacity will be used. `None` = there is memory everywhere."""
+    if used.item(used.argmax()) <= FULL_FROM:
+        return None
+    table = fleet.table
+    full = np.minimum(np.maximum((used - _FULL_FROM) * _FULL_SLOPE, _ZERO), _ONE)
+    delayed = table.queue + _PASSING * table.active + _ONE
+    price: FloatColumn = full * delayed * (scalar(weights.memory * fleet.predictor.hold_ms) * table.per_capacity)
+    return price
+
+
+def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
+    """Milliseconds until an endpoint that uses the share `usage` now has given back enough for `used`."""
+    return np.maximum(used - 1.0, _ZERO) * (hold_ms / np.maximum(usage, _LEAST_USAGE))
+
+
+# Few endpoints. A numpy operation over them computes for some nanoseconds and costs half a microsecond, with cold
+# caches several: by the columns above a whole request takes 11 % more CPU at 8 endpoints (`bench/extproc.py`, closed
+# loop of 32). So what does not depend on the request is kept ready, slot by slot. A test holds the two together.
+
+# `Learned.ready` has these rows; true of all slots that are not in `EndpointTable.stale`.
+#
+#     own, pausing        the request's own TTFT, and what running answers lose by it, per millisecond of prefill at the
+#                         prior's speed
+#     steps, step         milliseconds of one and a half steps times `kappa`, and of a step that only decodes
+#     done_ms, left_ms    clock milliseconds when what is queued would be done without a pause, and the milliseconds of
+#                         it that are left at least, for progress counts for one step at most
+#     kappa
+#     easy                for up to so many tokens to compute, one step is enough, and memory has no price
+#
+# `Learned.slots` has a tuple by slot: the same, and for forecasts, as the columns of these names have them,
+# `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; the factor of
+# prefill.
+READY = 8
+
+
+def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
+    """Make one slot ready from its columns."""
+    floats, factors = table.floats[:, slot].tolist(), learned.rates
+    _, _, kv, queue, active, _, pending, _, queued, queued_ms, since_ms, kv_tokens, *_, per_capacity = floats
+    factor, pace, kappa = float(factors.prefill[slot]), float(factors.step[slot]), float(learned.kappa[slot])
+    c_0, c_seq, decode_kv = PRIOR.c0, PRIOR.c_seq, PRIOR.c_kv * kv_tokens
+    step, next_step = pace * (c_0 + c_seq * active + decode_kv), pace * (c_0 + c_seq * (active + 1.0) + decode_kv)
+    done_ms, left_ms = -inf, 0.0
+    if queued:
+        queued_ms *= factor
+        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * _STEP_MS, 0.0)
+    free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
+    easy = min(free, STEP_TOKENS) - queued
+    ready = (kappa * factor, factor * active, 1.5 * kappa * step, step, done_ms, left_ms, kappa, easy)
+    learned.ready[:, slot] = ready
+    learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, factor)
+    table.stale.discard(slot)
+
+
+def ttft_at(ready: tuple[float, ...], alone_ms: float, uncached: float, now: float) -> float:
+    """`Terms.model_ttft` of one request at one slot. `alone_ms`: its prefill at the prior's speed."""
+    _, _, _, step, done_ms, left_ms, _, _, queued, *_, factor = ready
+    ttft = factor * alone_ms + step * (ceil((queued + uncached) * _PER_STEP) + 0.5)
+    return ttft + max(done_ms - now * 1e3, left_ms)
+
+
+def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
+    """`weighed` of one request; `share` of the prompt is cached there."""
+    table, learned = fleet.table, fleet.predictor
+    if len(table.endpoints) > FEW:
+        return weighed(cost(prompt, None if share is None else share * scalar(prompt), fleet, now), weights, fleet)
+    for slot in table.stale.copy():
+        renew(slot, table, learned)
+    own, pausing, steps, step, done_ms, left_ms, kappa, easy = learned.rows
+    uncached: Any = max(prompt, 1.0)
+    crowded = easy[easy.argmin()] < uncached
+    if share is not None:
+        uncached = np.maximum(prompt - share * prompt, _ONE)
+    wait = kappa * np.maximum(done_ms - now * 1e3, left_ms)
+    work = (own + weights.interference * pausing) * PRIOR.prefill_ms(prompt, uncached)
+    total: FloatColumn = work + steps + weights.decode * learned.answer_steps * step + wait
+    if crowded:
+        tokens = table.queued_tokens + uncached
+        total += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)
+        per_token = memory_price_per_token(table.kv + tokens * table.per_capacity, weights, fleet)
+        if per_token is not None:
+            total += per_token * uncached
+    return total

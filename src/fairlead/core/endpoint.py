@@ -1,0 +1,54 @@
+"""One replica of a model server, and what it last said of itself."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+#: Values of the role label that mean "decodes" / "prefills"; no label means "decodes".
+#: Source: the reference picker's decode-filter and prefill-filter (docs/architecture.md, "Roles").
+ROLE_LABEL = "llm-d.ai/role"
+MODEL_LABEL = "model-id"
+#: Ports of an InferencePool; each is an endpoint of its own.
+MAX_PORTS = 8
+
+
+class Endpoint(Struct, frozen=True):
+    """A replica that requests can be sent to. Equal in every field means unchanged."""
+
+    #: Unique in the pool, e.g. `default/vllm-0`.
+    id: str
+    #: What Envoy dials: `10.0.0.1:8000` or `[fd00::1]:8000`. Always a literal address.
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    #: Where metrics are read; empty = `http://{address}/metrics`.
+    metrics_url: str = ""
+
+    @property
+    def scrape_url(self) -> str:
+        return self.metrics_url or f"http://{self.address}/metrics"
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """What one scrape of one endpoint said. `None` = the page did not contain it; the older value stays in force."""
+
+    #: Requests waiting in the engine's own queue, summed over engines (ranks) of the page.
+    waiting: float | None = None
+    #: Requests in the running batch, summed over engines.
+    running: float | None = None
+    #: Share of KV blocks held by running requests, 0..1, the highest of the engines.
+    kv_usage: float | None = None
+    #: Adapters loaded and active; empty when LoRA is off. `None` = not reported.
+    adapters: frozenset[str] | None = None
+    #: Adapters with requests waiting for a slot.
+    waiting_adapters: frozenset[str] = frozenset()
+    #: Slots for adapters; 0 = unknown.
+    max_adapters: int = 0
+    #: Tokens per KV block; 0 = unknown.
+    block_size: int = 0
+    #: KV blocks of one engine times engines; 0 = unknown.
+    num_blocks: int = 0
+    #: Prefix cache counters of the engine, in tokens, cumulative.
+    prefix_queries: float | None = None
+    prefix_hits: float | None = None
+    #: Further gauges by configured name.
+    extra: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,280 @@
+"""Why this endpoint and not that one: a decision made again from the numbers that it was made from.
+
+Rules
+* The snapshot is what the policy saw. A policy without a memory of its own answers the same on it, so its terms add
+  up to the recorded totals to the last digit; where they do not (`reproduced` is False: it remembers, or draws
+  lots), the recorded totals stand and the terms are those of the repetition.
+* Everything is said so that more is better (`total`); a policy that reckons in costs has negative totals, in
+  milliseconds. `terms` have the sign of the total.
+* What it would have taken is found by trying: the endpoint's own numbers are changed until it ties with the chosen
+  one.
+* The policy that is asked must be a fresh one: asking may change it.
+"""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from random import Random
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.policy import Context, Cycle, Explainable, Picked, Policy
+from fairlead.core.records import Trace
+from fairlead.core.request import Request
+from fairlead.core.snapshot import Restored
+from fairlead.core.table import FLOATS
+
+# What an explanation consists of; its JSON has the same names.
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """One endpoint in one decision. Tokens and requests are what was believed at that moment."""
+
+    endpoint: str
+    chosen: bool
+    #: The filters that spoke against it.
+    removed_by: tuple[str, ...] = ()
+    cached_tokens: int = 0
+    queued_requests: float = 0.0
+    queued_tokens: float = 0.0
+    running_requests: float = 0.0
+    kv_usage: float = 0.0
+    #: `None` = it was not rated.
+    total: float | None = None
+    #: How far it is behind the chosen one.
+    behind: float | None = None
+    terms: dict[str, float] = {}
+    #: With so many more cached prompt tokens, or so many fewer queued ones, it would have tied; `None` = with none.
+    more_cached_tokens: int | None = None
+    fewer_queued_tokens: float | None = None
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """`unit` is `ms` (of cost, negative) or `points`."""
+
+    policy: str
+    unit: str
+    endpoint: str
+    reproduced: bool
+    #: The chosen one first, then by total.
+    candidates: tuple[Candidate, ...] = ()
+    why: tuple[str, ...] = ()
+
+
+# A choice between endpoints, in words.
+
+
+def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
+    """The choice in words: against the best of the others, and against who held most of the prompt."""
+    if not candidates or not candidates[0].chosen:
+        return ["no endpoint was chosen"]
+    chosen, unchosen = candidates[0], candidates[1:]
+    rated = [candidate for candidate in unchosen if candidate.total is not None and not candidate.removed_by]
+    if chosen.total is None:
+        return [f"{chosen.endpoint} was taken without being rated: everything else was filtered out or overloaded"]
+    rivals = [max(rated, key=lambda candidate: candidate.total or 0.0)] if rated else []
+    held_most = max(unchosen, key=lambda candidate: candidate.cached_tokens, default=None)
+    if held_most is not None and held_most.cached_tokens > chosen.cached_tokens and held_most not in rivals:
+        rivals.append(held_most)
+    lines = [_against(chosen, rival, unit) for rival in rivals]
+    removed = [candidate for candidate in unchosen if candidate.removed_by]
+    if removed:
+        names = ", ".join(sorted({name for candidate in removed for name in candidate.removed_by}))
+        lines.append(f"{len(removed)} of {len(candidates)} endpoints were filtered out by {names}")
+    return lines or [f"{chosen.endpoint} was the only endpoint"]
+
+
+def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
+    if rival.removed_by:
+        held = f" although it holds {rival.cached_tokens - chosen.cached_tokens:,} more cached tokens"
+        return f"{rival.endpoint} was filtered out by {', '.join(rival.removed_by)}{held}"
+    gains = {name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()}
+    better = ", ".join(f"{name} {gain:+,.1f}" for name, gain in _largest(gains) if gain > 0)
+    worse = ", ".join(f"{name} {gain:+,.1f}" for name, gain in _largest(gains) if gain < 0)
+    if rival.behind is not None and rival.behind < 0:
+        ending = f"{rival.endpoint} was rated {-rival.behind:,.1f} {unit} better, and lost by lot or service level"
+    else:
+        ending = f"{rival.endpoint} was {rival.behind or 0.0:,.1f} {unit} behind {chosen.endpoint}"
+    more = rival.cached_tokens - chosen.cached_tokens
+    text = ending + (f" although it held {more:,} more cached tokens" if more > 0 else "")
+    parts = [f"for {chosen.endpoint} speak {better}" if better else "", f"against it {worse}" if worse else ""]
+    detail = "; ".join(part for part in parts if part)
+    taken = []
+    if rival.more_cached_tokens:
+        taken.append(f"{rival.more_cached_tokens:,} more cached tokens")
+    if rival.fewer_queued_tokens:
+        taken.append(f"{rival.fewer_queued_tokens:,.0f} fewer queued tokens")
+    tie = f"; with {' or '.join(taken)} it would have tied" if taken else ""
+    return f"{text}: {detail}{tie}" if detail else text + tie
+
+
+def _largest(gains: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(
+        ((name, gain) for name, gain in gains.items() if abs(gain) >= 0.05), key=lambda gain_of: -abs(gain_of[1])
+    )
+
+
+#: Halvings of a search: a prompt of 100,000 tokens to within a token.
+_HALVINGS = 18
+#: Candidates whose break-even is looked for one by one, where scores depend on the others'.
+_ONE_BY_ONE = 12
+#: Rows of the table's columns that a shorter queue makes smaller.
+_QUEUE = [
+    FLOATS.index(name) for name in ("queue", "waiting", "pending", "pending_tokens", "queued_tokens", "queued_ms")
+]
+
+
+def again(policy: Policy, request: Request, trace: Trace, chance: int = 0) -> tuple[str, Trace]:
+    """(endpoint, trace): what a fresh policy answers on the same numbers. Raises `ValueError` without a snapshot."""
+    view = restored(trace)
+    assert trace.snapshot is not None
+    pick = policy.choose(request, view, Context(trace.snapshot.at, Random(chance)))
+    new_trace = pick.trace or Trace(endpoints=view.table.ids)
+    endpoint = view.table.endpoints[pick.slot] if isinstance(pick, Picked) else None
+    return (endpoint.id if endpoint else ""), new_trace
+
+
+def restored(trace: Trace) -> Restored:
+    """The fleet as the decision saw it. Raises `ValueError` without a snapshot."""
+    if trace.snapshot is None:
+        raise ValueError("the numbers of this decision were not kept")
+    return Restored(trace.snapshot, trace.held)
+
+
+def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint: str) -> Explanation:
+    """`make` gives a fresh policy each time. Raises `ValueError` without a snapshot."""
+    _, repeated = again(make(), request, trace)
+    policy = make()
+    view = restored(trace)
+    totals = _column(trace.total, len(trace.endpoints))
+    mine = _column(repeated.total, len(trace.endpoints))
+    reproduced = bool(np.allclose(totals, mine, rtol=1e-9, atol=1e-9, equal_nan=True))
+    terms, unit = terms_of(policy, request, view, trace)
+    chosen = trace.endpoints.index(endpoint) if endpoint in trace.endpoints else -1
+    limits = _Limits(make, request, trace, totals, chosen) if chosen >= 0 and reproduced else None
+    candidates = _candidates(view, request, trace, totals, terms, chosen, limits)
+    return Explanation(
+        policy=policy.name,
+        unit=unit,
+        endpoint=endpoint,
+        reproduced=reproduced,
+        candidates=candidates,
+        why=tuple(why(candidates, unit)),
+    )
+
+
+def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> tuple[list[tuple[str, Any]], str]:
+    """([(name, column)], unit): what the totals are the sum of."""
+    if isinstance(policy, Explainable):
+        assert trace.snapshot is not None
+        cycle = Cycle(Context(trace.snapshot.at, Random(0)))
+        parts = policy.terms(request, view, cycle)
+        return [(name, -np.broadcast_to(column, len(view.table))) for name, column in parts], "ms"
+    return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], "points"
+
+
+def _column(values: Any, length: int) -> FloatColumn:
+    return np.full(length, np.nan) if values is None else np.asarray(values, dtype=np.float64)
+
+
+def _candidates(
+    view: Restored,
+    request: Request,
+    trace: Trace,
+    totals: FloatColumn,
+    terms: Sequence[tuple[str, FloatColumn]],
+    chosen: int,
+    limits: "_Limits | None",
+) -> tuple[Candidate, ...]:
+    table = view.table
+    held = np.zeros(len(table)) if view.held is None else view.held
+    rated = [slot for slot in range(len(table)) if table.endpoints[slot] is not None]
+    order = sorted(rated, key=lambda slot: (slot != chosen, -_rank(float(totals[slot])), slot))
+    behind = totals[chosen] - totals if chosen >= 0 else np.full(len(table), np.nan)
+    cached, queued = limits.find(order) if limits else ({}, {})
+    return tuple(
+        Candidate(
+            endpoint=trace.endpoints[slot],
+            chosen=slot == chosen,
+            removed_by=tuple(name for name, mask in trace.filters if not mask[slot]),
+            cached_tokens=int(held[slot] * request.prompt_tokens),
+            queued_requests=float(table.queue[slot]),
+            queued_tokens=float(table.queued_tokens[slot]),
+            running_requests=float(table.active[slot]),
+            kv_usage=float(table.kv[slot]),
+            total=_known(totals[slot]),
+            behind=None if slot == chosen else _known(behind[slot]),
+            terms={name: float(column[slot]) for name, column in terms},
+            more_cached_tokens=cached.get(slot),
+            fewer_queued_tokens=queued.get(slot),
+        )
+        for slot in order
+    )
+
+
+class _Limits:
+    """Finds the numbers with which an endpoint would have tied with the chosen one."""
+
+    def __init__(
+        self, make: Callable[[], Policy], request: Request, trace: Trace, totals: FloatColumn, chosen: int
+    ) -> None:
+        self._make = make
+        self._request = request
+        self._trace = trace
+        self._goal = totals[chosen]
+        self._chosen = chosen
+        self._behind = np.nan_to_num(totals, nan=-np.inf)
+        #: One column at a time changes where scores of one endpoint depend on those of others.
+        self._alone = not isinstance(make(), Explainable)
+
+    def find(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
+        """(more cached tokens, fewer queued tokens) by slot; who cannot tie is left out."""
+        slots = [slot for slot in order if slot != self._chosen and -np.inf < self._behind[slot] < self._goal]
+        groups = [[slot] for slot in slots[:_ONE_BY_ONE]] if self._alone else [slots] if slots else []
+        cached: dict[int, int] = {}
+        queued: dict[int, float] = {}
+        tokens = self._request.prompt_tokens
+        for group in groups:
+            view = restored(self._trace)
+            held = np.zeros(len(view.table)) if view.held is None else view.held
+            for slot, share in self._search(group, held, 1.0 - held, 0.0):
+                cached[slot] = int(np.ceil(share * (1.0 - held[slot]) * tokens))
+            for slot, share in self._search(group, held, 0.0 * held, 1.0):
+                queued[slot] = float(np.ceil(share * view.table.queued_tokens[slot]))
+        return cached, queued
+
+    def _search(
+        self, group: Sequence[int], held: FloatColumn, more: FloatColumn, less: float
+    ) -> list[tuple[int, float]]:
+        """The least share x in 0..1 with which each ties when it holds `held + x·more` and has 1 - x·`less` of its
+        queue; none if 1 is too little."""
+        mask = np.zeros(len(self._behind), dtype=np.bool_)
+        mask[list(group)] = True
+        low, high = np.zeros(len(mask)), np.where(mask, 1.0, 0.0)
+        ties = self._ties(held + high * more, less * high) & mask
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            enough = self._ties(held + middle * more, less * middle)
+            high, low = np.where(mask & enough, middle, high), np.where(mask & ~enough, middle, low)
+        return [(slot, float(high[slot])) for slot in group if ties[slot]]
+
+    def _ties(self, held: FloatColumn, less: FloatColumn) -> BoolColumn:
+        view = restored(self._trace)
+        view.held = held if held.any() else None
+        view.table.floats[_QUEUE] *= 1.0 - less
+        assert self._trace.snapshot is not None
+        context = Context(self._trace.snapshot.at, Random(0))
+        trace = self._make().choose(self._request, view, context).trace
+        totals = _column(trace.total if trace else None, len(held))
+        ties: BoolColumn = np.nan_to_num(totals, nan=-np.inf) >= self._goal
+        return ties
+
+
+def _known(value: float) -> float | None:
+    return float(value) if isfinite(value) else None
+
+
+def _rank(value: float) -> float:
+    return float(value) if isfinite(value) else -np.inf

@@ -1,0 +1,277 @@
+"""The fleet: one mutating door for what is known about endpoints, and the view that policies read."""
+
+from math import inf
+
+import numpy as np
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.cost import PRIOR
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.ledger import Lease, Ledger
+from fairlead.core.predictor import Predictor
+from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
+from fairlead.core.records import Forecast
+from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
+
+#: Prompt bytes per KV token when a capacity in tokens is turned into a budget of text.
+BYTES_PER_TOKEN = 4.2
+#: Failed responses in a row before an endpoint is avoided, and for how many seconds.
+ERRORS_TO_EJECT = 3
+EJECT_SECONDS = 3.0
+#: Above any true number of requests or tokens of one endpoint. Higher readings are cut, so that sums stay exact.
+MOST = 1e9
+#: Microseconds of one prefill. Thousands of them still add up without rounding.
+MOST_WORK = 1e12
+
+
+class Fleet:
+    """All endpoints. Policies get this as their view: they read `table`, `prefix` and `stale`, and change nothing."""
+
+    def __init__(
+        self,
+        lease_ttl: float = 900.0,
+        staleness: float = 2.0,
+        max_prefix_entries: int = 2_000_000,
+        exact: ExactKnowledge | None = None,
+    ) -> None:
+        self.table = EndpointTable()
+        self.ledger = Ledger(self.table, lease_ttl)
+        #: What first tokens will take, learned from those that came.
+        self.predictor = Predictor(self.table)
+        self.prefix = PrefixIndex(max_prefix_entries)
+        #: What KV events tell; `None` = nobody listens to any.
+        self.exact = exact
+        #: Seconds after which a scrape no longer counts.
+        self.staleness = staleness
+
+    def up(self, endpoint: Endpoint) -> list[Lease]:
+        """An endpoint joined or changed. Leases at an address it gave up are returned, released."""
+        slot = self.table.slot(endpoint.id)
+        if slot is None:
+            slot = self.table.add(endpoint)
+            self.prefix.add_slot(slot)
+            if self.exact is not None:
+                self.exact.add_slot(slot)
+            self.predictor.reset(slot)
+            return []
+        old = self.table.endpoints[slot]
+        if old is not None and old.address != endpoint.address:
+            leases = self.down(endpoint.id)
+            self.up(endpoint)
+            return leases
+        self.table.replace(slot, endpoint)
+        return []
+
+    def down(self, endpoint_id: str) -> list[Lease]:
+        """An endpoint left. Its leases are released and returned."""
+        slot = self.table.slot(endpoint_id)
+        if slot is None:
+            return []
+        leases = self.ledger.abandon(slot)
+        self.prefix.drop_slot(slot)
+        if self.exact is not None:
+            self.exact.drop_slot(slot)
+        self.table.remove(slot)
+        return [lease for lease in leases if not lease.auxiliary]
+
+    def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[Lease]:
+        """A scrape arrived. Returns leases that the endpoint provably no longer holds; they are still charged."""
+        table = self.table
+        slot = table.slot(endpoint_id)
+        if slot is None:
+            return []
+        table.stale.add(slot)
+        table.sampled(slot, sample)
+        if table.failures[slot]:
+            table.failures[slot] = 0
+            table.judge_trouble()
+        table.sampled_at[slot] = now
+        if sample.adapters is not None:
+            table.set_adapters(slot, sample.adapters)
+            table.set_max_adapters(slot, _gauge(sample.max_adapters, 0.0))
+        capacity = _gauge(sample.block_size * sample.num_blocks, 0.0)
+        if capacity and capacity != table.capacity_tokens[slot]:
+            table.capacity_tokens[slot] = capacity
+            table.per_capacity[slot] = 1.0 / capacity
+            self.prefix.set_capacity(slot, int(capacity * BYTES_PER_TOKEN))
+        ran = table.running[slot]
+        table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
+        table.running[slot] = running = _gauge(sample.running, ran)
+        if running or not ran or not (waiting or table.inflight[slot]):
+            # Otherwise the batch may just have ended: for one step the engine shows no memory in use.
+            table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
+        if sample.waiting is None and sample.running is None:
+            return []
+        dropped = self.ledger.reconcile(slot, started, waiting, running)
+        for lease in dropped:
+            if lease.auxiliary:
+                self.ledger.release(lease)
+        return [lease for lease in dropped if not lease.auxiliary]
+
+    def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
+        """No reading. When the last good one is too old, the columns become what we know of our own requests.
+
+        `answered`: the endpoint did, so it does not count as failing.
+        """
+        table = self.table
+        slot = table.slot(endpoint_id)
+        if slot is None:
+            return
+        table.failures[slot] = 0 if answered else table.failures[slot] + 1
+        table.troubled = table.troubled or not answered
+        if self.stale(slot, now):
+            self.ledger.own_accounting(slot)
+            capacity = table.capacity_tokens[slot]
+            table.kv[slot] = min(table.kv_tokens[slot] / capacity, 1.0) if capacity else 0.0
+            table.stale.add(slot)
+
+    def answered(self, slot: int, ok: bool, now: float) -> None:
+        """A response ended. Some failures in a row make policies avoid the endpoint a moment, or until one works."""
+        table = self.table
+        if ok:
+            if table.errors[slot]:
+                table.errors[slot] = 0
+                table.ejected_until[slot] = -inf
+                table.judge_trouble()
+            return
+        table.errors[slot] += 1
+        table.troubled = True
+        if table.errors[slot] >= ERRORS_TO_EJECT:
+            table.ejected_until[slot] = now + EJECT_SECONDS
+
+    def charge(
+        self,
+        request: Request,
+        slot: int,
+        now: float,
+        hit_tokens: int,
+        expected_output: float,
+        *,
+        auxiliary: bool = False,
+        reserved: bool = False,
+    ) -> Lease:
+        """Charge a lease and remember the prompt's prefix for the endpoint. `reserved`: only keep a place there for a
+        request that may go elsewhere in the end; nothing is learned of it."""
+        endpoint = self.table.endpoints[slot]
+        assert endpoint is not None
+        prompt, half = request.prompt_tokens, expected_output / 2
+        uncached = float(min(max(prompt - hit_tokens, 1), MOST))
+        alone_ms = PRIOR.prefill_ms(prompt, uncached)
+        lease = Lease(
+            request,
+            slot,
+            endpoint.id,
+            now,
+            uncached,
+            # Whole tokens: sums of them are exact whatever comes and goes. NaN counts as the least.
+            float(round(min(max(1.0, prompt + half), MOST))),
+            hit_tokens,
+            min(round(1e3 * alone_ms), MOST_WORK),
+            float(round(min(max(0.0, half), MOST))),
+            self.predictor.forecast(slot, prompt, uncached, alone_ms, now),
+            auxiliary or reserved,
+        )
+        self.ledger.charge(lease)
+        if reserved:
+            self.ledger.reserved[lease] = None
+        elif request.prefix.hashes:
+            self.prefix.insert(slot, request.prefix)
+        return lease
+
+    def charge_pair(
+        self, request: Request, slot: int, prefill_slot: int, now: float, hit_tokens: int, expected_output: float
+    ) -> Lease:
+        """The same for a request whose prompt `prefill_slot` computes and whose answer `slot` gives. `hit_tokens` is
+        what the former holds; the latter is given all by it and has nothing to compute."""
+        prefill = self.charge(request, prefill_slot, now, hit_tokens, 0.0, auxiliary=True)
+        lease = self.charge(request, slot, now, request.prompt_tokens, expected_output)
+        lease.prefill = prefill
+        lease.hit_tokens = hit_tokens
+        lease.forecast = Forecast()  # how long the transfer takes is not known
+        return lease
+
+    def move(self, lease: Lease, slot: int, now: float) -> Lease:
+        """The request is at another endpoint than it was charged to; which one's failure that is, too. Its answer has
+        begun."""
+        self.ledger.release(lease)
+        self.answered(lease.slot, False, now)
+        moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)
+        moved.unreached = lease.endpoint_id
+        moved.forecast = Forecast()  # that of the one says nothing of the other
+        moved.evicted_at, moved.predicted = lease.evicted_at, lease.predicted
+        self.ledger.first_token(moved)
+        if lease.request.stream:
+            moved.first_token_at = now
+        return moved
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """The first byte of an answer was seen, and not before."""
+        if self.exact is not None:
+            self.exact.first_token(lease.predicted, now)
+        if lease.request.stream:
+            lease.first_token_at = now
+            if lease.prefill is None:
+                self.predictor.first_token(
+                    lease.slot, lease.forecast, lease.uncached_tokens, lease.work_us * 1e-3, lease.charged_at, now
+                )
+        self.ledger.first_token(lease, now)
+
+    def completed(self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0) -> None:
+        """An answer is complete (its lease is released). -1 tokens, or a negative TTFT = not known.
+
+        Its tokens stay in the engine's cache as well, until they are the least recently used; nobody asks for them, but
+        they push prompts out. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
+        and 88 % without.
+        """
+        if lease.first_token_at < 0.0 < ttft_ms and lease.request.stream and lease.prefill is None:
+            # Nobody watched the response, but the gateway's log tells.
+            self.predictor.judge(lease.slot, lease.forecast, ttft_ms)
+            lease.first_token_at = lease.charged_at + ttft_ms * 1e-3
+        if lease.first_token_at >= 0.0:
+            self.predictor.ended(lease.slot, lease.forecast, (now - lease.first_token_at) * 1e3, completion_tokens)
+        output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
+        if output > 0.0:
+            self.prefix.occupy(lease.slot, int(min(output, MOST) * BYTES_PER_TOKEN))
+
+    def match(self, request: Request) -> FloatColumn | None:
+        """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything.
+
+        Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
+        """
+        chain, slots = request.prefix, len(self.table.endpoints)
+        column: FloatColumn | None = None
+        if chain.hashes:
+            # Inline media count for less in `prompt_bytes` than they take up in the chain.
+            column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1]))
+        if self.exact is not None:
+            return self.exact.refine(
+                request, column, len(self.table.endpoints), PRIOR.c_pf * self.predictor.rates.prefill
+            )
+        return column
+
+    def stale(self, slot: int, now: float) -> bool:
+        return bool(now - self.table.sampled_at[slot] > self.staleness)
+
+    def age(self, slot: int, now: float) -> float:
+        """Seconds since the last good scrape; infinite when there was none."""
+        sampled = float(self.table.sampled_at[slot])
+        return now - sampled if sampled > -inf else inf
+
+    def validate(self) -> None:
+        """Raise `AssertionError` when an invariant of any part is broken."""
+        self.ledger.validate()
+        self.prefix.validate()
+        self.predictor.validate()
+        table = self.table
+        assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
+        assert ((table.kv >= 0) & (table.kv <= 1)).all()
+
+
+def _gauge(value: float | None, older: float) -> float:
+    """A reading in 0..`MOST`; the older one where there is none, or NaN or infinity."""
+    return float(min(max(value, 0.0), MOST)) if value is not None and value < inf else float(older)
+
+
+__all__ = ["DEFAULT_CAPACITY", "Fleet"]

@@ -1,0 +1,511 @@
+"""Flow control as a whole: go at once, wait, or be refused; and who goes when something has changed.
+
+    arrived ──► nobody waits, and the policy's choice is open ──► goes there at once
+            └─► waits ──► dispatched: a pair (request, open endpoint) was chosen
+                      ├─► refused: over a limit, out of time, shutting down
+                      └─► cancelled: the client is gone
+
+Rules
+* Late: an endpoint is chosen when a request leaves the queue, never before. `Binder` chooses among a window of requests
+  and all open endpoints; fairness says whose window it is.
+* Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
+  Two settings bend that: minimum shares (`shares`) let a lower band go first now and then, ceilings (`ceilings`) keep
+  it waiting although something is open.
+* Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
+  most `batch` requests; `more` then says that it is not done, so that a long queue does not hold up everybody else.
+  One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
+  whose time is over (`overdue`), nobody goes.
+* The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from math import ceil, inf
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.columns import BoolColumn
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import (
+    EVICTED,
+    EXPIRED,
+    NO_ENDPOINTS,
+    SATURATED,
+    SHUTTING_DOWN,
+    Ceiling,
+    Times,
+    Waiting,
+)
+from fairlead.core.gates import EarlyShedding
+from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
+from fairlead.core.ledger import Lease
+from fairlead.core.policy import Refused
+from fairlead.core.queues import Band, Queues, Shares
+from fairlead.core.records import DecisionRecord, Trace
+from fairlead.core.request import Request
+
+#: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
+PAIRS, FEWEST = 2048, 16
+#: Requests that are taken out and told so in one call: 0.05 ms each, all in all.
+REFUSALS = 16
+
+
+class Gate(Protocol):
+    """Soft saturation: which endpoints may be sent one more request now."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
+        """`None` = all of them."""
+        ...
+
+    def level(self, fleet: Fleet, now: float) -> float:
+        """The pool's saturation: 1 = no endpoint may be sent one more, on average; above, oversubscribed."""
+        ...
+
+
+class Bound(Struct, frozen=True):
+    """A request and where it goes. `cost` is what its flow is charged, in predicted uncached tokens."""
+
+    waiting: Waiting
+    slot: int
+    cost: float
+    #: Share of the prompt believed to be cached there, and the best share anywhere.
+    hit_share: float = 0.0
+    best_share: float = 0.0
+    #: Who gets it if no connection to `slot` can be made; -1 = nobody.
+    fallback_slot: int = -1
+    #: How it was chosen: what each endpoint would have cost, by the policy.
+    trace: Trace | None = None
+
+
+class Binder(Protocol):
+    """Chooses the pair. May keep all of them waiting although something is open: a cached prefix can be worth it."""
+
+    def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, Any]:
+        """Predicted work in uncached prompt tokens, at the endpoint that holds most (`inf` = there are endpoints, and
+        none can serve it), and what to remember of it (`Waiting.known`)."""
+        ...
+
+    def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
+        """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
+        ...
+
+    def able(self, request: Request, fleet: Fleet, now: float) -> BoolColumn | None:
+        """Where it can be served; `None` = everywhere that is alive."""
+        ...
+
+    def follow(self, able: Any) -> None:
+        """Other rules about where requests can be served, `able(request, fleet, now)`."""
+        ...
+
+
+class FlowControl:
+    """Owns the queues."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        gate: Gate,
+        binder: Binder,
+        times: Times | None = None,
+        window: int = 256,
+        batch: int = 1,
+        shares: Shares | None = None,
+        ceiling: Ceiling | None = None,
+        shedding: EarlyShedding | None = None,
+    ) -> None:
+        self.queues = queues
+        self.gate = gate
+        self.binder = binder
+        self._times = times or Times()
+        self._window = window
+        self._batch = batch
+        self._shares = shares or Shares({})
+        self._ceiling = ceiling
+        self._shedding = shedding
+        #: Since when nobody may wait any more; `inf` = they may.
+        self._stopped = inf
+        self._left = False
+        #: The last look that found nobody to go: what was open, and the newest request then.
+        self._in_vain: BoolColumn | None = None
+        self._newest = (0, 0)
+        #: Priority → requests that a look which is not done has passed over, behind those whose turn it is.
+        self._passed: dict[int, int] = {}
+        #: Whether a look at the queues ended before it was done, and else the clock seconds at which one more look is
+        #: worth it even if nothing happens; `inf` = never.
+        self.more = False
+        self.look_again = inf
+
+    def __len__(self) -> int:
+        return len(self.queues)
+
+    def asks(self, fleet: Fleet, now: float) -> bool:
+        """Whether `arrived` depends on the policy's choice."""
+        return not len(self.queues) and fleet.table.count > 0 and self.gate.open(fleet, now) is not None
+
+    def arrived(
+        self, request: Request, fleet: Fleet, now: float, slot: int = -1
+    ) -> "Refused | tuple[Waiting, list[Waiting]] | None":
+        """`None` = the policy decides at once: what it chose is open, or nobody can ever serve it. Else why it is
+        refused, or that it waits, and who gave way for it. `slot`: the policy's choice, if `asks`; < 0 = none."""
+        if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
+            return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable", status=429)
+        if not len(self.queues) and fleet.table.count and self._below_ceiling(request.priority, fleet, now):
+            opened = self.gate.open(fleet, now)
+            if opened is None or (slot >= 0 and opened[slot]):
+                return None
+        work, known = self.binder.look(request, fleet, now)
+        if work == inf:
+            return None
+        if self._stopped < inf:
+            return _stopping()
+        outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work)
+        if isinstance(outcome, Waiting):
+            outcome.known = known
+        return outcome if isinstance(outcome, Refused) else (outcome, displaced)
+
+    def _ttl(self, request: Request, fleet: Fleet) -> float:
+        rule = self.queues.limits.rule(request.model, request.fairness_id)
+        return self._times.of(request, rule, fleet.table.count)
+
+    def _below_ceiling(self, priority: int, fleet: Fleet, now: float) -> bool:
+        """Whether a request that nobody waits in front of may go, as far as ceilings matter."""
+        if self._ceiling is None:
+            return True
+        priorities = sorted({priority, *(band.priority for band in self.queues.bands())}, reverse=True)
+        return self._ceiling.allowed(self.gate.level(fleet, now), priorities)[priorities.index(priority)]
+
+    def _served(self, fleet: Fleet, now: float) -> tuple[Sequence[Band], bool]:
+        """Bands in the order in which they may send now, and whether ceilings hold some back."""
+        bands = self.queues.bands()
+        if self._ceiling is None or not bands:
+            return self._shares.order(bands), False
+        allowed = self._ceiling.allowed(self.gate.level(fleet, now), [band.priority for band in bands])
+        free = [band for band, may in zip(bands, allowed, strict=True) if may]
+        return self._shares.order(free), any(band.count for band in bands if band not in free)
+
+    def dispatch(self, fleet: Fleet, now: float) -> Iterator[Bound]:
+        """Who goes now, one by one. Each must be charged to the ledger before the next is asked for."""
+        self.more = False
+        for _ in range(self._batch):
+            bound = self._next(fleet, now)
+            if bound is None:
+                return
+            self._shares.spent(self.queues.bands(), bound.waiting.request.priority, bound.cost)
+            self.queues.dispatch(bound.waiting, now, bound.cost)
+            yield bound
+        self.more = bool(len(self.queues))
+
+    def _next(self, fleet: Fleet, now: float) -> Bound | None:
+        if not len(self.queues) or not fleet.table.count:
+            self.look_again = inf  # an endpoint that joins makes us look
+            return None
+        opened = self.gate.open(fleet, now)
+        if opened is None:
+            opened = fleet.table.alive
+        if self._would_be_in_vain(opened, fleet.table.version, now):
+            return None
+        self.look_again = inf
+        bands, held_back = self._served(fleet, now)
+        for band in bands:
+            if band.count:
+                bound = self._of_band(band, fleet, opened, now)
+                if bound is not None:
+                    self._in_vain = None
+                    self._passed.clear()
+                    return bound
+        if self._passed:
+            self.more = True
+            return None
+        # A ceiling looks at how full the pool is, which may change though nothing opens.
+        self._in_vain, self._newest = None if held_back else opened, (self.queues.newest, fleet.table.version)
+        return None
+
+    def _would_be_in_vain(self, opened: BoolColumn, version: int, now: float) -> bool:
+        """Nobody came, nothing opened, and nobody's patience ended since a look that found nobody to go."""
+        if not np.count_nonzero(opened):
+            self._in_vain = None
+            self.look_again = inf
+            return True
+        before = self._in_vain
+        if before is None or len(before) != len(opened) or self._newest != (self.queues.newest, version):
+            return False
+        return now < self.look_again and not np.count_nonzero(opened & ~before)
+
+    def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
+        """One look is two choices at most: among those whose turn it is, then among as many others. Where there are
+        more, the next look goes on behind them."""
+        most = min(self._window, max(PAIRS // len(fleet.table), FEWEST))
+        turns = self.queues.turns(band, most)
+        passed = self._passed.pop(band.priority, 0)
+        windows = [next(turns, [])]
+        # Whose turn it is cannot go. Among the others the best pair may: their flows pay for it all the same.
+        remaining = islice(chain.from_iterable(turns), passed, passed + most)
+        for window in chain(windows if not passed else [], [remaining]):
+            among = list(window)
+            bound = self.binder.bind(among, fleet, opened, now) if among else inf
+            if isinstance(bound, Bound):
+                return bound
+            self.look_again = min(self.look_again, bound)
+        if len(among) == most:
+            self._passed[band.priority] = passed + most
+        return None
+
+    def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
+        """Those whose time is over, and what they are told: the first `REFUSALS`. For all others see `overdue`."""
+        if self._stopped < inf:
+            return self.stop(now)
+        if fleet.table.count:
+            why = Refused(EXPIRED, "the request timed out waiting for a free endpoint", status=429)
+        else:
+            why = Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints")
+        late = self.queues.expire(now, REFUSALS)
+        self._left = len(late) == REFUSALS
+        return [(waiting, why) for waiting in late]
+
+    def stop(self, now: float) -> list[tuple[Waiting, Refused]]:
+        """Nobody may wait from now on. Takes out those that do as `expire` does."""
+        self._stopped = min(self._stopped, now)
+        self._left = True
+        return [(waiting, _stopping()) for waiting in self.queues.clear(REFUSALS)]
+
+    def overdue(self, now: float) -> bool:
+        """Whether some are left of those that were to be taken out, and `expire` must be called once more."""
+        return self._left and self.next_deadline() <= now
+
+    def next_deadline(self) -> float:
+        return self._stopped if self._stopped < inf and len(self.queues) else self.queues.next_deadline()
+
+    def oldest(self) -> float:
+        """Since when the request that waits longest waits; `inf` = none does."""
+        return min((band.oldest() for band in self.queues.bands()), default=inf)
+
+    def validate(self) -> None:
+        self.queues.validate()
+
+
+def _stopping() -> Refused:
+    return Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again")
+
+
+# Eviction: sheddable requests that run make way for more important ones that wait.
+#
+# Only requests with a priority below 0 are evicted, for requests of a strictly higher priority, and only where that
+# one could run: the lowest priority first, of those the newest, which has the least to lose.
+#
+# Rules
+# * A victim counts as gone when its lease is: the actuator closes its stream, and the gateway tells the model server,
+#   which gives up its memory within 0.3 s (measured, vLLM 0.32). Until then, and for `GRACE` seconds after the
+#   decision, nobody else is evicted: else one shortage would cost many victims.
+# * Whose end nobody confirms within `CONFIRM` seconds is not waited for, and not evicted a second time.
+# * At most `AT_ONCE` per decision.
+
+GRACE = 0.5
+CONFIRM = 10.0
+AT_ONCE = 2
+
+
+class Eviction:
+    """`after`: seconds that a request must have waited before others make way for it. Raises `ValueError` if < 0."""
+
+    def __init__(self, after: float = 0.25) -> None:
+        if not after >= 0:
+            raise ValueError("a time must not be negative")
+        self._after = after
+        #: Victims that are on the books still.
+        self._told: list[Lease] = []
+        self._last = -inf
+
+    def victims(self, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
+        """Who has to go now. The caller notes when in their leases."""
+        self._told = [lease for lease in self._told if lease.held]
+        if self.look_at(flow) > now or any(now < lease.evicted_at + CONFIRM for lease in self._told):
+            return []
+        for band in flow.queues.bands():
+            if band.count and band.oldest() + self._after <= now:
+                chosen = self._for(band, flow, fleet, now)
+                if chosen:
+                    self._last = now
+                    self._told += chosen
+                    return chosen
+        return []
+
+    def _for(self, band: Band, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
+        ledger = fleet.ledger
+        running = [
+            lease
+            for slot, _ in fleet.table.slots()
+            for lease in ledger.of_slot(slot)
+            if lease.request.priority < min(band.priority, 0) and lease.evicted_at < 0.0 and not lease.auxiliary
+        ]
+        if not running:
+            return []
+        # What was known when it was queued may be of other endpoints at these slots.
+        able = flow.binder.able(band.longest_waiting().request, fleet, now)
+        if able is not None:
+            running = [lease for lease in running if able[lease.slot]]
+        running.sort(key=lambda lease: (lease.request.priority, -lease.charged_at, -lease.request.id))
+        return running[:AT_ONCE]
+
+    def look_at(self, flow: FlowControl) -> float:
+        """Clock seconds before which nobody is evicted; `inf` = nobody waits."""
+        oldest = min((band.oldest() for band in flow.queues.bands() if band.count), default=inf)
+        return max(oldest + self._after, self._last + GRACE)
+
+
+# The flow controller: what those that wait are told, and when they are looked at again.
+#
+# Rules
+# * A request that waits is told so once (`Hold`): its gateway must be patient for as long as it may wait.
+# * Two timers, both exact: the earliest deadline, and the moment at which a request stops waiting for the endpoint
+#   that holds its prompt's beginning (or at once, when one look was not enough for all that can go).
+# * Refusals carry `Retry-After`: how long those of the same or a higher priority that wait will take at the pace of
+#   the last dispatches.
+
+DEADLINE_TIMER = "queue-deadline"
+DISPATCH_TIMER = "queue-dispatch"
+#: Seconds that a gateway gets beyond a request's deadline, so that it hears our refusal.
+MARGIN = 1.0
+#: Bounds of `Retry-After`, in seconds.
+RETRY = (1.0, 60.0)
+#: More endpoints than so many times those that are there are never asked for at once.
+GROWTH = 4.0
+#: Seconds between two looks for somebody to evict, at least.
+_MOMENT = 0.05
+#: Weight of the newest gap between two dispatches.
+_PACE = 0.05
+
+#: (request, fleet, now): where it can be served at all; `None` = everywhere.
+Able = Callable[[Request, Fleet, float], BoolColumn | None]
+#: (what goes where, now): charge it, and route it.
+Send = Callable[[Bound, float], list[Instruction]]
+#: (who has to make way, what its client is told).
+Evictor = Callable[[Lease, Reject], Evict]
+
+
+class FlowController:
+    """One per pipeline. `policy` is the name under which its decisions are recorded, `target_s` how long requests may
+    wait before more endpoints are wanted."""
+
+    def __init__(
+        self, flow: FlowControl, policy: str = "", target_s: float = 1.0, eviction: Eviction | None = None
+    ) -> None:
+        self.flow = flow
+        self._eviction = eviction
+        self.policy = policy
+        self._target_s = target_s
+        self._deadline = inf
+        self._look = inf
+        self._gap = 0.05
+        self._last = -inf
+
+    def __len__(self) -> int:
+        return len(self.flow)
+
+    def follow(self, policy: str, able: Able) -> None:
+        """Another policy decides from now on; its rules about who can serve what hold for those that wait too."""
+        self.policy = policy
+        self.flow.binder.follow(able)
+
+    def asks(self, fleet: Fleet, now: float) -> bool:
+        """Whether `FlowControl.arrived` must be told what the policy chooses."""
+        return self.flow.asks(fleet, now)
+
+    def opened(self, fleet: Fleet, now: float) -> BoolColumn | None:
+        """Which endpoints may be sent one more request now; `None` = all of them."""
+        return self.flow.gate.open(fleet, now)
+
+    def dispatched(self, send: Send, evict: Evictor, fleet: Fleet, now: float) -> list[Instruction]:
+        """To be called after every event while somebody waits."""
+        instructions: list[Instruction] = []
+        for bound in () if self.flow.overdue(now) else self.flow.dispatch(fleet, now):
+            instructions += send(bound, now)
+            if self._last > -inf:
+                self._gap += _PACE * (now - self._last - self._gap)
+            self._last = now
+        if not len(self.flow):
+            self._last = -inf  # the time until somebody waits again says nothing about the pace
+        if self._eviction is not None and not self.flow.more:
+            victims = self._eviction.victims(self.flow, fleet, now)
+            instructions += [evict(lease, self._answer(lease.request, EVICTED)) for lease in victims]
+        return instructions + self._timers(now)
+
+    def may_evict(self, request: Request) -> bool:
+        """Whether it may have to make way once it runs."""
+        return self._eviction is not None and request.priority < 0
+
+    def _timers(self, now: float) -> list[Instruction]:
+        timers: list[Instruction] = []
+        deadline = self.flow.next_deadline()
+        if deadline != self._deadline:
+            self._deadline = deadline
+            if deadline < inf:
+                timers.append(SetTimer(DEADLINE_TIMER, max(deadline, now)))
+        look = now if self.flow.more else max(self.flow.look_again, now)
+        if self._eviction is not None:
+            look = min(look, max(self._eviction.look_at(self.flow), now + _MOMENT))
+        if len(self.flow) and look < inf and (look < self._look or self._look <= now):
+            self._look = look
+            timers.append(SetTimer(DISPATCH_TIMER, look))
+        return timers
+
+    def fired(self, name: str, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
+        """A timer is due; `dispatched` follows. Returns those whose time is over: they have left their queues."""
+        if name == DISPATCH_TIMER:
+            self._look = inf
+        if name != DEADLINE_TIMER:
+            return []
+        self._deadline = inf
+        return self.flow.expire(fleet, now)
+
+    def drain_s(self, priority: float = -inf) -> float:
+        """Seconds until those that wait with this priority or a higher one have gone, at the pace of the last
+        dispatches: how long one more of this priority would wait."""
+        if priority == -inf:
+            return len(self.flow) * self._gap
+        return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
+
+    def wanted(self, endpoints: int, now: float) -> int:
+        """How many endpoints would keep the queue below `target_s` seconds, at `GROWTH` times as many at most."""
+        if not len(self.flow):
+            return endpoints
+        delay = max(self.drain_s(), now - self.flow.oldest())
+        return max(ceil(endpoints * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
+
+    def refused(
+        self, request: Request, why: Refused, now: float, client: Any = None, queued_ms: float = 0.0
+    ) -> list[Instruction]:
+        """The answer, and the record of it."""
+        return [self._answer(request, why, client), self.record(request, why, now, queued_ms)]
+
+    def _answer(self, request: Request, why: Refused, client: Any = None) -> Reject:
+        low, high = RETRY
+        return Reject(
+            request_id=request.id,
+            status=why.status,
+            reason=why.reason,
+            message=why.message,
+            retry_after_s=min(max(self.drain_s(request.priority), low), high),
+            api=request.api,
+            client=client,
+        )
+
+    def record(self, request: Request, why: Refused, now: float, queued_ms: float) -> Record:
+        return Record(
+            DecisionRecord(
+                request=request,
+                at=now,
+                policy=self.policy,
+                outcome=why.reason,
+                status=why.status,
+                queued_ms=queued_ms,
+            )
+        )
+
+    def validate(self) -> None:
+        self.flow.validate()
+        assert self._deadline <= self.flow.next_deadline()

@@ -1,0 +1,231 @@
+"""The headers that steer an inference gateway, and who may set them.
+
+Three kinds
+* `CONTROL_HEADERS` name machines, or are the scheduler's own words. A client that could set them would choose its own
+  replica, or make a sidecar call any host. They are taken off every request, whatever they say; nobody but the
+  scheduler sets them.
+* `STEERING_HEADERS` are a client's hints to the scheduler: priority, tenant, latency, another model. The
+  configuration says which are listened to (`TRUST`). Model servers never see them, listened to or not.
+* Sessions and request ids are read, and pass: applications and engines use them too. No state is keyed by a request id
+  of a client.
+
+Of a header with an older name the current name wins. Values come as Latin-1, byte for byte.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+#: Set by us toward the gateway.
+DESTINATION = "x-gateway-destination-endpoint"
+DROPPED_REASON = "x-llm-d-request-dropped-reason"
+#: Set by us toward the sidecar of a decoding model server: who computes the prompt.
+PREFILLER = "x-prefiller-host-port"
+
+#: Never accepted from a client.
+CONTROL_HEADERS = frozenset(
+    {
+        DESTINATION,
+        "x-gateway-destination-endpoint-subset",
+        "x-gateway-destination-endpoint-served",
+        "x-gateway-destination-endpoint-scores",
+        PREFILLER,
+        "x-encoder-hosts-ports",
+        "x-data-parallel-host-port",
+        "x-kv-cache-source-host-port",
+        "x-conformance-test-served-endpoint",
+        DROPPED_REASON,
+    }
+)
+
+#: Where a session id may stand, first one wins. The last is the OpenAI clients' way.
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+
+FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+REWRITE_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+TTFT_SLO_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+#: Milliseconds that the request may wait in our queue.
+TTL_HEADERS = ("x-fairlead-ttl-ms",)
+PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
+REQUEST_ID = "x-request-id"
+#: W3C Trace Context: read where requests are traced, and always passed on.
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+#: Conformance tests: addresses (`ip`, `ip:port`, comma list) to choose from, and who served, on the response.
+TEST_SELECTION = "test-epp-endpoint-selection"
+TEST_SERVED = "x-conformance-test-served-endpoint"
+
+#: What a configuration can call trusted, and what it stands for.
+TRUST: Mapping[str, tuple[str, ...]] = {
+    "objective": OBJECTIVE_HEADERS,
+    "fairness": FAIRNESS_HEADERS,
+    "slo": (*TTFT_SLO_HEADERS, *TPOT_SLO_HEADERS, *TTL_HEADERS),
+    "session": SESSION_HEADERS,
+    "model-rewrite": REWRITE_HEADERS,
+    "test-selection": (TEST_SELECTION,),
+}
+#: The last one lets clients choose their replica: for tests of gateways only.
+TRUSTED = frozenset(TRUST) - {"test-selection"}
+
+STEERING_HEADERS = frozenset(
+    {
+        *OBJECTIVE_HEADERS,
+        *FAIRNESS_HEADERS,
+        *TTFT_SLO_HEADERS,
+        *TPOT_SLO_HEADERS,
+        *TTL_HEADERS,
+        *REWRITE_HEADERS,
+        TEST_SELECTION,
+        "x-llm-d-video-fps",
+        "x-llm-d-video-duration-seconds",
+        "x-llm-d-video-resolution",
+        "x-session-token",
+        "x-prompt-hash",
+        "epp-profile",
+    }
+)
+#: What no model server gets from a client.
+REMOVED_HEADERS = CONTROL_HEADERS | STEERING_HEADERS
+
+#: Every header of a client's request that the scheduler reads.
+READ_HEADERS = (
+    ":path",
+    ":method",
+    "content-type",
+    "content-encoding",
+    REQUEST_ID,
+    *PATH_HEADERS[1:],
+    *SESSION_HEADERS,
+    *OBJECTIVE_HEADERS,
+    *FAIRNESS_HEADERS,
+    *TTFT_SLO_HEADERS,
+    *TPOT_SLO_HEADERS,
+    *TTL_HEADERS,
+    *REWRITE_HEADERS,
+    *TRACE_HEADERS,
+    TEST_SELECTION,
+)
+
+#: Initial metadata with which a gateway announces, on every ext_proc stream, that it sends us its access log, and that
+#: the request body comes in one message.
+ACCESS_LOG_METADATA = "fairlead-access-log"
+WHOLE_BODY_METADATA = "fairlead-whole-body"
+#: Likewise: the gateway takes the length off the response to a pick that carries `REWRITTEN` in its metadata, so that
+#: chunks may become longer or shorter.
+RESIZABLE_METADATA = "fairlead-resizable"
+REWRITTEN = "fairlead-rewritten"
+#: A namespace of its own for what `RESIZABLE_METADATA` also promises: with `FALLBACK` in it, the address of another
+#: endpoint, a request whose endpoint cannot be reached is repeated there.
+OWN_NAMESPACE = "fairlead"
+#: The key is part of the configuration that gateways already run.
+FALLBACK = "second"
+#: What the gateway then tells beside the first chunk of the response, if that is the first message of it.
+ATTEMPTS = "upstream.request_attempt_count"
+
+# What a client's headers ask of the scheduler, as far as the configuration trusts them.
+
+#: Client-chosen strings that are kept are cut to this.
+MAX_NAME = 256
+
+
+class ClientHints(Struct, frozen=True, kw_only=True, gc=False):
+    """Empty or 0 = not asked for."""
+
+    session: str = ""
+    fairness_id: str = ""
+    objective: str = ""
+    #: The model to ask the endpoint for.
+    rewrite: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
+    #: Seconds that it may wait in a queue.
+    ttl_s: float = 0.0
+    #: Addresses to choose from; `None` = any.
+    selection: frozenset[str] | None = None
+
+
+NO_HINTS = ClientHints()
+
+
+class HintReader:
+    """`trusted`: keys of `headers.TRUST`."""
+
+    def __init__(self, trusted: Iterable[str] = TRUSTED) -> None:
+        trusted = frozenset(trusted)
+        self._read = frozenset(name for key in trusted for name in TRUST[key])
+        self._session = SESSION_HEADERS if "session" in trusted else ()
+        self._fairness = FAIRNESS_HEADERS if "fairness" in trusted else ()
+        self._objective = OBJECTIVE_HEADERS if "objective" in trusted else ()
+        self._rewrite = REWRITE_HEADERS if "model-rewrite" in trusted else ()
+        self._ttft = TTFT_SLO_HEADERS if "slo" in trusted else ()
+        self._tpot = TPOT_SLO_HEADERS if "slo" in trusted else ()
+        self._ttl = TTL_HEADERS if "slo" in trusted else ()
+        self._selection = (TEST_SELECTION,) if "test-selection" in trusted else ()
+
+    def read(self, headers: Mapping[str, str]) -> ClientHints:
+        if self._read.isdisjoint(headers):
+            return NO_HINTS
+        selection = first(headers, self._selection, limit=65536) if self._selection else ""
+        return ClientHints(
+            session=first(headers, self._session),
+            fairness_id=first(headers, self._fairness),
+            objective=_text(first(headers, self._objective)),
+            rewrite=_text(first(headers, self._rewrite)),
+            slo_ttft_ms=_milliseconds(first(headers, self._ttft)),
+            slo_tpot_ms=_milliseconds(first(headers, self._tpot)),
+            ttl_s=_milliseconds(first(headers, self._ttl)) / 1000.0,
+            selection=_addresses(selection) if selection else None,
+        )
+
+
+def first(headers: Mapping[str, str], candidates: Iterable[str], limit: int = MAX_NAME) -> str:
+    """The value of the first of these headers that says something."""
+    for name in candidates:
+        value = headers.get(name)
+        if value:
+            return value[:limit]
+    return ""
+
+
+def within(subset: frozenset[str] | None, selection: frozenset[str] | None) -> frozenset[str] | None:
+    """What both the gateway's hint and the client's selection allow; each entry is `ip` or `ip:port`."""
+    if subset is None or selection is None:
+        return selection if subset is None else subset
+    return _those(subset, selection) | _those(selection, subset)
+
+
+def _those(named: frozenset[str], allowed: frozenset[str]) -> frozenset[str]:
+    return frozenset(address for address in named if address in allowed or _host(address) in allowed)
+
+
+def _host(address: str) -> str:
+    """`10.0.0.1:80` → `10.0.0.1`; `[::1]:80` → `::1`."""
+    host = address.rpartition(":")[0] if "]" in address or address.count(":") == 1 else address
+    return (host or address).strip("[]")
+
+
+def _addresses(text: str) -> frozenset[str]:
+    return frozenset(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def _text(value: str) -> str:
+    """Names may be UTF-8, which headers carry as bytes."""
+    if value.isascii():
+        return value.strip()
+    try:
+        return value.encode("latin-1").decode().strip()
+    except UnicodeError:
+        return value.strip()
+
+
+def _milliseconds(text: str) -> float:
+    """A positive number of ms; anything else is none."""
+    if not text:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 < value < 1e9 else 0.0

@@ -1,0 +1,108 @@
+"""An index whose blocks are kept by another process: it knows of a prompt what was asked for it before.
+
+Decisions read it as they read any index. What is of this process alone stays here: which prompts were just sent. The
+state of each endpoint's ranks is told now and then (`told`).
+
+Rules
+* A chain without an answer is not a miss: nobody knows (`knows`), and what was learned serves the request.
+* An answer is about endpoints as they were when they were asked for. A slot that has another endpoint by now holds
+  nothing of it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import KeySpace
+from fairlead.core.kv.match import BlockChain, KvMatch
+from fairlead.core.kv.tiers import CREDITS
+
+#: Ranks of one endpoint that are believed.
+MOST_RANKS = 256
+
+
+class RankState(Struct, frozen=True, kw_only=True):
+    """What the other process says of a rank; see `RankCache`. `lives`: how often its engine began anew."""
+
+    rank: int = 0
+    heard: bool = False
+    linked: bool = False
+    behind: bool = False
+    provisional: bool = False
+    block_size: int = 0
+    lives: int = 0
+    blocks: int = 0
+
+
+class AnsweredIndex(KvIndex):
+    """`add_slot`, `drop_slot`, `caches_of`, `look_up` and `speculation` are those of `KvIndex`; blocks it has none."""
+
+    tells_stores = False
+
+    def __init__(self, model: str, space: KeySpace | None = None, max_leases: int = 20_000) -> None:
+        super().__init__(10_000, space, max_leases=max_leases)
+        self._model = model
+        self._tenures: dict[int, int] = {}
+        self._tenants = 0
+
+    def add_slot(self, slot: int, capacity: int = 0) -> None:
+        super().add_slot(slot, capacity)
+        self._tenants += 1
+        self._tenures[slot] = self._tenants
+
+    def drop_slot(self, slot: int) -> None:
+        super().drop_slot(slot)
+        del self._tenures[slot]
+
+    def tenure(self, slot: int) -> int:
+        """Tells endpoints apart that had the same slot; 0 = it is empty."""
+        return self._tenures.get(slot, 0)
+
+    def told(self, slot: int, states: Sequence[RankState]) -> None:
+        """The ranks of an endpoint are now so. Those that are not named have fallen silent."""
+        for state in states[:MOST_RANKS]:
+            cache = self.rank(slot, state.rank, self._model)
+            cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
+            cache.provisional, cache.lives = state.provisional, state.lives
+            cache.block_size = state.block_size
+        named = {state.rank for state in states}
+        for cache in self.caches_of(slot):
+            if cache.rank not in named:
+                cache.linked = False
+
+    def silent(self) -> None:
+        """Nobody tells of any rank any more."""
+        for cache in self.caches():
+            cache.linked = False
+
+    def knows(self, chain: BlockChain) -> bool:
+        return chain.held is not None
+
+    def look_up(self, chain: BlockChain, slots: int, worth: tuple[float, ...] = CREDITS) -> KvMatch | None:
+        return self.matcher.guess(self._answer(chain, slots, worth), chain, slots, worth[0])
+
+    def _answer(self, chain: BlockChain, slots: int, worth: tuple[float, ...]) -> KvMatch | None:
+        held = [
+            held_by
+            for held_by in chain.held or ()
+            if held_by.slot < slots and self.tenure(held_by.slot) == held_by.tenure
+        ]
+        if not held:
+            return None
+        tiers = np.zeros((max(len(held_by.tiers) for held_by in held), slots))
+        for held_by in held:
+            tiers[: len(held_by.tiers), held_by.slot] = held_by.tiers
+        blocks = tiers.sum(axis=0)
+        weighed = np.array(worth[: len(tiers)]) @ tiers
+        return KvMatch(blocks, weighed, len(chain.keys), chain.block_size, tiers, np.full(slots, -1, np.int64))
+
+
+def bounded(tiers: Sequence[float], total: int) -> tuple[float, ...]:
+    """Blocks per tier as somebody else counted them: none below zero, and no more together than there are."""
+    left, clipped = float(total), list[float]()
+    for blocks in tiers[: len(CREDITS)]:
+        clipped.append(min(max(float(blocks), 0.0), left))
+        left -= clipped[-1]
+    return tuple(clipped)

@@ -1,0 +1,234 @@
+"""What an engine says about its KV cache, in any format. `fairlead.pool.kv_events.wire` decodes into these.
+
+`hashes` are 64-bit patterns as unsigned integers. Names in other texts: `block_created` = `BlocksStored`,
+`block_evicted` = `BlocksRemoved`, `block_offloaded` = `BlocksStored` without tokens and with a slower medium.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from fairlead.core.kv.cache import HEAD_TOKENS, Head, Orphan, RankCache, Shelf
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import TOKEN_BYTES
+from fairlead.core.kv.tiers import tier_of
+
+
+class TokenStream(Protocol):
+    """Token ids that are read piece by piece, because there are too many to read at once."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, count: int) -> bytes:
+        """The next `count` token ids as little-endian 32-bit integers. Raises `ValueError` for what is none."""
+        ...
+
+
+class BlocksStored(Struct, gc=False):
+    """Consecutive full blocks of one request were stored."""
+
+    hashes: list[int]
+    #: Hash of the block before the first; 0 = the sequence starts here.
+    parent: int = 0
+    #: Token ids as little-endian 32-bit integers, `block_size` of them for every hash. Empty: the same blocks were put
+    #: into another tier, and only their hashes are told.
+    tokens: bytes | TokenStream = b""
+    block_size: int = 0
+    #: Name of the LoRA adapter; of older engines that tell only its number: `#3`. Empty = base model.
+    lora: str = ""
+    medium: str = ""
+    group: int = 0
+    #: Kind of the group's attention; empty = not told.
+    kind: str = ""
+    #: Per block what else is part of its identity (multimodal items, cache salt), not the adapter; `None` = nothing.
+    extras: Sequence[tuple[str, ...]] | None = None
+
+
+class BlocksRemoved(Struct, gc=False):
+    """One copy of each of these blocks is gone."""
+
+    hashes: list[int]
+    medium: str = ""
+    group: int = 0
+
+
+class AllCleared(Struct, gc=False):
+    """The rank has forgotten everything, in all tiers."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | AllCleared
+
+# Events of one rank to changes of the index, in small steps.
+#
+# Rules
+# * Events of one rank are applied in order, each to its end before the next; the caller may do other things between
+#   two steps. A step handles at most `STEP` blocks (about 0.1 ms).
+# * A bad event raises `ValueError` before it changes anything, or after the part of it that was good; the caller
+#   counts it and goes on with the next.
+# * Stores whose parent nobody knows become orphans (not in a self-contained key space, where the parent is not
+#   needed).
+
+STEP = 64
+
+
+def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Iterator[int] | None:
+    """Do what an event says. Raises `ValueError` when it contradicts itself.
+
+    What is more than one step is not begun but returned: iterating does a step and gives the number of its blocks.
+    """
+    if isinstance(event, BlocksStored):
+        return _store(index, cache, event, now)
+    if isinstance(event, AllCleared):
+        index.clear_rank(cache)
+        return None
+    shelf = cache.shelves.get((event.group, tier_of(event.medium)))
+    if shelf is None:
+        cache.told.removed_unknown += len(event.hashes)
+        return None
+    if len(event.hashes) > STEP:
+        return _remove_many(index, shelf, event)
+    for digest in event.hashes:
+        index.remove(shelf, digest)
+    return None
+
+
+def apply_all(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> None:
+    """`apply` to its end, and all that was put off: for the simulator and tests."""
+    steps = apply(index, cache, event, now)
+    if steps is not None:
+        for _ in steps:
+            pass
+    while index.tend(now):
+        pass
+
+
+def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator[int]:
+    for start in range(0, len(event.hashes), STEP):
+        step = event.hashes[start : start + STEP]
+        for digest in step:
+            index.remove(shelf, digest)
+        yield len(step)
+
+
+def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) -> Iterator[int] | None:
+    hashes = event.hashes
+    if not cache.indexable(event.group, event.kind):
+        cache.told.not_indexable += len(hashes)
+        return None
+    if not hashes:
+        return None
+    size, tokens = event.block_size, event.tokens
+    if not tokens:
+        steps = _store_nameless(index, index.shelf(cache, event.group, tier_of(event.medium)), event)
+    else:
+        count = len(tokens) // TOKEN_BYTES if isinstance(tokens, bytes) else len(tokens)
+        if size < 1 or count != size * len(hashes):
+            raise ValueError(f"{len(hashes)} blocks of {size} tokens cannot have {count} tokens")
+        if event.extras is not None and len(event.extras) != len(hashes):
+            raise ValueError(f"{len(hashes)} blocks, but extra keys for {len(event.extras)}")
+        store = _Store(index, index.shelf(cache, event.group, tier_of(event.medium)), event, now)
+        if len(hashes) <= STEP:
+            store.step(hashes, tokens if isinstance(tokens, bytes) else tokens.take(count), event.extras)
+            return None
+        steps = store.steps()
+    if len(hashes) > STEP:
+        return steps
+    for _ in steps:
+        pass
+    return None
+
+
+class _Store:
+    """One store on its way: where it stands in its chain."""
+
+    __slots__ = ("_before", "_copies", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
+
+    def __init__(self, index: KvIndex, shelf: Shelf, event: BlocksStored, now: float) -> None:
+        cache = shelf.cache
+        self._index = index
+        self._shelf = shelf
+        self._event = event
+        self._now = now
+        self._copies = not (cache.reports and not event.parent)
+        cache.block_size = event.block_size
+        #: A prompt's blocks, of which none was entered yet. While an engine decodes they come one by one.
+        self._fresh = not event.parent or len(event.hashes) > 1
+        self._root = root = index.space.root(cache.model, event.lora)
+        self._depth = 0
+        self._parent = event.parent
+        #: Key of the block before; `None` = nobody knows.
+        self._before: int | None = root
+        if event.parent:
+            self._before = index.resolve(cache, event.parent, shelf)
+            if self._before is not None:
+                self._depth = index.blocks.depth_of(self._before)
+            elif index.space.self_contained:
+                self._before = root
+
+    def steps(self) -> Iterator[int]:
+        event, tokens = self._event, self._event.tokens
+        width = event.block_size * TOKEN_BYTES
+        for start in range(0, len(event.hashes), STEP):
+            hashes = event.hashes[start : start + STEP]
+            end = start + len(hashes)
+            if isinstance(tokens, bytes):
+                part = tokens[start * width : end * width]
+            else:
+                part = tokens.take(len(hashes) * event.block_size)
+            self.step(hashes, part, event.extras[start:end] if event.extras is not None else None)
+            yield len(hashes)
+
+    def step(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
+        if self._before is None:
+            self._keep_orphans(hashes, tokens, extras)
+            return
+        if self._fresh:
+            self._keep_head(hashes, tokens, extras)
+        keys = self._index.space.keys(self._before, self._root, hashes, tokens, self._event.block_size, extras)
+        self._index.store(self._shelf, hashes, keys, self._depth, self._copies)
+        self._before = keys[-1]
+        self._depth += len(hashes)
+
+    def _keep_head(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
+        event, cache = self._event, self._shelf.cache
+        self._fresh = False
+        size = event.block_size
+        count = min(len(hashes), max(1, HEAD_TOKENS // size))
+        if size <= HEAD_TOKENS:
+            more = tuple(extras[:count]) if extras is not None else ()
+            content = tokens[: count * size * TOKEN_BYTES]
+            first = not event.parent
+            head = Head(first, tuple(hashes[:count]), content, size, event.lora, more)
+            (cache.beginnings if first else cache.rests).append(head)
+
+    def _keep_orphans(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
+        shelf, event, orphans = self._shelf, self._event, self._index.orphans
+        if shelf.dead:
+            return
+        width = event.block_size * TOKEN_BYTES
+        shelf.cache.told.orphaned += len(hashes)
+        until = self._now + orphans.ttl
+        for index, digest in enumerate(hashes):
+            more = extras[index] if extras is not None else ()
+            content = tokens[index * width : (index + 1) * width]
+            orphans.add(Orphan(digest, self._parent, shelf, content, event.block_size, event.lora, more, until))
+            self._parent = digest
+
+
+def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterator[int]:
+    """Blocks that are known by their hashes were put into another tier."""
+    cache, space = shelf.cache, index.space
+    root = space.root(cache.model, event.lora)
+    hashes = event.hashes
+    for start in range(0, len(hashes), STEP):
+        step = hashes[start : start + STEP]
+        for digest in step:
+            key = index.resolve(cache, digest, shelf)
+            if key is None and space.self_contained:
+                key = space.keys(root, root, [digest], b"", 0, None)[0]
+            if key is None:
+                cache.told.nameless += 1
+            else:
+                index.store(shelf, [digest], [key], max(0, index.blocks.depth_of(key) - 1))
+        yield len(step)

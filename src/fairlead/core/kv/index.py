@@ -1,0 +1,392 @@
+"""Exact prefix knowledge: which endpoint holds which blocks, told by the engines themselves.
+
+Rules
+* The identity of a holder is (endpoint, rank, group, tier). A block is *held* while more copies were stored there than
+  removed: engines tell each physical copy, and with two the first removal changes nothing (vLLM 0.32, measured).
+* A match is contiguous from the first block. Within a rank a block counts in any tier, and in the fastest; over groups
+  the shortest match counts, since all groups of a model need the block; over ranks the best.
+* Clearing takes effect at once and costs nothing: what the rank held is disowned and taken apart later, piece by piece
+  (`tend`). No call does more than about 0.3 ms of work, whatever it is asked.
+* Memory is bounded by `max_blocks` copies. Who has just grown gives way if it has more than its share, else the
+  largest: of a sample the deepest blocks that no match has used lately.
+* Time is given by the caller, in seconds; nothing here reads a clock.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.kv.blocks import BlockTable
+from fairlead.core.kv.cache import MOST_GROUPS, Orphans, RankCache, Shelf
+from fairlead.core.kv.keys import KeySpace, OwnSpace
+from fairlead.core.kv.match import BlockChain, KvMatch, Matcher
+from fairlead.core.kv.speculation import Speculation
+from fairlead.core.kv.table import SEGMENT, Keys
+from fairlead.core.kv.tiers import CREDITS, Tier
+
+#: Dead shelves beyond that many are taken apart at once instead of later: a rank that clears all the time must not
+#: make the list grow.
+_MOST_DEAD = 1024
+#: Segments of one shelf to have address space for: 64 k blocks, 2 MB that cost nothing until used.
+_SHELF_RESERVE = 128
+#: Segments in which blocks that were used are spared, per search for a victim.
+_LOOKS = 3
+
+
+class KvIndex:
+    """`slots` are those of the endpoint table, as for `fleet.prefix.PrefixIndex`, whose interface this one has too."""
+
+    #: Its caches know what was stored lately.
+    tells_stores = True
+
+    def __init__(
+        self,
+        max_blocks: int = 4_000_000,
+        space: KeySpace | None = None,
+        max_orphans: int = 50_000,
+        orphan_ttl: float = 600.0,
+        max_leases: int = 20_000,
+    ) -> None:
+        self.max_blocks = max_blocks
+        self.space: KeySpace = space or OwnSpace()
+        self.blocks = BlockTable(max_blocks)
+        self.orphans = Orphans(max_orphans, orphan_ttl)
+        self.speculation = Speculation(max_leases)
+        self.matcher = Matcher(self.blocks, self.speculation)
+        self._caches: dict[int, dict[int, RankCache]] = {}
+        self._copies = 0
+        self._shelf_numbers = 0
+        self._dead: deque[Shelf] = deque()
+        self._parents: deque[tuple[str, int, int, int]] = deque()
+
+    # ---------------------------------------------------------------- endpoints and ranks
+
+    def add_slot(self, slot: int, capacity: int = 0) -> None:
+        """An endpoint joined. Its ranks are added as they speak. `EVERYONE`: storage that all endpoints share."""
+        self._caches[slot] = {}
+
+    def drop_slot(self, slot: int) -> None:
+        """An endpoint left: all its ranks are forgotten."""
+        self.clear(slot)
+        del self._caches[slot]
+        self.speculation.drop_slot(slot)
+
+    def set_capacity(self, slot: int, capacity: int) -> None:
+        """Nothing to do: engines tell what they forget. Here for the learned index's sake."""
+
+    def rank(self, slot: int, rank: int, model: str) -> RankCache:
+        """The cache of one rank, which is made on first use. Raises `KeyError` when the slot was not added.
+
+        A rank that changes its model is cleared.
+        """
+        caches = self._caches[slot]
+        cache = caches.get(rank)
+        if cache is not None and cache.model != model:
+            self.clear_rank(cache)
+            cache = None
+        if cache is None:
+            cache = caches[rank] = RankCache(slot, rank, model)
+        return cache
+
+    def caches(self, model: str | None = None) -> Iterator[RankCache]:
+        for ranks in self._caches.values():
+            for cache in ranks.values():
+                if model is None or cache.model == model:
+                    yield cache
+
+    def caches_of(self, slot: int) -> Collection[RankCache]:
+        """The ranks of one endpoint that have spoken."""
+        return self._caches[slot].values()
+
+    def clear(self, slot: int) -> None:
+        """Forget all of one endpoint."""
+        for cache in self._caches[slot].values():
+            self.clear_rank(cache)
+
+    def clear_rank(self, cache: RankCache) -> None:
+        """Forget all of one rank: at once for every match, O(its blocks) later, in `tend`."""
+        cache.told.clears += 1
+        for shelf in cache.shelves.values():
+            shelf.dead = True
+            self._dead.append(shelf)
+        cache.shelves = {}
+        for unit in cache.units.values():
+            self.matcher.disown(unit)
+        cache.units = {}
+        while len(self._dead) > _MOST_DEAD:
+            self._take_apart()
+
+    # ---------------------------------------------------------------- blocks
+
+    def shelf(self, cache: RankCache, group: int, tier: Tier) -> Shelf:
+        """Where a rank's blocks of that group and tier lie. Raises `ValueError` when it tells of too many groups."""
+        shelf = cache.shelves.get((group, tier))
+        if shelf is None:
+            unit = cache.units.get(group)
+            if unit is None:
+                if len(cache.units) >= MOST_GROUPS:
+                    raise ValueError(f"group {group} is one more than {MOST_GROUPS}")
+                unit = cache.units[group] = self.matcher.new_unit(cache)
+            self._shelf_numbers += 1
+            limit = self.max_blocks // (SEGMENT // 4) + 2
+            shelf = Shelf(cache, group, tier, unit, self._shelf_numbers, _SHELF_RESERVE, limit)
+            cache.shelves[group, tier] = shelf
+            self._give_bit(shelf)
+        return shelf
+
+    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int, copies: bool = True) -> None:
+        """Consecutive blocks, the first one `depth` blocks after the beginning. At most some hundred at a time."""
+        if shelf.dead:
+            return
+        self._copies += self.blocks.store(shelf, hashes, keys, depth, copies)
+        if len(self.orphans):
+            model = shelf.cache.model
+            for index, digest in enumerate(hashes):
+                if self.orphans.waiting(model, digest):
+                    self._parents.append((model, digest, keys[index], depth + index + 1))
+        total = self._copies + len(self.orphans)
+        # Use matters only for who is evicted, and nobody is before the index is full.
+        self.matcher.note_use = 4 * total > 3 * self.max_blocks
+        if total > self.max_blocks:
+            self._make_room(shelf)
+
+    def restore(self, shelf: Shelf, digest: int, key: int, depth: int, copies: int) -> None:
+        """A block as a snapshot has it, unless events have told it already."""
+        if shelf.table.seek(digest) < 0:
+            self.store(shelf, [digest], [key], max(0, depth - 1))
+            place = shelf.table.seek(digest)
+            if place >= 0:
+                shelf.table.columns[1][place] = max(1, copies)
+
+    def remove(self, shelf: Shelf, digest: int) -> None:
+        """One copy of a block is gone."""
+        if shelf.dead:
+            return
+        left = self.blocks.remove(shelf, digest)
+        counts = shelf.cache.told
+        if left < 0 and not self.orphans.removed(shelf, digest):
+            counts.removed_unknown += 1
+            return
+        counts.removed += 1
+        if left == 0:
+            self._copies -= 1
+
+    def resolve(self, cache: RankCache, digest: int, first: Shelf | None = None) -> int | None:
+        """The key that an engine's hash stands for: as this rank says, else as another one of the same model does."""
+        key = cache.key_of(digest, first)
+        if key is not None:
+            return key
+        for peer in self.caches(cache.model):
+            if peer is not cache and (key := peer.key_of(digest)) is not None:
+                return key
+        return None
+
+    # ---------------------------------------------------------------- questions
+
+    def knows(self, chain: BlockChain) -> bool:
+        """Whether `look_up` can tell of it; else it is no miss that it finds nothing."""
+        return True
+
+    def look_up(self, chain: BlockChain, slots: int, worth: tuple[float, ...] = CREDITS) -> KvMatch | None:
+        """Who holds how much of a prompt; `None` when nobody holds its first block. `worth`: of a block, per tier."""
+        return self.matcher.match(chain, slots, worth)
+
+    def match(self, chain: BlockChain, slots: int) -> FloatColumn | None:
+        """Matched tokens per slot as a column of length `slots`; `None` when nobody holds anything of it."""
+        matched = self.matcher.match(chain, slots, CREDITS)
+        return matched.blocks * chain.block_size if matched is not None else None
+
+    def matches(self, chain: BlockChain) -> Iterator[tuple[int, int]]:
+        """(slot, matched tokens) of every endpoint that holds at least the first block."""
+        tokens = self.match(chain, max(self._caches, default=-1) + 1)
+        if tokens is not None:
+            for slot in tokens.nonzero()[0].tolist():
+                yield slot, int(tokens[slot])
+
+    # ---------------------------------------------------------------- housekeeping
+
+    @property
+    def entries(self) -> int:
+        """Blocks held, once per (endpoint, rank, group, tier); disowned ones count until they are taken apart."""
+        return self._copies
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes of memory in use."""
+        shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
+        tables = sum(shelf.table.nbytes + 1000 for shelf in (*shelves, *self._dead))
+        return tables + self.blocks.nbytes + self.orphans.nbytes + self.speculation.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether `tend` has nothing to do."""
+        return not self._dead and not self._parents
+
+    def tend(self, now: float) -> bool:
+        """Do a little of what was put off (at most 0.3 ms). True: there is more."""
+        if self._parents:
+            self._adopt_one()
+        elif self._dead:
+            self._take_apart()
+        self.orphans.expire(now)
+        self.speculation.expire(now)
+        return not self.idle
+
+    def _adopt_one(self) -> None:
+        """Enter some of the orphans of one parent."""
+        model, parent, key, depth = self._parents.popleft()
+        space = self.space
+        for count, orphan in enumerate(self.orphans.adopt(model, parent)):
+            shelf = orphan.shelf
+            if not shelf.dead:
+                root = space.root(model, orphan.lora)
+                extras = [orphan.extras] if orphan.extras else None
+                keys = space.keys(key, root, [orphan.digest], orphan.tokens, orphan.block_size, extras)
+                shelf.cache.told.adopted += 1
+                for _ in range(orphan.copies):
+                    self.store(shelf, [orphan.digest], keys, depth)
+            if count >= 100:
+                self._parents.appendleft((model, parent, key, depth))
+                return
+
+    def _take_apart(self) -> None:
+        shelf = self._dead[0]
+        if shelf.orphans:
+            shelf.cache.told.orphans_dropped += self.orphans.drop_shelf(shelf, 200)
+            return
+        if shelf.reclaimed < shelf.table.segments:
+            self._copies -= self.blocks.take_apart(shelf, shelf.reclaimed)
+            shelf.reclaimed += 1
+        if shelf.reclaimed == shelf.table.segments:
+            self._dead.popleft()
+            self.matcher.release_unit(shelf.unit)
+
+    def _give_bit(self, shelf: Shelf) -> None:
+        holders = self.blocks.holders
+        if not holders.wide_enough(shelf.unit, shelf.tier):
+            holders.widen(shelf.unit, shelf.tier)
+            self.matcher.widened()
+            for shelf_with_bit in (
+                *self._dead,
+                *(cache_shelf for cache in self.caches() for cache_shelf in cache.shelves.values()),
+            ):
+                shelf_with_bit.bit = holders.bit(shelf_with_bit.unit, shelf_with_bit.tier)
+        shelf.bit = holders.bit(shelf.unit, shelf.tier)
+        self.matcher.hold_unit(shelf.unit)
+
+    def _make_room(self, newest: Shelf) -> None:
+        """Back to the bound. Dead shelves go first, then who has grown beyond its share, else the largest."""
+        looks = 0
+        while self._copies + len(self.orphans) > self.max_blocks:
+            if self._dead:
+                self._take_apart()
+                continue
+            shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
+            loser = newest
+            if newest.table.live <= self.max_blocks // len(shelves):
+                loser = max(shelves, key=lambda shelf: shelf.table.live)
+            if not loser.table.live:
+                self.orphans.give_up()
+                continue
+            evicted = self.blocks.evict(loser, forced=looks >= _LOOKS)
+            loser.cache.told.evicted += evicted
+            self._copies -= evicted
+            looks += 1
+
+    def validate(self) -> None:
+        """Raise `AssertionError` when the directions disagree or a bound is broken. O(everything)."""
+        shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
+        marks: dict[int, int] = {}
+        copies = 0
+        for shelf in (*shelves, *self._dead):
+            for segment in range(shelf.reclaimed, shelf.table.segments):
+                _, positions = shelf.table.of_segment(segment)
+                for key in shelf.table.vectors[0][positions].tolist():
+                    marks[key] = marks.get(key, 0) | shelf.bit
+                    copies += 1
+        held: dict[int, int] = {}
+        sets: dict[int, int] = {}
+        table = self.blocks.table
+        for segment in range(table.segments):
+            keys, positions = table.of_segment(segment)
+            for key, number in zip(keys.tolist(), table.vectors[0][positions].tolist(), strict=True):
+                held[key] = self.blocks.holders.mask(number)
+                sets[number] = sets.get(number, 0) + 1
+        assert marks == held, "shelves and holder sets disagree"
+        assert copies == self._copies <= self.max_blocks
+        self.blocks.holders.validate(sets)
+        self.orphans.validate()
+        self.speculation.validate()
+
+
+# The keys that an engine's hashes stand for: questions of those who know prompts by what engines call their blocks.
+#
+# An engine's hash names its block and all before it. So whoever holds a block knows the keys of the whole beginning, as
+# long as it holds it, and the endpoint that holds the longest beginning knows them all.
+
+
+def keys_of(index: KvIndex, hashes: Sequence[int], model: str) -> Keys:
+    """Keys of the leading blocks that anybody holds; of the others nobody could say more than that.
+
+    One look into each shelf per block where it ends, 0.4 ms for 1,000 hashes and 100 endpoints.
+    """
+    if index.space.self_contained:
+        return np.array(hashes, np.uint64) ^ np.uint64(index.space.root(model, ""))
+    wanted = np.array(hashes, np.uint64)
+    shelves = [shelf for cache in index.caches(model) for shelf in cache.shelves.values() if not shelf.dead]
+    shelves.sort(key=lambda shelf: -shelf.table.live)
+    keys: list[Keys] = []
+    start = 0
+    while start < len(wanted):
+        shelf, end = _longest(shelves, hashes, start)
+        if shelf is None:
+            break
+        positions = shelf.table.find_many(wanted[start:end])
+        known = positions >= 0
+        count = len(positions) if known.all() else int((~known).argmax())
+        if not count:
+            break
+        keys.append(shelf.table.vectors[0].take(positions[:count]))
+        start += count
+    return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
+
+
+def _longest(shelves: Sequence[Shelf], hashes: Sequence[int], start: int) -> tuple[Shelf | None, int]:
+    """Who holds most from there on, and up to where; `None` = nobody holds that block."""
+    best, end = None, start
+    for shelf in shelves:
+        seek = shelf.table.seek
+        if seek(hashes[start]) < 0 or (best is not None and seek(hashes[end - 1]) < 0):
+            continue
+        low, high = max(start + 1, end), len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if seek(hashes[middle - 1]) >= 0:
+                low = middle
+            else:
+                high = middle - 1
+        if best is None or low > end:
+            best, end = shelf, low
+        if end == len(hashes):
+            break
+    return best, end
+
+
+def numbers(hashes: list[int | str]) -> list[int]:
+    """Hashes as unsigned 64-bit integers, from integers of either sign or decimal text. Raises `ValueError`."""
+    if set(map(type, hashes)) == {int} and min(hashes) >= 0 and max(hashes) < 1 << 64:  # type: ignore[operator]
+        return hashes  # type: ignore[return-value]
+    return list(_numbers(hashes))
+
+
+def _numbers(hashes: Sequence[int | str]) -> Iterator[int]:
+    for index, given in enumerate(hashes):
+        if isinstance(given, str):
+            if not given.isascii() or not given.removeprefix("-").isdigit() or len(given) > 20:
+                raise ValueError(f"entry {index} is no decimal number: {given[:40]!r}")
+            given = int(given)
+        if not -(1 << 63) <= given < 1 << 64:
+            raise ValueError(f"entry {index} has more than 64 bits")
+        yield given & 0xFFFFFFFFFFFFFFFF

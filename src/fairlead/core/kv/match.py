@@ -1,0 +1,275 @@
+"""From a prompt's block keys to what each endpoint holds of it, in numpy, for all endpoints at once.
+
+Theory
+* Neighbouring blocks mostly have the same holder set. The keys become set numbers (one table look-up for all), the
+  numbers become runs, and only the runs' rows of bits are combined: `and` along the prompt gives who still matches.
+* Run lengths times that matrix of bits is the matched length of every unit; with the bits of one tier masked in, it is
+  the part that lies there.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.kv.blocks import BlockTable
+from fairlead.core.kv.cache import EVERYONE, RankCache
+from fairlead.core.kv.speculation import Speculation
+from fairlead.core.kv.table import Keys, Positions
+
+#: Most prompts that miss do so early: if the block at such a depth is unknown, those behind it are not looked up.
+_LOOKS = (1, 16, 64, 256)
+_NO_BITS, _ALL_BITS = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
+_LOOKED_AT = np.array(_LOOKS) - 1
+
+Floats = NDArray[np.float32]
+Numbers = NDArray[np.uint32]
+
+
+class Held(NamedTuple):
+    """What an endpoint holds of a prompt, as another process says. `tiers`: blocks in each, fastest first."""
+
+    slot: int
+    tenure: int
+    tiers: tuple[float, ...]
+
+
+class BlockChain(NamedTuple):
+    """A prompt as the index sees it. `keys`: shape (blocks,), see `keys.prompt_keys`; `block_size` in tokens."""
+
+    keys: Keys
+    block_size: int
+    #: Where another process keeps the blocks: its answer; `None` = there is none.
+    held: tuple[Held, ...] | None = None
+
+
+class KvMatch(NamedTuple):
+    """All columns have one entry per slot."""
+
+    #: Blocks held contiguously from the beginning.
+    blocks: FloatColumn
+    #: Sum over those blocks of what a block is worth in its tier.
+    worth: FloatColumn
+    #: Blocks of the prompt.
+    total: int
+    block_size: int
+    #: Of `blocks`, those in each tier that occurs, fastest first; shape (tiers, slots). Without speculative ones.
+    tiers: NDArray[np.float64]
+    #: Per slot the rank that holds most; -1 = none.
+    ranks: Positions
+
+    def share(self) -> FloatColumn:
+        """0..1 of the prompt's full blocks."""
+        return self.blocks / max(self.total, 1)
+
+    def hit_tokens(self, prompt_tokens: int) -> FloatColumn:
+        """Tokens that need no computing. An engine computes at least one: a prompt of exactly n held blocks hits n - 1
+        of them (vLLM 0.32, measured)."""
+        usable = max(0, prompt_tokens - 1) // self.block_size
+        return np.minimum(self.blocks, usable) * self.block_size
+
+
+class _Layout(NamedTuple):
+    """Where units belong. Arrays have one entry per live unit."""
+
+    units: Positions
+    slots: Positions
+    ranks: Positions
+    #: Number of the unit's (slot, rank), and for each number its slot and rank.
+    caches: Positions
+    cache_slots: Positions
+    cache_ranks: Positions
+    #: Every slot has exactly one unit.
+    plain: bool
+    #: Bits of one plane that stand for storage shared by everyone; `None` = there is none.
+    shared: NDArray[np.uint64] | None
+
+
+class Matcher:
+    """Knows units; asks the block table."""
+
+    def __init__(self, blocks: BlockTable, speculation: Speculation) -> None:
+        self._blocks = blocks
+        self._speculation = speculation
+        self._units: list[RankCache | None] = []
+        self._shelves_of: list[int] = []
+        self._free: list[int] = []
+        self._layout: _Layout | None = None
+        #: Whether blocks that matched are marked as used; a third of a match's cache misses.
+        self.note_use = False
+
+    # ---------------------------------------------------------------- units
+
+    def new_unit(self, cache: RankCache) -> int:
+        """A number for one group of one rank."""
+        self._layout = None
+        if self._free:
+            unit = self._free.pop()
+            self._units[unit] = cache
+        else:
+            unit = len(self._units)
+            self._units.append(cache)
+            self._shelves_of.append(0)
+        return unit
+
+    def hold_unit(self, unit: int) -> None:
+        """One more shelf has its bits."""
+        self._shelves_of[unit] += 1
+
+    def disown(self, unit: int) -> None:
+        """Its blocks count for nobody from now on."""
+        self._layout = None
+        self._units[unit] = None
+
+    def release_unit(self, unit: int) -> None:
+        """A shelf has none of its bits set any more. The last one frees the number."""
+        self._shelves_of[unit] -= 1
+        if not self._shelves_of[unit]:
+            self._free.append(unit)
+
+    def widened(self) -> None:
+        """Sets have other bits than before."""
+        self._layout = None
+
+    def _lay_out(self) -> _Layout:
+        numbers: dict[int, int] = {}
+        units, slots, ranks, caches = [], [], [], []
+        owners: list[RankCache] = []
+        shared = 0
+        for unit, cache in enumerate(self._units):
+            if cache is None:
+                continue
+            if cache.slot == EVERYONE:
+                shared |= 1 << unit
+                continue
+            number = numbers.setdefault(id(cache), len(numbers))
+            if number == len(owners):
+                owners.append(cache)
+            units.append(unit)
+            slots.append(cache.slot)
+            ranks.append(cache.rank)
+            caches.append(number)
+        self._layout = layout = _Layout(
+            np.array(units, np.int64),
+            np.array(slots, np.int64),
+            np.array(ranks, np.int64),
+            np.array(caches, np.int64),
+            np.array([cache.slot for cache in owners], np.int64),
+            np.array([cache.rank for cache in owners], np.int64),
+            len(set(slots)) == len(slots),
+            self._blocks.holders.words(shared) if shared else None,
+        )
+        return layout
+
+    # ---------------------------------------------------------------- matching
+
+    def match(self, chain: BlockChain, slots: int, worth: tuple[float, ...]) -> KvMatch | None:
+        """See `KvIndex.look_up`."""
+        keys = chain.keys
+        if not len(keys):
+            return None
+        numbers = self._known(keys)
+        if not len(numbers):
+            return self.guess(None, chain, slots, worth[0])
+        combined = self._combine(numbers, chain, slots, worth)
+        return self.guess(combined, chain, slots, worth[0])
+
+    def _known(self, keys: Keys) -> Numbers:
+        """Set numbers of the leading blocks that anybody holds."""
+        table = self._blocks.table
+        end = len(keys)
+        inside = _LOOKED_AT[: _LOOKED_AT.searchsorted(end)]
+        for depth, key in zip(_LOOKS, keys[inside].tolist(), strict=False):
+            if table.seek(key) < 0:
+                end = depth - 1
+                break
+        if not end:
+            return np.zeros(0, np.uint32)
+        positions = table.find_many(keys[:end])
+        if positions.min() < 0:
+            positions = positions[: int((positions < 0).argmax())]
+        if self.note_use:
+            table.vectors[2][positions] = 1
+        numbers: Numbers = table.vectors[0].take(positions)
+        return numbers
+
+    def _combine(self, numbers: Numbers, chain: BlockChain, slots: int, worth: tuple[float, ...]) -> KvMatch | None:
+        layout = self._layout or self._lay_out()
+        if not len(layout.units):
+            return None
+        (starts,) = (numbers[1:] != numbers[:-1]).nonzero()
+        edges = np.empty(len(starts) + 2, np.int64)
+        edges[0], edges[-1] = 0, len(numbers)
+        edges[1:-1] = starts + 1
+        lengths = np.diff(edges).astype(np.float32)
+        rows = self._blocks.holders.rows(numbers[edges[:-1]])
+        planes = rows.shape[1]
+        if layout.shared is not None:
+            # What everyone can load is as if each held it in that tier.
+            rows |= np.where((rows & layout.shared).any(axis=2), _ALL_BITS, _NO_BITS)[:, :, None]
+        held = rows[:, 0] if planes == 1 else np.bitwise_or.reduce(rows, axis=1)
+        held = np.bitwise_and.accumulate(held, axis=0)
+        per_tier = []
+        unmatched = held
+        for plane in range(planes - 1):
+            per_tier.append(_lengths(lengths, unmatched & rows[:, plane])[layout.units])
+            unmatched = unmatched & ~rows[:, plane]
+        per_tier.append(_lengths(lengths, unmatched)[layout.units])
+        tiers = np.array(per_tier, np.float64)
+        return _by_slot(tiers, np.array(worth[:planes]), layout, chain, slots)
+
+    def guess(self, match: KvMatch | None, chain: BlockChain, slots: int, worth: float) -> KvMatch | None:
+        """Add what endpoints will soon hold, because prompts were just sent there."""
+        if not len(self._speculation):
+            return match
+        for slot, blocks in self._speculation.depths(chain.keys):
+            if slot >= slots:
+                continue
+            if match is None:
+                match = KvMatch(
+                    np.zeros(slots), np.zeros(slots), len(chain.keys), chain.block_size, np.zeros((1, slots)),
+                    np.full(slots, -1, np.int64),
+                )  # fmt: skip
+            more = blocks - match.blocks[slot]
+            if more > 0:
+                match.blocks[slot] = blocks
+                match.worth[slot] += more * worth
+        return match
+
+
+def _lengths(lengths: Floats, rows: NDArray[np.uint64]) -> Floats:
+    """Summed run lengths per unit, for rows of unit bits."""
+    bits = np.unpackbits(np.ascontiguousarray(rows).view(np.uint8), axis=1, bitorder="little")
+    summed: Floats = lengths @ bits.astype(np.float32)
+    return summed
+
+
+def _by_slot(
+    tiers: NDArray[np.float64], worth: FloatColumn, layout: _Layout, chain: BlockChain, slots: int
+) -> KvMatch | None:
+    """Units to slots: over groups the least, over ranks the most."""
+    blocks = tiers.sum(axis=0)
+    if not blocks.any():
+        return None
+    owners, ranks = layout.slots, layout.ranks
+    if not layout.plain:
+        order = np.lexsort((blocks, layout.caches))
+        caches = layout.caches[order]
+        shortest = order[np.flatnonzero(np.diff(caches, prepend=-1))]
+        shortest = shortest[np.argsort(blocks[shortest], kind="stable")]
+        # Ascending, so that of several ranks the one with most is written last.
+        tiers, blocks = tiers[:, shortest], blocks[shortest]
+        owners, ranks = owners[shortest], ranks[shortest]
+    inside = owners < slots
+    if not inside.all():
+        tiers, blocks, owners, ranks = tiers[:, inside], blocks[inside], owners[inside], ranks[inside]
+    result = KvMatch(
+        np.zeros(slots), np.zeros(slots), len(chain.keys), chain.block_size, np.zeros((len(tiers), slots)),
+        np.full(slots, -1, np.int64),
+    )  # fmt: skip
+    result.blocks[owners] = blocks
+    result.worth[owners] = worth @ tiers
+    result.tiers[:, owners] = tiers
+    result.ranks[owners] = np.where(blocks > 0, ranks, -1)
+    return result

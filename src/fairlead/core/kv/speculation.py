@@ -1,0 +1,126 @@
+"""What endpoints will hold soon: prompts that were just sent there, each under a lease.
+
+Engines tell a block only once it is computed. Between the decision and that event an equal prompt must follow the
+first one, so the decision itself is entered here, until the request's first token or the lease's end.
+
+Rules
+* A lease covers its prompt from the beginning to some depth, so holders only get fewer with depth, and how deep a slot
+  reaches is found by bisection.
+* Not all blocks are entered but those at depths 1, 2, … 16 and then about every sixteenth part further: 80 entries for
+  1,000 blocks. A guess may be one sixteenth too short, never too long.
+* Leases are counted: of two with the same prompt one may end and the other still holds.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from fairlead.core.kv.table import Keys
+
+#: Estimated bytes per entry and per lease.
+_ENTRY_SIZE, _LEASE_SIZE = 150, 400
+
+
+class Guess(Struct, eq=False, gc=False):
+    """A prompt that was sent to a slot."""
+
+    slot: int
+    keys: list[int]
+    until: float
+
+
+class Speculation:
+    """`limit`: the most leases; the oldest give way."""
+
+    def __init__(self, limit: int = 20_000) -> None:
+        self.limit = limit
+        self._depths = [1]
+        #: In the order of sending; an ordered set.
+        self._leases: OrderedDict[Guess, None] = OrderedDict()
+        #: Key to slots to how many leases.
+        self._holders: dict[int, dict[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def nbytes(self) -> int:
+        return _ENTRY_SIZE * len(self._holders) + _LEASE_SIZE * len(self._leases)
+
+    def depths_up_to(self, blocks: int) -> list[int]:
+        """The depths at which blocks are entered."""
+        depths = self._depths
+        while depths[-1] <= blocks:
+            depths.append(depths[-1] + max(1, depths[-1] // 16))
+        return depths[: bisect_right(depths, blocks)]
+
+    def add(self, slot: int, keys: Keys, until: float) -> Guess | None:
+        """`slot` was sent the prompt with these keys. `None` = it has no whole block."""
+        depths = self.depths_up_to(len(keys))
+        if not depths:
+            return None
+        entered = [int(keys[depth - 1]) for depth in depths]
+        for key in entered:
+            slots = self._holders.setdefault(key, {})
+            slots[slot] = slots.get(slot, 0) + 1
+        guess = Guess(slot, entered, until)
+        self._leases[guess] = None
+        if len(self._leases) > self.limit:
+            self.release(next(iter(self._leases)))
+        return guess
+
+    def release(self, ended: Guess) -> None:
+        """The engine's own events take over, or the request is gone. Nothing if it has ended before."""
+        if ended not in self._leases:
+            return
+        del self._leases[ended]
+        for key in ended.keys:
+            slots = self._holders[key]
+            if slots[ended.slot] > 1:
+                slots[ended.slot] -= 1
+            elif len(slots) > 1:
+                del slots[ended.slot]
+            else:
+                del self._holders[key]
+
+    def expire(self, now: float) -> None:
+        """End leases that are over, oldest first; one that is shorter than those before it may live as long as they."""
+        while self._leases:
+            oldest = next(iter(self._leases))
+            if oldest.until > now:
+                return
+            self.release(oldest)
+
+    def drop_slot(self, slot: int) -> None:
+        """End all leases of a slot. O(leases)."""
+        for guess in [guess for guess in self._leases if guess.slot == slot]:
+            self.release(guess)
+
+    def depths(self, keys: Keys) -> Iterator[tuple[int, int]]:
+        """(slot, blocks) of every slot that was sent at least the first block."""
+        holders = self._holders
+        here = holders.get(int(keys[0])) if len(keys) else None
+        if here is None:
+            return
+        depths = self.depths_up_to(len(keys))
+        for slot in list(here):
+            low, high = 0, len(depths)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if slot in holders.get(int(keys[depths[middle] - 1]), ()):
+                    low = middle
+                else:
+                    high = middle
+            yield slot, depths[low]
+
+    def validate(self) -> None:
+        """Raise `AssertionError` when leases and holders disagree."""
+        counted: dict[int, dict[int, int]] = {}
+        for lease in self._leases:
+            for key in lease.keys:
+                slots = counted.setdefault(key, {})
+                slots[lease.slot] = slots.get(lease.slot, 0) + 1
+        assert counted == self._holders
+        assert len(self._leases) <= self.limit

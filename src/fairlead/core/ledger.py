@@ -1,0 +1,424 @@
+"""Leases: what we sent to each endpoint and have not yet seen end.
+
+Rules
+* A lease is charged in the very call that decides. Between two scrapes it is the only thing that keeps a burst from
+  herding onto one endpoint.
+* The prefill part is released at the first token, the rest at the end. Cancel, loss, expiry and the departure of the
+  endpoint release whatever is left. Each part is released once; a lease remembers what it charged, so nothing that
+  changed in between can make the columns drift.
+* A reservation keeps room for a request whose endpoint is still being asked for: a lease that is
+  charged like any other. Who asks is not to be led by it (`without_reserved`), and who reserves ends it.
+* Every lease expires: end-of-request signals can be lost (a gateway drops access-log entries while nobody listens).
+* What scrapes do to the sums, and when leases are dropped because of them: see `fairlead.core.ledger`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from itertools import takewhile
+from math import inf
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.core.records import Forecast
+from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
+
+# A lease: one request at one endpoint, from its charge to its end.
+
+
+class Lease(Struct, eq=False, gc=False):
+    """One request at one endpoint. Leases are the same only if they are one object."""
+
+    request: Request
+    slot: int
+    #: Who held the slot when it was charged; slots are reused.
+    endpoint_id: str
+    charged_at: float
+    #: Prompt tokens to compute, and tokens of KV held to the end (prompt + half the expected output).
+    uncached_tokens: float
+    kv_tokens: float
+    #: Predicted cached prompt tokens, to compare with what the engine reports.
+    hit_tokens: int
+    #: Whole microseconds that computing them takes at the prior's speed (`fairlead.core.rates`).
+    work_us: float = 0.0
+    #: Half the expected output.
+    growth_tokens: float = 0.0
+    #: What was expected of it when it was charged.
+    forecast: Forecast = Forecast()
+    #: A reservation, or the prefill part of a pair: nobody's end, so no record comes of it.
+    auxiliary: bool = False
+    #: It is on the books.
+    held: bool = False
+    #: Of a pair: the lease at the endpoint that computes the prompt for this one. Ends with this one's first token.
+    prefill: "Lease | None" = None
+    #: Clock seconds; below 0 = not seen.
+    first_token_at: float = -1.0
+    #: Still before its first token.
+    pending: bool = True
+    #: Id of the endpoint that it was meant for and that could not be reached; empty = this is the one.
+    unreached: str = ""
+    #: Clock seconds when it was told to make way; below 0 = it was not.
+    evicted_at: float = -1.0
+    #: What exact prefix knowledge predicted of it; see `ExactKnowledge.sent`.
+    predicted: Any = None
+
+
+# One endpoint's load: what it said last, corrected by what we sent it and saw of it since.
+#
+# A scrape says W requests wait and R run, at some moment after it was sent. Of our leases O were charged before that;
+# the later ones it cannot know. Three cases:
+#
+# * W + R ≥ O. The engine knows all of ours; what is above O belongs to other clients. The effective load is W and R
+#   plus what we charged since.
+# * W + R < O. The gauges are behind: they move only when an engine step ends, a request still in the tokeniser is in
+#   none of them, and at the end of a batch they show nothing running for a whole step. Ours are there all the same, so
+#   the ledger is the floor. Believing the gauge here is what sends a burst to one endpoint.
+# * W + R < the leases that have had their first token seconds ago, again and again. Such requests cannot hide; their
+#   ends got lost. The surplus no longer counts as active, and when the endpoint is idle for long the leases are
+#   dropped.
+#
+# Between two scrapes only our own leases move, each exactly once and from where it was counted, so nothing drifts. The
+# effective columns are always
+#
+#     queue  = own before their first token - those of them that run + others' waiting
+#     active = own past their first token - lost ones + own that run before it + others' running
+#
+# "Those that run" are there because a request that does not stream has no first token before its end: an engine that
+# says W = 0 with thirty of ours running says that none of them waits.
+
+#: Scrapes in a row before the engine's word is taken against the ledger's; a step's end can fake one or two.
+PATIENCE_SCRAPES = 3
+#: Seconds from a lease's charge after which a request past its first token cannot be missing in the gauges.
+SETTLED = 2.0
+#: Seconds that an endpoint must show itself idle before leases are dropped: ends may come late, in batches of a
+#: gateway's access log (flushed every second). A first prefill is invisible while it lasts, so those wait longer.
+IDLE_SECONDS = 5.0
+IDLE_SECONDS_PENDING = 30.0
+
+
+class Account:
+    """Numbers are requests, or tokens where the name says so."""
+
+    __slots__ = (
+        "_idle_scrapes",
+        "_idle_since",
+        "_scraped",
+        "_surpluses",
+        "blind",
+        "blind_tokens",
+        "blind_work",
+        "early",
+        "growth_tokens",
+        "kv_tokens",
+        "leases",
+        "lost",
+        "others_running",
+        "others_waiting",
+        "pending",
+        "pending_tokens",
+        "pending_work",
+        "prefill_since",
+    )
+
+    def __init__(self) -> None:
+        #: In the order of their charge; an ordered set.
+        self.leases: dict[Lease, None] = {}
+        self.pending = 0
+        self.pending_tokens = 0.0
+        self.pending_work = 0.0
+        #: Of those pending: answers that do not stream, whose first token nobody sees.
+        self.blind = 0
+        self.blind_tokens = 0.0
+        self.blind_work = 0.0
+        self.prefill_since = 0.0
+        self.kv_tokens = 0.0
+        self.growth_tokens = 0.0
+        self.forget_scrapes()
+
+    def forget_scrapes(self) -> None:
+        """The scraped values are too old: from now on only our own leases count."""
+        #: Own leases before their first token that the last scrape showed running. Never more than `pending`.
+        self.early = 0.0
+        #: Own leases past their first token that the engine does not have.
+        self.lost = 0.0
+        self.others_waiting = 0.0
+        self.others_running = 0.0
+        self._scraped = float("-inf")
+        self._surpluses: tuple[float, ...] = ()
+        self._idle_scrapes = 0
+        self._idle_since = 0.0
+
+    def row(self) -> tuple[float, ...]:
+        """What stands in the columns of `fairlead.core.table.LOAD`, in their order."""
+        pending, early, inflight = self.pending, self.early, len(self.leases)
+        tokens, work = self.pending_tokens, self.pending_work
+        if early and self.blind:  # blind ones that run are computed
+            share = min(early / self.blind, 1.0)
+            tokens, work = tokens - share * self.blind_tokens, max(work - share * self.blind_work, 0.0)
+        active = inflight - pending - self.lost
+        return (
+            pending - early + self.others_waiting,
+            (active if active > 0.0 else 0.0) + early + self.others_running,
+            inflight,
+            pending,
+            self.pending_tokens,
+            tokens,
+            work * 1e-3,
+            self.prefill_since * 1e3,
+            self.kv_tokens,
+            self.growth_tokens,
+        )
+
+    def charge(self, lease: Lease) -> None:
+        self.leases[lease] = None
+        if not self.pending:
+            self.prefill_since = lease.charged_at
+        self.pending += 1
+        self.pending_tokens += lease.uncached_tokens
+        self.pending_work += lease.work_us
+        if not lease.request.stream:
+            self.blind += 1
+            self.blind_tokens += lease.uncached_tokens
+            self.blind_work += lease.work_us
+        self.kv_tokens += lease.kv_tokens
+        self.growth_tokens += lease.growth_tokens
+
+    def release(self, lease: Lease, prefill_only: bool = False) -> None:
+        """It is over, or its prefill is."""
+        if lease.pending:
+            lease.pending = False
+            self.pending -= 1
+            self.pending_tokens -= lease.uncached_tokens
+            self.pending_work -= lease.work_us
+            if not lease.request.stream:
+                self.blind -= 1
+                self.blind_tokens -= lease.uncached_tokens
+                self.blind_work -= lease.work_us
+            if self.early and lease.charged_at < self._scraped:
+                self.early = max(self.early - 1.0, 0.0)
+            if not self.pending:  # sums of floats: no request has exactly no tokens
+                self.pending_tokens = self.pending_work = 0.0
+        if not prefill_only:
+            del self.leases[lease]
+            self.kv_tokens -= lease.kv_tokens
+            self.growth_tokens -= lease.growth_tokens
+            if not self.leases:
+                self.kv_tokens = self.growth_tokens = 0.0
+
+    def without(self, leases: Iterable[Lease]) -> "Account":
+        """A copy in which these leases are over."""
+        reduced = copy(self)
+        reduced.leases = dict(self.leases)
+        for lease in leases:
+            if lease in self.leases:
+                pending = lease.pending
+                reduced.release(lease)
+                lease.pending = pending
+        return reduced
+
+    def reconcile(self, started: float, waiting: float, running: float) -> list[Lease]:
+        """Take a scrape sent at `started`. `waiting` and `running` are finite and not negative.
+
+        Returns leases that the endpoint provably holds no more; they are still charged.
+        """
+        later = list(takewhile(lambda lease: lease.charged_at >= started, reversed(self.leases)))
+        later_pending = sum(lease.pending for lease in later)
+        pending = self.pending - later_pending
+        active = len(self.leases) - self.pending - (len(later) - later_pending)
+        self._scraped = started
+        self.early = min(max(pending - waiting, 0.0), max(running - active, 0.0))
+        foreign = max(waiting + running - pending - active, 0.0)
+        self.others_waiting = min(max(waiting - (pending - self.early), 0.0), foreign)
+        self.others_running = foreign - self.others_waiting
+        self._find_lost(started, active, waiting + running)
+        return self._dropped(started, waiting + running)
+
+    def _find_lost(self, started: float, active: int, seen: float) -> None:
+        surplus = 0.0
+        if active > seen:
+            settled = sum(not lease.pending and lease.charged_at < started - SETTLED for lease in self.leases)
+            surplus = max(settled - seen, 0.0)
+        self._surpluses = (*self._surpluses[1 - PATIENCE_SCRAPES :], surplus)
+        self.lost = min(self._surpluses) if len(self._surpluses) == PATIENCE_SCRAPES else 0.0
+
+    def _dropped(self, started: float, seen: float) -> list[Lease]:
+        if seen or not self.leases:
+            self._idle_scrapes = 0
+            return []
+        if not self._idle_scrapes:
+            self._idle_since = started
+        self._idle_scrapes += 1
+        if self._idle_scrapes < PATIENCE_SCRAPES or started - self._idle_since < IDLE_SECONDS:
+            return []
+        old = started - IDLE_SECONDS_PENDING
+        return [
+            lease
+            for lease in self.leases
+            if lease.charged_at < (min(self._idle_since, old) if lease.pending else self._idle_since)
+        ]
+
+    def validate(self) -> None:
+        """Raise `AssertionError` unless the sums are those of the leases and no part is negative."""
+        pending = [lease for lease in self.leases if lease.pending]
+        assert all(lease.held for lease in self.leases)
+        assert self.pending == len(pending)
+        assert abs(self.pending_tokens - sum(lease.uncached_tokens for lease in pending)) < 1e-3
+        assert self.blind == sum(not lease.request.stream for lease in pending)
+        queue, active, _, _, _, queued_tokens, queued_ms, *_ = self.row()
+        assert min(queue, active, queued_tokens, queued_ms) >= 0
+        assert self.pending_work == sum(lease.work_us for lease in pending)
+        assert abs(self.kv_tokens - sum(lease.kv_tokens for lease in self.leases)) < 1e-3
+        assert abs(self.growth_tokens - sum(lease.growth_tokens for lease in self.leases)) < 1e-3
+        assert 0 <= self.early <= self.pending
+        assert min(self.lost, self.others_waiting, self.others_running) >= 0
+
+
+class Ledger:
+    """All leases, and the columns they add up to."""
+
+    def __init__(self, table: EndpointTable, ttl: float = 900.0) -> None:
+        self._table = table
+        self.ttl = ttl
+        #: In the order of their charge; an ordered set, as is that of the reservations, which `Fleet.charge` adds to.
+        self._leases: dict[Lease, None] = {}
+        self.reserved: dict[Lease, None] = {}
+        self._accounts: dict[int, Account] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        """In the order of their charge."""
+        return iter(self._leases)
+
+    def charge(self, lease: Lease) -> None:
+        """Take it on the books."""
+        assert not lease.held, "a lease is charged once"
+        lease.held = True
+        self._leases[lease] = None
+        slot = lease.slot
+        account = self._accounts.get(slot) or self._account(slot)
+        account.charge(lease)
+        table = self._table
+        table.load[slot] = account.row()
+        table.stale.add(slot)
+
+    def first_token(self, lease: Lease, now: float | None = None) -> bool:
+        """The prefill is over, and that of the next one begins (`now`). False = that is known."""
+        if not (lease.held and lease.pending):
+            return False
+        account = self._accounts[lease.slot]
+        account.release(lease, prefill_only=True)
+        if lease.prefill is not None:
+            self._release_prefill(lease.prefill, now)
+        if now is not None and lease.request.stream:
+            account.prefill_since = now
+        self._write(lease.slot, account)
+        return True
+
+    def release(self, lease: Lease) -> None:
+        """It is over, one way or another: off the books, with its prefill part. Nothing if it is off them already."""
+        if not lease.held:
+            return
+        lease.held = False
+        del self._leases[lease]
+        if lease.auxiliary:
+            self.reserved.pop(lease, None)
+        slot = lease.slot
+        account = self._accounts[slot]
+        account.release(lease)
+        table = self._table
+        table.load[slot] = account.row()
+        table.stale.add(slot)
+        if lease.prefill is not None:
+            self._release_prefill(lease.prefill, None)
+
+    def _release_prefill(self, part: Lease, now: float | None) -> None:
+        """The part of a lease at another endpoint is over, if it is not already."""
+        if not part.held:
+            return
+        account = self._accounts[part.slot]
+        if now is not None:
+            account.prefill_since = now
+        self.release(part)
+
+    @contextmanager
+    def without_reserved(self) -> Iterator[None]:
+        """The table as it is without reservations, for as long as this lasts. Nothing may change meanwhile."""
+        slots = {lease.slot for lease in self.reserved}
+        for slot in slots:
+            self._write(slot, self._accounts[slot].without(self.reserved))
+        try:
+            yield
+        finally:
+            for slot in slots:
+                self._write(slot, self._accounts[slot])
+
+    def of_slot(self, slot: int) -> list[Lease]:
+        account = self._accounts.get(slot)
+        return list(account.leases) if account else []
+
+    def abandon(self, slot: int) -> list[Lease]:
+        """The endpoint left: its leases are released, in one go, and returned."""
+        leases = self.of_slot(slot)
+        for lease in leases:
+            if lease.prefill is not None:
+                self._release_prefill(lease.prefill, None)
+        for lease in self._accounts.pop(slot, Account()).leases:
+            lease.held = False
+            del self._leases[lease]
+            self.reserved.pop(lease, None)
+        self._write(slot, Account())
+        return leases
+
+    def expired(self, now: float, most: float = inf) -> list[Lease]:
+        """Leases past their time, oldest first, up to `most`."""
+        old: list[Lease] = []
+        for lease in self._leases:
+            if lease.charged_at + self.ttl > now or len(old) == most:
+                break
+            if not lease.auxiliary:
+                old.append(lease)
+        return old
+
+    def reconcile(self, slot: int, started: float, waiting: float, running: float) -> list[Lease]:
+        """Set the effective columns from a scrape sent at `started`. Returns leases that the endpoint cannot hold any
+        more; they are on the books still.
+
+        `waiting` and `running` are finite and not negative; `Fleet.sampled` sees to it.
+        """
+        account = self._account(slot)
+        dropped = account.reconcile(started, waiting, running)
+        self._write(slot, account)
+        return dropped
+
+    def own_accounting(self, slot: int) -> None:
+        """No fresh scrape: the effective columns are what we know ourselves."""
+        account = self._account(slot)
+        account.forget_scrapes()
+        self._write(slot, account)
+
+    def _write(self, slot: int, account: Account) -> None:
+        self._table.load[slot] = account.row()
+        self._table.stale.add(slot)
+
+    def _account(self, slot: int) -> Account:
+        account = self._accounts.get(slot)
+        if account is None:
+            account = self._accounts[slot] = Account()
+        return account
+
+    def validate(self) -> None:
+        """Raise `AssertionError` unless every column is exactly the sum of the leases."""
+        table = self._table
+        nobody = Account()
+        for slot in range(len(table)):
+            account = self._accounts.get(slot, nobody)
+            account.validate()
+            assert table.endpoints[slot] is not None or not account.leases
+            assert table.load[slot].tolist() == list(account.row())
+        held = [lease for account in self._accounts.values() for lease in account.leases]
+        assert set(held) == set(self._leases) and len(held) == len(self._leases)
+        assert all(lease.auxiliary and lease.held for lease in self.reserved)

@@ -1,0 +1,150 @@
+"""A fleet as another process tells it: the same columns, written from outside.
+
+Rules
+* What was told is kept apart from what is added here. After every change the columns are what was told, plus the own
+  charges that it does not include yet; so nothing drifts, whatever is forgotten or told twice.
+* The teller's slot numbers are its own: here an endpoint gets the next free slot, and `slots_of` translates.
+* Prefix knowledge comes with each request (`Request.blocks`), so `match` answers from there.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fleet import MOST, MOST_WORK, Fleet
+from fairlead.core.request import Request
+from fairlead.core.table import FLOATS
+
+_ROW = {name: row for row, name in enumerate(FLOATS)}
+_FACTORS = ("prefill_factor", "step_factor", "ttft_factor", "tpot_factor")
+
+
+class _Charge(Struct):
+    batch: int
+    endpoint: str
+    uncached: float
+    work_ms: float
+    kv_tokens: float
+    growth: float
+
+
+class MirrorFleet(Fleet):
+    """One per teller."""
+
+    def __init__(self, staleness: float = 2.0) -> None:
+        super().__init__(staleness=staleness)
+        self._told = np.zeros((len(FLOATS), 0))
+        self._charges: list[_Charge] = []
+        self._here: dict[int, int] = {}
+
+    # ---- endpoints ----
+
+    def join(self, slot: int, endpoint: Endpoint, adapters: frozenset[str] | None) -> None:
+        """An endpoint came, or changed; `slot` is the teller's."""
+        here = self._here.get(slot)
+        old = self.table.endpoints[here] if here is not None else None
+        if old is not None and old.id != endpoint.id:
+            self.leave(slot)
+        elif old is None and self.table.slot(endpoint.id) is not None:
+            raise ValueError(f"endpoint {endpoint.id!r} has two slots")
+        if here is None or self.table.slot(endpoint.id) is None:
+            self.up(endpoint)
+            here = self.table.slot(endpoint.id)
+            assert here is not None
+            self._here[slot] = here
+            self.predictor.rates.prefill[here] = self.predictor.rates.step[here] = 1.0
+            if self._told.shape[1] < len(self.table):
+                self._told = np.hstack((self._told, np.zeros((len(FLOATS), 1))))
+            self._told[:, here] = 0.0
+            for name in ("sampled_at", "ejected_until"):
+                self._told[_ROW[name], here] = -np.inf
+        else:
+            self.table.replace(here, endpoint)
+        self.table.set_adapters(here, adapters)
+        self._told[_ROW["loaded_adapters"], here] = len(adapters or ())
+
+    def leave(self, slot: int) -> None:
+        here = self._here.pop(slot, None)
+        endpoint = self.table.endpoints[here] if here is not None else None
+        if endpoint is not None:
+            self.down(endpoint.id)
+
+    def forget(self) -> None:
+        """Everything."""
+        for slot in list(self._here):
+            self.leave(slot)
+        self._charges.clear()
+
+    def slots_of(self, remote_slots: Iterable[int]) -> NDArray[np.intp]:
+        """Where the teller's slots are here. Raises `ValueError` for one that it did not name."""
+        try:
+            return np.array([self._here[slot] for slot in remote_slots], dtype=np.intp)
+        except KeyError as error:
+            raise ValueError(f"slot {error.args[0]} has no endpoint") from None
+
+    # ---- load ----
+
+    def load(self, remote_slots: Iterable[int], columns: Mapping[str, FloatColumn]) -> None:
+        """New values in the teller's slots; `fleet.table` names the columns, the factors are those of `COLUMNS`."""
+        here = self.slots_of(remote_slots)
+        predictor = self.predictor
+        factors = (predictor.rates.prefill, predictor.rates.step, predictor.kappa, predictor.tpot_kappa)
+        for name, column in columns.items():
+            if name in _FACTORS:
+                factors[_FACTORS.index(name)][here] = column
+            else:
+                self._told[_ROW[name], here] = column
+        if "capacity_tokens" in columns:
+            capacity = self._told[_ROW["capacity_tokens"], here]
+            self._told[_ROW["per_capacity"], here] = np.where(capacity > 0, 1.0 / np.maximum(capacity, 1e-9), 0.0)
+        if "max_adapters" in columns:
+            for slot, value in zip(here.tolist(), columns["max_adapters"].tolist(), strict=True):
+                self.table.set_max_adapters(slot, value)
+
+    def learned(self, hold_ms: float, answer_steps: float) -> None:
+        """What the teller knows of all answers."""
+        self.predictor.hold_ms, self.predictor.answer_steps = hold_ms, answer_steps
+
+    # ---- own charges ----
+
+    def take(self, request: Request, slot: int, hit_share: float, expected_output: float, batch: int) -> None:
+        """The request was given to the endpoint at `slot` (ours), in answer to that batch."""
+        endpoint = self.table.endpoints[slot]
+        assert endpoint is not None
+        uncached = min(max(request.prompt_tokens * (1.0 - hit_share), 1.0), MOST)
+        work = min(self.predictor.rates.prior.prefill_ms(request.prompt_tokens, uncached), MOST_WORK * 1e-3)
+        growth = min(max(expected_output / 2, 0.0), MOST)
+        charge = _Charge(batch, endpoint.id, uncached, work, request.prompt_tokens + growth, growth)
+        self._charges.append(charge)
+        self._add(charge)
+
+    def settle(self, batch: int) -> None:
+        """What was told includes the charges of batches up to this one: make the columns of it and the later ones."""
+        self._charges = [later for later in self._charges if later.batch > batch]
+        self.table.floats[:] = self._told
+        for charge in self._charges:
+            self._add(charge)
+        self.table.rewritten()
+
+    def _add(self, charge: _Charge) -> None:
+        table = self.table
+        slot = table.slot(charge.endpoint)
+        if slot is None:
+            return
+        table.queue[slot] += 1.0
+        table.inflight[slot] += 1.0
+        table.pending[slot] += 1.0
+        table.pending_tokens[slot] += charge.uncached
+        table.queued_tokens[slot] += charge.uncached
+        table.queued_ms[slot] += charge.work_ms
+        table.kv_tokens[slot] += charge.kv_tokens
+        table.growth_tokens[slot] += charge.growth
+
+    def match(self, request: Request) -> FloatColumn | None:
+        """`Request.blocks`: the share of the prompt that each slot holds, as the teller has it."""
+        hits: FloatColumn | None = request.blocks
+        return hits

@@ -1,0 +1,358 @@
+"""Model names: what operators define of them, and what a request for a name means."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import inf
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
+
+from fairlead.core.instructions import Instruction, Record, Reject
+from fairlead.core.records import DecisionRecord
+from fairlead.core.request import PrefixChain, Request
+
+# What operators say about model names: the three kinds of the Gateway API Inference Extension, as nouns.
+#
+# `InferenceModel` (group `inference.networking.x-k8s.io`) defines a name that clients may ask for, how urgent it is
+# and which models serve it. Its successors split that up: `InferenceObjective` names a priority that a header refers
+# to, `InferenceModelRewrite` (both also in group `llm-d.ai`) maps names to targets. Fields and defaults are those of
+# the published CRDs; how they act together stands in `fairlead.core.models`.
+
+#: What a criticality means as a priority: above 0 goes first, below 0 may be shed. `Default` is the older name of the
+#: middle one, which also holds where none is set.
+CRITICALITY = {"Critical": 10, "Standard": 0, "Default": 0, "Sheddable": -10}
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """Whose object it is."""
+
+    namespace: str
+    name: str
+    #: `metadata.creationTimestamp`, seconds since 1970; of several objects the oldest counts. A file need not say it.
+    created: float = inf
+    #: Names of the pools it is for; empty = every pool.
+    pools: tuple[str, ...] = ()
+
+    @property
+    def age_order(self) -> tuple[float, str, str]:
+        """Sorts the objects of a kind, the one that counts first."""
+        return self.created, self.namespace, self.name
+
+    def is_for(self, pool: str, namespace: str) -> bool:
+        """Empty names stand for all."""
+        if namespace and self.namespace != namespace:
+            return False
+        return not pool or not self.pools or pool in self.pools
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class Target(Struct, frozen=True):
+    """A model that serves a name, and its share of the traffic: weight / sum of weights."""
+
+    name: str
+    #: `None` = not given.
+    weight: int | None = None
+
+
+class InferenceModel(Struct, frozen=True, kw_only=True):
+    """A name that clients ask for."""
+
+    origin: Origin
+    #: As it stands in the request's body.
+    model: str
+    #: Empty = the name itself.
+    targets: tuple[Target, ...] = ()
+    #: A key of `CRITICALITY`.
+    criticality: str = "Standard"
+
+
+class InferenceObjective(Struct, frozen=True, kw_only=True):
+    """A priority with a name; requests refer to it by header."""
+
+    origin: Origin
+    priority: int = 0
+
+
+class RewriteRule(Struct, frozen=True):
+    """Requests for one of `models` go to `targets`; no models at all means every request, also one without a model."""
+
+    models: tuple[str, ...]
+    targets: tuple[Target, ...]
+
+
+class InferenceModelRewrite(Struct, frozen=True, kw_only=True):
+    origin: Origin
+    rules: tuple[RewriteRule, ...] = ()
+
+
+class ModelSet(Struct, frozen=True):
+    """All that is defined at a time."""
+
+    models: tuple[InferenceModel, ...] = ()
+    objectives: tuple[InferenceObjective, ...] = ()
+    rewrites: tuple[InferenceModelRewrite, ...] = ()
+
+    def of_pool(self, pool: str = "", namespace: str = "") -> "ModelSet":
+        """What is for one pool: objects of its namespace that refer to it. An empty name stands for all of them."""
+        return ModelSet(
+            tuple(item for item in self.models if item.origin.is_for(pool, namespace)),
+            tuple(item for item in self.objectives if item.origin.is_for(pool, namespace)),
+            tuple(item for item in self.rewrites if item.origin.is_for(pool, namespace)),
+        )
+
+    def __add__(self, other: "ModelSet") -> "ModelSet":
+        return ModelSet(self.models + other.models, self.objectives + other.objectives, self.rewrites + other.rewrites)
+
+
+class ModelRules(Struct, frozen=True, kw_only=True):
+    """How strictly names are taken; no manifest says this."""
+
+    #: Requests for a name that nobody defined are refused, once at least one InferenceModel is defined.
+    reject_unmatched: bool = True
+    #: Requests of one session always get the same target of a split.
+    sticky_sessions: bool = False
+
+
+# Which model a request is for, how urgent it is, and which name its endpoint is asked for.
+#
+# Rules, in this order (sources: the InferenceModel and InferenceModelRewrite CRDs, and the reference picker)
+# 1. The incoming model is the body's `model`; it may be absent.
+# 2. An InferenceModel of that name gives the target, by the weights of its targets, and a priority by its criticality.
+# 3. The header `x-llm-d-model-name-rewrite` gives another target.
+# 4. The InferenceModelRewrite rule that matches the *incoming* model overrides both. One rule is applied, never
+# several
+#    one after the other. A rule that names the model beats one for all models; then the oldest object counts, then the
+#    first rule in it.
+# 5. An objective, named by header, gives the priority instead. One that nobody defined changes nothing.
+#
+# Of equals the oldest object counts, by creation time, then by namespace and name. Of a split with weights on some
+# targets only, the others get nothing; without any weights all get the same.
+#
+# Once an InferenceModel is defined, a name that neither 2 nor 4 knows is refused, and so is a header's target that
+# nobody defined: otherwise the header would be the way around. `ModelRules.reject_unmatched` switches that off. Where
+# no model is named and the API does not need one, there is nothing to check: such a request passes, and only its
+# priority is looked up.
+
+#: Names in an error message.
+_SHOWN = 20
+#: Values of `Request.api` whose bodies need not name a model, or have no place for one. A name that one of them does
+#: give counts like any other.
+_NAMELESS = frozenset(("other", "models", "conversations", "sglang", "grpc", "grpc_embed", "tokenize", "render"))
+
+
+#: Machine-readable, as OpenAI has it.
+MODEL_NOT_FOUND = "model_not_found"
+
+
+class Resolution(Struct, frozen=True, gc=False):
+    """What a request turned out to be for."""
+
+    #: What the endpoint is asked for; empty = no model was named, and none is known.
+    target: str
+    priority: int
+    #: The InferenceModelRewrite (`namespace/name`) that decided the target; empty = none did.
+    rewrite: str = ""
+
+
+class Refusal(Struct, frozen=True):
+    """Why a request cannot be served, as the client is told."""
+
+    status: int
+    code: str
+    message: str
+    param: str = "model"
+
+
+def unnamed(request: Request, why: Refusal, now: float, policy: str, client: Any = None) -> list[Instruction]:
+    """Nobody defined the model: the answer, and the record of it."""
+    reject = Reject(
+        request_id=request.id,
+        status=why.status,
+        reason=why.code,
+        message=why.message,
+        api=request.api,
+        param=why.param,
+        client=client,
+    )
+    record = DecisionRecord(request=request, at=now, policy=policy, outcome=why.code, status=why.status)
+    return [reject, Record(record)]
+
+
+def applied(request: Request, resolution: Resolution) -> Request:
+    """The request with what was found for it. Its prompt counts as another one for another target: engines share no
+    cached prefix between models."""
+    target = resolution.target if resolution.target != request.model else ""
+    if not target and resolution.priority == request.priority:
+        return request
+    prefix = request.prefix
+    if target and prefix.hashes:
+        salt = xxh3_64_intdigest(target.encode("utf-8", "surrogatepass"))
+        prefix = PrefixChain(tuple([block_hash ^ salt for block_hash in prefix.hashes]), prefix.ends)
+    return replace(request, target=target, priority=resolution.priority, rewritten_by=resolution.rewrite, prefix=prefix)
+
+
+class Split:
+    """Targets and their shares of the traffic. `names` is empty if no target may get any."""
+
+    __slots__ = ("_borders", "names")
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        weighted = any(target.weight is not None for target in targets)
+        shares = [(target.name, (target.weight or 0) if weighted else 1) for target in targets]
+        shares = [(name, weight) for name, weight in shares if weight > 0]
+        self.names = tuple(name for name, _ in shares)
+        self._borders = list(accumulate(weight for _, weight in shares))
+
+    def choose(self, rng: Random, session: str = "") -> str:
+        """A target by chance; with a session always the same one, as long as the weights stay. When they change, no
+        more sessions move than must."""
+        if len(self.names) == 1:
+            return self.names[0]
+        if session:
+            share = xxh3_64_intdigest(session.encode("utf-8", "surrogatepass")) / 2**64
+        else:
+            share = rng.random()
+        index = bisect_right(self._borders, share * self._borders[-1])
+        return self.names[min(index, len(self.names) - 1)]
+
+
+class _Rule(Struct, frozen=True):
+    origin: str
+    split: Split
+
+
+class _Name(Struct, frozen=True):
+    split: Split
+    priority: int
+    created: int
+
+
+class Listed(Struct, frozen=True):
+    """A model that clients may ask for."""
+
+    name: str
+    #: Seconds since 1970; 0 = unknown.
+    created: int
+
+
+class Catalogue:
+    """What is defined at a time, made ready for look-ups. An empty one changes nothing. Never changes itself."""
+
+    def __init__(self, models: ModelSet = ModelSet(), rules: ModelRules = ModelRules()) -> None:  # noqa: B008 frozen
+        self._rules = rules
+        #: Objects that lose to an older one of the same name: (the loser, the one that counts).
+        self.conflicts: list[tuple[str, str]] = []
+        self._names = self._index_models(models.models)
+        self._exact: dict[str, _Rule] = {}
+        self._generic: _Rule | None = None
+        self._index_rewrites(models)
+        self._objectives: dict[str, int] = {}
+        for objective in sorted(models.objectives, key=lambda item: item.origin.age_order):
+            self._objectives.setdefault(objective.origin.name, objective.priority)
+        #: Every name that is defined, be it asked for or a target.
+        self.known = frozenset(self._names) | self._targets()
+        #: Only defined names are served.
+        self.strict = rules.reject_unmatched and bool(self._names)
+        #: Whether `resolve` could find another target than the name in the body, for a request without one of its own.
+        self.rewrites = bool(self._names or self._exact or self._generic)
+        #: Nothing is defined.
+        self.empty = not (self.rewrites or self._objectives)
+
+    def _index_models(self, models: Iterable[InferenceModel]) -> dict[str, _Name]:
+        by_name: dict[str, _Name] = {}
+        owners: dict[str, str] = {}
+        for item in sorted(models, key=lambda model: model.origin.age_order):
+            if item.model in by_name:
+                self.conflicts.append((str(item.origin), owners[item.model]))
+                continue
+            owners[item.model] = str(item.origin)
+            created = item.origin.created
+            split = Split(item.targets or (Target(item.model),))
+            by_name[item.model] = _Name(split, CRITICALITY[item.criticality], int(created) if created < 2**63 else 0)
+        return by_name
+
+    def _index_rewrites(self, models: ModelSet) -> None:
+        for item in sorted(models.rewrites, key=lambda rewrite: rewrite.origin.age_order):
+            for rule in item.rules:
+                ready = _Rule(str(item.origin), Split(rule.targets))
+                for model in rule.models:
+                    self._exact.setdefault(model, ready)
+                if not rule.models and self._generic is None:
+                    self._generic = ready
+
+    def _targets(self) -> frozenset[str]:
+        splits = [name.split for name in self._names.values()] + [rule.split for rule in self._exact.values()]
+        splits += [self._generic.split] if self._generic else []
+        return frozenset(name for split in splits for name in split.names)
+
+    @property
+    def listed(self) -> list[Listed]:
+        """What a client may ask for, by name. Empty while no InferenceModel is defined: then nobody knows."""
+        if not self._names:
+            return []
+        names = {name: Listed(name, entry.created) for name, entry in self._names.items()}
+        names.update({name: Listed(name, 0) for name in self._exact if name not in names})
+        return [names[name] for name in sorted(names)]
+
+    def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
+        """Decide for one request. Draws from `rng` only for a split that no session decides."""
+        if self.empty and not request.rewrite:
+            return Resolution(request.model, request.priority)
+        name = self._names.get(request.model)
+        priority = self._priority(request, name)
+        if not request.model and (request.unread or request.api in _NAMELESS):
+            return self._unread(request) or Resolution("", priority)
+        rule = self._exact.get(request.model) or self._generic
+        split = rule.split if rule else name.split if name and not request.rewrite else None
+        if self.strict and not rule:
+            refusal = self._check(request, name)
+            if refusal is not None:
+                return refusal
+        if split is None:
+            return Resolution(request.rewrite or request.model, priority)
+        if not split.names:
+            return _gone(request.model)
+        session = request.session if self._rules.sticky_sessions else ""
+        return Resolution(split.choose(rng, session), priority, rule.origin if rule else "")
+
+    def _priority(self, request: Request, name: _Name | None) -> int:
+        if request.objective in self._objectives:
+            return self._objectives[request.objective]
+        return name.priority if name else request.priority
+
+    def _unread(self, request: Request) -> Refusal | None:
+        """A body that is there and could not be read may name anything."""
+        if not self.strict or request.api in _NAMELESS or request.unread in ("", "no-body"):
+            return None
+        return Refusal(
+            400, "model_required", f"the model's name cannot be read from the request body: {request.unread}"
+        )
+
+    def _check(self, request: Request, name: _Name | None) -> Refusal | None:
+        """Is the name that the client gave, in body and header, one that somebody defined?"""
+        if name is None and request.model:
+            return self._unknown(request.model)
+        if request.rewrite and request.rewrite not in self.known:
+            return self._unknown(request.rewrite)
+        if name is None and not request.rewrite:
+            message = f"model not found in request body. {self._offer()}"
+            return Refusal(400, "model_required", message)
+        return None
+
+    def _unknown(self, name: str) -> Refusal:
+        return Refusal(404, MODEL_NOT_FOUND, f"The model `{name}` does not exist. {self._offer()}")
+
+    def _offer(self) -> str:
+        names = [model.name for model in self.listed]
+        more = f" and {len(names) - _SHOWN} more (see GET /v1/models)" if len(names) > _SHOWN else ""
+        return f"Known models: {', '.join(names[:_SHOWN])}{more}."
+
+
+def _gone(model: str) -> Refusal:
+    return Refusal(404, MODEL_NOT_FOUND, f"The model `{model}` is reserved: all of its targets have weight 0.")

@@ -1,0 +1,320 @@
+"""Requests that wait for the answer of a scheduler in another process; the rules are those of `remote`."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.events import Outcome, RemotePick, RemotePicked
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import AskRemote, Instruction, SetTimer
+from fairlead.core.ledger import Lease
+from fairlead.core.policy import Answer, Picked, Policy, Refused
+from fairlead.core.remote import REFUSED, AsksElsewhere, RemotePolicy
+from fairlead.core.request import Request
+
+# What is reserved for a request that flow control lets through, while a scheduler elsewhere is asked for it.
+#
+# Rules
+# * *When* is flow control's word, *where* the scheduler's: it is asked once an endpoint is open, and may choose among
+#   those that are.
+# * Until it is decided the request is charged to one of them, as a reservation in the ledger: what is let through
+#   meanwhile finds less. So those that are asked for never need more than there is, whatever is answered, and when.
+# * Who waited has an endpoint already, late binding's: that is where it is charged, and where it goes if nobody
+#   answers. Who goes at once has none: it is charged where its prompt would be computed soonest. That is a place for
+#   the charge and no decision; if nobody answers, the built-in policy is asked.
+
+
+class Reservation(Struct, eq=False):
+    """`opened`: endpoints that may be sent one more request; `None` = all."""
+
+    opened: BoolColumn | None
+    #: Clock seconds since when the request has been here, and by when it must be decided.
+    since: float
+    until: float = inf
+    #: Where; `None` = not known yet.
+    pick: Picked | None = None
+    #: The charge, while it is asked for.
+    lease: Lease | None = None
+    #: It has waited in a queue, and `pick` was chosen for it.
+    waited: bool = False
+    #: Who held which slot then.
+    ids: tuple[str, ...] = ()
+
+    @property
+    def slot(self) -> int:
+        """-1 = not known yet."""
+        return -1 if self.pick is None else self.pick.slot
+
+    def queued_ms(self, now: float) -> float:
+        """Milliseconds that it has been here, 0 if it went on at once."""
+        return (now - self.since) * 1e3 if self.waited else 0.0
+
+    def keep(self, request: Request, fleet: Fleet, hits: FloatColumn | None, able: BoolColumn | None, by: str) -> bool:
+        """Find the place. `able`: where it may be. False = what was chosen is not among these."""
+        pick = self.pick = self.pick or _soonest(request, fleet, hits, able)
+        pick.by = pick.by or by
+        self.ids = fleet.table.ids
+        return able is None or bool(able[pick.slot])
+
+    def kept(self, fleet: Fleet) -> Picked | None:
+        """The place, if the endpoint is still there."""
+        pick, ids = self.pick, fleet.table.ids
+        if pick is None or ids is self.ids:
+            return pick if self.ids else None
+        slot = pick.slot
+        if slot >= min(len(ids), len(self.ids)) or ids[slot] != self.ids[slot]:
+            return None
+        pick.fallback_slot = -1  # it may have left
+        return pick
+
+    def fallback_slot(self, slot: int, fleet: Fleet) -> int:
+        """Who gets a request that waited, and was then sent to `slot`, if nobody is reached there: whom late binding
+        had in mind; -1 = nobody."""
+        pick = self.kept(fleet) if self.waited else None
+        return -1 if pick is None else pick.slot if pick.slot != slot else pick.fallback_slot
+
+
+def _soonest(request: Request, fleet: Fleet, hits: FloatColumn | None, able: BoolColumn | None) -> Picked:
+    table = fleet.table
+    prompt = float(max(request.prompt_tokens, 1))
+    own = prompt if hits is None else prompt * (1.0 - hits)
+    work = fleet.predictor.rates.prefill[: len(table)] * (table.queued_tokens + own)
+    slot = int(np.where(table.alive if able is None else able & table.alive, work, inf).argmin())
+    if hits is None:
+        return Picked(slot)
+    return Picked(slot, hit_share=float(hits[slot]), best_share=float(hits.max()))
+
+
+TIMER = "remote-deadline"
+#: Requests that may be parked at once; more are decided by the built-in policy.
+MAX_PARKED = 4096
+
+
+class Question(Struct, eq=False):
+    """A request, whom to ask for it, and what to tell."""
+
+    request: Request
+    policy: RemotePolicy
+    hits: FloatColumn | None
+    able: BoolColumn | None
+    #: `table.ids` when it was asked for: who stood where.
+    ids: tuple[str, ...]
+    #: Under flow control.
+    reservation: Reservation | None = None
+    at: float = 0.0
+    deadline: float = inf
+
+
+#: What it came to; `None` where the policy behind has to choose. Whatever is reserved is so still.
+Decided = tuple[Question, Answer | None]
+
+
+class Parking:
+    """The requests of one pipeline that wait for answers, in the order in which they were asked for."""
+
+    def __init__(self, remotes: Mapping[str, RemotePolicy] | None = None) -> None:
+        #: Those that may be asked, by name.
+        self.remotes: Mapping[str, RemotePolicy] = remotes or {}
+        self._parked: dict[Question, None] = {}
+        #: When the timer fires; `inf` = it is not set.
+        self._due = inf
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    @property
+    def questions(self) -> Collection[Question]:
+        """Those that are open, in the order in which they were asked."""
+        return self._parked.keys()
+
+    def reaches(self, policy: Policy, request: Request, now: float) -> bool:
+        """Whether somebody elsewhere can be asked for the request."""
+        remote = _remote(policy, request)
+        return remote is not None and not self._why_not(remote, now)
+
+    def question(
+        self, policy: Policy, request: Request, fleet: Fleet, now: float, reservation: Reservation | None = None
+    ) -> Question | None:
+        """What to ask for the request; `None` = it is decided here. Changes nothing but where the reservation is to be
+        (`reservation`: under flow control)."""
+        remote = _remote(policy, request)
+        if remote is None or self._why_not(remote, now) or not fleet.table.count:
+            return None
+        able = remote.able(request, fleet, now)
+        if reservation is not None and reservation.opened is not None:
+            able = reservation.opened if able is None else able & reservation.opened
+        if able is not None and not able.any():
+            return None  # a refusal, and the built-in policy words it; or it has to wait
+        hits = fleet.match(request)
+        if reservation is not None and not reservation.keep(request, fleet, hits, able, remote.fallback.name):
+            return None
+        return Question(request, remote, hits, able, fleet.table.ids, reservation)
+
+    def ask(self, question: Question, fleet: Fleet, now: float, output: float) -> list[Instruction]:
+        """Ask it, and take what is reserved for the request. `output` are the tokens that the answer is expected to
+        have."""
+        remote, request, reservation = question.policy, question.request, question.reservation
+        remote.breaker.allows(now)
+        question.at, question.deadline = now, now + remote.budget
+        remote.stats.asked += 1
+        if reservation is not None and reservation.pick is not None:
+            pick = reservation.pick
+            question.deadline = min(question.deadline, reservation.until)
+            remote.stats.queued += reservation.waited
+            hit = int(pick.hit_share * request.prompt_tokens)
+            reservation.lease = fleet.charge(request, pick.slot, now, hit, output, reserved=True)
+        self._parked[question] = None
+        return [AskRemote(remote.name, request, question.hits, question.able, output), *self._by(question.deadline)]
+
+    def missed(self, policy: Policy, request: Request, now: float) -> None:
+        """Counted, if somebody should have been asked and could not be."""
+        remote = _remote(policy, request)
+        why = self._why_not(remote, now) if remote is not None else ""
+        if remote is not None and why:
+            remote.stats.fell_back(why)
+
+    def _why_not(self, remote: RemotePolicy, now: float) -> str:
+        if not remote.connected:
+            return "down"
+        if len(self._parked) >= MAX_PARKED:
+            return "full"
+        return "" if remote.breaker.ready(now) else "breaker"
+
+    def timer(self) -> list[Instruction]:
+        """For the next deadline; nothing when it is set already, or nobody waits."""
+        return self._by(min((question.deadline for question in self._parked), default=inf))
+
+    def _by(self, deadline: float) -> list[Instruction]:
+        if deadline >= self._due:
+            return []
+        self._due = deadline
+        return [SetTimer(TIMER, deadline)]
+
+    def up(self, remote: str) -> None:
+        """A scheduler may be asked."""
+        policy = self.remotes.get(remote)
+        if policy is not None:
+            policy.connected = True
+            policy.breaker.succeeded()  # what went wrong before says nothing about this one
+
+    def picked(
+        self, event: RemotePicked, asked: Callable[[int], Question | None], fleet: Fleet, now: float
+    ) -> list[Decided]:
+        """Answers. `asked`: the open question about the request of that id."""
+        decided: list[Decided] = []
+        for pick in event.picks:
+            question = asked(pick.request_id)
+            if question is None or question not in self._parked or question.policy.name != event.remote:
+                remote = self.remotes.get(event.remote)
+                if remote is not None:
+                    remote.stats.late += 1
+                continue
+            del self._parked[question]
+            decided.append((question, self._decide(question, pick, fleet, now)))
+        return decided
+
+    def _decide(self, question: Question, pick: RemotePick, fleet: Fleet, now: float) -> Answer | None:
+        policy = question.policy
+        stats = policy.stats
+        picked, why = _believed(question, pick, fleet, now)
+        if why == "invalid":
+            policy.breaker.failed(now)
+        else:
+            policy.breaker.succeeded()
+            policy.on_answer(now - question.at)
+        if picked is None:
+            stats.fell_back(why)
+        else:
+            stats.answered += 1
+            stats.refused += isinstance(picked, Refused)
+            stats.alternatives += why == "alternative"
+            picked.by = policy.name
+        return picked
+
+    def expired(self, now: float) -> list[Decided]:
+        """The timer fired: who has waited for too long."""
+        self._due = inf
+        late = [question for question in self._parked if question.deadline <= now]
+        for question in late:
+            if question.deadline < question.at + question.policy.budget:
+                question.policy.breaker.dropped()  # the request's own time was over first
+            else:
+                question.policy.breaker.failed(now)
+        return self._given_up(late, "deadline")
+
+    def lost(self, remote: str) -> list[Decided]:
+        """A scheduler is not connected any more."""
+        policy = self.remotes.get(remote)
+        if policy is not None:
+            policy.connected = False
+            policy.breaker.dropped()
+        return self._given_up([question for question in self._parked if question.policy.name == remote], "lost")
+
+    def _given_up(self, questions: list[Question], why: str) -> list[Decided]:
+        for question in questions:
+            del self._parked[question]
+            question.policy.stats.fell_back(why)
+        return [(question, None) for question in questions]
+
+    def cancel(self, question: Question) -> None:
+        """The client went away. Whatever is reserved is so still."""
+        del self._parked[question]
+        question.policy.breaker.dropped()
+
+    def validate(self) -> None:
+        assert len(self._parked) <= MAX_PARKED
+        assert all(self._due <= question.deadline for question in self._parked), "somebody waits without a deadline"
+
+
+def _remote(policy: Policy, request: Request) -> RemotePolicy | None:
+    """Who is to be asked for it; `None` = nobody elsewhere."""
+    return policy.remote_for(request) if isinstance(policy, AsksElsewhere) else None
+
+
+def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) -> tuple[Answer | None, str]:
+    """(the pick; why there is none, or that an alternative stands in)."""
+    if pick.outcome == Outcome.PASSED:
+        return None, "passed"
+    if pick.outcome == Outcome.REFUSED:
+        return Refused(REFUSED, pick.reason or "the scheduler refused the request"), ""
+    if pick.outcome != Outcome.PICKED or not pick.endpoint:
+        return None, "invalid"
+    able = question.able
+    if fleet.table.ids is not question.ids:  # endpoints came, went or changed: slots may be others now
+        able = question.policy.able(question.request, fleet, now)
+    gone = True
+    names = pick.endpoint, *(name for name, _ in pick.alternatives)
+    for rank, name in enumerate(names):
+        slot = fleet.table.slot(name)
+        if slot is None:
+            gone = gone and name in question.ids
+        elif able is None or able[slot]:
+            picked = _pick(question, slot, pick.prefill, fleet)
+            picked.fallback_slot = _fallback_slot(picked, names[rank + 1 :], able, fleet)
+            return picked, "alternative" if rank else ""
+        else:
+            gone = gone and fleet.table.ids is not question.ids
+    return None, "gone" if gone else "invalid"
+
+
+def _fallback_slot(pick: Picked, names: Sequence[str], able: BoolColumn | None, fleet: Fleet) -> int:
+    """The first of these alternatives that is there and can serve it; -1 = none."""
+    for name in names:
+        slot = fleet.table.slot(name)
+        if slot is not None and slot not in (pick.slot, pick.prefill_slot) and (able is None or able[slot]):
+            return slot
+    return -1
+
+
+def _pick(question: Question, slot: int, prefill: str, fleet: Fleet) -> Picked:
+    prefill_slot = fleet.table.slot(prefill) if prefill else None
+    picked = Picked(slot, prefill_slot=-1 if prefill_slot is None or prefill_slot == slot else prefill_slot)
+    hits = question.hits
+    if hits is not None:
+        computing_slot = slot if picked.prefill_slot < 0 else picked.prefill_slot
+        picked.hit_share = float(hits[computing_slot]) if computing_slot < len(hits) else 0.0
+        picked.best_share = float(hits[hits.argmax()])
+    return picked

@@ -1,0 +1,223 @@
+"""What is learned of the cost kernel's parameters, and how far off its forecasts are.
+
+`kappa` is the geometric mean of observed / forecast at an endpoint, and takes up what the model (`core.cost`) leaves
+out. The error band comes from the quantiles of observed / forecast among forecasts of the same kind (idle or queued,
+with or without a cached beginning): no distribution is assumed, so it holds what it says.
+
+Rules
+* A forecast is stored with its lease, before the request is charged, and judged by the first token of that lease.
+* Only streamed answers teach: in others the first byte is the last.
+* Nothing learned leaves its bounds, whatever clocks and clients do.
+"""
+
+from math import exp, log
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.cost import LEAST_USAGE, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
+from fairlead.core.rates import Band, Rates
+from fairlead.core.records import Forecast
+from fairlead.core.table import EndpointTable
+
+#: Bounds of `kappa`, and the weight of the newest ratio.
+KAPPA = (0.5, 4.0)
+KAPPA_SHARE = 0.03
+#: The same of the time per output token.
+TPOT_KAPPA = (0.1, 10.0)
+TPOT_SHARE = 0.1
+#: What all endpoints have in common is for the bands' middle: `kappa` leaks back to 1 where nothing holds it.
+KAPPA_LEAK = 0.01
+#: Milliseconds that a request holds its memory after the first token; to begin with, and the newest one's weight.
+HOLD_MS = 10_000.0
+HOLD_SHARE = 0.02
+#: Steps from an answer's first token to its last; to begin with.
+ANSWER_STEPS = 250.0
+#: First tokens closer together than this (seconds) came from one step.
+SAME_STEP = 0.001
+#: A stretch ends after so many tokens even if there is more to compute.
+LONG_STRETCH = 5 * STEP_TOKENS
+#: KV utilisation above which who waits, waits for memory: one goes in for each answer that ends.
+FULL = 0.98
+#: KV utilisation above which stretches may contain waits for memory and do not teach rates.
+CROWDED = 0.9
+#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory.
+KINDS = 5
+
+
+class _Stretch(Struct):
+    """Prefill without a pause at one endpoint."""
+
+    start: float
+    end: float = 0.0
+    tokens: float = 0.0
+    work_ms: float = 0.0
+    steps: float = 0.0
+    #: Tokens of the first tokens that came last, at one moment.
+    newest: float = 0.0
+    #: The endpoint waited for memory.
+    spoiled: bool = False
+
+
+def _steps(tokens: float) -> float:
+    return float(-(-tokens // STEP_TOKENS))
+
+
+class Predictor:
+    """Columns have one entry per slot of the table."""
+
+    def __init__(self, table: EndpointTable) -> None:
+        self._table = table
+        self.rates = Rates(stale=table.stale)
+        self.kappa: FloatColumn = np.ones(0)
+        self.tpot_kappa: FloatColumn = np.ones(0)
+        self.hold_ms = HOLD_MS
+        self.answer_steps = ANSWER_STEPS
+        #: See `core.cost`.
+        self.ready: FloatColumn = np.zeros((READY, 0))
+        self.rows: list[FloatColumn] = []
+        self.slots: list[tuple[float, ...]] = []
+        self._bands = [Band() for _ in range(2 * KINDS)]
+        self._stretches: list[_Stretch | None] = []
+
+    def reset(self, slot: int) -> None:
+        """A new endpoint stands at `slot`."""
+        self.rates.reset(slot)
+        while slot >= len(self._stretches):
+            self._stretches.append(None)
+            self.ready = np.hstack((self.ready, np.zeros((READY, 1))))
+            self.rows = list(self.ready)
+            self.slots.append(())
+            self.kappa = np.append(self.kappa, 1.0)
+            self.tpot_kappa = np.append(self.tpot_kappa, 1.0)
+        self._stretches[slot] = None
+        self.kappa[slot] = self.tpot_kappa[slot] = 1.0
+
+    # ---- forecasts ----
+
+    def memory_wait(self, terms: Terms) -> FloatColumn:
+        """Milliseconds until endpoints have memory for the request, as it is expected."""
+        wait: FloatColumn = terms.kappa * memory_wait(terms.used, self._table.kv, self.hold_ms)
+        return wait
+
+    def ttft_quantile(self, terms: Terms, prompt: float, p: float) -> FloatColumn:
+        """TTFT that is kept with probability `p` (0.05..0.95), the wait for memory included."""
+        table = self._table
+        busy = np.minimum(table.pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
+        busy = np.where(terms.used > 1.0, KINDS - 1.0, np.minimum(busy, KINDS - 2.0))
+        kinds = (busy + KINDS * (terms.uncached < prompt)).astype(np.intp)
+        factors = np.array([exp(band.at(p)) for band in self._bands])
+        quantile: FloatColumn = (terms.ttft + self.memory_wait(terms)) * factors[kinds]
+        return quantile
+
+    def forecast(self, slot: int, prompt: float, uncached: float, alone_ms: float, now: float) -> Forecast:
+        """What a request is expected to take at one slot, with the wait for memory and the band. `uncached` of its
+        tokens (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full,
+        answers end one by one, and a request waits for those before it."""
+        if slot in self._table.stale:
+            renew(slot, self._table, self)
+        ready = self.slots[slot]
+        kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, _ = ready[6:]
+        ttft = ttft_at(ready, alone_ms, uncached, now)
+        used = kv + (queued + uncached) * per_capacity
+        if used > 1.0:
+            ttft += (used - 1.0) * (self.hold_ms / max(kv, LEAST_USAGE))
+            kind = KINDS - 1
+        else:
+            kind = min(int(pending), 2) + 1 if queued or active else 0
+        if queue >= 1.0 and kv > FULL:
+            ttft = max(ttft, queue * self.hold_ms / max(active, 1.0))
+        if uncached < prompt:
+            kind += KINDS
+        band, expected = self._bands[kind], ttft * kappa
+        return Forecast(
+            expected * exp(band.middle.value),
+            expected * exp(band.low.value),
+            expected * exp(band.high.value),
+            next_step * float(self.tpot_kappa[slot]),
+            ttft,
+            next_step,
+            kind,
+        )
+
+    def _step_ms(self, slot: int) -> float:
+        """A decode step now. It reads a shared beginning once per sequence, so the ledger's sum counts, not the memory
+        in use."""
+        return self.rates.step_ms(slot, float(self._table.active[slot]), float(self._table.kv_tokens[slot]))
+
+    # ---- learning ----
+
+    def first_token(
+        self, slot: int, forecast: Forecast, uncached: float, work_ms: float, sent: float, now: float
+    ) -> None:
+        """A request charged at `sent` got its first token. Call it before the ledger learns of it."""
+        self.judge(slot, forecast, (now - sent) * 1e3)
+        self._stretch(slot, uncached, work_ms, now)
+
+    def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
+        """A first token took so long."""
+        if not (0.0 < took_ms < 1e8 and forecast.model_ttft_ms > 0.0):
+            return
+        band = self._bands[forecast.kind]
+        kappa = float(self.kappa[slot])
+        off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
+        bounded = min(max(off - band.middle.value, -0.3), 0.3)
+        band.add(off)
+        low, high = KAPPA
+        self._table.stale.add(slot)
+        self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)
+
+    def _stretch(self, slot: int, uncached: float, work_ms: float, now: float) -> None:
+        """Add a first token to the open stretch, and close that if it ends or is long enough."""
+        table = self._table
+        stretch = self._stretches[slot]
+        running, usage = float(table.active[slot]), float(table.kv[slot])
+        if stretch is None:
+            stretch = self._stretches[slot] = _Stretch(float(table.prefill_since_ms[slot]) * 1e-3)
+            stretch.steps = 0.5 * min(running, 1.0)
+        if now - stretch.end < SAME_STEP:
+            stretch.steps -= _steps(stretch.newest)
+            stretch.newest += uncached
+        else:
+            stretch.newest = uncached
+        stretch.steps += _steps(stretch.newest)
+        stretch.end = now
+        stretch.tokens += uncached
+        stretch.work_ms += work_ms
+        stretch.spoiled |= usage > CROWDED
+        more = float(table.queued_tokens[slot]) - uncached
+        if more <= 0.0 or stretch.tokens >= LONG_STRETCH:
+            if not stretch.spoiled:
+                took = (now - stretch.start) * 1e3
+                self.rates.observe(slot, stretch.work_ms, stretch.steps, self._step_ms(slot), took)
+            self._stretches[slot] = _Stretch(now) if more > 0.0 else None
+
+    def ended(self, slot: int, forecast: Forecast, held_ms: float, completion_tokens: int) -> None:
+        """An answer ended `held_ms` after its first token, with so many tokens (-1 = not known)."""
+        if not 0.0 < held_ms < 1e8:
+            return
+        self.hold_ms += HOLD_SHARE * (held_ms - self.hold_ms)
+        kappa, model = float(self.tpot_kappa[slot]), forecast.model_tpot_ms
+        if model <= 0.0:
+            return
+        steps = min(held_ms / (kappa * model), 1e6)
+        self.answer_steps += HOLD_SHARE * (steps - self.answer_steps)
+        if completion_tokens > 1:
+            ratio = held_ms / (completion_tokens - 1) / (kappa * model)
+            low, high = TPOT_KAPPA
+            self.tpot_kappa[slot] = min(max(kappa * min(max(ratio, 0.25), 4.0) ** TPOT_SHARE, low), high)
+
+    def validate(self) -> None:
+        self.rates.validate()
+        for slot in set(range(len(self._stretches))) - self._table.stale:
+            ready, column = self.slots[slot], self.ready[:, slot].tolist()
+            renew(slot, self._table, self)
+            assert self.slots[slot] == ready and list(ready[:READY]) == column, (
+                f"slot {slot} changed, and nobody was told"
+            )
+        low, high = KAPPA
+        assert ((self.kappa >= low) & (self.kappa <= high)).all()
+        assert np.isfinite(self.tpot_kappa).all() and 0.0 <= self.hold_ms < 1e9 and 0.0 <= self.answer_steps <= 1e6
+        for band in self._bands:
+            band.validate()

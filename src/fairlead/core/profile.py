@@ -1,0 +1,308 @@
+"""Filter → score → pick, as a Policy.
+
+    candidates = alive ∧ every ability filter                     none left → refused, 503
+    available  = candidates ∧ availability filters                each only as long as it leaves any
+    preferred  = available ∧ every load filter                    none left → round robin over the available
+    total      = Σ weight · score · Π demotion, -inf where not preferred
+    pick       = picker(total)
+
+A plugin that raises is left out of that decision, counted, and reported through `on_plugin_error`; the request goes
+on.
+
+In a trace Σ weight · score is always the total: a demotion stands among the scorers, with minus the sum of their
+weights and the share of it that it took away.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+import numpy as np
+
+from fairlead.core.columns import BoolColumn, FloatColumn, scalar
+from fairlead.core.cost import Terms, cost
+from fairlead.core.errors import PluginError
+from fairlead.core.policy import (
+    CANDIDATES,
+    Answer,
+    Context,
+    Cycle,
+    Demoter,
+    Filter,
+    Key,
+    Picked,
+    Picker,
+    PickObserver,
+    Refused,
+    Scorer,
+    Stage,
+    SteadyFilter,
+    prefix_share,
+)
+from fairlead.core.records import Trace
+from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
+from fairlead.core.view import FleetView
+
+# What a request is expected to take everywhere, computed once per decision.
+
+#: Terms of the cost kernel over all slots.
+ESTIMATE: Key[Terms] = Key("estimate")
+
+
+def estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
+    """The columns of `ESTIMATE`; those of several slots in milliseconds."""
+    return cycle.once(ESTIMATE, _estimate, request, fleet, cycle)
+
+
+def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
+    share = prefix_share(request, fleet, cycle)
+    prompt = float(request.prompt_tokens)
+    return cost(prompt, None if share is None else share * scalar(prompt), fleet, cycle.now)
+
+
+NO_ENDPOINTS = "rejected-no-endpoints"
+#: Clients choose the names.
+_MAX_PASSED = 1024
+
+
+class Profile:
+    """A configured chain of plugins. `scorers` are (scorer, weight) pairs."""
+
+    def __init__(
+        self,
+        name: str,
+        filters: Sequence[Filter],
+        scorers: Sequence[tuple[Scorer, float]],
+        picker: Picker,
+        on_plugin_error: Callable[[PluginError], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.filters = tuple(filters)
+        self.scorers = tuple(scorers)
+        self.picker = picker
+        self._chain = sorted(filters, key=lambda plugin: plugin.stage)
+        self._lasting = [plugin for plugin in self._chain if plugin.stage is not Stage.LOAD]
+        self._weighted = tuple((scorer, weight, scalar(weight)) for scorer, weight in scorers)
+        self._points = sum(abs(weight) for _, weight in scorers)
+        self._demoters = tuple((plugin.name, plugin) for plugin in filters if isinstance(plugin, Demoter))
+        plugins: list[Filter | Scorer | Picker | Profile] = [*filters, *(scorer for scorer, _ in scorers), picker, self]
+        self._observers = tuple((plugin.name, plugin) for plugin in plugins if isinstance(plugin, PickObserver))
+        self._report = on_plugin_error
+        self._turn = -1
+        self._steady = all(isinstance(plugin, SteadyFilter) and plugin.steady for plugin in filters)
+        #: Models for which the steady filters keep all, of this table in this version.
+        self._passed: set[str] = set()
+        self._table: EndpointTable | None = None
+        self._version = -1
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        cycle = Cycle(context)
+        table = fleet.table
+        trace = Trace(endpoints=table.ids) if context.trace else None
+        if not table.count:
+            return self._none(trace, "the pool has no endpoints")
+        if self._steady and self._lets_pass(request, table):
+            kept = available = culprit = None
+        else:
+            kept, available, culprit = self._filter(request, fleet, cycle, trace, self._chain)
+            if self._steady and kept is None and culprit is None:
+                self._passed.add(request.target_model)
+        if culprit is not None:
+            if culprit.stage is Stage.ABILITY:
+                return self._none(trace, f"no endpoint can serve the request: filter {culprit.name} left none")
+            if trace is not None:
+                trace.candidates = available
+            slot = self._overflow(available, request, fleet, cycle)
+            return self._picked(slot, request, fleet, cycle, trace, overloaded=True)
+        if available is not None:
+            cycle.once(CANDIDATES, lambda: available)
+        slot = self._best(kept, request, fleet, cycle, trace)
+        return self._picked(slot, request, fleet, cycle, trace)
+
+    def _best(
+        self, kept: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None
+    ) -> int:
+        """The pick among those that the filters left."""
+        totals = self._totals(request, fleet, cycle, trace)
+        if kept is not None:
+            totals = np.where(kept, totals, -np.inf)
+        if trace is not None:
+            trace.total, trace.candidates = totals, kept
+        return self._pick(request, fleet, totals, cycle)
+
+    def _lets_pass(self, request: Request, table: EndpointTable) -> bool:
+        """Whether the filters, all of them steady, are known to keep every endpoint."""
+        if table is not self._table or table.version != self._version or len(self._passed) > _MAX_PASSED:
+            self._table, self._version = table, table.version
+            self._passed.clear()
+        if request.subset is not None or table.troubled:
+            return False
+        return (request.target or request.model) in self._passed
+
+    def _filter(
+        self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None, chain: Sequence[Filter]
+    ) -> tuple[BoolColumn | None, BoolColumn | None, Filter | None]:
+        """(preferred, available, the filter that left nothing). `None` = all slots."""
+        table = fleet.table
+        kept = available = None if table.count == len(table) else table.alive
+        for plugin in chain:
+            cycle.left = kept
+            try:
+                mask = plugin.keep(request, fleet, cycle)
+                if mask is None:
+                    continue
+                _check(mask, len(table))
+            except Exception as error:
+                self._failed(plugin.name, error)
+                continue
+            if trace is not None:
+                trace.filters.append((plugin.name, mask))
+            left = mask if kept is None else kept & mask
+            if not np.count_nonzero(left):
+                if plugin.stage is Stage.AVAILABILITY:
+                    continue
+                return kept, available, plugin
+            kept = left
+            if plugin.stage is not Stage.LOAD:
+                available = left
+        return kept, available, None
+
+    def able(self, request: Request, fleet: FleetView, context: Context) -> BoolColumn | None:
+        """Where the request can be served at all, busy or not: by the filters of ability and availability. `None` =
+        everywhere; nowhere = it would be refused. For flow control, which chooses among open endpoints itself."""
+        kept, _, culprit = self._filter(request, fleet, Cycle(context), None, self._lasting)
+        return kept if culprit is None else np.zeros(len(fleet.table), dtype=np.bool_)
+
+    def _totals(self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None) -> FloatColumn:
+        totals: FloatColumn | None = None
+        shape = (len(fleet.table),)
+        for plugin, weight, factor in self._weighted:
+            try:
+                scores = plugin.score(request, fleet, cycle)
+                if scores is None:
+                    continue
+                points = factor * scores
+                if points.shape != shape:
+                    raise ValueError(f"scores of shape {points.shape} for {shape[0]} slots")
+                totals = points if totals is None else totals + points
+            except Exception as error:
+                self._failed(plugin.name, error)
+                continue
+            if trace is not None:
+                trace.scorers.append((plugin.name, weight, scores))
+        return self._after_demotions(np.zeros(shape) if totals is None else totals, request, fleet, cycle, trace)
+
+    def _after_demotions(
+        self, totals: FloatColumn, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None
+    ) -> FloatColumn:
+        for name, demoter in self._demoters:
+            try:
+                demotion = demoter.demote(request, fleet, cycle)
+                if demotion is not None:
+                    totals = self._demoted(name, totals, demotion, trace)
+            except Exception as error:
+                self._failed(name, error)
+        return totals
+
+    def _demoted(self, name: str, totals: FloatColumn, demotion: FloatColumn, trace: Trace | None) -> FloatColumn:
+        lower = totals * demotion
+        if lower.shape != totals.shape:
+            raise ValueError(f"a demotion of shape {demotion.shape} for {len(totals)} slots")
+        if trace is not None and self._points:
+            trace.scorers.append((name, -self._points, (totals - lower) / self._points))
+        return lower
+
+    def _pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
+        try:
+            slot = self.picker.pick(request, fleet, totals, cycle)
+            if slot >= 0 and totals[slot] > -np.inf:
+                return int(slot)
+            self._failed(self.picker.name, ValueError(f"picked slot {slot}, which was filtered out"))
+        except Exception as error:
+            self._failed(self.picker.name, error)
+        return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
+
+    def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None:
+        """Where failures of plugins go, for profiles that were made without saying so."""
+        self._report = on_plugin_error
+
+    def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:
+        """One of the available endpoints, all of which are overloaded."""
+        return self._round_robin(available, len(fleet.table))
+
+    def _round_robin(self, available: BoolColumn | None, slots: int) -> int:
+        """The next one after the last one chosen this way."""
+        for step in range(1, slots + 1):
+            slot = (self._turn + step) % slots
+            if available is None or available[slot]:
+                self._turn = slot
+                return slot
+        raise AssertionError("called without candidates")
+
+    def _picked(
+        self, slot: int, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None, overloaded: bool = False
+    ) -> Picked:
+        if trace is not None:
+            trace.outcome = "fallback" if overloaded else "picked"
+        for name, observer in self._observers:
+            try:
+                observer.chosen(request, slot, fleet, cycle)
+            except Exception as error:
+                self._failed(name, error)
+        share = prefix_share(request, fleet, cycle)
+        if trace is not None:
+            trace.held = share
+        if share is None:
+            return Picked(slot, overloaded=overloaded, trace=trace)
+        best = float(share[share.argmax()])
+        return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
+
+    def _none(self, trace: Trace | None, message: str) -> Refused:
+        if trace is not None:
+            trace.outcome = "none"
+        return Refused(NO_ENDPOINTS, message, trace)
+
+    def _failed(self, plugin: str, error: Exception) -> None:
+        if self._report is not None:
+            self._report(PluginError(plugin, f"{type(error).__name__}: {error}"))
+
+
+def _check(mask: BoolColumn, slots: int) -> None:
+    if mask.dtype != np.bool_ or mask.shape != (slots,):
+        raise ValueError(f"{mask.dtype} of shape {mask.shape} is no mask of {slots} slots")
+
+
+# The fallback endpoint: which one gets a request when no connection to the chosen endpoint can be made.
+#
+# Rules
+# * It is the runner-up of the same decision, so it can serve the request and is thought to be well. Where all are
+#   overloaded and nobody rated them it is the least loaded of those that can.
+# * Late binding names who would compute the prompt soonest, of those that are open if there is another. A scheduler in
+#   another process names the first of its alternatives that is there; if it has none, it is late binding's for a
+#   request that waited. A pick without any of this has no fallback endpoint; nor has one to which the filters left no
+#   choice.
+# * It is never who computes the prompt of a pair.
+# * The gateway repeats a request by itself and tells afterwards, when a response comes or at the end. The lease moves
+#   then, and the endpoint that was chosen counts as having failed: after a few of those it is avoided.
+# * What was predicted for the first endpoint says nothing of the fallback endpoint, so nothing is learned from such a
+#   request.
+
+
+def runner_up(pick: Picked, table: EndpointTable) -> int:
+    """Its slot: as the pick says, else the best beside those of the pick; -1 = none. 1.0 us for 8 endpoints, 2 us for
+    1000."""
+    if pick.fallback_slot >= 0:
+        return pick.fallback_slot if pick.fallback_slot != pick.prefill_slot else -1
+    trace = pick.trace
+    if trace is None or trace.endpoints is not table.ids or table.count < 2:  # else its columns are no columns of ours
+        return -1
+    points = np.array(_by_load(trace.candidates, table) if trace.total is None else trace.total)
+    points[pick.slot] = -inf
+    if pick.prefill_slot >= 0:
+        points[pick.prefill_slot] = -inf
+    slot = int(points.argmax())
+    return slot if points[slot] > -inf else -1
+
+
+def _by_load(able: BoolColumn | None, table: EndpointTable) -> FloatColumn:
+    return np.where(table.alive if able is None else able & table.alive, -(table.queue + table.active), -inf)

@@ -1,0 +1,363 @@
+"""All queues: bands of flows of waiting requests, their limits, times to live and counts.
+
+Rules
+* `Queues` is the only thing that adds and removes. A request is in exactly one flow, once, until it is taken,
+  cancelled or expired; `validate()` proves it, and that every count is the sum it claims to be.
+* Limits hold for requests and bytes: of all, of a band, of a flow. A newcomer over a limit is refused, unless the
+  limit is the global one and lower bands can make enough room: then the newest of the lowest give way.
+* Nothing here looks at a clock; deadlines are compared with the time that is handed in.
+* Idle flows are forgotten after `FLOW_MEMORY` seconds, or when there are `MOST_IDLE`: clients choose tenants' names.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from math import inf
+from operator import attrgetter
+
+from fairlead.core.flow import SATURATED, Fairness, Flow, FlowKey, Limit, Limits, Ordering, Waiting
+from fairlead.core.policy import Refused
+from fairlead.core.request import Request
+
+# When waiting requests run out of time: in buckets, so that one who leaves early costs no more than one who is late.
+#
+# A heap would keep those that left until their time comes, or hold everybody up while it is cleaned. Here only the
+# bucket whose time comes next is sorted, once; most of it is in order already, as requests came.
+
+#: Buckets per second.
+_PER_SECOND = 8
+_deadline = attrgetter("deadline")
+
+
+class Deadlines:
+    """Waiting requests by their deadlines; those without one (`inf`) are not kept."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, dict[int, Waiting]] = {}
+        #: Keys of `_buckets`, and of some that are gone by now.
+        self._keys: list[int] = []
+        #: The bucket that is next: its key, and negative deadlines and numbers of its members and some that left, the
+        #: next last. No tuples, for thousands of them would call the cycle collector; and no members, for thousands of
+        #: them would die in one call.
+        self._next = -1
+        self._times: list[float] = []
+        self._numbers: list[int] = []
+
+    def add(self, waiting: Waiting) -> None:
+        if waiting.deadline == inf:
+            return
+        key = int(waiting.deadline * _PER_SECOND)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = {}
+            heappush(self._keys, key)
+        bucket[waiting.number] = waiting
+        if key == self._next:
+            place = bisect_left(self._times, -waiting.deadline)
+            self._times.insert(place, -waiting.deadline)
+            self._numbers.insert(place, waiting.number)
+
+    def remove(self, waiting: Waiting) -> None:
+        if waiting.deadline == inf:
+            return
+        key = int(waiting.deadline * _PER_SECOND)
+        bucket = self._buckets[key]
+        del bucket[waiting.number]
+        if not bucket:
+            del self._buckets[key]
+            if key == self._next:
+                self._next = -1
+
+    def first(self) -> Waiting | None:
+        """Who runs out of time first; of several, who came first."""
+        keys = self._keys
+        while keys and keys[0] not in self._buckets:
+            heappop(keys)
+        if not keys:
+            return None
+        bucket = self._buckets[keys[0]]
+        if keys[0] != self._next:
+            self._next = keys[0]
+            members = sorted(bucket.values(), key=_deadline)  # of equal ones who came first is first
+            members.reverse()
+            self._times = [-waiting.deadline for waiting in members]
+            self._numbers = [waiting.number for waiting in members]
+        while self._numbers[-1] not in bucket:
+            self._numbers.pop()
+            self._times.pop()
+        return bucket[self._numbers[-1]]
+
+    def members(self) -> set[int]:
+        """Numbers of all that are kept."""
+        return {number for bucket in self._buckets.values() for number in bucket}
+
+
+FLOW_MEMORY = 300.0
+MOST_IDLE = 10_000
+#: Flows looked at per queued request to find idle ones.
+_SWEEP = 2
+
+
+class Band:
+    """All flows of one priority."""
+
+    def __init__(self, priority: int, fairness: Fairness, ordering: Ordering, limit: Limit) -> None:
+        self.priority = priority
+        self.limit = limit
+        self.fairness = fairness
+        self.ordering = ordering
+        self.flows: dict[FlowKey, Flow] = {}
+        #: Who waits, by number, so in the order of their arrival.
+        self.members: OrderedDict[int, Waiting] = OrderedDict()
+        self.count = 0
+        self.bytes = 0
+
+    def last(self) -> Waiting:
+        """Who joined last. Raises `StopIteration` when nobody waits."""
+        return next(reversed(self.members.values()))
+
+    def longest_waiting(self) -> Waiting:
+        """Raises `StopIteration` when nobody waits."""
+        return next(iter(self.members.values()))
+
+    def oldest(self) -> float:
+        """Since when it waits; `inf` = nobody does."""
+        return self.longest_waiting().since if self.members else inf
+
+
+class Queues:
+    """Requests that wait. `policies(priority)` makes the fairness policy and the ordering of a new band."""
+
+    def __init__(self, policies: Callable[[int], tuple[Fairness, Ordering]], limits: Limits | None = None) -> None:
+        self._policies = policies
+        self.limits = limits or Limits()
+        #: By priority, highest first when iterated over with `bands`.
+        self._bands: dict[int, Band] = {}
+        self._order: list[int] = []
+        self._count = 0
+        self._deadlines = Deadlines()
+        self._numbers = 0
+        self._flows_made = 0
+        #: The first is looked at next. (An ordered one: a plain dict would be walked through from its emptied front.)
+        self._idle: OrderedDict[FlowKey, Flow] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def newest(self) -> int:
+        """The number of the request that joined last."""
+        return self._numbers
+
+    def members(self) -> list[Waiting]:
+        """Everybody, highest priority first."""
+        return [waiting for band in self.bands() for waiting in band.members.values()]
+
+    def bands(self) -> list[Band]:
+        """Highest priority first; only those that ever had a request."""
+        return [self._bands[-negative] for negative in self._order]
+
+    # ---- in ----
+
+    def put(self, request: Request, now: float, ttl: float, work: float) -> tuple[Waiting | Refused, list[Waiting]]:
+        """Queue a request for at most `ttl` seconds. Returns what became of it, and who had to give way."""
+        band = self._band(request.priority)
+        key = FlowKey(request.priority, request.model, request.fairness_id)
+        flow = band.flows.get(key) or self._flow(band, key, now)
+        displaced = self._room(request, band, flow)
+        if isinstance(displaced, Refused):
+            self._forget_idle(now)
+            return displaced, []
+        self._numbers += 1
+        waiting = Waiting(request, now, now + ttl, max(work, 1.0), self._numbers, flow=flow)
+        waiting.key = band.ordering.key(waiting)
+        self._idle.pop(key, None)
+        insort(flow.waiting, (waiting.key, waiting.number, waiting))
+        flow.seen = now
+        flow.bytes += waiting.size
+        band.count += 1
+        band.members[waiting.number] = waiting
+        band.bytes += waiting.size
+        self.bytes += waiting.size
+        self._count += 1
+        self._deadlines.add(waiting)
+        band.fairness.queued(waiting)
+        self._forget_idle(now)
+        return waiting, displaced
+
+    def _room(self, request: Request, band: Band, flow: Flow) -> "list[Waiting] | Refused":
+        size, limits = request.body_bytes, self.limits
+        if flow.limit.full(len(flow), flow.bytes, size):
+            return Refused(SATURATED, "too many requests of this model and tenant are waiting", status=429)
+        if band.limit.full(band.count, band.bytes, size):
+            return Refused(SATURATED, f"too many requests of priority {band.priority} are waiting", status=429)
+        displaced: list[Waiting] = []
+        if limits.total.full(len(self), self.bytes, size):
+            lower = [
+                lower_band for lower_band in self.bands() if lower_band.priority < band.priority and lower_band.count
+            ]
+            count = len(self) - sum(lower_band.count for lower_band in lower)
+            if not lower or limits.total.full(count, self.bytes - sum(lower_band.bytes for lower_band in lower), size):
+                return Refused(SATURATED, "too many requests are waiting", status=429)
+            while limits.total.full(len(self), self.bytes, size):
+                while not lower[-1].count:
+                    lower.pop()
+                victim = lower[-1].last()
+                self.remove(victim)
+                displaced.append(victim)
+        return displaced
+
+    def _band(self, priority: int) -> Band:
+        band = self._bands.get(priority)
+        if band is None:
+            fairness, ordering = self._policies(priority)
+            band = self._bands[priority] = Band(priority, fairness, ordering, self.limits.of_band(priority))
+            insort(self._order, -priority)
+        return band
+
+    def _flow(self, band: Band, key: FlowKey, now: float) -> Flow:
+        self._flows_made += 1
+        rule = self.limits.rule(key.model, key.tenant)
+        made = Flow(key, self._flows_made, now, rule.limit or self.limits.flow, rule.weight)
+        flow = band.flows[key] = self._idle[key] = made
+        return flow
+
+    def _forget_idle(self, now: float) -> None:
+        for _ in range(min(_SWEEP, len(self._idle))):
+            key, flow = self._idle.popitem(last=False)
+            if now - flow.seen > FLOW_MEMORY or len(self._idle) >= MOST_IDLE:
+                del self._bands[key.priority].flows[key]
+            else:
+                self._idle[key] = flow
+
+    # ---- out ----
+
+    def turns(self, band: Band, window: int) -> Iterator[list[Waiting]]:
+        """Windows of a band, see `Fairness.turns`. Nothing may be added or removed while it is iterated over."""
+        return iter(band.fairness.turns(window))
+
+    def dispatch(self, waiting: Waiting, now: float, cost: float) -> None:
+        """It goes to an endpoint now; `cost` as for `Fairness.spent`."""
+        flow = waiting.flow
+        assert flow is not None
+        self._bands[flow.key.priority].fairness.spent(flow, cost)
+        flow.dispatched += 1
+        flow.seen = now
+        self.remove(waiting)
+
+    def remove(self, waiting: Waiting) -> None:
+        """It waits no more: it goes, its time is over, or its client is gone."""
+        flow = waiting.flow
+        assert flow is not None
+        band = self._bands[flow.key.priority]
+        index = bisect_left(flow.waiting, (waiting.key, waiting.number))
+        assert flow.waiting[index][2] is waiting
+        del flow.waiting[index]
+        self._count -= 1
+        flow.bytes -= waiting.size
+        band.count -= 1
+        del band.members[waiting.number]
+        band.bytes -= waiting.size
+        self.bytes -= waiting.size
+        if not flow.waiting:
+            self._idle[flow.key] = flow
+        band.fairness.left(waiting)
+        self._deadlines.remove(waiting)
+
+    def _waits(self, waiting: Waiting) -> bool:
+        return self._bands[waiting.request.priority].members.get(waiting.number) is waiting
+
+    def next_deadline(self) -> float:
+        """Clock seconds; `inf` = nobody has one."""
+        first = self._deadlines.first()
+        return inf if first is None else first.deadline
+
+    def expire(self, now: float, most: float = inf) -> list[Waiting]:
+        """Take out those whose time is over, the most overdue first, up to `most`."""
+        late: list[Waiting] = []
+        while len(late) < most and (first := self._deadlines.first()) is not None and first.deadline <= now:
+            self.remove(first)
+            late.append(first)
+        return late
+
+    def clear(self, most: float = inf) -> list[Waiting]:
+        """Take out everybody, up to `most`: the highest band first, and in it who waits longest."""
+        removed: list[Waiting] = []
+        for band in self.bands():
+            while len(removed) < most and band.count:
+                removed.append(band.longest_waiting())
+                self.remove(removed[-1])
+        return removed
+
+    def validate(self) -> None:
+        """Raise `AssertionError` unless every request is in exactly one place and every count is right."""
+        seen: dict[Waiting, None] = {}
+        assert sorted(self._order) == self._order == sorted(-priority for priority in self._bands)
+        for priority, band in self._bands.items():
+            for key, flow in band.flows.items():
+                assert key == flow.key and key.priority == priority
+                assert flow.waiting == sorted(flow.waiting)
+                assert flow.bytes == sum(entry[2].size for entry in flow.waiting)
+                assert bool(flow.waiting) != (key in self._idle)
+                for sort_key, number, waiting in flow.waiting:
+                    assert (sort_key, number) == (waiting.key, waiting.number) and waiting.flow is flow
+                    assert waiting not in seen
+                    seen[waiting] = None
+            assert band.count == sum(map(len, band.flows.values())) == len(band.members)
+            assert list(band.members) == sorted(band.members)
+            assert all(self._waits(waiting) for waiting in band.members.values())
+            assert band.bytes == sum(flow.bytes for flow in band.flows.values())
+            offered = [w for turn in band.fairness.turns(1 << 30) for w in turn]
+            assert len(set(map(id, offered))) == len(offered) and all(self._waits(w) for w in offered)
+            assert bool(offered) == bool(band.count)
+        assert set(seen) == set(self.members()) and len(seen) == self._count
+        assert self.bytes == sum(waiting.size for waiting in seen)
+        assert self._deadlines.members() == {w.number for w in seen if w.deadline < inf}
+
+
+# Minimum shares: what a lower band gets although higher ones want everything.
+#
+# Theory. Bands are strict, so a lower one may starve. A band with a share `s` is owed `s` of all work that leaves the
+# queues while it waits, and pays with what it is given. While it is owed something it goes first; otherwise it takes
+# its turn below the others as ever. So a waiting band gets at least its share, late by at most `MOST` tokens, and
+# never more than its share at the cost of a higher one.
+#
+# Rules
+# * Nobody is owed anything for the time in which nobody of the band waits.
+# * A debt is bounded: a band that nobody could serve for a while does not take all afterwards.
+# * Without shares nothing is counted.
+
+#: Uncached prompt tokens that a band is owed at most, or owes.
+MOST = 65_536.0
+
+
+class Shares:
+    """`of`: priority → share of the work, 0..1. Raises `ValueError` if they exceed the whole."""
+
+    def __init__(self, of: Mapping[int, float]) -> None:
+        self._of = {priority: share for priority, share in of.items() if share > 0.0}
+        if any(not 0.0 <= share <= 1.0 for share in of.values()) or sum(of.values()) > 1.0:
+            raise ValueError("the bands' shares must be at most 1 together")
+        #: Priority → tokens that the band is owed.
+        self.owed = dict.fromkeys(self._of, 0.0)
+
+    def order(self, bands: Sequence[Band]) -> Sequence[Band]:
+        """`bands` in the order in which they are served; those that are owed something come first."""
+        if not self._of:
+            return bands
+        owed = self.owed
+        return sorted(bands, key=lambda band: -max(owed.get(band.priority, 0.0), 0.0))
+
+    def spent(self, bands: Sequence[Band], priority: int, cost: float) -> None:
+        """A request of the band is sent to an endpoint. To be called while it is still counted in its band."""
+        if not self._of:
+            return
+        waiting = {band.priority for band in bands if band.count}
+        for band_priority, share in self._of.items():
+            if band_priority not in waiting:
+                self.owed[band_priority] = 0.0
+                continue
+            owed = self.owed[band_priority] + share * cost - (cost if band_priority == priority else 0.0)
+            self.owed[band_priority] = min(max(owed, -MOST), MOST)

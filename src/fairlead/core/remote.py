@@ -1,0 +1,217 @@
+"""A scheduler in another process, as a Policy across a wire.
+
+Rules
+* A request that is asked for is parked until the answer, the deadline or the loss of the connection, whichever comes
+  first; the others find it gone and change nothing. So it is decided exactly once, and charged only when it is.
+* Whatever a scheduler does (late, silent, gone, nonsense), its requests are decided by the built-in policy behind
+  it. Only an explicit refusal reaches the client.
+* Under flow control it is asked once there is room, also for requests that waited (`room`).
+* A pick is believed only if the endpoint exists and can serve the request, by the filters of the built-in policy.
+* Late and invalid answers count for the breaker. Losing the connection does not: while there is none nobody is
+  asked.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from zlib import crc32
+
+from msgspec import Struct, field
+
+from fairlead.core.columns import BoolColumn
+from fairlead.core.errors import PluginError
+from fairlead.core.policy import Answer, Context, Policy, Refused
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+
+# A circuit breaker: who fails again and again is left alone for a while, then tried with one request.
+#
+# closed ── failures in a row ──► open ── cooldown ──► half-open ── one success ──► closed
+#                                  ▲                       │
+#                                  └────── one failure ────┘
+
+CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
+STATES = (CLOSED, OPEN, HALF_OPEN)
+
+
+class BreakerRules(Struct, frozen=True, kw_only=True):
+    #: Failures in a row.
+    failures: int = 5
+    #: Seconds.
+    cooldown: float = 1.0
+
+
+class Breaker:
+    """Times are clock seconds, handed in."""
+
+    __slots__ = ("_failed", "_opened_at", "_probing", "opened", "rules", "state")
+
+    def __init__(self, rules: BreakerRules | None = None) -> None:
+        self.rules = rules or BreakerRules()
+        self.state = CLOSED
+        #: How often it opened.
+        self.opened = 0
+        self._failed = 0
+        self._opened_at = 0.0
+        self._probing = False
+
+    def ready(self, now: float) -> bool:
+        """Whether one more may be tried now; half open that is one at a time."""
+        if self.state == OPEN:
+            return now - self._opened_at >= self.rules.cooldown
+        return self.state == CLOSED or not self._probing
+
+    def allows(self, now: float) -> bool:
+        """The same, and it is tried: `succeeded`, `failed` or `dropped` follows."""
+        if not self.ready(now):
+            return False
+        if self.state != CLOSED:
+            self.state = HALF_OPEN
+            self._probing = True
+        return True
+
+    def succeeded(self) -> None:
+        self.state = CLOSED
+        self._failed = 0
+        self._probing = False
+
+    def failed(self, now: float) -> None:
+        self._failed += 1
+        if self.state == HALF_OPEN or (self.state == CLOSED and self._failed >= self.rules.failures):
+            self.state = OPEN
+            self.opened += 1
+            self._opened_at = now
+
+    def dropped(self) -> None:
+        """One that was tried ended without a verdict."""
+        self._probing = False
+
+
+#: (request, fleet, now): where it can be served at all; `None` = everywhere.
+Able = Callable[[Request, FleetView, float], BoolColumn | None]
+
+#: The reason of a refusal that the scheduler wanted.
+REFUSED = "rejected-by-scheduler"
+
+
+class RemoteStats(Struct):
+    """Sums over a policy's life."""
+
+    asked: int = 0
+    #: Of those, requests that had waited under flow control.
+    queued: int = 0
+    #: Answers that decided a request (picks and refusals).
+    answered: int = 0
+    refused: int = 0
+    #: Answers that came when nobody waited any more.
+    late: int = 0
+    #: An alternative was taken because the endpoint had left.
+    alternatives: int = 0
+    #: Requests that the built-in policy decided, by why: `down`, `breaker`, `full`, `deadline`, `lost`, `invalid`,
+    #: `gone` (the endpoint left in the meantime), `passed` (the scheduler had no opinion).
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    def fell_back(self, why: str) -> None:
+        self.fallbacks[why] = self.fallbacks.get(why, 0) + 1
+
+
+class AsksElsewhere(ABC):
+    """A policy that may have requests decided by a scheduler in another process."""
+
+    @abstractmethod
+    def remote_for(self, request: Request) -> "RemotePolicy | None":
+        """Who is to be asked for this one; `None` = nobody."""
+
+
+class RemotePolicy(AsksElsewhere):
+    """`fallback` decides what the scheduler does not; `able` are its filters; `budget` in seconds. `on_answer` is told
+    the seconds that an answer in time took."""
+
+    def __init__(
+        self,
+        name: str,
+        fallback: Policy,
+        able: Able,
+        budget: float = 0.005,
+        breaker: BreakerRules | None = None,
+        on_answer: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self.name = name
+        self.fallback = fallback
+        self.able = able
+        self.budget = budget
+        self.breaker = Breaker(breaker)
+        self.connected = False
+        self.stats = RemoteStats()
+        self.on_answer = on_answer
+
+    def behind(self, fallback: Policy, able: Able) -> "RemotePolicy":
+        """The same scheduler before another built-in policy: connection, breaker and counts are shared."""
+        made = RemotePolicy(self.name, fallback, able, self.budget, on_answer=self.on_answer)
+        made.breaker, made.stats, made.connected = self.breaker, self.stats, self.connected
+        return made
+
+    def remote_for(self, request: Request) -> "RemotePolicy | None":
+        return self
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        """The fallback's choice."""
+        pick = self.fallback.choose(request, fleet, context)
+        pick.by = pick.by or self.fallback.name
+        return pick
+
+
+# A share of the requests is decided by another policy: a canary.
+#
+# Rules
+# * The requests of one session go one way, so that neither policy loses the other's cached prompts in
+#   mid-conversation; without a session each request is drawn for itself, by its number. No chance is involved: a
+#   replay goes the same ways.
+# * A canary that raises is replaced by the primary for that request, and reported.
+
+_PARTS = 10_000
+
+
+class Canary(AsksElsewhere):
+    """`percent` of the requests go by `canary`, the others by `primary`."""
+
+    def __init__(
+        self,
+        primary: Policy,
+        canary: Policy,
+        percent: float,
+        on_plugin_error: Callable[[PluginError], None] | None = None,
+    ) -> None:
+        self.primary = primary
+        self.canary = canary
+        self._below = round(percent * _PARTS / 100)
+        self._report = on_plugin_error
+        #: Decisions of each, by the name of the policy that was to decide.
+        self.decided = {"primary": 0, "canary": 0}
+
+    @property
+    def name(self) -> str:
+        return self.primary.name
+
+    def takes(self, request: Request) -> bool:
+        """Whether the canary decides it."""
+        key = request.session or str(request.id)
+        return crc32(key.encode("utf-8", "replace")) % _PARTS < self._below
+
+    def remote_for(self, request: Request) -> RemotePolicy | None:
+        policy = self.canary if self.takes(request) else self.primary
+        return policy.remote_for(request) if isinstance(policy, AsksElsewhere) else None
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        if self.takes(request):
+            try:
+                pick = self.canary.choose(request, fleet, context)
+                if isinstance(pick, Refused) or fleet.table.endpoints[pick.slot] is not None:
+                    pick.by = pick.by or self.canary.name
+                    self.decided["canary"] += 1
+                    return pick
+                raise IndexError(f"slot {pick.slot} has no endpoint")
+            except Exception as error:
+                if self._report is not None:
+                    self._report(PluginError(self.canary.name, f"{type(error).__name__}: {error}"))
+        self.decided["primary"] += 1
+        return self.primary.choose(request, fleet, context)

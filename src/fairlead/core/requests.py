@@ -1,0 +1,210 @@
+"""A request's life: its states, what may happen in each, and the one registry of those that are here.
+
+    collecting → understood → (asking knowledge) → queued → (asked elsewhere) → routed → answering → ended
+
+Rules
+* A request is in exactly one state, and a state has one owner. The ext_proc session has those in which the body is read
+  and knowledge is asked for; `RequestArrived` hands the request over, and `Requests` has all that follow.
+* `TRANSITIONS` is the law: what may happen in a state, and which states may follow. An empty tuple: it comes late or
+  twice, and changes nothing. What is not there must not happen, and is asserted.
+* Entering a state takes what `HOLDS` says of it, leaving it releases that. Nothing else refers to requests by their id:
+  the parts below have objects of their own (`Waiting`, `Question`, `Lease`), which the entry holds.
+* `ending` is for many at once: the endpoint left or does not know the request any more, its load is off the books, and
+  the record of its end is written in a later turn of the event loop.
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum, StrEnum
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.core import events as ev
+from fairlead.core.flow import Waiting
+from fairlead.core.ledger import Lease
+from fairlead.core.parking import Question
+from fairlead.core.request import Request, Usage
+
+
+class RequestState(IntEnum):
+    """See the module's rules."""
+
+    COLLECTING = 0
+    UNDERSTOOD = 1
+    ASKING_KNOWLEDGE = 2
+    QUEUED = 3
+    ASKED_ELSEWHERE = 4
+    ROUTED = 5
+    ANSWERING = 6
+    ENDING = 7
+    ENDED = 8
+
+    @property
+    def label(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+class Trigger(StrEnum):
+    """What may happen to a request beside the events that name it."""
+
+    READ = "body read"
+    REFUSED = "refused"
+    KNOWLEDGE_ASKED = "knowledge asked for"
+    DISPATCHED = "endpoint open"
+    TIMED_OUT = "deadline"
+    DISPLACED = "displaced"
+    STOPPED = "shut down"
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+    RECONCILED = "reconciled"
+    ENDPOINT_GONE = "endpoint-gone"
+    RECORDED = "end recorded"
+
+
+S, T = RequestState, Trigger
+_LATE: tuple[RequestState, ...] = ()
+_ALL_LATE: dict[type | Trigger, tuple[RequestState, ...]] = {
+    ev.FirstTokenSeen: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE, ev.ResponseEnded: _LATE,
+    ev.StreamLost: _LATE, ev.RemotePicked: _LATE, T.EXPIRED: _LATE, T.RECONCILED: _LATE,
+}  # fmt: skip
+
+TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] = {
+    S.COLLECTING: {T.READ: (S.UNDERSTOOD,), T.REFUSED: (S.ENDED,), ev.StreamLost: (S.ENDED,)},
+    S.UNDERSTOOD: {
+        T.KNOWLEDGE_ASKED: (S.ASKING_KNOWLEDGE,),
+        ev.RequestArrived: (S.QUEUED, S.ASKED_ELSEWHERE, S.ROUTED, S.ENDED),
+        ev.StreamLost: (S.ENDED,),
+    },
+    S.ASKING_KNOWLEDGE: {
+        ev.RequestArrived: (S.QUEUED, S.ASKED_ELSEWHERE, S.ROUTED, S.ENDED),
+        ev.StreamLost: (S.ENDED,),
+    },
+    S.QUEUED: {
+        T.DISPATCHED: (S.ASKED_ELSEWHERE, S.ROUTED),
+        T.TIMED_OUT: (S.ENDED,),
+        T.DISPLACED: (S.ENDED,),
+        T.STOPPED: (S.ENDED,),
+        ev.StreamLost: (S.ENDED,),
+        ev.FirstTokenSeen: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE, ev.ResponseEnded: _LATE,
+        ev.RemotePicked: _LATE,
+    },
+    S.ASKED_ELSEWHERE: {
+        ev.RemotePicked: (S.ROUTED, S.ENDED),
+        ev.RemoteDown: (S.ROUTED, S.ENDED),
+        T.TIMED_OUT: (S.ROUTED, S.ENDED),
+        ev.StreamLost: (S.ENDED,),
+        ev.FirstTokenSeen: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE, ev.ResponseEnded: _LATE,
+    },
+    S.ROUTED: {
+        ev.FirstTokenSeen: (S.ANSWERING,),
+        ev.RequestMoved: (S.ROUTED, S.ANSWERING),
+        ev.UsageReported: (S.ROUTED,),
+        ev.ResponseEnded: (S.ENDED,),
+        ev.StreamLost: (S.ENDED,),
+        T.EVICTED: (S.ROUTED,),
+        T.EXPIRED: (S.ENDED,),
+        T.RECONCILED: (S.ENDED,),
+        T.ENDPOINT_GONE: (S.ENDING,),
+        ev.RemotePicked: _LATE,
+    },
+    S.ANSWERING: {
+        ev.RequestMoved: (S.ANSWERING,),
+        ev.UsageReported: (S.ANSWERING,),
+        ev.ResponseEnded: (S.ENDED,),
+        ev.StreamLost: (S.ENDED,),
+        T.EVICTED: (S.ANSWERING,),
+        T.EXPIRED: (S.ENDED,),
+        T.RECONCILED: (S.ENDED,),
+        T.ENDPOINT_GONE: (S.ENDING,),
+        ev.FirstTokenSeen: _LATE, ev.RemotePicked: _LATE,
+    },
+    S.ENDING: {T.RECORDED: (S.ENDED,), **_ALL_LATE},
+    S.ENDED: _ALL_LATE,
+}  # fmt: skip
+
+#: What a request has in each state; nothing in the others.
+HOLDS: dict[RequestState, str] = {
+    S.QUEUED: "waiting",
+    S.ASKED_ELSEWHERE: "question",
+    S.ROUTED: "lease",
+    S.ANSWERING: "lease",
+    S.ENDING: "lease",
+}
+#: Whose the first states are; the registry has the others.
+SESSION = (S.COLLECTING, S.UNDERSTOOD, S.ASKING_KNOWLEDGE)
+#: Events about one request that is here already.
+OF_REQUEST = (ev.FirstTokenSeen, ev.RequestMoved, ev.UsageReported, ev.ResponseEnded, ev.StreamLost)
+
+
+class RequestEntry(Struct, eq=False):
+    """One request, and all that is held for it."""
+
+    request: Request
+    #: Who sent it, and can tell whether it is still within reach.
+    client: Any = None
+    state: RequestState = S.UNDERSTOOD
+    #: Its place in a queue.
+    waiting: Waiting | None = None
+    #: What a scheduler in another process was asked for it, with the reservation that is kept meanwhile.
+    question: Question | None = None
+    #: What it is charged for, with that of the endpoint that computes its prompt.
+    lease: Lease | None = None
+    #: Token counts that came before its end.
+    usage: Usage | None = None
+
+
+class Requests:
+    """The registry: id → entry of every request that has arrived and has not ended."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, RequestEntry] = {}
+        self.get = self._entries.get
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[RequestEntry]:
+        """In the order of their arrival."""
+        return iter(self._entries.values())
+
+    def add(self, request: Request, client: Any = None) -> RequestEntry:
+        """It has arrived. `move` comes in the same call: here it is `understood` only for as long as it is decided."""
+        assert request.id not in self._entries, "a request arrives once"
+        entry = self._entries[request.id] = RequestEntry(request, client)
+        return entry
+
+    def move(self, entry: RequestEntry, trigger: type | Trigger, state: RequestState) -> None:
+        """To its next state. The caller takes and releases what `HOLDS` says."""
+        assert state in TRANSITIONS[entry.state][trigger], f"{entry.state.label}: {trigger} → {state.label}"
+        entry.state = state
+        if state is S.ENDED:
+            del self._entries[entry.request.id]
+
+    def validate(self) -> None:
+        """Raise `AssertionError` unless each entry has what its state says, and nothing else."""
+        for number, entry in self._entries.items():
+            assert number == entry.request.id
+            assert entry.state in HOLDS, f"request {number} is left in the state {entry.state.label}"
+            parts = {"waiting": entry.waiting, "question": entry.question, "lease": entry.lease}
+            held = {name for name, part in parts.items() if part is not None}
+            assert held == {HOLDS[entry.state]}, f"{entry.state.label} holds {held}"
+            assert entry.usage is None or HOLDS[entry.state] == "lease"
+
+
+def diagram() -> str:
+    """`TRANSITIONS` as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", "    [*] --> collecting"]
+    for state, row in TRANSITIONS.items():
+        targets: dict[RequestState, list[str]] = {}
+        for trigger, following in row.items():
+            for target in following:
+                if target is not state:
+                    targets.setdefault(target, []).append(trigger if isinstance(trigger, Trigger) else trigger.__name__)
+        for target, names in targets.items():
+            end = "[*]" if target is S.ENDED else _node(target)
+            lines.append(f"    {_node(state)} --> {end}: {', '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _node(state: RequestState) -> str:
+    return state.name.lower()

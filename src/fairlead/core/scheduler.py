@@ -1,0 +1,644 @@
+"""START HERE: one request's way through the scheduler.
+
+    received    the ext_proc session reads the gateway's messages until the request is whole
+    parsed      `apis` understands the body → `RequestArrived`
+    named       `core/models` says which model it is for, and how urgent it is
+    admitted    at once while endpoints are open, else it waits (`core/flow_control`) until one is
+    scheduled   the policy chooses an endpoint; the lease is charged in the same call
+    routed      `Route` or `Reject` goes back to the session, which answers the gateway
+    observed    `FirstTokenSeen` frees the prefill, `ResponseEnded` the rest; `Record` tells metrics and journal
+
+Rules
+* `handle` is the only door: nothing else changes state. It is synchronous, does no I/O, reads no clock but the one
+  it was given and no randomness but the generator it was given. So a log of events is a capture, and feeding it
+  again is a replay.
+* Every request here has one entry in `requests`, whose state says what it may meet and what is held for it: see
+  `fairlead.core.requests`. What comes for a state that does not expect it is ignored in `handle`, and nowhere else.
+* Every `RequestArrived` is answered by exactly one `Route` or `Reject`, at once or by a later call, unless its
+  `StreamLost` comes first. Every routed request ends in exactly one `Record(OutcomeRecord)`, whatever mix of ends,
+  cancels, losses, expiries and departures follows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
+
+from fairlead.core import events as ev
+from fairlead.core.clock import Clock
+from fairlead.core.errors import ConfigError, PluginError
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import DISPLACED, LEFT, Waiting
+from fairlead.core.flow_control import MARGIN, Bound, FlowController
+from fairlead.core.instructions import (
+    AdoptConfiguration,
+    Evict,
+    Hold,
+    Instruction,
+    Record,
+    RefuseConfiguration,
+    Reject,
+    Route,
+    SetTimer,
+)
+from fairlead.core.ledger import Lease
+from fairlead.core.models import Catalogue, Refusal, applied, unnamed
+from fairlead.core.parking import TIMER as REMOTE_TIMER
+from fairlead.core.parking import Decided, Parking, Question, Reservation
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
+from fairlead.core.profile import runner_up
+from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
+from fairlead.core.remote import RemotePolicy
+from fairlead.core.request import Request, Usage
+from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Requests, RequestState, Trigger
+from fairlead.core.scheduling import Build
+from fairlead.core.shadow import CaseTaker
+from fairlead.core.tokens import TokenEstimator
+
+# Requests that are over though nobody said so one by one: their endpoint left, or does not have them, or they expired.
+#
+# Thousands can be over at once, and each is taken off the books, written down and counted: 6 µs. So a few at a time
+# are, in turns of the event loop of their own, and others are served in between.
+
+TIMER = "endings"
+#: Requests ended in one call.
+MOST = 64
+
+
+class Endings:
+    """Those that are not ended yet, in order. `end` ends one, unless something else has meanwhile."""
+
+    def __init__(self, clock: Clock, end: Callable[[RequestEntry, Trigger], list[Instruction]]) -> None:
+        self._clock = clock
+        self._end = end
+        self._left: deque[tuple[deque[RequestEntry], Trigger]] = deque()
+
+    def add(self, entries: Iterable[RequestEntry], why: Trigger) -> list[Instruction]:
+        """End these behind those that wait already; many only in the calls that follow."""
+        batch = deque(entries)
+        if not batch:
+            return []
+        self._left.append((batch, why))
+        return [self._timer()] if len(batch) > MOST else self.some()
+
+    def some(self) -> list[Instruction]:
+        """End the first `MOST`. The timer is for the others."""
+        instructions: list[Instruction] = []
+        for _ in range(MOST):
+            if not self._left:
+                return instructions
+            batch, why = self._left[0]
+            entry = batch.popleft()
+            if not batch:
+                self._left.popleft()
+            instructions += self._end(entry, why)
+        if self._left:
+            instructions.append(self._timer())
+        return instructions
+
+    def _timer(self) -> SetTimer:
+        return SetTimer(TIMER, self._clock.time())
+
+
+#: Name and period (seconds) of the timer that looks for expired leases.
+EXPIRY_TIMER = "expire-leases"
+EXPIRY_PERIOD = 5.0
+S, T = RequestState, Trigger
+_UNKNOWN = Usage()
+
+
+class Pipeline:
+    """Owns all mutable state of the scheduler."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        fleet: Fleet,
+        policy: Policy,
+        tokens: TokenEstimator,
+        on_plugin_error: Callable[[PluginError], None] | None = None,
+        flow_controller: FlowController | None = None,
+        *,
+        remotes: Mapping[str, RemotePolicy] | None = None,
+        shadows: CaseTaker | None = None,
+        snapshot: Callable[[Fleet, float], Snapshot] | None = None,
+        build: Build | None = None,
+    ) -> None:
+        """`flow_controller`: `None` = every request is scheduled at once. `remotes`: schedulers in other processes
+        that `policy` may ask, by name. `shadows`: whom each decision is shown to afterwards. `snapshot`: takes down
+        what each decision was made from. `build`: builds what the document of a `Reconfigured` says; `None` = none is
+        taken."""
+        self._clock = clock
+        self._rng = rng
+        self.fleet = fleet
+        self.policy = policy
+        #: Read by parsers to estimate prompt tokens; learns only in here.
+        self.tokens = tokens
+        self._report = on_plugin_error
+        self.flow_controller = flow_controller
+        #: What is defined of model names; an empty one changes nothing.
+        self.models = Catalogue()
+        self.snapshot = snapshot
+        self.shadows = shadows
+        #: Questions to schedulers in other processes; `None` = there are none.
+        self.parking: Parking | None = None if remotes is None else Parking(remotes)
+        self._build = build
+        #: All requests that are here.
+        self.requests = Requests()
+        self._endings = Endings(clock, self._over)
+        self._handlers: dict[type, Callable[..., list[Instruction]]] = {
+            ev.RequestArrived: self._request_arrived,
+            ev.FirstTokenSeen: self._first_token_seen,
+            ev.RequestMoved: self._request_moved,
+            ev.UsageReported: self._usage_reported,
+            ev.ResponseEnded: self._response_ended,
+            ev.StreamLost: self._stream_lost,
+            ev.EndpointUp: self._endpoint_up,
+            ev.EndpointDown: self._endpoint_down,
+            ev.MetricsSampled: self._metrics_sampled,
+            ev.MetricsFailed: self._metrics_failed,
+            ev.ModelsChanged: self._models_changed,
+            ev.Reconfigured: self._reconfigured,
+            ev.RemoteUp: self._remote,
+            ev.RemoteDown: self._remote,
+            ev.RemotePicked: self._remote,
+            ev.ShadowsJudged: lambda event: [Record(record) for record in event.records],
+            ev.StopAsked: self._stop_asked,
+            ev.TimerFired: self._timer_fired,
+        }
+
+    def handle(self, event: ev.Event) -> list[Instruction]:
+        """Take one fact, return what is to be done about it."""
+        kind = type(event)
+        if kind not in OF_REQUEST:
+            instructions = self._handlers[kind](event)
+        else:
+            entry = self.requests.get(event.request_id)  # type: ignore[union-attr]
+            if entry is None or not TRANSITIONS[entry.state][kind]:
+                instructions = []  # late
+            else:
+                instructions = self._handlers[kind](entry, event)
+        if self.flow_controller is not None and len(self.flow_controller):
+            instructions = instructions + self.flow_controller.dispatched(
+                self._bound, self._evict, self.fleet, self._clock.time()
+            )
+        return instructions
+
+    def start(self) -> list[Instruction]:
+        """The first instructions, before any event."""
+        return [SetTimer(EXPIRY_TIMER, self._clock.time() + EXPIRY_PERIOD)]
+
+    # ---- scheduled ----
+
+    def _request_arrived(self, event: ev.RequestArrived) -> list[Instruction]:
+        now = self._clock.time()
+        request = event.request
+        if not self.models.empty or request.rewrite:
+            resolution = self.models.resolve(request, self._rng)
+            if isinstance(resolution, Refusal):
+                return unnamed(request, resolution, now, self.policy.name, event.client)
+            request = applied(request, resolution)
+        entry = self.requests.add(request, event.client)
+        if self.flow_controller is not None:
+            return self._admitted(self.flow_controller, entry, now)
+        if self.parking is not None:
+            asked = self._ask(self.parking, entry, ev.RequestArrived, now)
+            if asked:
+                return asked
+        return self._send(entry, ev.RequestArrived, self._choose(request, now), now)
+
+    def _admitted(self, flow: FlowController, entry: RequestEntry, now: float) -> list[Instruction]:
+        """Flow control. Where another process decides, an open endpoint somewhere is enough to go on."""
+        question = pick = None
+        request, arrived = entry.request, ev.RequestArrived
+        reservation = Reservation(None, now)
+        if flow.asks(self.fleet, now):
+            if self.parking is not None and self.parking.reaches(self.policy, request, now):
+                reservation.opened = flow.opened(self.fleet, now)
+                question = self.parking.question(self.policy, request, self.fleet, now, reservation)
+            else:
+                pick = self._choose(request, now)
+        slot = reservation.slot if pick is None else pick.slot if isinstance(pick, Picked) else -1
+        outcome = flow.flow.arrived(request, self.fleet, now, slot)
+        if outcome is None:
+            if self.parking is not None:
+                asked = self._ask(self.parking, entry, arrived, now, reservation, question)
+                if asked:
+                    return asked
+            return self._send(entry, arrived, pick or self._choose(request, now), now)
+        if isinstance(outcome, Refused):
+            self._unrouted(entry, arrived)
+            return flow.refused(request, outcome, now, entry.client)
+        waiting, displaced = outcome
+        entry.waiting = waiting
+        self.requests.move(entry, arrived, S.QUEUED)
+        given_way = self._sent_away(((moved, DISPLACED) for moved in displaced), T.DISPLACED, now)
+        return [*given_way, Hold(request.id, waiting.deadline - now + MARGIN, entry.client)]
+
+    def _ask(
+        self,
+        parking: Parking,
+        entry: RequestEntry,
+        trigger: type | Trigger,
+        now: float,
+        reservation: Reservation | None = None,
+        question: Question | None = None,
+    ) -> list[Instruction]:
+        """Put it to the scheduler in another process; nothing = it is decided here."""
+        request = entry.request
+        question = question or parking.question(self.policy, request, self.fleet, now, reservation)
+        if question is None:
+            parking.missed(self.policy, request, now)
+            return []
+        entry.question = question
+        self.requests.move(entry, trigger, S.ASKED_ELSEWHERE)
+        output = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+        return parking.ask(question, self.fleet, now, output)
+
+    def _refused(
+        self, entry: RequestEntry, trigger: type | Trigger, pick: Refused, now: float, queued_ms: float
+    ) -> list[Instruction]:
+        self._unrouted(entry, trigger)
+        request = entry.request
+        record = DecisionRecord(
+            request=request,
+            at=now,
+            policy=pick.by or self.policy.name,
+            outcome=pick.reason,
+            status=pick.status,
+            queued_ms=queued_ms,
+            trace=pick.trace,
+        )
+        reject = Reject(
+            request_id=request.id,
+            status=pick.status,
+            reason=pick.reason,
+            message=pick.message,
+            retry_after_s=1.0,
+            api=request.api,
+            client=entry.client,
+        )
+        return [reject, Record(record)]
+
+    def _unrouted(self, entry: RequestEntry, trigger: type | Trigger) -> None:
+        """It ends without having been sent anywhere."""
+        self.requests.move(entry, trigger, S.ENDED)
+        if self.fleet.exact is not None:
+            self.fleet.exact.dropped(entry.request)
+
+    def _remote(self, event: ev.RemoteUp | ev.RemoteDown | ev.RemotePicked) -> list[Instruction]:
+        parking, now = self.parking, self._clock.time()
+        if parking is None:
+            return []
+        if isinstance(event, ev.RemotePicked):
+            return self._decide(parking.picked(event, self._question, self.fleet, now), ev.RemotePicked)
+        if isinstance(event, ev.RemoteDown):
+            return self._decide(parking.lost(event.remote), ev.RemoteDown)
+        parking.up(event.remote)
+        return []
+
+    def _question(self, request_id: int) -> Question | None:
+        entry = self.requests.get(request_id)
+        return entry.question if entry is not None else None
+
+    def _decide(self, over: Iterable[Decided], trigger: type | Trigger) -> list[Instruction]:
+        """Requests that were asked for elsewhere, one after the other: each sees the charges of those before it, and
+        the reservations of those after it."""
+        now, instructions = self._clock.time(), list[Instruction]()
+        for question, picked in over:
+            entry, kept = self._unasked(question), question.reservation
+            queued_ms = kept.queued_ms(now) if kept is not None else 0.0
+            pick = picked or self._instead(question, now)
+            if isinstance(pick, Picked) and pick.fallback_slot < 0 and kept is not None:
+                pick.fallback_slot = kept.fallback_slot(pick.slot, self.fleet)
+            instructions += self._send(entry, trigger, pick, now, queued_ms)
+        return instructions
+
+    def _unasked(self, question: Question) -> RequestEntry:
+        """The question is over, and nothing is reserved for it any more."""
+        entry = self.requests.get(question.request.id)
+        assert entry is not None and entry.question is question
+        entry.question = None
+        if question.reservation is not None and question.reservation.lease is not None:
+            self.fleet.ledger.release(question.reservation.lease)
+        return entry
+
+    def _instead(self, question: Question, now: float) -> Answer:
+        """A scheduler did not decide: late binding has, or the policy does, unless what it wants is not open."""
+        reservation = question.reservation
+        kept = reservation.kept(self.fleet) if reservation is not None else None
+        if kept is not None and reservation is not None and reservation.waited:
+            return kept
+        pick = self._choose(question.request, now, question.policy)
+        flow = self.flow_controller
+        opened = flow.opened(self.fleet, now) if flow is not None and kept is not None else None
+        return kept if kept and opened is not None and isinstance(pick, Picked) and not opened[pick.slot] else pick
+
+    def _bound(self, bound: Bound, now: float) -> list[Instruction]:
+        """A request that waited goes now."""
+        waiting, flow = bound.waiting, self.flow_controller
+        assert flow is not None
+        entry = self._unqueued(waiting)
+        trace = bound.trace
+        if self.snapshot is not None and trace is not None:
+            trace.snapshot = self.snapshot(self.fleet, now)
+        pick = Picked(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=flow.policy, trace=trace)
+        pick.fallback_slot = bound.fallback_slot
+        if self.parking is not None:
+            opened = flow.opened(self.fleet, now)
+            reservation = Reservation(opened, waiting.since, waiting.deadline, pick, waited=True)
+            asked = self._ask(self.parking, entry, T.DISPATCHED, now, reservation)
+            if asked:
+                return asked
+        return self._send(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
+
+    def _unqueued(self, waiting: Waiting) -> RequestEntry:
+        entry = self.requests.get(waiting.request.id)
+        assert entry is not None and entry.waiting is waiting
+        entry.waiting = None
+        return entry
+
+    def _sent_away(self, refused: Iterable[tuple[Waiting, Refused]], trigger: Trigger, now: float) -> list[Instruction]:
+        """They have left their queue, and are told so."""
+        instructions: list[Instruction] = []
+        for waiting, why in refused:
+            entry = self._unqueued(waiting)
+            self._unrouted(entry, trigger)
+            assert self.flow_controller is not None
+            waited_ms = (now - waiting.since) * 1e3
+            instructions += self.flow_controller.refused(waiting.request, why, now, entry.client, waited_ms)
+        return instructions
+
+    def _send(
+        self, entry: RequestEntry, trigger: type | Trigger, pick: Answer, now: float, queued_ms: float = 0.0
+    ) -> list[Instruction]:
+        if isinstance(pick, Refused):
+            return self._refused(entry, trigger, pick, now, queued_ms)
+        request, fleet, slot = entry.request, self.fleet, pick.slot
+        endpoints = fleet.table.endpoints
+        endpoint = endpoints[slot]
+        assert endpoint is not None, "policies pick among living endpoints"
+        hit = int(pick.hit_share * request.prompt_tokens)
+        expected = self.tokens.estimate_output(request.target or request.model, request.max_tokens, request.api)
+        shown = self.shadows.take(request, pick, fleet, now, expected) if self.shadows is not None else []
+        predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now) if fleet.exact is not None else None
+        prefill = endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
+        if prefill is None:
+            lease = fleet.charge(request, slot, now, hit, expected)
+        else:
+            lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
+        lease.predicted = predicted
+        entry.lease = lease
+        self.requests.move(entry, trigger, S.ROUTED)
+        fallback_slot = runner_up(pick, fleet.table)
+        fallback = endpoints[fallback_slot] if fallback_slot >= 0 else None
+        evictable = self.flow_controller is not None and self.flow_controller.may_evict(request)
+        route = Route(
+            request.id,
+            endpoint,
+            prefill.address if prefill else "",
+            fallback.address if fallback else "",
+            request.target,
+            request.model if request.target else "",
+            evictable,
+            entry.client,
+        )
+        record = DecisionRecord(
+            request=request,
+            at=now,
+            policy=pick.by or self.policy.name,
+            endpoint=endpoint.id,
+            address=endpoint.address,
+            prefill=prefill.id if prefill else "",
+            hit_tokens=hit,
+            best_hit_tokens=int(pick.best_share * request.prompt_tokens),
+            overloaded=pick.overloaded,
+            queued_ms=queued_ms,
+            forecast=lease.forecast,
+            trace=pick.trace,
+        )
+        return [route, Record(record), *shown]
+
+    def _choose(self, request: Request, now: float, policy: Policy | None = None) -> Answer:
+        policy = policy or self.policy
+        try:
+            pick = policy.choose(request, self.fleet, Context(now, self._rng))
+            if self.snapshot is not None and pick.trace is not None:
+                pick.trace.snapshot = self.snapshot(self.fleet, now)
+            if isinstance(pick, Refused) or self.fleet.table.endpoints[pick.slot] is not None:
+                return pick
+            raise IndexError(f"slot {pick.slot} has no endpoint")
+        except Exception as error:  # a policy may come from anywhere: its failure must not become the client's
+            if self._report is not None:
+                self._report(PluginError(policy.name, f"{type(error).__name__}: {error}"))
+        alive = self.fleet.table.slots()
+        if not alive:
+            return Refused("rejected-no-endpoints", "the pool has no endpoints")
+        return Picked(alive[int(self._rng.random() * len(alive))][0])
+
+    # ---- observed ----
+
+    def _first_token_seen(self, entry: RequestEntry, event: ev.FirstTokenSeen) -> list[Instruction]:
+        assert entry.lease is not None
+        self.requests.move(entry, ev.FirstTokenSeen, S.ANSWERING)
+        self.fleet.first_token(entry.lease, self._clock.time())
+        return []
+
+    def _request_moved(self, entry: RequestEntry, event: ev.RequestMoved) -> list[Instruction]:
+        """Charge the request to the endpoint that has it. Nothing when that is known already, or is not of the pool."""
+        lease = entry.lease
+        assert lease is not None
+        there = (slot for slot, endpoint in self.fleet.table.slots() if endpoint.address == event.address)
+        slot = next(there, lease.slot)
+        if not lease.unreached and slot != lease.slot:
+            entry.lease = self.fleet.move(lease, slot, self._clock.time())
+            self.requests.move(entry, ev.RequestMoved, S.ANSWERING)
+        return []
+
+    def _usage_reported(self, entry: RequestEntry, event: ev.UsageReported) -> list[Instruction]:
+        entry.usage = event.usage
+        self._learn(entry.request, event.usage)
+        return []
+
+    def _learn(self, request: Request, usage: Usage) -> None:
+        if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
+            self.tokens.learn(request.model, request.prompt_bytes, usage.prompt_tokens, request.api)
+        if usage.completion_tokens > 0:
+            self.tokens.learn_output(request.target_model, usage.completion_tokens, request.max_tokens, request.api)
+
+    def _response_ended(self, entry: RequestEntry, event: ev.ResponseEnded) -> list[Instruction]:
+        lease, fleet, status, usage = entry.lease, self.fleet, event.status, event.usage
+        assert lease is not None
+        now = self._clock.time()
+        fleet.ledger.release(lease)
+        if event.client_gone:
+            return [self._ended(entry, ev.ResponseEnded, event, "client-disconnect", now)]
+        failed = not 0 < status < 500
+        if failed or fleet.table.troubled:
+            fleet.answered(lease.slot, not failed, now)
+        if usage is not None:
+            self._learn(entry.request, usage)
+        else:
+            usage = entry.usage
+        if 200 <= status < 300:
+            fleet.completed(lease, now, usage.completion_tokens if usage is not None else -1, event.ttft_ms)
+        return [self._ended(entry, ev.ResponseEnded, event, "natural", now)]
+
+    def _ended(
+        self, entry: RequestEntry, trigger: type | Trigger, event: ev.ResponseEnded, cause: str, now: float
+    ) -> Record:
+        """A routed request is over, and its lease is off the books."""
+        lease, request = entry.lease, entry.request
+        assert lease is not None
+        usage = event.usage or entry.usage or _UNKNOWN
+        if self.fleet.exact is not None:
+            self.fleet.exact.ended(lease.predicted, usage, 200 <= event.status < 300, now)
+        self.requests.move(entry, trigger, S.ENDED)
+        return Record(
+            OutcomeRecord(
+                request=request,
+                at=now,
+                endpoint=lease.endpoint_id,
+                status=event.status,
+                cause=cause,
+                ttft_ms=event.ttft_ms,
+                duration_ms=event.duration_ms,
+                request_bytes=request.body_bytes,
+                response_bytes=event.response_bytes,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                hit_tokens=lease.hit_tokens,
+                forecast=lease.forecast,
+                unreached=lease.unreached,
+            )
+        )
+
+    def _stream_lost(self, entry: RequestEntry, event: ev.StreamLost) -> list[Instruction]:
+        now, flow = self._clock.time(), self.flow_controller
+        if entry.lease is not None:
+            cause = "evicted" if entry.lease.evicted_at >= 0.0 else "stream-lost"
+            return self._given_up(entry, ev.StreamLost, cause)
+        queued_ms = 0.0
+        if entry.waiting is not None and flow is not None:
+            flow.flow.queues.remove(entry.waiting)
+            queued_ms = (now - entry.waiting.since) * 1e3
+            entry.waiting = None
+        elif entry.question is not None and self.parking is not None:
+            question = entry.question
+            self.parking.cancel(question)
+            self._unasked(question)
+            queued_ms = question.reservation.queued_ms(now) if question.reservation is not None else 0.0
+        self._unrouted(entry, ev.StreamLost)
+        return [] if flow is None else [flow.record(entry.request, LEFT, now, queued_ms)]
+
+    def _given_up(self, entry: RequestEntry, trigger: type | Trigger, cause: str) -> list[Instruction]:
+        assert entry.lease is not None
+        self.fleet.ledger.release(entry.lease)
+        end = ev.ResponseEnded(request_id=entry.request.id)
+        return [self._ended(entry, trigger, end, cause, self._clock.time())]
+
+    def _over(self, entry: RequestEntry, why: Trigger) -> list[Instruction]:
+        """The turn of one of many that are over."""
+        trigger = T.RECORDED if why is T.ENDPOINT_GONE else why
+        return self._given_up(entry, trigger, why.value) if TRANSITIONS[entry.state][trigger] else []
+
+    def _evict(self, lease: Lease, rejection: Reject) -> Evict:
+        entry = self.requests.get(lease.request.id)
+        assert entry is not None and entry.lease is lease
+        self.requests.move(entry, T.EVICTED, entry.state)
+        lease.evicted_at = self._clock.time()
+        client, entry.client = entry.client, None
+        return Evict(rejection, client)
+
+    # ---- the fleet ----
+
+    def _endpoint_up(self, event: ev.EndpointUp) -> list[Instruction]:
+        return self._abandoned(self.fleet.up(event.endpoint))
+
+    def _endpoint_down(self, event: ev.EndpointDown) -> list[Instruction]:
+        return self._abandoned(self.fleet.down(event.endpoint_id))
+
+    def _abandoned(self, leases: list[Lease]) -> list[Instruction]:
+        """Their endpoint is gone, and they are off the books."""
+        entries = self._entries(leases)
+        for entry in entries:
+            self.requests.move(entry, T.ENDPOINT_GONE, S.ENDING)
+        return self._endings.add(entries, T.ENDPOINT_GONE)
+
+    def _entries(self, leases: Iterable[Lease]) -> list[RequestEntry]:
+        return [entry for lease in leases if (entry := self.requests.get(lease.request.id)) is not None]
+
+    def _metrics_sampled(self, event: ev.MetricsSampled) -> list[Instruction]:
+        held_no_more = self.fleet.sampled(event.endpoint_id, event.started, self._clock.time(), event.sample)
+        return self._endings.add(self._entries(held_no_more), T.RECONCILED) if held_no_more else []
+
+    def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
+        self.fleet.scrape_failed(event.endpoint_id, self._clock.time(), event.answered)
+        return []
+
+    def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:
+        self.models = Catalogue(event.models, event.rules)
+        return []
+
+    def _reconfigured(self, event: ev.Reconfigured) -> list[Instruction]:
+        """Between two decisions: the next one is made by the new document."""
+        if self._build is None:
+            return [RefuseConfiguration(event.document, "this scheduler keeps the configuration that it began with")]
+        try:
+            scheduling = self._build(event.document)
+        except (PluginError, ConfigError) as error:
+            return [RefuseConfiguration(event.document, str(error))]
+        self.policy = scheduling.policy
+        self.shadows = scheduling.shadows
+        self.fleet.ledger.ttl = scheduling.lease_ttl
+        if self.flow_controller is not None:
+            self.flow_controller.follow(scheduling.base.name, scheduling.able)
+        if self.parking is not None:
+            self.parking.remotes = scheduling.remotes
+        elif scheduling.remotes:
+            self.parking = Parking(scheduling.remotes)
+        return [AdoptConfiguration(event.document, scheduling)]
+
+    def _stop_asked(self, event: ev.StopAsked) -> list[Instruction]:
+        flow, now = self.flow_controller, self._clock.time()
+        return self._sent_away(flow.flow.stop(now), T.STOPPED, now) if flow is not None else []
+
+    def _timer_fired(self, event: ev.TimerFired) -> list[Instruction]:
+        now = self._clock.time()
+        if event.name == REMOTE_TIMER and self.parking is not None:
+            return self._decide(self.parking.expired(now), T.TIMED_OUT) + self.parking.timer()
+        if event.name == TIMER:
+            return self._endings.some()
+        if event.name != EXPIRY_TIMER:
+            flow = self.flow_controller
+            return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)
+        expired = self.fleet.ledger.expired(now, MOST)
+        next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD
+        return [*self._endings.add(self._entries(expired), T.EXPIRED), SetTimer(EXPIRY_TIMER, next_expiry)]
+
+    def validate(self) -> None:
+        """Raise `AssertionError` when an invariant of any part is broken, or parts disagree about a request."""
+        self.requests.validate()
+        self.fleet.validate()
+        waiting: list[Waiting] = []
+        questions: list[Question] = []
+        leases: list[Lease | None] = []
+        for entry in self.requests:
+            if entry.waiting is not None:
+                waiting.append(entry.waiting)
+            elif entry.question is not None:
+                questions.append(entry.question)
+                leases.append(entry.question.reservation.lease if entry.question.reservation else None)
+            elif entry.lease is not None:
+                assert entry.lease.held == (entry.state is not S.ENDING)
+                assert entry.lease.pending == (entry.state is S.ROUTED) or entry.state is S.ENDING
+                leases += entry.lease, entry.lease.prefill
+        if self.flow_controller is not None:
+            self.flow_controller.validate()
+            assert set(map(id, waiting)) == set(map(id, self.flow_controller.flow.queues.members()))
+        if self.parking is not None:
+            self.parking.validate()
+            assert set(self.parking.questions) == set(questions)
+        held = {lease for lease in leases if lease is not None and lease.held}
+        assert held == set(self.fleet.ledger), "a lease is on the books that no request has"

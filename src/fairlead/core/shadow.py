@@ -1,0 +1,209 @@
+"""Policies on trial: shown each decision after it was made, from the same numbers, and nothing comes of it but figures.
+
+Theory. A policy can only be compared with another one on the decisions that were made, not on those that it would have
+led to: what it says about the next request depends on where it would have sent the last. So a shadow's agreement and
+regret say how differently it chooses, by the reference cost's forecasts; what that does to latencies only the
+simulator, or a canary, can tell.
+
+Rules
+* A case is taken before the request is charged: the shadow sees what the policy saw. Taking it is all that happens in
+  the call that decides (about 5 µs).
+* Judging may happen anywhere, for instance in another thread: a case shares nothing that changes, and the policies on
+  trial are instances of their own.
+* Whatever a shadow raises or returns becomes the `error` of its verdict.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import index
+from random import Random
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.cost import cost as expected_cost
+from fairlead.core.events import Outcome, RemotePick
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Instruction, JudgeShadows
+from fairlead.core.policy import Context, Cycle, Picked, Policy, Refused
+from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
+from fairlead.core.request import NO_PREFIX, Request
+from fairlead.core.snapshot import Restored, Snapshots
+
+#: Milliseconds of everybody's time, by slot: what choices are compared by.
+Reference = Callable[[Request, Fleet, Cycle], FloatColumn]
+#: Where the request can be served; `None` = everywhere.
+Able = Callable[[Request, Fleet, float], BoolColumn | None]
+_MAX_ERROR = 200
+
+
+class CaseTaker:
+    """`share` of the decisions, drawn with `rng` (one of its own, so that shadows change no other draw)."""
+
+    def __init__(self, share: float, rng: Random) -> None:
+        self._share = share
+        self._rng = rng
+        self._snapshots = Snapshots()
+        #: Cases that could not be taken.
+        self.failed = 0
+
+    def take(self, request: Request, pick: Picked, fleet: Fleet, now: float, expected: float) -> list[Instruction]:
+        """Before the charge. Nothing, or that shadows are to judge it. Raises nothing: the request comes first."""
+        if self._share < 1.0 and self._rng.random() >= self._share:
+            return []
+        try:
+            return [JudgeShadows(self._case(request, pick, fleet, now, expected))]
+        except Exception:
+            self.failed += 1
+            return []
+
+    def _case(self, request: Request, pick: Picked, fleet: Fleet, now: float, expected: float) -> ShadowCase:
+        endpoint = fleet.table.endpoints[pick.slot]
+        trace = pick.trace
+        held = trace.held if trace is not None else fleet.match(request)
+        snapshot = trace.snapshot if trace is not None else None
+        bare = replace(request, prefix=NO_PREFIX, blocks=None)
+        name = endpoint.id if endpoint is not None else ""
+        return ShadowCase(bare, pick.slot, name, snapshot or self._snapshots(fleet, now), held, expected)
+
+
+class Replica:
+    """A fleet that becomes that of one case after the other; made anew only when endpoints change."""
+
+    def __init__(self) -> None:
+        self._last: Snapshot | None = None
+        self._fleet: Restored | None = None
+
+    def fleet(self, case: ShadowCase) -> Restored:
+        snapshot, last, fleet = case.snapshot, self._last, self._fleet
+        same = last is not None and snapshot.endpoints is last.endpoints and snapshot.adapters is last.adapters
+        self._last = snapshot
+        if fleet is None or not same:
+            fleet = self._fleet = Restored(snapshot, case.held)
+            return fleet
+        fleet.table.floats[:] = snapshot.floats
+        predictor = fleet.predictor
+        rates = predictor.rates
+        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step)
+        for column, values in zip(columns, snapshot.learned, strict=True):
+            column[:] = values
+        predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
+        fleet.table.rewritten()
+        fleet.held = case.held
+        return fleet
+
+
+class Terms(Struct):
+    """Of one case, by slot."""
+
+    cost: FloatColumn
+    ttft: FloatColumn
+    able: BoolColumn | None
+    lowest: float
+
+
+#: A case and what was computed of it.
+Opened = tuple[ShadowCase, Terms]
+
+
+class Bench:
+    """Judges one case after the other, for one thread. `reference` says what choices cost, `able` who may serve."""
+
+    def __init__(self, reference: Reference, able: Able, rng: Random) -> None:
+        self._reference = reference
+        self._able = able
+        self._rng = rng
+        self._replica = Replica()
+        self._case: ShadowCase | None = None
+        self._terms: Terms | None = None
+
+    def open(self, case: ShadowCase) -> Restored:
+        """Begin with this case. Returns the fleet as it was."""
+        fleet = self._replica.fleet(case)
+        request, now = case.request, case.snapshot.at
+        cycle = Cycle(Context(now, self._rng, trace=False))
+        able = self._able(request, fleet, now)
+        alive = fleet.table.alive
+        allowed = alive if able is None else alive & able
+        cost = self._reference(request, fleet, cycle)
+        held = None if case.held is None else case.held * request.prompt_tokens
+        ttft = expected_cost(request.prompt_tokens, held, fleet, now).ttft
+        lowest = float(cost[allowed].min()) if allowed.any() else 0.0
+        self._case, self._terms = case, Terms(cost, ttft, allowed, lowest)
+        return fleet
+
+    @property
+    def opened(self) -> Opened:
+        """The case that is open, to come back to it later."""
+        assert self._case is not None and self._terms is not None
+        return self._case, self._terms
+
+    def reopen(self, opened: Opened) -> None:
+        self._case, self._terms = opened
+
+    def decide(self, name: str, policy: Policy) -> ShadowVerdict:
+        """What a policy would have done. Raises nothing."""
+        case, fleet = self._case, self._replica.fleet
+        assert case is not None
+        try:
+            context = Context(case.snapshot.at, self._rng, trace=False)
+            pick = policy.choose(case.request, fleet(case), context)
+            if isinstance(pick, Refused):
+                return self.verdict(name, -1)
+            if not isinstance(pick, Picked):
+                raise TypeError(f"{type(pick).__name__}, expected Picked or Refused")
+            return self.verdict(name, pick.slot)
+        except Exception as error:
+            return ShadowVerdict(name, error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
+
+    def answered(self, name: str, pick: RemotePick, took_us: float) -> ShadowVerdict:
+        """What a scheduler in another process would have done. Raises nothing."""
+        try:
+            return replace(self._answered(name, pick), took_us=took_us)
+        except ValueError as error:
+            return ShadowVerdict(name, error=str(error)[:_MAX_ERROR], took_us=took_us)
+
+    def _answered(self, name: str, pick: RemotePick) -> ShadowVerdict:
+        case = self._case
+        assert case is not None
+        if pick.outcome == Outcome.PASSED:
+            return ShadowVerdict(name, error="passed")
+        if pick.outcome != Outcome.PICKED:
+            return self.verdict(name, -1)
+        slots = [
+            i
+            for i, endpoint in enumerate(case.snapshot.endpoints)
+            if endpoint is not None and endpoint.id == pick.endpoint
+        ]
+        if not slots:
+            raise ValueError(f"picked {pick.endpoint!r}, which is no endpoint")
+        return self.verdict(name, slots[0])
+
+    def verdict(self, name: str, slot: int) -> ShadowVerdict:
+        """Of a choice; -1 = it would have refused the request. Raises `ValueError` or `TypeError` for what is none."""
+        case, terms = self._case, self._terms
+        assert case is not None and terms is not None
+        slot = index(slot)
+        if not -1 <= slot < len(terms.cost):
+            raise ValueError(f"picked slot {slot} of {len(terms.cost)}")
+        if slot < 0:
+            return ShadowVerdict(name)
+        endpoint = case.snapshot.endpoints[slot]
+        if endpoint is None or (terms.able is not None and not terms.able[slot]):
+            raise ValueError(f"picked slot {slot}, which cannot serve the request")
+        return ShadowVerdict(
+            name,
+            endpoint.id,
+            slot == case.slot,
+            self._regret(slot),
+            float(terms.ttft[case.slot] - terms.ttft[slot]),
+        )
+
+    def record(self, verdicts: Sequence[ShadowVerdict]) -> ShadowRecord:
+        case = self._case
+        assert case is not None
+        return ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, self._regret(case.slot), tuple(verdicts))
+
+    def _regret(self, slot: int) -> float:
+        assert self._terms is not None
+        return max(float(self._terms.cost[slot]) - self._terms.lowest, 0.0)

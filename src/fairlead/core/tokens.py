@@ -1,0 +1,106 @@
+"""Tokens guessed from bytes, corrected by what model servers report.
+
+Theory. Without the model's tokenizer the best cheap guess is bytes / (bytes per token), and that ratio is a property of
+the model's vocabulary and of its clients' language and format. Both drift slowly, so it is kept as a ratio of two
+decaying sums (not as a mean of ratios, in which a 20-byte prompt would weigh as much as a 20-kB one).
+
+The default of 4.2: English text has about 4.5 bytes per token in the usual vocabularies of 100,000 to 150,000 tokens
+and code about 3.5, but the bytes counted here are JSON. Role names, quotes and escapes add some 30 bytes to a message
+for the 4 or 5 tokens that a chat template adds, and CJK text has about 3 to 4 bytes per token, so the middle is near 4.
+"""
+
+from collections import OrderedDict
+
+from msgspec import Struct
+
+from fairlead.core.apis import WITHOUT_OUTPUT
+
+DEFAULT_BYTES_PER_TOKEN = 4.2
+DEFAULT_OUTPUT_TOKENS = 256.0
+#: A report outside of this says that bytes and tokens do not belong together (media, embeddings); it is clipped.
+MIN_BYTES_PER_TOKEN = 1.0
+MAX_BYTES_PER_TOKEN = 12.0
+#: One report counts at most as this many bytes, so that a single long prompt cannot set the ratio.
+MAX_WEIGHT = 65536
+#: Weight of the default, in bytes: a few ordinary prompts outweigh it.
+PRIOR_WEIGHT = 4096.0
+#: The sums lose this share with every report: half after 34 reports.
+DECAY = 0.02
+#: Weight of the newest completion length.
+OUTPUT_ALPHA = 0.05
+MAX_TOKENS = 2**31 - 1
+
+
+class _Learned(Struct):
+    bytes_seen: float = PRIOR_WEIGHT
+    tokens_seen: float = PRIOR_WEIGHT / DEFAULT_BYTES_PER_TOKEN
+    output: float = DEFAULT_OUTPUT_TOKENS
+
+
+_UNKNOWN = _Learned()
+
+
+class TokenEstimator:
+    """Learns per (model, API). Only reports create entries, so names that clients invent cost nothing; of more than
+    `max_models` the one reported least recently is forgotten. Estimates are O(1)."""
+
+    def __init__(self, max_models: int = 512) -> None:
+        self._learned: OrderedDict[tuple[str, str], _Learned] = OrderedDict()
+        self._max_models = max_models
+
+    def __len__(self) -> int:
+        return len(self._learned)
+
+    def estimate(self, model: str, prompt_bytes: int, api: str = "chat") -> int:
+        """Prompt tokens in `prompt_bytes` bytes of prompt, at least 1 if there are any bytes."""
+        if prompt_bytes <= 0:
+            return 0
+        known = self._learned.get((model, api), _UNKNOWN)
+        if prompt_bytes > MAX_TOKENS:  # a float cannot hold any integer
+            prompt_bytes = min(prompt_bytes, MAX_TOKENS * 16)
+            return min(round(prompt_bytes * known.tokens_seen / known.bytes_seen), MAX_TOKENS)
+        return round(prompt_bytes * known.tokens_seen / known.bytes_seen) or 1
+
+    def bytes_per_token(self, model: str, api: str = "chat") -> float:
+        known = self._learned.get((model, api), _UNKNOWN)
+        return known.bytes_seen / known.tokens_seen
+
+    def learn(self, model: str, prompt_bytes: int, prompt_tokens: int, api: str = "chat") -> None:
+        """Take a report of `prompt_tokens` for a prompt of `prompt_bytes`; one that says nothing is ignored."""
+        if prompt_bytes <= 0 or prompt_tokens <= 0:
+            return
+        # Clipped as integers first: a float cannot hold any integer.
+        weight = float(min(prompt_bytes, MAX_WEIGHT))
+        ratio = min(prompt_bytes, MAX_TOKENS) / min(prompt_tokens, MAX_TOKENS)
+        ratio = min(max(ratio, MIN_BYTES_PER_TOKEN), MAX_BYTES_PER_TOKEN)
+        known = self._entry(model, api)
+        known.bytes_seen += weight - known.bytes_seen * DECAY
+        known.tokens_seen += weight / ratio - known.tokens_seen * DECAY
+
+    def estimate_output(self, model: str, max_tokens: int = 0, api: str = "chat") -> int:
+        """Completion tokens to expect, at most `max_tokens` (0 = no limit), at least 1; 1 where none are generated."""
+        if api in WITHOUT_OUTPUT:
+            return 1
+        expected = max(round(self._learned.get((model, api), _UNKNOWN).output), 1)
+        return min(expected, max_tokens) if max_tokens > 0 else expected
+
+    def learn_output(self, model: str, completion_tokens: int, max_tokens: int = 0, api: str = "chat") -> None:
+        """Take the length of a completion. One cut by `max_tokens` says "at least", so it never lowers the mean."""
+        if completion_tokens <= 0:
+            return
+        known = self._entry(model, api)
+        length = float(min(completion_tokens, MAX_TOKENS))
+        if 0 < max_tokens <= completion_tokens and length < known.output:
+            return
+        known.output += OUTPUT_ALPHA * (length - known.output)
+
+    def _entry(self, model: str, api: str) -> _Learned:
+        key = (model, api)
+        known = self._learned.get(key)
+        if known is None:
+            known = self._learned[key] = _Learned()
+            if len(self._learned) > self._max_models:
+                self._learned.popitem(last=False)
+        else:
+            self._learned.move_to_end(key)
+        return known

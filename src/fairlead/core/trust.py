@@ -1,0 +1,387 @@
+"""Whether an endpoint's KV events may be believed: what they predicted against what the engine then reported.
+
+Rules
+* Only informative pairs count: something was predicted or something reported, and the prediction did not rest on a
+  prompt that was still on its way there.
+* Some error is normal: between decision and computing, blocks come and go. A pair agrees within one block or a tenth
+  of the prompt, whichever is more.
+* `PROOFS` agreements in a row make an endpoint proven. It is distrusted once more than half of the last `WINDOW` pairs
+  disagree, three of them at least, and believed again after `RECOVERY` agreements in a row.
+* A silent zero (nothing predicted, much reported) is the mark of keys that can never match. An engine under pressure
+  makes errors in both directions; a broken recipe makes them all the time.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+from msgspec import Struct, field
+from numpy.typing import NDArray
+
+from fairlead.core.kv.cache import Head
+from fairlead.core.kv.hashing import ALGORITHMS, EngineHasher
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.recipe import Recipe, TokenIds
+from fairlead.core.request import Usage
+
+PROOFS = 3
+WINDOW = 16
+RECOVERY = 4
+_LEAST = 3
+_TOLERANCE = 0.1
+
+
+class Trust:
+    """Of one endpoint."""
+
+    __slots__ = ("_row", "_window", "distrusted", "proven")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """The engine is another one: nothing is known of it yet."""
+        self._window: deque[bool] = deque(maxlen=WINDOW)
+        #: Agreements since the last disagreement.
+        self._row = 0
+        self.proven = False
+        self.distrusted = False
+
+    @property
+    def level(self) -> float:
+        """Share of the last pairs that agreed; 0.5 while there are none."""
+        return sum(self._window) / len(self._window) if self._window else 0.5
+
+    @property
+    def settled(self) -> bool:
+        """Proven, and nothing speaks against it: a sample of answers is enough to go on."""
+        return self.proven and self._row >= WINDOW
+
+    def judge(self, agrees: bool) -> bool:
+        """Take one pair. True: the verdict has changed."""
+        before = (self.proven, self.distrusted)
+        self._window.append(agrees)
+        self._row = self._row + 1 if agrees else 0
+        if self.distrusted:
+            if self._row >= RECOVERY:
+                self.distrusted, self.proven = False, True
+                self._window.clear()
+                self._window.extend([True] * RECOVERY)
+        elif self._row >= PROOFS:
+            self.proven = True
+        if not self.distrusted:
+            wrong = len(self._window) - sum(self._window)
+            if wrong >= _LEAST and 2 * wrong > len(self._window):
+                self.distrusted, self.proven = True, False
+        return (self.proven, self.distrusted) != before
+
+
+def agrees(predicted: int, reported: int, prompt: int, block_size: int) -> bool:
+    """Within the tolerance of the module's rules. All in tokens."""
+    return abs(predicted - reported) <= max(block_size, _TOLERANCE * prompt)
+
+
+# Why exact predictions fail: the prompt as we read it, against what the engine told of what it stored lately.
+#
+# Theory. An endpoint whose caches hit while nothing was predicted reads prompts otherwise than we do, and its events
+# show how. The tokens it stored for a prompt are either ours (then something else in the key differs: adapter, salt,
+# hash algorithm or seed, block size), or ours in another place (its chat template puts something else before or
+# between), or strange (another tokeniser). Single answers may deceive, since the store in question may not be among
+# the last ones; whoever counts causes sees which one dominates.
+
+BLOCK_SIZE, SEED, ALGORITHM = "block-size", "hash-seed", "hash-algorithm"
+LORA, SALT = "lora", "extra-keys"
+TEMPLATE, TOKENISER = "chat-template", "tokeniser"
+EVICTED, MISSING, UNKNOWN = "evicted", "events-missing", "unknown"
+CAUSES = (BLOCK_SIZE, SEED, ALGORITHM, LORA, SALT, TEMPLATE, TOKENISER, EVICTED, MISSING, UNKNOWN)
+
+#: Seeds that people set, tried in turn.
+_SEEDS = (None, "0", "1", "42", "123", "1234", "12345")
+#: Tokens in a row that hardly occur twice by accident, and the share of them that makes two texts one.
+_GRAM = 4
+_ALIKE = 0.5
+
+Ids = NDArray[np.uint64]
+
+
+class Finding(Struct, frozen=True):
+    """`cause` is one of `CAUSES`; `detail` is for people."""
+
+    cause: str
+    detail: str = ""
+
+
+class Case(Struct, frozen=True):
+    """One wrong prediction. All numbers in tokens."""
+
+    #: The prompt's token ids as we read it, little-endian 32-bit integers; perhaps only its beginning, or nothing.
+    tokens: bytes
+    count: int
+    lora: str
+    salt: str
+    predicted: int
+    reported: int
+    #: Of the prompt, as the engine counted; -1 = not told.
+    counted: int
+
+
+def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
+    """`heads`: what the endpoint stored lately, of beginnings and of rests the newest last."""
+    if not heads:
+        return Finding(MISSING, "its answers hit a cache of which no event told")
+    newest = heads[-1]
+    if recipe.block_size and recipe.block_size != newest.block_size:
+        return Finding(BLOCK_SIZE, f"configured are {recipe.block_size} tokens, its events say {newest.block_size}")
+    if recipe.hasher is not None:
+        finding = _wrong_hashes(recipe, recipe.hasher, heads)
+        if finding is not None:
+            return finding
+    return _by_tokens(case, heads)
+
+
+def _wrong_hashes(recipe: Recipe, hasher: EngineHasher, heads: Sequence[Head]) -> Finding | None:
+    """Whether the engine hashes otherwise than configured; `None` = it does not, or nothing tells."""
+    plain = [head for head in heads if head.first and head.tokens and not head.lora and not any(head.extras)]
+    if not plain or _makes(hasher, plain[-1]):
+        return None
+    for algorithm, seed in product(ALGORITHMS, (recipe.seed, *_SEEDS)):
+        if seed is None and algorithm.startswith("xxhash"):
+            continue
+        if _makes(EngineHasher(algorithm, seed), plain[-1]):
+            seeded = "no PYTHONHASHSEED" if seed is None else f"PYTHONHASHSEED={seed}"
+            cause = SEED if algorithm == recipe.algorithm else ALGORITHM
+            return Finding(cause, f"its hashes are those of {algorithm} with {seeded}")
+    return Finding(SEED, f"its hashes are not those of {recipe.algorithm} with the configured seed, nor of a usual one")
+
+
+def _makes(hasher: EngineHasher, head: Head) -> bool:
+    """Whether this is how the engine came to its first hash."""
+    ids = np.frombuffer(head.tokens, "<u4")[: head.block_size].tolist()
+    return hasher.hashes(ids, head.block_size)[:1] == list(head.hashes[:1])
+
+
+def _by_tokens(case: Case, heads: Sequence[Head]) -> Finding:
+    ours = _grams(case.tokens)
+    best, alike = heads[-1], 0.0
+    for head in reversed(heads):
+        theirs = _grams(head.tokens)
+        share = float(np.isin(theirs, ours).mean()) if len(theirs) and len(ours) else 0.0
+        if share > alike:
+            best, alike = head, share
+    if alike < _ALIKE:
+        return _strange(case)
+    width = 4 * best.block_size
+    if best.first and best.tokens[:width] == case.tokens[:width]:
+        return _same_tokens(case, best)
+    return Finding(TEMPLATE, f"its prompts have our tokens, but {_divergence(case, heads)}")
+
+
+def _divergence(case: Case, heads: Sequence[Head]) -> str:
+    first = [head for head in heads if head.first]
+    if not first:
+        return "in other places"
+    ours = np.frombuffer(case.tokens, "<u4")[:4].tolist()
+    theirs = np.frombuffer(first[-1].tokens, "<u4")[:4].tolist()
+    return f"begin with {theirs}, ours with {ours}"
+
+
+def _same_tokens(case: Case, head: Head) -> Finding:
+    if head.lora != case.lora:
+        return Finding(LORA, f"it stores this prompt for the adapter {head.lora!r}, we look for {case.lora!r}")
+    extras = head.extras[0] if head.extras else ()
+    if extras != ((case.salt,) if case.salt else ()):
+        return Finding(SALT, "it mixes other keys (salt, media) into the first block than we do")
+    if case.predicted > case.reported:
+        return Finding(EVICTED, "what was held at the decision was gone when it was needed, or is not told as removed")
+    return Finding(MISSING, "its blocks have our tokens, but more were cached than its events told")
+
+
+def _strange(case: Case) -> Finding:
+    if case.counted >= 0 and case.counted != case.count:
+        return Finding(
+            TOKENISER, f"it counts {case.counted} tokens where we count {case.count}, and stores none of ours"
+        )
+    if case.predicted > case.reported:
+        return Finding(EVICTED, "what was held at the decision was gone when it was needed, or is not told as removed")
+    if case.reported < case.count // 2 and case.tokens:
+        return Finding(TOKENISER, "none of the tokens that it stored lately are ours")
+    return Finding(UNKNOWN, "the blocks in question are not among those that it stored lately")
+
+
+def _grams(tokens: bytes) -> Ids:
+    """A number for each `_GRAM` tokens in a row."""
+    ids = np.frombuffer(tokens, "<u4").astype(np.uint64)
+    size = max(len(ids) - _GRAM + 1, 0)
+    mixed = np.zeros(size, np.uint64)
+    for start in range(_GRAM):
+        mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + ids[start : start + size]
+    return mixed
+
+
+# Comparing what exact knowledge predicted with what engines report, and what follows from it.
+#
+# An engine reports `cached_tokens` with an answer's usage. Against the prediction at the decision that shows,
+# endpoint by endpoint, whether its events can be relied on (`core.trust`) and, if not, why (`core.trust`).
+
+#: Awaited answers whose prompts are kept for a diagnosis, and what is kept of each, in tokens.
+MOST_AWAITED = 20_000
+_KEPT = 4096
+
+
+_ELSEWHERE = Finding(UNKNOWN, "what was stored is known to the indexer only")
+
+
+class Verdict(Struct, frozen=True):
+    """An endpoint's predictions are trusted from now on, or not any more; see `Trust`."""
+
+    slot: int
+    trusted: bool
+    level: float
+    finding: Finding | None
+    predicted: int
+    reported: int
+
+
+class Judged(Struct):
+    """Of one endpoint since it came. Answers, unless it says otherwise."""
+
+    equal: int = 0
+    #: Within the tolerance, and beyond.
+    close: int = 0
+    off: int = 0
+    #: Says nothing: nothing cached and nothing predicted, the prompt was just being computed for another request, or
+    #: events were known to be missing.
+    idle: int = 0
+    predicted_tokens: int = 0
+    reported_tokens: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+
+
+class _State(Struct):
+    #: Tells endpoints apart that had the same slot.
+    tenure: int
+    trust: Trust = field(default_factory=Trust)
+    judged: Judged = field(default_factory=Judged)
+    finding: Finding | None = None
+    lives: int = 0
+
+
+class Awaited(Struct, eq=False, gc=False):
+    """The prediction that an answer is compared with."""
+
+    slot: int
+    tenure: int
+    predicted: int
+    certain: bool
+    tokens: bytes
+    count: int
+    lora: str
+    salt: str
+
+
+class SelfCheck:
+    """Compares answers with predictions, endpoint by endpoint."""
+
+    def __init__(self, index: KvIndex, recipe: Recipe) -> None:
+        self._report: Callable[[Verdict], None] = lambda verdict: None
+        self._heard: Callable[[], None] = lambda: None
+        self._suspect: Finding | None = None
+        self._index = index
+        self._recipe = recipe
+        self._states: dict[int, _State] = {}
+        self._tenures = 0
+        #: Awaited answers whose prompts are kept.
+        self._kept = 0
+
+    def tell(self, report: Callable[[Verdict], None], heard: Callable[[], None]) -> None:
+        """`report` hears of verdicts that change; `heard` is called when an answer has reported its cached tokens."""
+        self._report, self._heard = report, heard
+
+    def suspects(self, finding: Finding) -> None:
+        """Known to be wrong with how prompts are read; named where stored blocks do not show the cause."""
+        self._suspect = finding
+
+    def add_slot(self, slot: int) -> None:
+        self._tenures += 1
+        self._states[slot] = _State(self._tenures)
+
+    def drop_slot(self, slot: int) -> None:
+        del self._states[slot]
+
+    def trust(self, slot: int) -> Trust:
+        return self._states[slot].trust
+
+    def judged(self, slot: int) -> Judged:
+        return self._states[slot].judged
+
+    def finding(self, slot: int) -> Finding | None:
+        """Why its predictions were wrong lately; `None` = they were not."""
+        return self._states[slot].finding
+
+    def lived(self, slot: int, lives: int) -> None:
+        """How often its engine was found to be another one. A new one must prove itself."""
+        state = self._states[slot]
+        if state.lives != lives:
+            state.lives = lives
+            state.trust.reset()
+            state.finding = None
+
+    def expect(self, slot: int, tokens: TokenIds, lora: str, predicted: int, certain: bool) -> Awaited | None:
+        """A request goes there. `predicted`: cached tokens; not `certain` if they rest on what was just sent there."""
+        state = self._states.get(slot)
+        if state is None:
+            return None
+        # A settled endpoint is hardly ever diagnosed; its first disagreement unsettles it.
+        kept = b"" if state.trust.settled or self._kept >= MOST_AWAITED else bytes(tokens.ids[: 4 * _KEPT])
+        self._kept += bool(kept)
+        return Awaited(slot, state.tenure, predicted, certain, kept, tokens.count, lora, tokens.salt)
+
+    def ended(self, awaited: Awaited, usage: Usage) -> int:
+        """An answer is over, and with it what was awaited. Returns the slot that was judged; -1 = none."""
+        self._kept -= bool(awaited.tokens)
+        if usage.cached_tokens < 0:
+            return -1
+        self._heard()
+        state = self._states.get(awaited.slot)
+        caches = self._index.caches_of(awaited.slot)
+        if state is None or state.tenure != awaited.tenure or not any(cache.heard for cache in caches):
+            return -1
+        missing = not all(cache.linked and not cache.behind for cache in caches)
+        self._judge(awaited, state, usage, max(cache.block_size for cache in caches), missing)
+        return awaited.slot
+
+    def _judge(self, awaited: Awaited, state: _State, usage: Usage, block_size: int, missing: bool) -> None:
+        """`missing`: events are on their way or lost; that too little was predicted is no wonder then."""
+        predicted, reported, judged = awaited.predicted, usage.cached_tokens, state.judged
+        judged.predicted_tokens += predicted
+        judged.reported_tokens += reported
+        if not awaited.certain or not (predicted or reported) or (missing and predicted < reported):
+            judged.idle += 1
+            return
+        right = agrees(predicted, reported, awaited.count, max(block_size, 1))
+        if not right:
+            judged.off += 1
+            self._diagnose(awaited, state, usage)
+        elif predicted == reported:
+            judged.equal += 1
+        else:
+            judged.close += 1
+        if state.trust.judge(right):
+            if not state.trust.distrusted:
+                state.finding = None
+            self._report(
+                Verdict(awaited.slot, not state.trust.distrusted, state.trust.level, state.finding, predicted, reported)
+            )
+
+    def _diagnose(self, awaited: Awaited, state: _State, usage: Usage) -> None:
+        heads = [head for cache in self._index.caches_of(awaited.slot) for head in cache.stores()]
+        case = Case(
+            awaited.tokens, awaited.count, awaited.lora, awaited.salt, awaited.predicted, usage.cached_tokens,
+            usage.prompt_tokens,
+        )  # fmt: skip
+        finding = diagnose(self._recipe, case, heads)
+        if finding.cause == UNKNOWN or not heads:
+            finding = self._suspect or (finding if self._index.tells_stores else _ELSEWHERE)
+        state.finding = finding
+        state.judged.causes[finding.cause] = state.judged.causes.get(finding.cause, 0) + 1

@@ -1,0 +1,289 @@
+"""Checks of prompts: whether they become the same tokens and blocks here as in the engines."""
+
+import asyncio
+import json
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from fairlead.apis.request import parse_request
+from fairlead.apis.tokens import PromptTokeniser, PromptTokens
+from fairlead.config.schema import ModelTokens
+from fairlead.core import trust as diagnosis
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.trust import Case, agrees, diagnose
+from fairlead.doctor.http import Unreached
+from fairlead.doctor.kv_listening import KvListening, listening
+from fairlead.doctor.requests import CHAT, COMPLETIONS, ReportedUsage, chat, completion, shown, usage
+from fairlead.doctor.run import Check, Finding, Kind, Severity, Skipped
+from fairlead.doctor.site import Site
+from fairlead.pool.render import PROBES, RenderClient, compare
+
+_TOKENS = "docs/tokens.md"
+_SELF_CHECK = "docs/kv-events.md#the-self-check"
+_LOW_HITS = "docs/troubleshooting.md#the-hit-rate-is-low"
+
+_TEXT = "completion"
+#: Endpoints of one model that are asked.
+_MOST = 3
+
+OTHER_TOKENS = Kind(
+    "tokens.tokeniser", Severity.ERROR, "text becomes other tokens here than in the engine: no block ever matches",
+    "set tokens.models.….modelPath to the directory that the engine loads, or render: engine", _TOKENS,
+)  # fmt: skip
+OTHER_TEMPLATE = Kind(
+    "tokens.chat-template", Severity.ERROR, "chats become other prompts here than in the engine: no block ever matches",
+    "set chatTemplate to the engine's --chat-template and templateKwargs to its --default-chat-template-kwargs,"
+    " or render: engine", _TOKENS,
+)  # fmt: skip
+UNUSABLE = Kind(
+    "tokens.unusable", Severity.ERROR, "a tokeniser cannot be used", "correct the paths under tokens.models", _TOKENS,
+)  # fmt: skip
+NO_TOKENS = Kind(
+    "tokens.engine-silent", Severity.ERROR, "the engine is to make the tokens, and does not",
+    "start it with --enable-scale-out, or leave /tokenize open; or set modelPath and let them be made here", _TOKENS,
+)  # fmt: skip
+UNCHECKED = Kind(
+    "tokens.unchecked", Severity.NOTE, "whether the engine makes the same tokens could not be compared",
+    "engines with /tokenize can be asked; with --probe the KV events show it too", _TOKENS,
+)  # fmt: skip
+
+
+def settings_of(site: Site, model: str) -> ModelTokens | None:
+    """What is configured for a model's prompts."""
+    models = site.config.tokens.models
+    return models.get(model, models.get("*"))
+
+
+async def _compared(site: Site, client: RenderClient, endpoint: Endpoint, model: str) -> list[Finding]:
+    tokeniser = await site.tokeniser()
+    token_check = await compare(tokeniser, client, f"http://{endpoint.address}", model)  # type: ignore[arg-type]
+    if _TEXT in token_check.differing:
+        return [OTHER_TOKENS.at(endpoint.id, f"{model}: {token_check.state}")]
+    if token_check.differing:
+        return [OTHER_TEMPLATE.at(endpoint.id, f"{model}: {token_check.state}")]
+    if token_check.agreed:
+        return []
+    if not tokeniser.knows(model):
+        return [UNUSABLE.at(model, tokeniser.state)]
+    return [UNCHECKED.at(endpoint.id, f"{model}: {token_check.state}")]
+
+
+async def _rendered(client: RenderClient, endpoint: Endpoint, model: str) -> list[Finding]:
+    path, fields = PROBES["chat"]
+    body = json.dumps({"model": model, "max_tokens": 1, **fields}).encode()
+    tokens = await client.tokens_of(parse_request(path, body), body, f"http://{endpoint.address}")
+    return [NO_TOKENS.at(endpoint.id, f"{model}: {tokens.detail}")] if tokens.reason else []
+
+
+async def _check_tokens(site: Site) -> list[Finding]:
+    client = RenderClient(5.0, asyncio.get_running_loop().time)
+    asked: dict[str, int] = {}
+    findings: list[Finding] = []
+    try:
+        for endpoint in site.endpoints:
+            model = await site.model(endpoint)
+            settings = settings_of(site, model)
+            if not model or asked.get(model, 0) >= _MOST:
+                continue
+            asked[model] = asked.get(model, 0) + 1
+            if settings is not None and settings.render == "engine":
+                findings += await _rendered(client, endpoint, model)
+            else:
+                findings += await _compared(site, client, endpoint, model)
+    finally:
+        await client.close()
+    return findings
+
+
+TOKENS = Check(
+    name="tokens",
+    about="prompts become the same tokens here as in the engines",
+    kinds=(OTHER_TOKENS, OTHER_TEMPLATE, UNUSABLE, NO_TOKENS, UNCHECKED),
+    run=_check_tokens,
+    needs=("endpoints", "tokens"),
+    budget=60.0,
+)
+
+
+# `kv-agreement`: whether predictions from KV events come true: the self-check of a running scheduler, on demand.
+#
+# To each endpoint goes a prompt that nobody has sent before, one output token long, and then the same once more. After
+# the first the events should tell its blocks; what they then predict is held against the `cached_tokens` of the second.
+
+
+SILENT = Kind(
+    "kv-agreement.silent", Severity.ERROR, "an engine computed a prompt and told nothing of it",
+    "are its KV events of this server, and of this model's blocks? Look at its log for the publisher", _LOW_HITS,
+)  # fmt: skip
+SIZE = Kind(
+    "kv-agreement.block-size", Severity.ERROR, "predictions are wrong: the block size is not the engine's",
+    "leave kvEvents.blockSize out: events tell it", _SELF_CHECK,
+)  # fmt: skip
+HASH = Kind(
+    "kv-agreement.hash", Severity.ERROR, "predictions are wrong: the engine hashes otherwise than configured",
+    "set kvEvents.hashAlgorithm and kvEvents.hashSeed to the engine's, or take keys: own", _SELF_CHECK,
+)  # fmt: skip
+TEMPLATE = Kind(
+    "kv-agreement.chat-template", Severity.ERROR, "predictions are wrong: the engine renders chats otherwise",
+    "set chatTemplate and templateKwargs under tokens.models to what the engine was started with, or render: engine",
+    _SELF_CHECK,
+)  # fmt: skip
+TOKENISER = Kind(
+    "kv-agreement.tokeniser", Severity.ERROR, "predictions are wrong: the engine makes other tokens of a prompt",
+    "set tokens.models.….modelPath to the directory that the engine loads, or render: engine", _SELF_CHECK,
+)  # fmt: skip
+DISAGREES = Kind(
+    "kv-agreement.other", Severity.ERROR, "predictions from KV events do not come true",
+    "the evidence names the likely cause; the table of causes says what can be done", _SELF_CHECK,
+)  # fmt: skip
+NO_CACHE = Kind(
+    "kv-agreement.no-cache", Severity.ERROR, "an engine does not reuse a prompt that it has just computed",
+    "start it with --enable-prefix-caching", _LOW_HITS,
+)  # fmt: skip
+NOT_TOLD = Kind(
+    "kv-agreement.not-told", Severity.WARNING, "an engine does not report cached tokens: wrong predictions stay unseen",
+    "start it with --enable-prompt-tokens-details", _SELF_CHECK,
+)  # fmt: skip
+UNTOKENISED = Kind(
+    "kv-agreement.no-tokens", Severity.WARNING, "chats have no token ids, so KV events cannot serve them",
+    "set tokens.models (docs/tokens.md)", "docs/tokens.md",
+)  # fmt: skip
+NOT_ALLOWED = Kind(
+    "kv-agreement.not-allowed", Severity.NOTE, "a model server takes requests only with credentials",
+    "nothing need be done; what KV events predict could not be compared", _SELF_CHECK,
+)  # fmt: skip
+FAILED = Kind(
+    "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails", "see the evidence", _LOW_HITS,
+)  # fmt: skip
+_CAUSES = {
+    diagnosis.BLOCK_SIZE: SIZE,
+    diagnosis.SEED: HASH,
+    diagnosis.ALGORITHM: HASH,
+    diagnosis.TEMPLATE: TEMPLATE,
+    diagnosis.TOKENISER: TOKENISER,
+}
+#: Blocks that the prompt fills at least, and the block size where none is known.
+_BLOCKS, _USUAL_SIZE = 6, 16
+_LARGEST_SIZE = 1024
+#: Seconds until an engine has told (vLLM 0.32: 6 ms at the median).
+_TELLING = 2.0
+_PATIENCE = 20.0
+
+
+class _Prompt(Struct, frozen=True):
+    path: str
+    body: bytes
+    tokens: PromptTokens
+
+
+class _Pair(NamedTuple):
+    """Cached tokens."""
+
+    predicted: int
+    told: ReportedUsage
+
+
+async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
+    """A chat where chats can be read, else token ids; `tokens.reason` says why not."""
+    tokeniser, settings = await site.tokeniser(), settings_of(site, model)
+    words = _BLOCKS * min(size, _LARGEST_SIZE)
+    body = chat(model, words)
+    parsed = parse_request(CHAT, body)
+    if settings is not None and settings.render == "engine":
+        client = RenderClient(5.0, asyncio.get_running_loop().time)
+        try:
+            return _Prompt(CHAT, body, await client.tokens_of(parsed, body, f"http://{address}"))
+        finally:
+            await client.close()
+    tokens = tokeniser.tokens_of(parsed, body, model)
+    if not tokens.reason:
+        return _Prompt(CHAT, body, tokens)
+    body = completion(model, words)
+    ids = PromptTokeniser().tokens_of(parse_request(COMPLETIONS, body), body, model)
+    return _Prompt(COMPLETIONS, body, ids)
+
+
+def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> int:
+    kv.exact.refresh()
+    best = 0
+    for size in kv.exact.sizes:
+        chain = kv.recipe.chain(kv.exact.index.space, tokens, size, "")
+        match = kv.exact.index.look_up(chain, len(kv.endpoints)) if chain is not None else None
+        if match is not None:
+            best = max(best, int(match.hit_tokens(tokens.count)[slot]))
+    return best
+
+
+async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | str:
+    """Usage of the answer, or why there is none."""
+    try:
+        answer = await site.client.post(f"http://{address}{prompt.path}", prompt.body, seconds=_PATIENCE)
+    except Unreached as error:
+        return str(error)
+    return usage(answer) if answer.status == 200 else shown(answer)
+
+
+async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Finding]:
+    endpoint = kv.endpoints[slot]
+    model, reading = await site.model(endpoint), await site.reading(endpoint)
+    size = (reading.sample.block_size if reading is not None else 0) or _USUAL_SIZE
+    prompt = await _prompt(site, model, endpoint.address, size)
+    if prompt.tokens.reason:
+        return []  # the check `tokens` tells why
+    before = kv.told(slot)
+    first = await _sent(site, endpoint.address, prompt)
+    if isinstance(first, str):
+        kind = NOT_ALLOWED if first.startswith(("401 ", "403 ")) else FAILED
+        return [kind.at(endpoint.id, first)]
+    heard = await kv.until(lambda: kv.told(slot) > before, _TELLING)
+    predicted = _predicted(kv, slot, prompt.tokens)
+    second = await _sent(site, endpoint.address, prompt)
+    if isinstance(second, str):
+        return [FAILED.at(endpoint.id, second)]
+    missing = [UNTOKENISED.at("", "")] if prompt.path == COMPLETIONS else []
+    return missing + _judged(kv, slot, prompt.tokens, heard, _Pair(predicted, second))
+
+
+def _judged(kv: KvListening, slot: int, tokens: PromptTokens, heard: bool, pair: _Pair) -> list[Finding]:
+    name, (predicted, usage) = kv.endpoints[slot].id, pair
+    if not heard:
+        evidence = f"nothing within {_TELLING:g} s of a prompt of {usage.prompt} tokens"
+        return [SILENT.at(name, evidence)]
+    if usage.cached < 0:
+        wrong = diagnose(kv.recipe, _case(tokens, predicted, tokens.count, usage), kv.heads(slot))
+        blind = [NOT_TOLD.at(name, "its usage has no prompt_tokens_details.cached_tokens")]
+        return blind + (
+            [_CAUSES[wrong.cause].at(name, wrong.detail)] if not predicted and wrong.cause in _CAUSES else []
+        )
+    if not usage.cached and predicted:
+        return [NO_CACHE.at(name, f"0 of {usage.prompt} tokens were cached the second time")]
+    block = max((cache.block_size for cache in kv.caches(slot)), default=1)
+    if agrees(predicted, usage.cached, tokens.count, max(block, 1)):
+        return []
+    wrong = diagnose(kv.recipe, _case(tokens, predicted, usage.cached, usage), kv.heads(slot))
+    evidence = f"predicted {predicted}, reported {usage.cached} cached tokens; {wrong.cause}: {wrong.detail}"
+    return [_CAUSES.get(wrong.cause, DISAGREES).at(name, evidence)]
+
+
+def _case(tokens: PromptTokens, predicted: int, reported: int, usage: ReportedUsage) -> Case:
+    return Case(tokens.ids, tokens.count, "", tokens.salt, predicted, reported, usage.prompt)
+
+
+async def _check_kv_agreement(site: Site) -> list[Finding]:
+    if site.config.kv_events.bind:
+        raise Skipped("publishers dial in, and cannot be listened to by two")
+    kv = await listening(site)
+    linked = [slot for slot in kv.watched if kv.linked(slot)]
+    parts = await asyncio.gather(*(_kv_agreement_of(site, kv, slot) for slot in linked))
+    return [finding for part in parts for finding in part]
+
+
+KV_AGREEMENT = Check(
+    name="kv-agreement",
+    about="what KV events predict comes true",
+    kinds=(FAILED, SIZE, HASH, TEMPLATE, TOKENISER, SILENT, NO_CACHE, DISAGREES, NOT_TOLD, UNTOKENISED, NOT_ALLOWED),
+    run=_check_kv_agreement,
+    needs=("probe", "endpoints", "events"),
+    budget=60.0,
+)

@@ -1,0 +1,276 @@
+"""Checks of the pool: endpoints that answer, with the models and roles that labels say, over TLS or not as agreed."""
+
+import asyncio
+from collections.abc import Iterator
+
+from fairlead.compat.load import SPLITTING
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Endpoint
+from fairlead.core.errors import ConfigError
+from fairlead.doctor.http import Unreached, connects, speaks_tls
+from fairlead.doctor.run import Check, Finding, Kind, Severity
+from fairlead.doctor.site import Site
+from fairlead.gateway.tls import ServerTls
+from fairlead.plugins.filters.ability import STAGES, RoleParams
+from fairlead.pool.models_file import check_models
+
+_FAILING = "docs/troubleshooting.md#requests-fail"
+_POLICIES = "docs/policies.md"
+
+
+UNREACHABLE = Kind(
+    "endpoints.unreachable", Severity.CRITICAL, "nothing answers at the address of an endpoint",
+    "correct address and port under endpoints:, or start the model server; behind a firewall, open the port", _FAILING,
+)  # fmt: skip
+NAMELESS = Kind(
+    "endpoints.no-address", Severity.CRITICAL, "the name of an endpoint has no address",
+    "correct the host name under endpoints:, or the name service of this machine", _FAILING,
+)  # fmt: skip
+SPEAKS_TLS = Kind(
+    "endpoints.tls", Severity.CRITICAL, "an endpoint speaks TLS, and gateways send it plain HTTP",
+    "let the model server listen without TLS inside of the cluster, or put the port that does under endpoints:",
+    _FAILING,
+)  # fmt: skip
+STRANGER = Kind(
+    "endpoints.no-model-server", Severity.CRITICAL, "something answers at the address, and it is no model server",
+    "correct the port under endpoints: is it that of the metrics, of KV events, of another service?", _FAILING,
+)  # fmt: skip
+SICK = Kind(
+    "endpoints.sick", Severity.CRITICAL, "a model server says that it is not well",
+    "look at its log and restart it; requests that are sent there fail", _FAILING,
+)  # fmt: skip
+
+
+async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
+    try:
+        health = await site.ask(endpoint, "/health")
+    except Unreached as error:
+        kind = {"tls": SPEAKS_TLS, "not-http": STRANGER}.get(error.trouble, UNREACHABLE)
+        return [kind.at(endpoint.id, f"{endpoint.address}: {error}")]
+    if health.status >= 500:
+        return [SICK.at(endpoint.id, f"GET http://{endpoint.address}/health: {health.status}")]
+    if await site.served(endpoint) or site.engine(endpoint).startswith("triton"):
+        return []
+    # Not every engine lists its models; one that has neither them nor load gauges is none.
+    reading = await site.reading(endpoint)
+    if health.status == 200 and reading is not None and not reading.empty:
+        return []
+    return [STRANGER.at(endpoint.id, f"http://{endpoint.address} has no list of models at /v1/models")]
+
+
+async def _check_endpoints(site: Site) -> list[Finding]:
+    nameless = [NAMELESS.at(name, reason) for name, reason in site.nameless.items()]
+    return nameless + await site.each(lambda endpoint: _endpoints_of(site, endpoint))
+
+
+ENDPOINTS = Check(
+    name="endpoints",
+    about="a model server answers at every endpoint and is well",
+    kinds=(UNREACHABLE, NAMELESS, SPEAKS_TLS, STRANGER, SICK),
+    run=_check_endpoints,
+    budget=60.0,
+)
+
+
+LABEL = Kind(
+    "models.label", Severity.CRITICAL, "an endpoint does not serve the model that its label names",
+    f"correct the label {MODEL_LABEL}, or start the engine with that --served-model-name", _FAILING,
+)  # fmt: skip
+MIXED = Kind(
+    "models.mixed", Severity.CRITICAL, "endpoints without a label serve different models",
+    f"label each with {MODEL_LABEL}: its model, or split the pool: requests reach servers that do not know the model",
+    _FAILING,
+)  # fmt: skip
+UNSERVED = Kind(
+    "models.unserved", Severity.CRITICAL, "a name that clients may use leads to a model that nobody serves",
+    "correct the target in the file of models.file, or start a server for it", "docs/models.md",
+)  # fmt: skip
+
+
+async def _label(site: Site, endpoint: Endpoint) -> list[Finding]:
+    label = endpoint.labels.get(MODEL_LABEL, "")
+    served = await site.served(endpoint)
+    if not label or not served or label in served:
+        return []
+    return [LABEL.at(endpoint.id, f"{MODEL_LABEL}: {label}; /v1/models lists {', '.join(list(served)[:5])}")]
+
+
+async def _mixed(site: Site) -> list[Finding]:
+    unlabelled = [endpoint for endpoint in site.endpoints if not endpoint.labels.get(MODEL_LABEL)]
+    by_name: dict[str, list[str]] = {}
+    for endpoint in unlabelled:
+        served = await site.served(endpoint)
+        for name, adapter in served.items():
+            if not adapter:
+                by_name.setdefault(name, []).append(endpoint.id)
+    everywhere = max(map(len, by_name.values()), default=0)
+    known = {name for ids in by_name.values() for name in ids}
+    # An engine may have several names; one that all have is enough for a pool of one model.
+    if len(by_name) < 2 or everywhere == len(known):
+        return []
+    return [MIXED.at(ids[0], f"{name} at {', '.join(ids[:3])}") for name, ids in by_name.items()]
+
+
+async def _unserved(site: Site) -> list[Finding]:
+    settings = site.config.models
+    if not settings.file:
+        return []
+    defined, problems = check_models(settings.file)
+    if problems:
+        return []  # `fairlead validate` tells them
+    served: set[str] = set()
+    for endpoint in site.endpoints:
+        names = await site.served(endpoint)
+        if not names:
+            return []  # who does not tell may serve anything
+        served |= names.keys()
+    targets: dict[str, str] = {}
+    for model in defined.models:
+        targets |= {target.name: model.model for target in model.targets}
+        targets |= {} if model.targets else {model.model: model.model}
+    for rule in (rule for rewrite in defined.rewrites for rule in rewrite.rules):
+        targets |= {target.name: ", ".join(rule.models) or "every name" for target in rule.targets}
+    missing = sorted(name for name in targets if name not in served)
+    return [UNSERVED.at(targets[name], f"{targets[name]} leads to {name}") for name in missing]
+
+
+async def _check_models(site: Site) -> list[Finding]:
+    labels = await site.each(lambda endpoint: _label(site, endpoint))
+    return [*labels, *await _mixed(site), *await _unserved(site)]
+
+
+MODELS = Check(
+    name="models",
+    about="endpoints serve the models that labels and definitions say",
+    kinds=(LABEL, MIXED, UNSERVED),
+    run=_check_models,
+    needs=("endpoints",),
+)
+
+
+UNKNOWN = Kind(
+    "roles.unknown", Severity.ERROR, "the role of an endpoint is none that is known; it gets no request",
+    f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(set().union(*STAGES.values()) - {''}))}", _POLICIES,
+)  # fmt: skip
+NOBODY = Kind(
+    "roles.nobody", Severity.CRITICAL, "no endpoint has a role for a stage that every request needs",
+    f"label endpoints with {ROLE_LABEL}, or leave the label out where they do everything", _POLICIES,
+)  # fmt: skip
+NO_PREFILL = Kind(
+    "roles.no-prefill", Severity.ERROR, "the policy splits prefill and decode, and no endpoint prefills only",
+    f"label the endpoints that compute prompts with {ROLE_LABEL}: prefill, or take another policy", _POLICIES,
+)  # fmt: skip
+IDLE = Kind(
+    "roles.idle", Severity.WARNING, "an endpoint prefills only, and the policy never splits a request",
+    f"take the policy {SPLITTING}, or the label off: it gets no request", _POLICIES,
+)  # fmt: skip
+
+_PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
+
+
+def _stages(site: Site) -> Iterator[str]:
+    for plugin in site.config.policy.filters:
+        if isinstance(plugin.parameters, RoleParams):
+            yield plugin.parameters.stage
+
+
+async def _check_roles(site: Site) -> list[Finding]:
+    roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
+    known = set().union(*STAGES.values())
+    findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role not in known]
+    listed = ", ".join(sorted({role or "none" for role in roles.values()}))
+    stages = dict.fromkeys(_stages(site))
+    missing = [stage for stage in stages if not any(role in STAGES[stage] for role in roles.values())]
+    findings += [NOBODY.at(stage, f"roles there are: {listed}") for stage in missing]
+    prefill_only = [name for name, role in roles.items() if role in _PREFILL_ONLY]
+    plugin = site.config.policy.plugin
+    splits = plugin is not None and plugin.type == SPLITTING
+    if splits and not prefill_only:
+        findings.append(NO_PREFILL.at("", f"roles there are: {listed}"))
+    if not splits and "prefill" not in stages:
+        findings += [IDLE.at(name, f"{ROLE_LABEL}: {roles[name]}") for name in prefill_only]
+    return findings
+
+
+ROLES = Check(
+    name="roles",
+    about="there is an endpoint for every stage that the policy wants",
+    kinds=(NOBODY, UNKNOWN, NO_PREFILL, IDLE),
+    run=_check_roles,
+    needs=("endpoints",),
+)
+
+
+PLAIN_URL = Kind(
+    "tls.http-to-https", Severity.ERROR, "a metrics URL says http, and the server speaks TLS",
+    "write https:// in metricsUrl (with a label metricsPort alone the URL is http), and metrics.tls.caFile if the"
+    " certificate is not a public one",
+)  # fmt: skip
+SECURE_URL = Kind(
+    "tls.https-to-http", Severity.ERROR, "a metrics URL says https, and the server speaks plain HTTP",
+    "write http:// in metricsUrl, or serve the page with TLS",
+)  # fmt: skip
+UNTRUSTED = Kind(
+    "tls.untrusted", Severity.ERROR, "the certificate of a metrics page is not accepted",
+    "name the authority that signed it in metrics.tls.caFile; renew it if it expired; ask for it by a name that it has",
+)  # fmt: skip
+FILES = Kind(
+    "tls.files", Severity.CRITICAL, "the certificate for extProc cannot be used",
+    "extProc.tls.certDir must hold tls.crt and tls.key, a matching pair in PEM without a password",
+)  # fmt: skip
+EXT_PROC = Kind(
+    "tls.ext-proc", Severity.CRITICAL, "the running scheduler's extProc port speaks otherwise than configured",
+    "restart the scheduler, and set the gateway to the same: it reaches no scheduler otherwise",
+)  # fmt: skip
+
+
+async def _metrics(site: Site, endpoint: Endpoint) -> list[Finding]:
+    url = endpoint.scrape_url
+    try:
+        await site.page(endpoint)
+    except Unreached as error:
+        if error.trouble == "untrusted":
+            return [UNTRUSTED.at(endpoint.id, f"{url}: {error}")]
+        if url.startswith("https:"):
+            if error.trouble == "refused":
+                return []
+            if not await site.is_tls(url):  # a server may also wait in silence for the rest of what it takes for HTTP
+                return [SECURE_URL.at(endpoint.id, f"{url}: {error}; no TLS handshake succeeds there")]
+            return [UNTRUSTED.at(endpoint.id, f"{url}: {error}")] if error.trouble == "tls" else []
+        if error.trouble == "not-http" and not site.own_page(endpoint) and await site.is_tls(url):
+            return [PLAIN_URL.at(endpoint.id, f"{url}: a TLS handshake succeeds there")]
+    return []
+
+
+async def _ext_proc(site: Site) -> list[Finding]:
+    settings = site.config.ext_proc
+    if settings.tls is not None:
+        try:
+            await asyncio.to_thread(ServerTls.from_directory, settings.tls.cert_dir)
+        except ConfigError as error:
+            return [FILES.at("extProc", str(error))]
+    if not site.has("admin") or not settings.port:
+        return []
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
+    if await connects(host, settings.port):
+        return []  # the check `scheduler` tells that
+    speaks = await speaks_tls(host, settings.port)
+    if speaks == (settings.tls is not None):
+        return []
+    said = "TLS" if settings.tls is not None else "plaintext"
+    return [
+        EXT_PROC.at(
+            "extProc", f"port {settings.port}: configured is {said}, it speaks {'TLS' if speaks else 'plaintext'}"
+        )
+    ]
+
+
+async def _check_tls(site: Site) -> list[Finding]:
+    return [*await site.each(lambda endpoint: _metrics(site, endpoint)), *await _ext_proc(site)]
+
+
+TLS = Check(
+    name="tls",
+    about="both ends of each connection agree on TLS",
+    kinds=(EXT_PROC, FILES, PLAIN_URL, SECURE_URL, UNTRUSTED),
+    run=_check_tls,
+)

@@ -1,1 +1,0 @@
-"""What is known about the endpoints: columns, leases in flight, and which prefixes are where."""

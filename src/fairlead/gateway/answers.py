@@ -1,0 +1,217 @@
+"""Encoded answers, with what repeats encoded once."""
+
+import re
+from collections.abc import Mapping
+from urllib.parse import unquote
+
+from msgspec.json import encode
+
+from fairlead.apis.errors import content_type, error_body, grpc_status
+from fairlead.core.apis import MODELS, api_of
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.headers import (
+    DESTINATION,
+    DROPPED_REASON,
+    FALLBACK,
+    OWN_NAMESPACE,
+    PREFILLER,
+    REWRITTEN,
+    TEST_SERVED,
+)
+from fairlead.core.instructions import Reject
+from fairlead.core.models import MODEL_NOT_FOUND, Catalogue, Listed
+from fairlead.gateway import ext_proc
+from fairlead.gateway.ext_proc import CONTINUE, LEASE_KEY, BodyMode, Kind, Modes, rewrite_request
+from fairlead.gateway.protobuf import field, nested_struct, string_struct
+from fairlead.gateway.traceparent import HEADER as TRACEPARENT
+
+#: Reasons that say that a good request was dropped; others say what is wrong with it.
+_DROPPED = ("rejected", "evicted")
+
+_ONE_MODEL = "/v1/models/"
+_JSON = {"content-type": "application/json"}
+
+#: Templates kept; more than any pool needs.
+_CACHE = 16_384
+_NOTHING: Mapping[str, bytes] = {}
+
+
+class Answers:
+    """Pick answers. `instance` makes lease ids of this process differ from those of another behind the same gateway.
+
+    Lease ids have a fixed width, so an answer is constant per endpoint but for the id in its middle.
+    """
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._own_lease = re.compile(rf"{re.escape(instance)}\.([0-9a-f]{{16}})").fullmatch
+        self._prefix = instance.encode()
+        self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
+        self._fallbacks: dict[str, bytes] = {"": b""}
+
+    def lease(self, request_id: int) -> str:
+        return f"{self._instance}.{request_id:016x}"
+
+    def request_id(self, lease: str) -> int | None:
+        """The request of a lease that this process gave out; `None` for any other string."""
+        match = self._own_lease(lease)
+        return None if match is None else int(match[1], 16)
+
+    def pick(
+        self,
+        kind: Kind,
+        endpoint: Endpoint,
+        request_id: int,
+        spoofed: frozenset[str],
+        prefill: str = "",
+        fallback: str = "",
+        trace: str = "",
+    ) -> bytes:
+        """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
+        metadata, the address of who computes the prompt if that is another one, that of who gets the request if the
+        first cannot be reached, the header `traceparent` if the request is traced, and the client's control headers
+        (`spoofed`) out."""
+        end = self._fallbacks.get(fallback)
+        if end is None:
+            end = self._fallback(fallback)
+        lease = b"%b.%016x" % (self._prefix, request_id)
+        if trace:
+            address = endpoint.address.encode()
+            return ext_proc.answer(kind, *_parts(address, lease, spoofed, prefill, trace=trace), reroute=True) + end
+        key = kind, endpoint.address, spoofed, prefill
+        template = self._templates.get(key)
+        if template is None:
+            if len(self._templates) > _CACHE:
+                self._templates.clear()
+            template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed, prefill)
+        return lease.join(template) + end
+
+    def _fallback(self, address: str) -> bytes:
+        """More metadata, behind that of the answer. The two are one message: protobuf merges what is there twice, and
+        of two namespaces each stays. So a pool needs a template for each endpoint, not for each two."""
+        if len(self._fallbacks) > _CACHE:
+            self._fallbacks = {"": b""}
+        entries = string_struct({FALLBACK: address.encode()})
+        entry = self._fallbacks[address] = field(8, nested_struct(OWN_NAMESPACE, entries))
+        return entry
+
+    def _template(self, kind: Kind, address: bytes, spoofed: frozenset[str], prefill: str) -> tuple[bytes, bytes]:
+        lease = self.lease(0).encode()
+        mutation, metadata = _parts(address, lease, spoofed, prefill)
+        before, _, after = ext_proc.answer(kind, mutation, metadata, reroute=True).rpartition(lease)
+        return before, after
+
+    def pick_with_body(
+        self,
+        modes: Modes,
+        endpoint: Endpoint,
+        request_id: int,
+        removed: frozenset[str],
+        body: bytes,
+        trailers: bool,
+        mapped: bool,
+        prefill: str = "",
+        fallback: str = "",
+        trace: str = "",
+    ) -> list[bytes]:
+        """All answers to a request that leaves with another body. `mapped`: its response is going to change as well."""
+        more: dict[str, bytes] = {}
+        if mapped:
+            # A compressed response could not be read.
+            removed |= {"accept-encoding"}
+            more[REWRITTEN] = b"1"
+        lease = self.lease(request_id).encode()
+        mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more, trace)
+        return rewrite_request(
+            modes, body, mutation, metadata + (self._fallback(fallback) if fallback else b""), trailers
+        )
+
+
+def _parts(
+    address: bytes,
+    lease: bytes,
+    removed: frozenset[str],
+    prefill: str,
+    more: Mapping[str, bytes] = _NOTHING,
+    trace: str = "",
+) -> tuple[bytes, bytes]:
+    """HeaderMutation and metadata of a pick."""
+    mutation = ext_proc.set_header(DESTINATION, address)
+    removed -= {DESTINATION}
+    if prefill:
+        mutation += ext_proc.set_header(PREFILLER, prefill.encode())
+        removed -= {PREFILLER}
+    if trace:
+        mutation += ext_proc.set_header(TRACEPARENT, trace.encode())
+    mutation += ext_proc.remove_headers(sorted(removed))
+    return mutation, ext_proc.lb_metadata({DESTINATION: address, **more, LEASE_KEY: lease})
+
+
+def rest_of_request(mode: BodyMode, body: bytes, chunks: int, trailers: bool) -> list[bytes]:
+    """Answers to the body messages (`chunks` of them, together `body`) and trailers that came before the pick."""
+    messages: list[bytes] = []
+    if mode is BodyMode.FULL_DUPLEX and chunks:
+        messages = ext_proc.streamed_body(Kind.REQUEST_BODY, body, end_of_stream=not trailers)
+    elif mode is BodyMode.STREAMED:
+        messages = [CONTINUE[Kind.REQUEST_BODY]] * chunks
+    if trailers:
+        messages.append(CONTINUE[Kind.REQUEST_TRAILERS])
+    return messages
+
+
+def refusal(reject: Reject) -> bytes:
+    """ImmediateResponse for a request that was not scheduled."""
+    headers = {"content-type": content_type(reject.api)}
+    if reject.reason.startswith(_DROPPED):
+        headers[DROPPED_REASON] = reject.reason
+    if reject.retry_after_s >= 0:
+        headers["retry-after"] = str(max(1, round(reject.retry_after_s)))
+    body = error_body(reject.api, reject.status, reject.message, param=reject.param, code=reject.reason)
+    grpc = grpc_status(reject.api, reject.status)
+    return ext_proc.immediate(reject.status, headers, body, details=f"fairlead.{reject.reason}", grpc_status=grpc)
+
+
+def client_error(api: str, status: int, message: str, param: str | None, code: str | None) -> bytes:
+    """ImmediateResponse for a request that could not be understood."""
+    body = error_body(api, status, message, param=param, code=code)
+    headers, grpc = {"content-type": content_type(api)}, grpc_status(api, status)
+    return ext_proc.immediate(status, headers, body, details="fairlead.bad-request", grpc_status=grpc)
+
+
+def client_is_told(served: str) -> bytes:
+    """Answer to response headers: let the client know who served."""
+    mutation = ext_proc.set_header(TEST_SERVED, served.encode("latin-1", "replace"))
+    return ext_proc.answer(Kind.RESPONSE_HEADERS, mutation)
+
+
+def models_page(catalogue: Catalogue, headers: Mapping[str, str]) -> bytes | None:
+    """ImmediateResponse to `GET /v1/models` where names are defined, or for one of them: what clients may ask for,
+    not what is behind it. `None` if the request is for the model servers.
+
+    One that is not defined is an error where only defined names are served. Elsewhere some model server may know it.
+    """
+    if headers.get(":method") != "GET":
+        return None
+    path = headers.get(":path", "").partition("?")[0]
+    if not (path.startswith(_ONE_MODEL) or api_of(path) == MODELS):
+        return None
+    listed = catalogue.listed
+    if not listed:
+        return None
+    if not path.startswith(_ONE_MODEL) or path == _ONE_MODEL:
+        body = encode({"object": "list", "data": [_shape(candidate) for candidate in listed]})
+    else:
+        wanted = unquote(path.removeprefix(_ONE_MODEL))
+        model = next((candidate for candidate in listed if candidate.name == wanted), None)
+        if model is None:
+            return (
+                client_error(MODELS, 404, f"The model `{wanted}` does not exist.", "model", MODEL_NOT_FOUND)
+                if catalogue.strict
+                else None
+            )
+        body = encode(_shape(model))
+    return ext_proc.immediate(200, _JSON, body, details="fairlead.models")
+
+
+def _shape(model: Listed) -> dict[str, object]:
+    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "fairlead"}

@@ -1,0 +1,223 @@
+"""Turns the pipeline's crank under asyncio: takes events from a queue, carries instructions out.
+
+Rules
+* One event at a time. An event that is fed while another is handled or carried out waits until that is done, so nothing
+  enters `Pipeline.handle` twice, and what an event leads to is complete before the next one.
+* Each instruction is carried out on its own. One that fails is logged and counted, and the others are carried out all
+  the same. A request whose client fails is ended: the client is told to give up, the pipeline that its stream is lost.
+* A failure of the pipeline itself reaches whoever fed the event. The events behind it wait for the next turn.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any, Protocol
+
+from fairlead.core.clock import Clock, TimerHandle
+from fairlead.core.events import Event, StreamLost, TimerFired
+from fairlead.core.instructions import (
+    AdoptConfiguration,
+    AskRemote,
+    Evict,
+    Hold,
+    Instruction,
+    JudgeShadows,
+    Record,
+    RefuseConfiguration,
+    Reject,
+    Route,
+    SetTimer,
+)
+from fairlead.core.records import DecisionRecord, OutcomeRecord, ShadowRecord
+from fairlead.core.scheduler import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who wants to know: metrics, journal, logs."""
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        """A decision was made; `duration_s` is what it cost."""
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        """A routed request ended."""
+
+    def on_failure(self, instruction: str) -> None:
+        """An instruction of this type could not be carried out."""
+
+
+class Incidents(Protocol):
+    """Who wants to know of requests that the pipeline never saw."""
+
+    def on_client_error(self, api: str, status: int) -> None:
+        """A request was answered with an error before it could be scheduled."""
+
+    def on_fallback(self, address: str, status: int) -> None:
+        """The gateway served a request at `address` without asking us."""
+
+
+class Client(Protocol):
+    """Who sent a request, as `RequestArrived.client`. An instruction may come after it has gone: it is ignored then."""
+
+    def route(self, route: Route) -> None: ...
+
+    def reject(self, reject: Reject) -> None:
+        """Instead of a route, or for a routed request that is evicted."""
+
+    def hold(self, seconds: float) -> None:
+        """The request waits for so long at most."""
+
+    def connected(self) -> bool:
+        """Whether the connection that carries, or carried, the request is there."""
+        ...
+
+    def fail(self) -> None:
+        """It could not take an instruction. Whatever it holds must go, and its gateway must not wait any longer."""
+
+
+#: By type of instruction (or of record), who carries it out.
+Handlers = Mapping[Any, Callable[[Any], object]]
+
+
+class Driver:
+    """One per process. All calls happen on the event loop's thread."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        clock: Clock,
+        observer: Observer,
+        handlers: Handlers | None = None,
+    ) -> None:
+        """`handlers`: who carries out instructions that are not about a request's client (`AskRemote`, `JudgeShadows`,
+        `AdoptConfiguration`, `RefuseConfiguration`), and who hears of a `ShadowRecord`. What nobody does is left
+        undone: a question without an answer ends with its deadline."""
+        self.pipeline = pipeline
+        self._clock = clock
+        self._observer = observer
+        self._timers: dict[str, TimerHandle] = {}
+        self._handle = pipeline.handle
+        self._events: deque[Event] = deque()
+        self._busy = False
+        self._handlers: dict[type, Callable[[Any], object]] = {
+            Reject: _reject,
+            Evict: self._evict,
+            Hold: _hold,
+            SetTimer: self._set_timer,
+            AskRemote: _leave_undone,
+            JudgeShadows: _leave_undone,
+            AdoptConfiguration: _leave_undone,
+            RefuseConfiguration: _leave_undone,
+            ShadowRecord: _leave_undone,
+            **(handlers or {}),
+        }
+
+    def start(self) -> None:
+        for instruction in self.pipeline.start():
+            self._carry_out(instruction)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def feed(self, event: Event) -> None:
+        """Let the pipeline know, and do what it says: now, or after the events before it."""
+        events = self._events
+        events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while events:
+                event = events.popleft()
+                started = perf_counter()
+                instructions = self._handle(event)
+                if not instructions:
+                    continue
+                duration = perf_counter() - started
+                for instruction in instructions:
+                    # What every request leads to is carried out here, without a call in between.
+                    try:
+                        if type(instruction) is Record:
+                            record = instruction.record
+                            if type(record) is DecisionRecord:
+                                self._observer.on_decision(record, duration)
+                            elif type(record) is OutcomeRecord:
+                                self._observer.on_outcome(record)
+                            else:
+                                self._carry_out(instruction)
+                        elif type(instruction) is Route:
+                            client = instruction.client
+                            if client is not None:
+                                client.route(instruction)
+                        else:
+                            self._carry_out(instruction)
+                    except Exception:
+                        self._failed(instruction)
+        finally:
+            self._busy = False
+
+    def later(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        """Call it in a turn of the event loop of its own."""
+        self._clock.call_at(self._clock.time() + seconds, callback, *args)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        """What is not about a request that goes on."""
+        try:
+            about = instruction.record if type(instruction) is Record else instruction
+            self._handlers[type(about)](about)
+        except Exception:
+            self._failed(instruction)
+
+    def _failed(self, instruction: Instruction) -> None:
+        name = type(instruction).__name__
+        log.exception("an instruction could not be carried out: %s", name)
+        try:
+            self._observer.on_failure(name)
+        except Exception:
+            log.exception("a failed instruction could not be counted: %s", name)
+        if isinstance(instruction, Route | Reject | Hold):
+            self._give_up(instruction.request_id, instruction.client)
+        elif isinstance(instruction, Evict):
+            self._give_up(instruction.told.request_id, instruction.client)
+
+    def _give_up(self, request_id: int, client: Client | None) -> None:
+        """The request's client failed: nothing of the request may stay behind."""
+        try:
+            if client is not None:
+                client.fail()
+        except Exception:
+            log.exception("the client of a request could not give up")
+        self._events.append(StreamLost(request_id))
+
+    def _evict(self, instruction: Evict) -> None:
+        if instruction.client is not None:
+            instruction.client.reject(instruction.told)
+            self._events.append(StreamLost(instruction.told.request_id))
+
+    def _set_timer(self, instruction: SetTimer) -> None:
+        old = self._timers.get(instruction.name)
+        if old is not None:
+            old.cancel()
+        self._timers[instruction.name] = self._clock.call_at(instruction.at, self._fire, instruction.name)
+
+    def _fire(self, name: str) -> None:
+        del self._timers[name]
+        self.feed(TimerFired(name))
+
+
+def _reject(instruction: Reject) -> None:
+    if instruction.client is not None:
+        instruction.client.reject(instruction)
+
+
+def _hold(instruction: Hold) -> None:
+    if instruction.client is not None:
+        instruction.client.hold(instruction.seconds)
+
+
+def _leave_undone(instruction: object) -> None:
+    """Nobody is there for it."""

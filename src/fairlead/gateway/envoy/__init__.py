@@ -1,0 +1,1 @@
+"""The embedded Envoy: its configuration and its process."""

@@ -1,0 +1,108 @@
+"""Envoy's admin page, and what can be wrong with the gateway."""
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+from urllib.parse import quote
+
+from fairlead.core.errors import FairleadError
+
+# What can be wrong with the gateway itself.
+
+
+class GatewayError(FairleadError):
+    """Envoy is missing, refuses its configuration, or does not come up. The message says what to do."""
+
+
+# A client of Envoy's admin page, on a Unix socket or on 127.0.0.1.
+
+_TIMEOUT = 2.0
+#: The cluster of those that nobody scheduled, and its twin for gRPC.
+_UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
+_HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
+#: Seconds that whoever asks for a count is kept waiting for a gateway that does not answer.
+_PATIENCE = 0.5
+
+
+class EnvoyAdmin:
+    """Every call is one short connection. All raise `TimeoutError` or `OSError` while Envoy is not there.
+
+    Written by hand, because the process that supervises Envoy holds no HTTP library in memory: each answer ends with
+    its connection.
+    """
+
+    def __init__(self, path: str = "", port: int = 0) -> None:
+        self._path = path
+        self._port = port
+
+    async def ready(self) -> bool:
+        """Envoy serves: clusters are warm, listeners are open."""
+        return (await self._ask("GET", "/ready"))[0] == 200
+
+    async def address(self) -> tuple[str, int]:
+        """(host, port) where the first listener listens."""
+        _, text = await self._ask("GET", "/listeners?format=json")
+        socket: dict[str, Any] = json.loads(text)["listener_statuses"][0]["local_address"]["socket_address"]
+        return str(socket["address"]), int(socket["port_value"])
+
+    async def stats(self, pattern: str) -> dict[str, int]:
+        """Counters and gauges whose names match a regular expression."""
+        _, text = await self._ask("GET", f"/stats?filter={quote(pattern, safe='')}")
+        pairs = (line.rsplit(": ", 1) for line in text.splitlines())
+        return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+    async def unscheduled(self) -> int | None:
+        """Requests that Envoy balanced by itself since its start; `None` while it does not answer."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return sum((await self.stats(_UNSCHEDULED)).values())
+        except (TimeoutError, OSError):
+            return None
+
+    async def asks_scheduler(self) -> bool:
+        """Envoy believes the scheduler to be healthy, so it asks it about the next request; not while it is silent."""
+        try:
+            return any((await self.stats(_HEALTHY)).values())
+        except (TimeoutError, OSError):
+            return False
+
+    async def post(self, path: str) -> int:
+        return (await self._ask("POST", path))[0]
+
+    async def _ask(self, method: str, target: str) -> tuple[int, str]:
+        async with asyncio.timeout(_TIMEOUT):
+            if self._path:
+                reader, writer = await asyncio.open_unix_connection(self._path)
+            else:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            try:
+                writer.write(f"{method} {target} HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\n\r\n".encode())
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+        status = head[9:12]
+        if not head.startswith(b"HTTP/1.1 ") or not status.isdigit():
+            raise ConnectionError("Envoy's admin page did not answer")
+        if b"\ntransfer-encoding: chunked" in head.lower():
+            body = _dechunked(body)
+        return int(status), body.decode()
+
+
+def _dechunked(body: bytes) -> bytes:
+    """Raises `ConnectionError` when the end is missing."""
+    pieces: list[bytes] = []
+    while True:
+        line, separator, body = body.partition(b"\r\n")
+        try:
+            size = int(line, 16)
+        except ValueError:
+            size = -1
+        if not separator or size < 0 or len(body) < size:
+            raise ConnectionError("Envoy's admin page broke off")
+        if not size:
+            return b"".join(pieces)
+        pieces.append(body[:size])
+        body = body[size + 2 :]

@@ -1,0 +1,188 @@
+"""The embedded gateway as one object: configuration, endpoint file, process, drain.
+
+async with Gateway(options, endpoints=["10.0.0.1:8000"]) as gateway:
+    print(gateway.address)
+    gateway.set_endpoints(["10.0.0.1:8000", "10.0.0.2:8000"])
+"""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
+from fairlead.gateway.envoy.binary import FORMAT, find_envoy
+from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options, parse_endpoint
+from fairlead.gateway.envoy.process import ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS, GatewayProcess
+from fairlead.gateway.ports import obstacle
+
+log = logging.getLogger("fairlead.gateway")
+
+
+class Plan(Struct, frozen=True):
+    """What `GatewayProcess` starts: plain values, so that another process can."""
+
+    directory: str
+    command: list[str]
+    admin_port: int
+    last_log: float
+    start_timeout: float
+
+    @property
+    def admin_at(self) -> str:
+        """Where the admin page is: a socket's path, or a port of 127.0.0.1."""
+        return str(self.admin_port) if self.admin_port else str(Path(self.directory, ADMIN_SOCKET))
+
+    @property
+    def endpoints_file(self) -> Path:
+        return Path(self.directory, ENDPOINTS)
+
+
+def prepare(
+    options: Options,
+    endpoints: Iterable[str] = (),
+    *,
+    binary: str = "",
+    directory: Path | None = None,
+    start_timeout: float = 20.0,
+) -> Plan:
+    """Write the gateway's files into a new directory in `directory`, default the system's for temporary files.
+
+    Raises `ConfigError` for options or endpoints that are wrong, `GatewayError`: no Envoy, port taken.
+    """
+    options.check()
+    binary = binary or find_envoy()
+    check_free(options.host, options.port)
+    own = Path(tempfile.mkdtemp(prefix="fairlead-", dir=directory))  # mode 0700
+    try:
+        pool = EndpointsFile(own / ENDPOINTS)
+        pool.write(tuple(endpoints) or options.endpoints)
+        options = structs.replace(options, admin_path=str(own / ADMIN_SOCKET), endpoints_file=str(pool.path))
+        (own / BOOTSTRAP).write_text(json.dumps(build(options)))
+    except BaseException:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
+    return Plan(
+        directory=str(own),
+        command=command(binary, own / BOOTSTRAP, options.concurrency),
+        admin_port=options.admin_port,
+        last_log=2 * options.als_interval if options.als else 0.0,
+        start_timeout=start_timeout,
+    )
+
+
+class Gateway:
+    """A running Envoy between `start` and `stop`, with its files. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        options: Options,
+        endpoints: Iterable[str] = (),
+        *,
+        binary: str = "",
+        directory: Path | None = None,
+        start_timeout: float = 20.0,
+    ) -> None:
+        """`options.port` 0 takes any free port. `directory`: where its own files go, default the system's for temporary
+        files. Raises `ConfigError` for options or endpoints that are wrong."""
+        options.check()
+        self._options = options
+        self._endpoints = tuple(endpoints) or options.endpoints
+        self._binary = binary
+        self._base = directory
+        self._start_timeout = start_timeout
+        self._pool: PoolWriter | None = None
+        self._process: GatewayProcess | None = None
+
+    async def __aenter__(self) -> "Gateway":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, `127.0.0.1:8080`; empty before `start`."""
+        return self._process.address if self._process is not None else ""
+
+    @property
+    def pid(self) -> int:
+        """0 while no Envoy runs."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def restarts(self) -> int:
+        return self._process.restarts if self._process is not None else 0
+
+    @property
+    def admin(self) -> EnvoyAdmin:
+        if self._process is None:
+            raise GatewayError("the gateway is not running")
+        return self._process.admin
+
+    async def start(self) -> None:
+        """Returns when requests are served. Raises `GatewayError`: no Envoy, port taken, and so on."""
+        plan = prepare(
+            self._options,
+            self._endpoints,
+            binary=self._binary,
+            directory=self._base,
+            start_timeout=self._start_timeout,
+        )
+        process = GatewayProcess(**structs.asdict(plan))
+        await process.start()
+        self._process, self._pool = process, PoolWriter(plan.endpoints_file)
+
+    def set_endpoints(self, addresses: Iterable[str]) -> None:
+        """The pool for requests that nobody scheduled is this from now on; Envoy follows in less than 0.1 s.
+
+        Raises `ConfigError` for what is not a literal `ip:port`; the old pool stays in force then.
+        """
+        wanted = tuple(addresses)
+        if self._pool is not None:
+            self._pool.set(wanted)
+        else:
+            for address in wanted:
+                parse_endpoint(address)
+        self._endpoints = wanted
+
+    async def stop(self, grace: float = 30.0) -> None:
+        """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
+        process, self._process = self._process, None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if process is not None:
+            await process.stop(grace)
+
+
+def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
+    """How Envoy is started.
+
+    Hot restart is off: it needs shared memory by a number that two gateways might share. Without the scheduler ext_proc
+    would log a warning for every request; the access log and `ext_proc.failure_mode_allowed` count them.
+    """
+    arguments = [binary, "-c", str(bootstrap), "--disable-hot-restart", "--log-level", "warning"]
+    arguments += ["--component-log-level", "ext_proc:error"]
+    arguments += ["--log-format", FORMAT, "--drain-strategy", "immediate", "--drain-time-s", "1"]
+    return arguments + (["--concurrency", str(concurrency)] if concurrency else [])
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises `GatewayError` when nobody can listen there: with several workers Envoy would share a taken port."""
+    error = obstacle(host, port)
+    if error is None:
+        return
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if "in use" in os.strerror(error.errno or 0):
+        cure = "stop what listens there, or choose another port for the gateway"
+        raise GatewayError(f"{where} is taken: {cure}")
+    raise GatewayError(f"the gateway cannot listen on {where}: {error.strerror}")

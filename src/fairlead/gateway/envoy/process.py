@@ -1,0 +1,103 @@
+"""The embedded gateway's process: started, drained, ended. All that whoever supervises it has to import.
+
+The files that it needs are written before, see `gateway.prepare`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
+from fairlead.gateway.envoy.supervisor import Supervisor
+
+log = logging.getLogger("fairlead.gateway")
+
+#: Files in the gateway's directory.
+ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS = "admin.sock", "bootstrap.json", "endpoints.json"
+#: Of the listener's metrics.
+STAT_PREFIX = "gateway"
+_ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
+_POLL = 0.05
+
+
+class GatewayProcess:
+    """A running Envoy between `start` and `stop`. Belongs to one event loop."""
+
+    def __init__(
+        self, directory: str, command: list[str], admin_port: int, last_log: float, start_timeout: float
+    ) -> None:
+        """`directory` is removed at the end. `admin_port` 0 = the socket in it. `last_log`: seconds after which the
+        access log's last entries are out."""
+        self._directory = Path(directory)
+        self._last_log = last_log
+        socket = self._directory / ADMIN_SOCKET
+        self.admin = EnvoyAdmin("" if admin_port else str(socket), admin_port)
+        self._supervisor = Supervisor(
+            command, self.admin, start_timeout=start_timeout, on_restart=lambda: socket.unlink(missing_ok=True)
+        )
+        #: Where clients connect, `127.0.0.1:8080`; empty before `start`.
+        self.address = ""
+
+    @property
+    def pid(self) -> int:
+        """0 while no Envoy runs."""
+        return self._supervisor.pid
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    async def start(self) -> None:
+        """Returns when requests are served. Raises `GatewayError`."""
+        try:
+            await self._supervisor.start()
+            host, port = await self.admin.address()
+        except BaseException as error:
+            await self.stop(0.0)
+            if isinstance(error, OSError):
+                raise GatewayError(f"Envoy's admin page does not answer: {error}") from error
+            raise
+        self._keep_port(port)
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        log.info("the gateway listens on %s, pid %d", self.address, self.pid)
+
+    def _keep_port(self, port: int) -> None:
+        """A restart must come back where it was, also where any free port was asked for."""
+        path = self._directory / BOOTSTRAP
+        bootstrap: Any = json.loads(path.read_text())
+        where = bootstrap["static_resources"]["listeners"][0]["address"]["socket_address"]
+        if where["port_value"] != port:
+            where["port_value"] = port
+            path.write_text(json.dumps(bootstrap))
+
+    async def stop(self, grace: float = 30.0) -> None:
+        """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
+        if grace > 0 and self.pid:
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._drain(grace)
+        await self._supervisor.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _drain(self, grace: float) -> None:
+        await self.admin.post("/healthcheck/fail")  # from now on answers say `connection: close`
+        await self.admin.post("/drain_listeners")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while any((await self.admin.stats(_ACTIVE)).values()):
+                    await asyncio.sleep(_POLL)
+        await asyncio.sleep(self._last_log)
+
+
+def tie_to_parent(parent: int) -> None:
+    """End by SIGKILL when the parent ends, however that happens (prctl(2), PR_SET_PDEATHSIG). Linux only."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit("the parent is gone")

@@ -1,0 +1,202 @@
+"""Keeps one Envoy running: starts it, reads its log, restarts it when it dies, ends it.
+
+Envoy runs in a session of its own, so that Ctrl-C at a terminal reaches only us and we can drain first; the kernel ends
+it with us (see `launcher`). A crash is followed by a restart after 0.2 s, doubling up to 10 s while it keeps dying.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fairlead.gateway.envoy import launcher
+from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
+from fairlead.gateway.envoy.binary import explain, parse
+
+log = logging.getLogger("fairlead.gateway")
+access = logging.getLogger("fairlead.gateway.access")
+
+BACKOFF_FIRST, BACKOFF_CAP = 0.2, 10.0
+#: Whoever ran this long was healthy: the next restart comes at once again.
+HEALTHY_SECONDS = 30.0
+_POLL = 0.02
+_KILL_AFTER = 3.0
+_TAIL_LINES = 40
+_MAX_LINE = 16_384
+
+
+class Supervisor:
+    """One Envoy after another. `command` starts it; `admin` talks to it."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        admin: EnvoyAdmin,
+        *,
+        start_timeout: float = 20.0,
+        kill_after: float = _KILL_AFTER,
+        on_restart: Callable[[], None],
+    ) -> None:
+        """`kill_after`: seconds that it has to end by itself. `on_restart` is called after each death that nobody asked
+        for, before the next start."""
+        self.command = tuple(command)
+        self.admin = admin
+        self._start_timeout = start_timeout
+        self._kill_after = kill_after
+        self._on_restart = on_restart
+        self._process: Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._keeper: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        #: Deaths that nobody asked for.
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the Envoy that runs; 0 when none does."""
+        return 0 if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def start(self) -> None:
+        """Returns when Envoy serves. Raises `GatewayError` when it does not; nothing is left running then."""
+        try:
+            await self._spawn_whole()
+            await self._wait_ready()
+        except BaseException:
+            await self._end(0.0)
+            raise
+        self._keeper = asyncio.create_task(self._keep(), name="gateway supervisor")
+
+    async def stop(self) -> None:
+        """End it now. Draining is the caller's work."""
+        self._stopping = True
+        try:
+            if self._keeper is not None:
+                self._keeper.cancel()
+                await asyncio.gather(self._keeper, return_exceptions=True)
+                self._keeper = None
+        finally:
+            await self._end(self._kill_after)
+
+    # ---- one Envoy ----
+
+    async def _spawn_whole(self) -> None:
+        """A start that is cancelled half-way would leave a process that nobody knows."""
+        spawn = asyncio.ensure_future(self._spawn())
+        try:
+            await asyncio.shield(spawn)
+        except asyncio.CancelledError:
+            await spawn
+            raise
+
+    async def _spawn(self) -> None:
+        self._tail.clear()
+        start = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()))
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *start, *self.command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise GatewayError(f"Envoy cannot be started: {error}") from error
+        assert process.stdout is not None and process.stderr is not None
+        self._readers = [
+            asyncio.create_task(_lines(process.stderr, self._logged)),
+            asyncio.create_task(_lines(process.stdout, access.info)),
+        ]
+
+    async def _wait_ready(self) -> None:
+        process = self._process
+        assert process is not None
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                while process.returncode is None:
+                    with contextlib.suppress(OSError, TimeoutError):
+                        if await self.admin.ready():
+                            return
+                    await asyncio.sleep(_POLL)
+        except TimeoutError:
+            words = "\n".join(self._tail) or "(it said nothing)"
+            raise GatewayError(f"Envoy is not ready after {self._start_timeout:g} s:\n{words}") from None
+        await self._drained()
+        raise GatewayError(explain(self._tail, process.returncode))
+
+    async def _end(self, grace: float) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            _signal(process, signal.SIGTERM if grace > 0 else signal.SIGKILL)
+            try:
+                async with asyncio.timeout(grace or None):
+                    await process.wait()
+            except TimeoutError:
+                log.warning("Envoy does not end, killing it")
+                _signal(process, signal.SIGKILL)
+                await process.wait()
+        await self._drained()
+
+    async def _drained(self) -> None:
+        """Wait for the last lines of its output."""
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=1.0)
+            for reader in self._readers:
+                reader.cancel()
+            self._readers = []
+
+    # ---- one after another ----
+
+    async def _keep(self) -> None:
+        delay = BACKOFF_FIRST
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            assert self._process is not None
+            code = await self._process.wait()
+            await self._drained()
+            if loop.time() - started >= HEALTHY_SECONDS:
+                delay = BACKOFF_FIRST
+            self.restarts += 1
+            self._on_restart()
+            log.error("the gateway died, restarting it in %.1f s: %s", delay, explain((), code))
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, BACKOFF_CAP)
+            try:
+                await self._spawn_whole()
+                await self._wait_ready()
+                log.warning("the gateway is back, pid %d", self.pid)
+            except GatewayError as error:
+                log.error("the gateway does not come back: %s", error)
+                await self._end(0.0)
+
+    def _logged(self, line: str) -> None:
+        self._tail.append(line)
+        parsed = parse(line)
+        if parsed is None:
+            log.warning("envoy: %s", line)
+        else:
+            level, component, text = parsed
+            if self._stopping:
+                level = min(level, logging.INFO)  # "caught SIGTERM" is no news
+            log.log(level, "envoy %s: %s", component, text)
+
+
+async def _lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    """Call `take` for each line. Lines of any length are fine: their rest is dropped."""
+    unfinished = b""
+    while data := await stream.read(65_536):
+        *lines, unfinished = (unfinished + data).split(b"\n")
+        unfinished = unfinished[:_MAX_LINE]
+        for line in lines:
+            if line.strip():
+                take(line[:_MAX_LINE].decode(errors="replace").rstrip())
+    if unfinished.strip():
+        take(unfinished.decode(errors="replace"))
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)

@@ -1,0 +1,372 @@
+"""One HTTP/2 connection of a gRPC peer: what its streams send. `h2_control` is the connection as a whole.
+
+Rules (numbers are sections of RFC 9113)
+* A stream id is idle (above the highest seen), open, or over. Frames on idle streams break the connection (5.1).
+  HEADERS and its CONTINUATIONs are one unit (6.10). Header blocks are decoded even where they are ignored (4.3).
+* An exchange that we finished while the peer's side is open lingers: all that is kept is how much the peer may still
+  send. Late DATA is swallowed and its connection window given back; RST_STREAM or END_STREAM ends it. Nothing is sent:
+  Envoy resets by itself, and grpc clients do too. At most `max_streams` linger; beyond that the oldest is reset with
+  NO_ERROR (8.1).
+* Streams that we reset are remembered for a while, because frames for them may be on their way (5.4.2).
+* Receive windows are given back in big steps, when half of a window is used up. A peer that sends more than it was
+  given breaks the connection (connection window) or loses its stream (stream window).
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from struct import Struct
+
+from fairlead.core.errors import ProtocolError
+from fairlead.gateway import grpc_frames as grpc
+from fairlead.gateway import h2
+from fairlead.gateway.h2 import ErrorCode
+from fairlead.gateway.h2_control import FrameHandler, H2Control, Owner, only
+from fairlead.gateway.h2_headers import Opening
+from fairlead.gateway.h2_limits import Budget, H2Limits
+from fairlead.gateway.h2_stream import H2Stream
+from fairlead.gateway.stream import Routes
+
+log = logging.getLogger(__name__)
+
+#: Streams that we reset and still remember.
+_REMEMBERED = 256
+
+_u32 = h2.U32.unpack_from
+#: A frame's header, and the prefix of the message that its payload begins with (if it is one).
+_heads = Struct(">IBIBI").unpack_from
+_PREFIX_SIZE, _HEAD_SIZE, _MESSAGE_AT = grpc.PREFIX_SIZE, h2.HEAD_SIZE, h2.HEAD_SIZE + grpc.PREFIX_SIZE
+_MAX_STREAM, _END_HEADERS = h2.MAX_STREAM_ID, h2.END_HEADERS
+
+
+class Scratch:
+    """The buffer into which all connections of one loop read: it is emptied before the next read.
+
+    Measured (Linux 6.18, asyncio of 3.11): 10 µs less per wake-up than `data_received`, which allocates 256 KiB a time.
+    """
+
+    def __init__(self, size: int = 256 << 10) -> None:
+        #: `_heads` looks beyond a short frame at the end.
+        self.whole = memoryview(bytearray(size + _PREFIX_SIZE))
+        self.view = self.whole[:size]
+
+
+class H2Connection(H2Control, asyncio.BufferedProtocol):
+    """An asyncio protocol; one per accepted socket."""
+
+    def __init__(
+        self, routes: Routes, owner: Owner, limits: H2Limits, scratch: Scratch, merge_wakeups: bool = False
+    ) -> None:
+        super().__init__(owner, limits, merge_wakeups)
+        self._view, self._scratch = scratch.view, scratch.whole
+        self._whole_messages = not limits.max_stream_bytes
+        #: The first four bytes of a frame (its length, and any type) at most, and of one that is a whole message.
+        self._max_length = limits.max_frame << 8 | 0xFF
+        self._max_message = min(limits.max_frame, limits.max_message + _PREFIX_SIZE) << 8
+        #: The incomplete frame at the end of what was read, and the length that it must reach to be worth looking at.
+        self._carry = bytearray()
+        self._need = len(h2.PREFACE)
+        self._preface_seen = False
+        self._routes = routes
+        #: What the peer may still send before we credit the connection.
+        self._credit = limits.connection_window
+        #: Receive windows are given back from here on.
+        self._low_credit, self._low_window = limits.connection_window >> 1, limits.stream_window >> 1
+        #: Streams that we reset, oldest first.
+        self._reset: OrderedDict[int, None] = OrderedDict()
+        self._resets = Budget(limits.resets_per_second, limits.reset_burst, self.loop.time)
+        #: A header block in pieces: flags of its HEADERS, stream, bytes so far.
+        self._pieces: tuple[int, int, bytearray] = (0, 0, bytearray())
+        known: tuple[FrameHandler, ...] = (
+            self._on_data, self._on_headers, self._on_priority, self._on_rst_stream, self._on_settings,
+            self._on_forbidden, self._on_ping, self._on_goaway, self._on_window_update, self._on_forbidden,
+        )  # fmt: skip
+        self._table = known + (self._on_unknown,) * (256 - len(known))
+        self._continuation = only(h2.CONTINUATION, self._on_continuation, "a header block was interrupted")
+
+    # ---- reading ----
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Cut what was read into frames and handle them. A frame that is one whole message of a stream at work, as
+        nearly all are that hold data, goes to its handler from here."""
+        self.wakeups += 1
+        self._silent = False
+        if self.closing:
+            return
+        self.corked = True
+        try:
+            if self._carry or not self._preface_seen:
+                data, end = self._with_carry(nbytes)
+            else:
+                data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
+            pos = 0
+            last, longest, find = end - _HEAD_SIZE, self._max_message, self.streams.get
+            handlers, table = self.handlers, self._table
+            while pos <= last:
+                length, flags, stream_id, compressed, size = _heads(data, pos)
+                stop = pos + _HEAD_SIZE + (length >> 8)
+                size += _PREFIX_SIZE
+                if (
+                    stop <= end
+                    and size << 8 == length <= longest  # DATA
+                    and not (flags or compressed)
+                    and handlers is table
+                    and (stream := find(stream_id)) is not None
+                    and (take := stream.take) is not None
+                    and (window := stream.receive_window - size) > self._low_window
+                    and (credit := self._credit - size) > self._low_credit
+                ):
+                    stream.receive_window, self._credit = window, credit
+                    try:
+                        take(data[pos + _MESSAGE_AT : stop])
+                    except Exception:
+                        stream.crashed()
+                else:
+                    if length > self._max_length:
+                        raise ProtocolError(f"a frame of {length >> 8} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
+                    if stop > end:
+                        break
+                    handlers[length & 0xFF](flags, stream_id & _MAX_STREAM, data, pos + _HEAD_SIZE, stop)
+                    handlers = self.handlers
+                pos = stop
+            if pos < end:
+                self._need = stop - pos if pos <= last else _HEAD_SIZE
+                self._carry += memoryview(data)[pos:end]
+        except ProtocolError as error:
+            self.fail(error.code, str(error))
+        except Exception:
+            log.exception("internal error on the connection from %s", self._peer)
+            self.fail(ErrorCode.INTERNAL_ERROR, "internal error")
+        self.corked = False
+        self.settled = self._acknowledged and not self._carry and self.handlers is self._table
+        self.flush()
+
+    def _with_carry(self, nbytes: int) -> tuple[bytes, int]:
+        """What was read behind the incomplete frame before it, and where that ends. As long as the frame is incomplete
+        its bytes are not looked at: a megabyte that arrives byte by byte costs a megabyte of copying."""
+        carry = self._carry
+        carry += self._view[:nbytes]
+        if not self._preface_seen:
+            preface = bytes(carry[: len(h2.PREFACE)])
+            if not h2.PREFACE.startswith(preface):
+                raise ProtocolError("this is not HTTP/2", ErrorCode.PROTOCOL_ERROR)
+            if len(preface) < len(h2.PREFACE):
+                return b"", 0
+            self._preface_seen = True
+            del carry[: len(preface)]
+        elif len(carry) < self._need:
+            return b"", 0
+        end = len(carry)
+        carry += bytes(_PREFIX_SIZE)
+        self._carry = bytearray()
+        return bytes(carry), end
+
+    # ---- HEADERS ----
+
+    def _on_headers(self, flags: int, stream_id: int, data: bytes, pos: int, end: int) -> None:
+        if not stream_id & 1:
+            raise ProtocolError("HEADERS on a stream that clients cannot open", ErrorCode.PROTOCOL_ERROR)
+        if flags == _END_HEADERS and stream_id > self._last_stream:
+            opening = self._blocks.recent.get(data[pos:end])
+            if opening is not None:  # as nearly always
+                self._open(flags, stream_id, opening)
+                return
+        if flags & (h2.PADDED | h2.HAS_PRIORITY):
+            pos, end = h2.unpad(flags, data, pos, end)
+        if end - pos > self.limits.max_header_list:
+            raise ProtocolError("the header block is too large", ErrorCode.ENHANCE_YOUR_CALM)
+        if flags & _END_HEADERS:
+            self._on_block(flags, stream_id, data[pos:end])
+        else:
+            self._pieces = (flags, stream_id, bytearray(data[pos:end]))
+            self.handlers = self._continuation
+
+    def _on_continuation(self, flags: int, stream_id: int, data: bytes, pos: int, end: int) -> None:
+        first_flags, first_stream, block = self._pieces
+        if stream_id != first_stream:
+            raise ProtocolError("a header block was interrupted", ErrorCode.PROTOCOL_ERROR)
+        self._spend_control()
+        if len(block) + end - pos > self.limits.max_header_list:
+            raise ProtocolError("the header block is too large", ErrorCode.ENHANCE_YOUR_CALM)
+        block += memoryview(data)[pos:end]
+        if flags & h2.END_HEADERS:
+            self._pieces = (0, 0, bytearray())
+            self.handlers = self._table
+            self._on_block(first_flags, stream_id, bytes(block))
+
+    def _on_block(self, flags: int, stream_id: int, block: bytes) -> None:
+        opening = self._blocks.read(block)
+        if stream_id <= self._last_stream:
+            self._on_late_block(flags, stream_id, opening)
+        else:
+            self._open(flags, stream_id, opening)
+
+    def _open(self, flags: int, stream_id: int, opening: Opening) -> None:
+        self._last_stream = stream_id
+        if stream_id > self._last_accepted:
+            return
+        if opening.malformed or len(self.streams) >= self.limits.max_streams:
+            crowded = len(self.streams) >= self.limits.max_streams
+            self.send_reset(stream_id, ErrorCode.REFUSED_STREAM if crowded else ErrorCode.PROTOCOL_ERROR)
+            self._spend_control()
+            return
+        self.opened += 1
+        stream = self.streams[stream_id] = H2Stream(self, stream_id)
+        if flags & h2.END_STREAM:
+            stream.remote_closed = True
+        factory = self._routes.get(opening.path)
+        if factory is None or opening.http_status:
+            status = opening.http_status
+            stream.refuse(
+                grpc.http_error(status)
+                if status
+                else grpc.trailers_only(grpc.Status.UNIMPLEMENTED, f"unknown method {opening.path}")
+            )
+            return
+        try:
+            handler = factory(stream, opening.headers)
+            if not stream.finished:  # the handler may have finished it already
+                stream.handler = handler
+                if self._whole_messages and not stream.remote_closed:
+                    stream.take = handler.on_message
+        except Exception:
+            log.exception("no handler could be made for %s", opening.path)
+            stream.fail(grpc.Status.INTERNAL, "internal error")
+        if stream.remote_closed:
+            stream.half_close()
+
+    def _on_late_block(self, flags: int, stream_id: int, opening: Opening) -> None:
+        """HEADERS on a stream that was opened before: trailers, or an error."""
+        stream = self.streams.get(stream_id)
+        if stream is not None:
+            if stream.remote_closed:
+                self.reset(stream, ErrorCode.STREAM_CLOSED, "frames after the stream's end")
+            elif not flags & h2.END_STREAM or not opening.trailers:
+                self.reset(stream, ErrorCode.PROTOCOL_ERROR, "malformed trailers")
+            else:
+                stream.remote_closed = True
+                stream.half_close()
+        elif self.lingering.pop(stream_id, None) is None and stream_id not in self._reset:
+            raise ProtocolError("HEADERS on a closed stream", ErrorCode.STREAM_CLOSED)
+
+    # ---- DATA ----
+
+    def _on_data(self, flags: int, stream_id: int, data: bytes, pos: int, end: int) -> None:
+        size = end - pos
+        self._credit -= size
+        if self._credit <= self._low_credit:
+            self._give_credit()
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            self._on_stray_data(flags, stream_id, size)
+            return
+        stream.receive_window -= size
+        if flags or stream.remote_closed or not size or stream.receive_window <= self._low_window:
+            self._on_unusual_data(stream, flags, data, pos, end)
+        else:
+            stream.receive(data, pos, end)
+
+    def _on_unusual_data(self, stream: H2Stream, flags: int, data: bytes, pos: int, end: int) -> None:
+        """DATA that is padded, empty, the last, late, or due to have its window given back."""
+        if stream.remote_closed:
+            self.reset(stream, ErrorCode.STREAM_CLOSED, "frames after the stream's end")
+            return
+        if flags & h2.PADDED:
+            pos, end = h2.unpad(h2.PADDED, data, pos, end)
+        if flags & h2.END_STREAM:
+            stream.take = None
+            stream.remote_closed = True  # first: a stream that the handler finishes now does not linger
+        if stream.receive_window <= self._low_window and not self._give_stream_credit(stream):
+            return
+        if pos != end:
+            stream.receive(data, pos, end)
+        elif not flags & h2.END_STREAM:
+            self._spend_control()
+        if flags & h2.END_STREAM:
+            stream.half_close()
+
+    def _give_credit(self) -> None:
+        if self._credit < 0:
+            raise ProtocolError("the peer exceeded the connection's window", ErrorCode.FLOW_CONTROL_ERROR)
+        self.out.append(h2.window_update(0, self.limits.connection_window - self._credit))
+        self._credit = self.limits.connection_window
+
+    def _give_stream_credit(self, stream: H2Stream) -> bool:
+        if stream.receive_window < 0:
+            self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR, "the peer exceeded the stream's window")
+            return False
+        if not (stream.remote_closed or stream.finished):
+            self.out.append(h2.window_update(stream.id, self.limits.stream_window - stream.receive_window))
+            stream.receive_window = self.limits.stream_window
+        return True
+
+    def _on_stray_data(self, flags: int, stream_id: int, size: int) -> None:
+        """DATA on a stream that is not open any more; its connection window is given back already."""
+        left = self.lingering.get(stream_id)
+        if left is not None:
+            if flags & h2.END_STREAM:
+                del self.lingering[stream_id]
+            elif left < size:
+                del self.lingering[stream_id]
+                self.send_reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+            else:
+                self.lingering[stream_id] = left - size
+                if not size:
+                    self._spend_control()
+        elif stream_id not in self._reset and stream_id <= self._last_accepted:
+            self._refuse_idle(stream_id)
+            self.send_reset(stream_id, ErrorCode.STREAM_CLOSED)
+            self._spend_control()
+
+    # ---- the end of a stream ----
+
+    def _on_rst_stream(self, flags: int, stream_id: int, data: bytes, pos: int, end: int) -> None:
+        if end - pos != 4:
+            raise ProtocolError("RST_STREAM is not four bytes", ErrorCode.FRAME_SIZE_ERROR)
+        if self.lingering.pop(stream_id, None) is not None:
+            return
+        stream = self.streams.pop(stream_id, None)
+        if stream is None:
+            self._refuse_idle(stream_id)
+            return
+        unfinished = not stream.finished
+        stream.lost(f"reset by the peer (code {_u32(data, pos)[0]})")
+        # Only what we still worked on counts: Envoy resets every finished exchange.
+        if unfinished and not self._resets.spend():
+            raise ProtocolError("too many resets", ErrorCode.ENHANCE_YOUR_CALM)
+
+    def _refuse_idle(self, stream_id: int) -> None:
+        if stream_id > self._last_stream or not stream_id & 1:
+            raise ProtocolError(f"a frame on idle stream {stream_id}", ErrorCode.PROTOCOL_ERROR)
+
+    def reset(self, stream: H2Stream, code: int, why: str) -> None:
+        """A stream error (5.4.2)."""
+        self.streams.pop(stream.id, None)
+        self.send_reset(stream.id, code)
+        stream.lost(why)
+        self._spend_control()
+
+    def send_reset(self, stream_id: int, code: int) -> None:
+        self.out.append(h2.rst_stream(stream_id, code))
+        self._reset[stream_id] = None
+        if len(self._reset) > _REMEMBERED:
+            self._reset.popitem(last=False)
+
+    # ---- for tests ----
+
+    def validate(self) -> None:
+        """Raises `AssertionError` where something grows without bound, or a count is not that of the streams."""
+        streams = list(self.streams.values())
+        assert len(streams) <= self.limits.max_streams >= len(self.lingering)
+        assert len(self._reset) <= _REMEMBERED
+        assert len(self._carry) <= self.limits.max_frame + 9
+        assert len(self._blocks) <= 128
+        assert self.watched == sum(stream.watching for stream in streams if not stream.finished)
+        assert self.partial == sum(stream.partial for stream in streams)
+        assert self.queued == sum(stream.queued for stream in streams)
+        assert self.blocked.keys() <= self.streams.keys()
+        for stream in streams:
+            stream.validate()

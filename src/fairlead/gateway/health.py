@@ -1,0 +1,161 @@
+"""gRPC health checking, version 1 (grpc/doc/health-checking.md): `Check` and `Watch` over the transports' contract.
+
+Services: `liveness` is SERVING as long as the process answers; `readiness`, the empty name and the ext_proc service
+follow `set_ready`; `warm` is SERVING also on a standby that could take over. Others are unknown: `Check` ends with
+NOT_FOUND, `Watch` says SERVICE_UNKNOWN and stays open.
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+from fairlead.core.errors import ProtocolError
+from fairlead.gateway.grpc_frames import Status
+from fairlead.gateway.protobuf import fields, number
+from fairlead.gateway.stream import Routes, ServerStream
+
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+
+LIVENESS = "liveness"
+READINESS = "readiness"
+WARM = "warm"
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+class ServingStatus(IntEnum):
+    """grpc.health.v1.HealthCheckResponse.ServingStatus."""
+
+    UNKNOWN = 0
+    SERVING = 1
+    NOT_SERVING = 2
+    SERVICE_UNKNOWN = 3
+
+
+def read_request(message: bytes) -> str:
+    """The service name of a HealthCheckRequest. `ProtocolError` on malformed bytes."""
+    service = ""
+    for key, start, end in fields(message):
+        if key == 1 and end >= 0:
+            try:
+                service = message[start:end].decode()
+            except UnicodeDecodeError:
+                raise ProtocolError("the service name is not UTF-8", Status.INVALID_ARGUMENT) from None
+    return service
+
+
+def answer(status: ServingStatus) -> bytes:
+    """A HealthCheckResponse."""
+    return number(1, status)
+
+
+class HealthService:
+    """Starts as not ready."""
+
+    def __init__(self) -> None:
+        self._ready = self._warm = False
+        #: A gateway asked for the ext_proc service and was told that it serves.
+        self.asked = False
+        self._watchers: set[_Watch] = set()
+
+    @property
+    def watchers(self) -> int:
+        """Watch streams that are open."""
+        return len(self._watchers)
+
+    def routes(self) -> Routes:
+        return {CHECK: self._check, WATCH: self._watch}
+
+    def set_ready(self, ready: bool, warm: bool | None = None) -> None:
+        """Tell every watcher whose service changes by it. `warm`: could take over at once; left out, the same."""
+        states = ready, ready if warm is None else warm
+        if states != (self._ready, self._warm):
+            self._ready, self._warm = states
+            for watcher in list(self._watchers):
+                watcher.notify()
+
+    def end_watches(self) -> None:
+        """They have no end of their own, and the process has."""
+        for watcher in list(self._watchers):
+            watcher.end()
+
+    def status(self, service: str) -> ServingStatus:
+        if service == LIVENESS:
+            return ServingStatus.SERVING
+        if service in ("", READINESS, EXT_PROC):
+            return ServingStatus.SERVING if self._ready else ServingStatus.NOT_SERVING
+        if service == WARM:
+            return ServingStatus.SERVING if self._warm else ServingStatus.NOT_SERVING
+        return ServingStatus.SERVICE_UNKNOWN
+
+    def _check(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Check":
+        return _Check(self, stream)
+
+    def _watch(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Watch":
+        return _Watch(self, stream)
+
+
+class _Check:
+    """Unary: answers its first message."""
+
+    def __init__(self, health: HealthService, stream: ServerStream) -> None:
+        self._health = health
+        self._stream = stream
+
+    def on_message(self, message: bytes) -> None:
+        try:
+            service = read_request(message)
+        except ProtocolError as error:
+            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
+            return
+        status = self._health.status(service)
+        if service == EXT_PROC and status is ServingStatus.SERVING:
+            self._health.asked = True
+        if status is ServingStatus.SERVICE_UNKNOWN:
+            self._stream.finish(Status.NOT_FOUND, "unknown service")
+        else:
+            self._stream.send(answer(status))
+            self._stream.finish()
+
+    def on_half_close(self) -> None:
+        self._stream.finish(Status.INVALID_ARGUMENT, "no request")
+
+    def on_lost(self, why: str) -> None:
+        pass
+
+
+class _Watch:
+    """Server streaming: the status now and at every change, until the peer goes."""
+
+    def __init__(self, health: HealthService, stream: ServerStream) -> None:
+        self._health = health
+        self._stream = stream
+        self._service: str | None = None
+        self._told: ServingStatus | None = None
+
+    def on_message(self, message: bytes) -> None:
+        if self._service is not None:
+            return  # the method takes one request
+        try:
+            self._service = read_request(message)
+        except ProtocolError as error:
+            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
+            return
+        self._health._watchers.add(self)
+        self.notify()
+
+    def notify(self) -> None:
+        status = self._health.status(self._service or "")
+        if status is not self._told:
+            self._told = status
+            self._stream.send(answer(status))
+
+    def end(self) -> None:
+        self._health._watchers.discard(self)
+        self._stream.finish(Status.UNAVAILABLE, "the server ends")
+
+    def on_half_close(self) -> None:
+        if self._service is None:
+            self._stream.finish(Status.INVALID_ARGUMENT, "no request")
+
+    def on_lost(self, why: str) -> None:
+        self._health._watchers.discard(self)

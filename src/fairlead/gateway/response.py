@@ -1,0 +1,132 @@
+"""The response to a request that a session follows: what is seen of it, and what is changed in it.
+
+`ResponseWatch` sees the status, the first byte and token counts. `Renaming` maps the model's name back to the one that
+the client knows.
+
+Rules of renaming
+* Only for requests that were rewritten; the session stays on such a stream to the end of the response.
+* Only what can be read: JSON and event streams, not compressed.
+* Another name may have another length, which must not contradict the response's. Where the gateway shows the headers,
+  the length is taken off in their answer. Where it does not, the gateway announces (`RESIZABLE_METADATA`) that it takes
+  it off itself; without that the name is mapped only if both are equally long.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fairlead.apis.rename import ModelRenamer
+from fairlead.apis.response import Scanner, scanner_for, scanner_unseen
+from fairlead.apis.splice import json_string
+from fairlead.core.events import ResponseEnded
+from fairlead.core.headers import ATTEMPTS
+from fairlead.core.request import Request, Usage
+from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_response, rewrite_chunk
+
+_RESIZABLE = resizable_response()
+
+
+class ResponseWatch:
+    """Follows the response to one request. Times are clock seconds."""
+
+    __slots__ = ("_bytes", "_request", "_scanner", "_status", "_ttft_ms", "is_sse")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._status = 0
+        self._bytes = 0
+        self._ttft_ms = -1.0
+        self._scanner: Scanner | None = None
+        self.is_sse = False
+
+    def headers(self, headers: Mapping[str, str]) -> None:
+        status = headers.get(":status", "")
+        self._status = int(status) if len(status) == 3 and status.isascii() and status.isdigit() else 0
+        kind = headers.get("content-type", "")
+        self.is_sse = kind.startswith("text/event-stream")
+        self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
+
+    def attributes(self, attributes: Mapping[str, Any]) -> bool:
+        """Of a response whose headers are not shown; what it is shows in its request and in its first bytes. True if it
+        comes from the fallback endpoint: the first one could not be reached."""
+        request = self._request
+        status, attempts = attributes.get("response.code"), attributes.get(ATTEMPTS)
+        self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
+        self.is_sse = request.stream
+        self._scanner = scanner_unseen(request.api, request.stream)
+        return isinstance(attempts, float | int) and attempts > 1
+
+    def chunk(self, chunk: bytes, now: Callable[[], float]) -> bool:
+        """Note a piece of the body. True for the first one that has content."""
+        self._bytes += len(chunk)
+        if self._scanner is not None and chunk:
+            self._scanner.feed(chunk)
+        if self._ttft_ms >= 0 or not chunk:
+            return False
+        self._ttft_ms = (now() - self._request.arrived) * 1e3
+        return True
+
+    def usage(self) -> Usage | None:
+        return self._scanner.usage if self._scanner is not None else None
+
+    @property
+    def complete(self) -> bool:
+        """The response's own last word was seen. Its end may not be shown: trailers are not sent to us."""
+        return self._scanner is not None and self._scanner.done
+
+    @property
+    def error_status(self) -> int:
+        """Status of an error reported inside a 200 stream; 0 = none."""
+        return (self._scanner.error_status or 0) if self._scanner is not None else 0
+
+    def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:
+        return ResponseEnded(
+            request_id=self._request.id,
+            status=self.error_status or self._status,
+            usage=self.usage(),
+            ttft_ms=self._ttft_ms,
+            duration_ms=(now - self._request.arrived) * 1e3,
+            response_bytes=self._bytes,
+            client_gone=client_gone,
+        )
+
+
+class Renaming:
+    """One response. `resizable`: the gateway announced it. `stream`: a stream was asked for."""
+
+    __slots__ = ("_mode", "_renamer", "_shown", "_target")
+
+    def __init__(self, target: str, shown: str, mode: BodyMode, stream: bool, resizable: bool) -> None:
+        self._target = target
+        self._shown = shown
+        self._mode = mode
+        self._renamer: ModelRenamer | None = None
+        if resizable or len(json_string(target)) == len(json_string(shown)):
+            self._renamer = ModelRenamer(target, shown, stream)
+
+    def headers(self, headers: Mapping[str, str]) -> bytes:
+        """The answer to the response headers."""
+        kind = headers.get("content-type", "")
+        stream = kind.startswith("text/event-stream")
+        if "content-encoding" in headers or not (stream or "json" in kind):
+            self._renamer = None
+            return CONTINUE[Kind.RESPONSE_HEADERS]
+        self._renamer = ModelRenamer(self._target, self._shown, stream)
+        return _RESIZABLE
+
+    def chunk(self, chunk: bytes, end_of_stream: bool) -> list[bytes]:
+        """The answers to a body message."""
+        if self._mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
+            end_of_stream = True
+        if self._renamer is not None:
+            changed = self._renamer.feed(chunk, end_of_stream)
+            if changed != chunk or self._mode is BodyMode.FULL_DUPLEX:
+                return rewrite_chunk(self._mode, changed, end_of_stream)
+        if self._mode is BodyMode.FULL_DUPLEX:
+            return rewrite_chunk(self._mode, chunk, end_of_stream)
+        return [CONTINUE[Kind.RESPONSE_BODY]]
+
+    def rest(self) -> list[bytes]:
+        """What must go before the answer to the trailers. A gateway that answers chunk by chunk has no place for it:
+        there a response that breaks off inside of a name loses that piece."""
+        held = self._renamer.feed(b"", end=True) if self._renamer is not None else b""
+        return rewrite_chunk(self._mode, held, False) if held and self._mode is BodyMode.FULL_DUPLEX else []

@@ -1,0 +1,74 @@
+"""The ports that answer gateways: ext_proc and access log on one, health on the same and, if wanted, on its own."""
+
+import contextlib
+
+from fairlead.core.errors import ConfigError
+from fairlead.gateway import access_log
+from fairlead.gateway.grpc_server import GrpcServer
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import HealthService
+from fairlead.gateway.host import Host
+from fairlead.gateway.session import sessions
+from fairlead.gateway.stream import Routes
+from fairlead.gateway.tls import ServerTls
+
+_Transport = H2Server | GrpcServer
+
+EXT_PROC = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+
+
+def routes(host: Host, health: HealthService) -> Routes:
+    """What a gateway may call."""
+    return {
+        EXT_PROC: sessions(host),
+        access_log.PATH: access_log.factory(host.logs),
+        **health.routes(),
+    }
+
+
+class Server:
+    """`await start()`, then `drain()`, then `await close()`. `transport`: `http2` (own) or `grpc-aio` (reference)."""
+
+    def __init__(self, transport: str, host: Host, health: HealthService, tls: ServerTls | None, max_body: int) -> None:
+        limits = H2Limits(max_message=max_body + (64 << 10))
+        self._health = health
+        if transport == "http2":
+            self._main: _Transport = H2Server(routes(host, health), limits, tls=tls, merge_wakeups=True)
+        else:
+            self._main = GrpcServer(routes(host, health), limits, tls=tls)
+        self._extra: list[H2Server] = []
+
+    @property
+    def addresses(self) -> list[str]:
+        return self._main.addresses
+
+    async def start(self, host: str, port: int, health_port: int = 0, log_port: int = 0) -> int:
+        """Listen. `log_port`: a further port for everything, where a gateway sends its access log. Returns the port.
+
+        Raises `ConfigError` that names the setting when a port is taken.
+        """
+        bound = await self._listen(self._main, host, port, "$.extProc.port")
+        if log_port and log_port != port:
+            await self._listen(self._main, host, log_port, "$.als.port")
+        if health_port:
+            extra = H2Server(self._health.routes())
+            self._extra.append(extra)
+            await self._listen(extra, host, health_port, "$.extProc.healthPort")
+        return bound
+
+    async def _listen(self, server: _Transport, host: str, port: int, path: str) -> int:
+        try:
+            return await server.listen(host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host or '*'}:{port}: {error.strerror or error}", path) from None
+
+    def drain(self) -> None:
+        """No new streams; running ones go on."""
+        self._main.drain()
+
+    async def close(self, grace_s: float) -> None:
+        await self._main.close(grace_s)
+        for server in self._extra:
+            with contextlib.suppress(OSError):
+                await server.close()

@@ -1,0 +1,475 @@
+"""One ext_proc stream = one HTTP request: collects it, has it scheduled, answers the gateway, leaves when it is safe.
+
+    opened → collecting → (asking knowledge) → waiting → routed → answering → closed
+
+Rules (Envoy 1.40; docs/gateway.md has the measurements)
+* `_LEGAL` has the messages that may come in each state; any other breaks the stream. Every state can become `closed`.
+  The request goes on beside the response where the choice is made on headers alone, so its messages are legal until
+  the end; after its trailers none of them is.
+* The answer to headers precedes every answer to a body. Under full duplex the headers answer waits until the body is
+  whole, and the body must be handed back; otherwise the gateway keeps the body itself.
+* BUFFERED and BUFFERED_PARTIAL: headers are answered at once, the pick rides on the body answer. A truncated
+  BUFFERED_PARTIAL body (end_of_stream false) is waved through unscheduled: the gateway ignores a pick there.
+* NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes when the headers are
+  answered, so the choice is made on headers alone.
+* STREAMED with that flag: headers and body come together, and the headers answer waits for the body, as under full
+  duplex. A gateway that buffers in front of ext_proc announces it with the initial metadata `fairlead-whole-body`:
+  the first body message is then all of it, even when trailers follow (end_of_stream false).
+* Leaving (ending the gRPC stream with OK) must not lose a byte. In a STREAMED or BUFFERED response the gateway keeps
+  each chunk until it is answered: leaving is safe at any moment. With NONE nothing follows. In a FULL_DUPLEX response
+  it hands chunks over and forgets them: the only safe moment is the pick itself, and only when everything fits into
+  one write; later the response is echoed to its end.
+* Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
+  the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
+  An answer that is not streamed is left at the pick: its first byte comes when all is done.
+* A request whose model has another name at its endpoint leaves with another body, and its response is followed to its
+  end, to map the name back (`response.Renaming`).
+* Whoever leaves last releases the lease: the access log if wired, else this session. What the log cannot tell see
+  `access_log`; why no session leaves at the pick for a moment after this process hung, `host.Pulse`.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from functools import partial
+
+from fairlead.apis.splice import splice_model
+from fairlead.core.errors import ClientError, ProtocolError
+from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, StreamLost, UsageReported
+from fairlead.core.headers import ACCESS_LOG_METADATA, REMOVED_HEADERS, RESIZABLE_METADATA, WHOLE_BODY_METADATA
+from fairlead.core.instructions import Reject, Route
+from fairlead.core.request import Request
+from fairlead.gateway import ext_proc
+from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.gateway.answers import client_error, client_is_told, models_page, refusal, rest_of_request
+from fairlead.gateway.ext_proc import (
+    CONTINUE,
+    BodyMode,
+    Incoming,
+    Kind,
+    Modes,
+    read_last_chunk,
+    read_opening,
+)
+from fairlead.gateway.host import Host, Leave, ProcessingMode, processing_mode, without_access_log
+from fairlead.gateway.response import Renaming, ResponseWatch
+from fairlead.gateway.stream import HandlerFactory, ServerStream
+from fairlead.gateway.understand import Reading
+
+_INVALID_ARGUMENT, _INTERNAL = 3, 13
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class SessionState(IntEnum):
+    """See the module's rules."""
+
+    #: Nothing was read.
+    OPENED = 0
+    #: The request is not whole.
+    COLLECTING = 1
+    #: It is whole, and its prompt is being read.
+    ASKING_KNOWLEDGE = 2
+    #: The scheduler has it.
+    WAITING = 3
+    #: The gateway has the pick. Nothing of the response was seen.
+    ROUTED = 4
+    #: Some of the response was seen.
+    ANSWERING = 5
+    #: The last answer was given, or the stream is gone.
+    CLOSED = 6
+
+
+class RequestEnd(IntEnum):
+    """What was seen of the request's end."""
+
+    OPEN = 0
+    #: The last message of it had end_of_stream.
+    MARKED = 1
+    TRAILERS = 2
+
+
+class Session:
+    """A `StreamHandler` for the transport and a `Client` for the driver. See the module's rules."""
+
+    # What a session begins with; some of it stays so.
+    _state = SessionState.OPENED
+    _request_end = RequestEnd.OPEN
+    _headers = _NO_HEADERS
+    _subset: frozenset[str] | None = None
+    # Of the body, and their size.
+    _parts: list[bytes] | None = None
+    _size = 0
+    # From the first message on.
+    _mode: ProcessingMode
+    # Once the request is whole. `_awaited`: the message that the pick answers. `_body`: where it is handed back or may
+    # change. `_chunks`: in how many messages it came.
+    _request: Request
+    _awaited: Kind
+    _body: bytes
+    _chunks: int
+    # While knowledge is asked for.
+    _reading: Reading
+    # From the pick on. `_fallback`: who has the request if its endpoint could not be reached, an address or empty.
+    # `_renaming`: the response is going to be changed.
+    _fallback: str
+    _renaming: Renaming | None = None
+    _watch: ResponseWatch
+
+    def __init__(self, host: Host, stream: ServerStream, metadata: Mapping[str, str]) -> None:
+        self._host = host
+        self._stream = stream
+        self._metadata = metadata
+
+    # ---- the transport calls ----
+
+    def on_message(self, data: bytes) -> None:
+        state = self._state
+        if state is SessionState.CLOSED:
+            return
+        try:
+            if state is SessionState.OPENED:
+                opening = read_opening(data)
+                if opening is not None:
+                    self._headers, known = opening
+                    self._subset = known.subset
+                    mode = self._begin(known.modes)
+                    if known.ended or mode.on_headers or mode.buffered:
+                        self._after_headers(known.ended)
+                    return
+            elif state is SessionState.COLLECTING:
+                chunk = read_last_chunk(data)
+                if chunk is not None:
+                    self._take_chunk(chunk, True)
+                    return
+            message = Incoming(data)
+            handler = _LEGAL[state].get(message.kind)
+            if handler is None:
+                raise ProtocolError(f"{message.kind.name} in state {state.name}")
+            if state is SessionState.OPENED:
+                self._begin(message.modes())
+            handler(self, message)
+        except ProtocolError as error:
+            self.on_lost("")
+            self._stream.finish(_INVALID_ARGUMENT, str(error))
+
+    def on_half_close(self) -> None:
+        self.on_lost("")
+        self._stream.finish()
+
+    def on_lost(self, why: str) -> None:
+        """Before a response message that means that the request is lost too; later the access log knows."""
+        state = self._state
+        self._close()
+        if state is SessionState.WAITING or state is SessionState.ROUTED:
+            self._host.driver.feed(StreamLost(self._request.id))
+        elif state is SessionState.ASKING_KNOWLEDGE:
+            self._reading.cancel()
+        elif state is SessionState.ANSWERING and not self._wired():
+            host, watch = self._host, self._watch
+            host.driver.feed(watch.ended(host.now(), client_gone=not watch.complete))
+
+    # ---- the request ----
+
+    def _begin(self, modes: Modes | None) -> ProcessingMode:
+        """`modes`: as the first message announces them."""
+        self._state = SessionState.COLLECTING
+        metadata = self._metadata
+        mode = self._mode = processing_mode(
+            modes, ACCESS_LOG_METADATA in metadata, WHOLE_BODY_METADATA in metadata, RESIZABLE_METADATA in metadata
+        )
+        return mode
+
+    def _on_request_headers(self, message: Incoming) -> None:
+        self._headers, ended = message.headers()
+        self._subset = message.subset()
+        self._after_headers(ended)
+
+    def _after_headers(self, ended: bool) -> None:
+        if ended:
+            self._request_end = RequestEnd.MARKED
+        if ended or self._mode.on_headers:
+            self._complete(Kind.REQUEST_HEADERS)
+        elif self._mode.buffered:
+            self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
+
+    def _on_request_body(self, message: Incoming) -> None:
+        self._take_chunk(*message.body())
+
+    def _take_chunk(self, chunk: bytes, ended: bool) -> None:
+        self._request_end = RequestEnd.MARKED if ended else RequestEnd.OPEN
+        self._size += len(chunk)
+        if self._size > self._host.max_body:
+            self._fail(ClientError(f"the request body is larger than {self._host.max_body} bytes", 413))
+            return
+        if self._parts is None:
+            self._parts = [chunk]
+        else:
+            self._parts.append(chunk)
+        mode = self._mode
+        if mode.request is BodyMode.BUFFERED_PARTIAL and not ended:
+            self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
+        elif mode.buffered:
+            self._complete(Kind.REQUEST_BODY)
+        elif ended or mode.whole_body:
+            self._complete(Kind.REQUEST_HEADERS)
+
+    def _on_request_trailers(self, message: Incoming) -> None:
+        self._request_end = RequestEnd.TRAILERS
+        if self._mode.buffered:
+            # Waved through. There is no body, and the headers are answered: nothing can carry a pick.
+            self._answer(CONTINUE[Kind.REQUEST_TRAILERS])
+        else:
+            self._complete(Kind.REQUEST_HEADERS)
+
+    def _on_late_body(self, message: Incoming) -> None:
+        """The choice is made, or under way, without it."""
+        self._refuse_after_trailers()
+        _, ended = message.body()
+        self._request_end = RequestEnd.MARKED if ended else RequestEnd.OPEN
+        if self._mode.request is BodyMode.STREAMED:
+            self._stream.send(CONTINUE[Kind.REQUEST_BODY])
+
+    def _on_late_trailers(self, message: Incoming) -> None:
+        self._refuse_after_trailers()
+        self._request_end = RequestEnd.TRAILERS
+        self._stream.send(CONTINUE[Kind.REQUEST_TRAILERS])
+
+    def _refuse_after_trailers(self) -> None:
+        if self._request_end is RequestEnd.TRAILERS:
+            raise ProtocolError("the request goes on after its trailers")
+
+    def _complete(self, awaited: Kind) -> None:
+        """The request is whole (or as whole as it will get before the choice): have it scheduled."""
+        self._awaited = awaited
+        host, parts = self._host, self._parts
+        body = b"".join(parts) if parts else b""
+        models = host.driver.pipeline.models
+        page = None if body else models_page(models, self._headers)
+        if page is not None:
+            self._answer(page)
+            return
+        try:
+            request, reading = host.understanding.request(self._headers, body, self._subset)
+        except ClientError as error:
+            self._fail(error)
+            return
+        self._request = request
+        self._chunks = len(parts) if parts else 0
+        self._parts = None
+        keeps = self._mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite
+        self._body = body if keeps else b""
+        if reading is None:
+            self._state = SessionState.WAITING
+            host.driver.feed(RequestArrived(request, self))
+        else:
+            self._state = SessionState.ASKING_KNOWLEDGE
+            self._reading = reading
+            reading.add_done_callback(self._on_knowledge)
+
+    def _on_knowledge(self, reading: Reading) -> None:
+        """The prompt was read, or will not be: then what was learned of its bytes serves it."""
+        if self._state is SessionState.ASKING_KNOWLEDGE:
+            if not reading.cancelled() and reading.exception() is None:
+                self._request = self._host.understanding.known(self._request, reading.result())
+            self._state = SessionState.WAITING
+            self._host.driver.feed(RequestArrived(self._request, self))
+
+    def _fail(self, error: ClientError) -> None:
+        api = self._host.understanding.api(self._headers)
+        self._host.incidents.on_client_error(api, error.status)
+        self._answer(client_error(api, error.status, error.message, error.param, error.code))
+
+    # ---- the driver calls ----
+
+    def hold(self, seconds: float) -> None:
+        if self._state is SessionState.WAITING and self._mode.request is not BodyMode.FULL_DUPLEX:
+            self._stream.send(ext_proc.message_timeout(seconds))  # under full duplex Envoy has no time limit
+
+    def reject(self, reject: Reject) -> None:
+        if self._state is not SessionState.CLOSED:
+            self._answer(refusal(reject))
+
+    def connected(self) -> bool:
+        return self._stream.connected()
+
+    def fail(self) -> None:
+        self._close()
+        self._stream.finish(_INTERNAL, "internal error")
+
+    def route(self, route: Route) -> None:
+        if self._state is not SessionState.WAITING:
+            return
+        host, mode, request = self._host, self._mode, self._request
+        if route.evictable:  # to the end: whoever may be evicted must be within reach
+            mode = self._mode = without_access_log(mode)
+        removed = REMOVED_HEADERS.intersection(self._headers)
+        # With trailers Envoy would double the body.
+        fallback = route.fallback if mode.resizable and self._request_end is RequestEnd.MARKED else ""
+        trace = request.trace.traceparent if request.trace is not None else ""
+        if route.target:
+            messages = self._rewritten(route, removed, fallback, trace)
+            if not messages:
+                self._fail(ClientError("the model's name cannot be replaced in this body", 400, "model"))
+                host.driver.feed(StreamLost(request.id))
+                return
+        else:
+            pick = host.answers.pick(self._awaited, route.endpoint, request.id, removed, route.prefill, fallback, trace)
+            messages = [pick]
+            if self._awaited is Kind.REQUEST_HEADERS:
+                if mode.request is BodyMode.STREAMED and self._request_end is RequestEnd.MARKED:  # mostly
+                    messages += [CONTINUE[Kind.REQUEST_BODY]] * self._chunks
+                else:
+                    trailers = self._request_end is RequestEnd.TRAILERS
+                    messages += rest_of_request(mode.request, self._body, self._chunks, trailers)
+        leaves = self._may_leave_at_pick(messages)
+        if leaves:
+            self._stream.send_last(*messages)
+            gateway_id = self._headers.get(GATEWAY_ID)
+            self._close()
+            if gateway_id:
+                host.logs.left(gateway_id, request.id)
+        else:
+            self._stream.send(*messages)
+            if self._wired():
+                self._stream.watch_cancel(False)  # the access log tells the end in any case
+            self._state = SessionState.ROUTED
+            self._body = b""
+            self._fallback = route.fallback
+            self._watch = ResponseWatch(request)
+
+    def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str) -> list[bytes]:
+        """The pick with another model name in the body; nothing if there is no place for it."""
+        request, mode = self._request, self._mode
+        body = splice_model(self._body, route.target, self._headers.get("content-type", ""), request.api)
+        if body is None:
+            return []
+        if route.shown and mode.response is not BodyMode.NONE:
+            self._renaming = Renaming(route.target, route.shown, mode.response, request.stream, mode.resizable)
+        return self._host.answers.pick_with_body(
+            mode.modes,
+            route.endpoint,
+            request.id,
+            removed,
+            body,
+            self._request_end is RequestEnd.TRAILERS,
+            self._renaming is not None,
+            route.prefill,
+            fallback,
+            trace,
+        )
+
+    def _may_leave_at_pick(self, messages: list[bytes]) -> bool:
+        host, request, leave = self._host, self._request, self._mode.leave
+        if leave is Leave.NEVER or not host.logs.connected or self._renaming is not None or host.tells_served:
+            return False
+        if host.pulse.doubtful(request.arrived):
+            return False
+        if leave is Leave.UNSTREAMED:
+            return not request.stream and request.api != "other" and not host.inspect(False)
+        # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
+        return leave is Leave.ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
+
+    def _wired(self) -> bool:
+        """The gateway will tell us the end of this request."""
+        return self._mode.access_log and self._host.logs.connected > 0
+
+    # ---- the response ----
+
+    def _on_response_headers(self, message: Incoming) -> None:
+        headers, ended = message.headers()
+        self._state = SessionState.ANSWERING
+        self._watch.headers(headers)
+        if self._renaming is not None:
+            answer = self._renaming.headers(headers)
+        else:
+            served = message.served() if self._host.tells_served else ""
+            answer = client_is_told(served) if served else CONTINUE[Kind.RESPONSE_HEADERS]
+        self._stream.send(answer)
+        if ended or self._mode.response is BodyMode.NONE:
+            self._end()
+
+    def _on_response_body(self, message: Incoming) -> None:
+        host, watch = self._host, self._watch
+        chunk, ended = message.body()
+        if self._state is SessionState.ROUTED:  # no headers message came; the status is an attribute then
+            moved = watch.attributes(message.attributes())
+            self._state = SessionState.ANSWERING
+            if moved and self._fallback:
+                host.driver.feed(RequestMoved(self._request.id, self._fallback))
+        first = watch.chunk(chunk, host.now)
+        if first:
+            host.driver.feed(FirstTokenSeen(self._request.id))
+        if self._renaming is not None:
+            self._stream.send(*self._renaming.chunk(chunk, ended))
+        elif self._mode.response is BodyMode.FULL_DUPLEX:
+            self._stream.send(*ext_proc.echo(message))
+        else:
+            self._stream.send(CONTINUE[Kind.RESPONSE_BODY])
+        if ended or (first and self._may_leave_at_first_chunk()):
+            self._end()
+
+    def _may_leave_at_first_chunk(self) -> bool:
+        if self._mode.response is not BodyMode.STREAMED or self._renaming is not None or not self._wired():
+            return False
+        return not (self._watch.is_sse and self._host.inspect(True))
+
+    def _on_response_trailers(self, message: Incoming) -> None:
+        if self._renaming is not None:
+            self._stream.send(*self._renaming.rest())
+        self._stream.send(CONTINUE[Kind.RESPONSE_TRAILERS])
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing more to see, or to wait for: report what was seen, and leave."""
+        host, request, watch = self._host, self._request, self._watch
+        usage = watch.usage()
+        if not self._wired() or watch.error_status:
+            host.driver.feed(watch.ended(host.now()))
+        elif usage is not None:
+            host.driver.feed(UsageReported(request.id, usage))
+        self._leave()
+
+    # ---- the end ----
+
+    def _answer(self, message: bytes) -> None:
+        """Say this, and no more."""
+        self._close()
+        self._stream.send_last(message)
+
+    def _leave(self) -> None:
+        self._close()
+        self._stream.finish()
+
+    def _close(self) -> None:
+        """Keep nothing that is of no more use: whoever has the request may refer to us for hours."""
+        self._state = SessionState.CLOSED
+        self._headers, self._body = _NO_HEADERS, b""
+        self._parts = None
+
+
+def sessions(host: Host) -> HandlerFactory:
+    """The handler factory of ext_proc streams."""
+    return partial(Session, host)
+
+
+_Handlers = Mapping[Kind, Callable[[Session, Incoming], None]]
+
+_REQUEST: _Handlers = {
+    Kind.REQUEST_BODY: Session._on_request_body,
+    Kind.REQUEST_TRAILERS: Session._on_request_trailers,
+}
+_LATE: _Handlers = {Kind.REQUEST_BODY: Session._on_late_body, Kind.REQUEST_TRAILERS: Session._on_late_trailers}
+_RESPONSE: _Handlers = {
+    Kind.RESPONSE_BODY: Session._on_response_body,
+    Kind.RESPONSE_TRAILERS: Session._on_response_trailers,
+}
+
+#: What may come in each state, and who takes it. A gateway may be told to send no headers: then the body comes first.
+_LEGAL: tuple[_Handlers, ...] = (
+    {Kind.REQUEST_HEADERS: Session._on_request_headers, **_REQUEST},  # OPENED
+    _REQUEST,  # COLLECTING
+    _LATE,  # ASKING_KNOWLEDGE
+    _LATE,  # WAITING
+    {Kind.RESPONSE_HEADERS: Session._on_response_headers, **_LATE, **_RESPONSE},  # ROUTED
+    {**_LATE, **_RESPONSE},  # ANSWERING
+    {},  # CLOSED
+)

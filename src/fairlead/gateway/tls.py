@@ -1,0 +1,110 @@
+"""TLS for our servers: a certificate and its key from files, read again when they change.
+
+Kubernetes replaces a mounted secret by moving a symbolic link, so a change shows in the files' identity (inode,
+modification time, size). A new pair is loaded into a new context, and only a pair that loads is used: a half-written
+or mismatched pair keeps the old one and is logged once. Handshakes take the current context through the SNI callback,
+which OpenSSL calls for every handshake; open connections are not touched.
+"""
+
+import logging
+import os
+import ssl
+from pathlib import Path
+
+from fairlead.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: RFC 9113, 9.2.2 forbids the other TLS 1.2 suites; those of TLS 1.3 are all allowed.
+_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
+_Identity = tuple[tuple[int, int, int], ...]
+
+
+class ServerTls:
+    """`context` is for asyncio's servers and stays valid through reloads."""
+
+    def __init__(
+        self,
+        certificate: str | Path,
+        key: str | Path,
+        *,
+        client_ca: str | Path | None = None,
+        check_interval: float = 5.0,
+    ) -> None:
+        """PEM files. `client_ca`: clients must show a certificate of this authority. Times in seconds.
+
+        Raises `ConfigError` when the files cannot be used.
+        """
+        self._certificate = str(certificate)
+        self._key = str(key)
+        self._client_ca = None if client_ca is None else str(client_ca)
+        self._interval = check_interval
+        self._checked = float("-inf")
+        #: Successful reloads.
+        self.reloads = 0
+        #: The PEM texts in use: key, certificate chain, authority of clients; for servers that take no context.
+        self.pem: tuple[bytes, bytes, bytes | None]
+        try:
+            self._identity = self._identify()
+            self.context = self._current = self._load()
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError(f"TLS files {self._certificate}, {self._key}: {error}") from error
+        self.context.sni_callback = self._choose
+
+    @classmethod
+    def from_directory(cls, directory: str | Path, *, client_ca: str | Path | None = None) -> "ServerTls":
+        """`tls.crt` and `tls.key`, as a Kubernetes TLS secret is mounted."""
+        base = Path(directory)
+        return cls(base / "tls.crt", base / "tls.key", client_ca=client_ca)
+
+    def refresh(self, now: float) -> bool:
+        """Look at the files, at most every `check_interval` seconds of `now`. True if a new pair is in use."""
+        if now - self._checked < self._interval:
+            return False
+        self._checked = now
+        return self.reload()
+
+    def reload(self) -> bool:
+        """Look at the files now. True if a new pair is in use; never raises."""
+        try:
+            identity = self._identify()
+        except OSError:
+            return False  # between two versions
+        if identity == self._identity:
+            return False
+        self._identity = identity  # also when it is broken: one warning per version
+        try:
+            self._current = self._load()
+        except (OSError, ValueError) as error:
+            log.warning("TLS files %s, %s are unusable, keeping the old ones: %s", self._certificate, self._key, error)
+            return False
+        self.reloads += 1
+        log.info("TLS certificate %s reloaded", self._certificate)
+        return True
+
+    def _identify(self) -> _Identity:
+        files = [self._certificate, self._key] + ([self._client_ca] if self._client_ca else [])
+        return tuple((s.st_ino, s.st_mtime_ns, s.st_size) for s in map(os.stat, files))
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers(_CIPHERS)
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["h2"])
+        # Without it OpenSSL would ask at the terminal for the password of an encrypted key.
+        context.load_cert_chain(self._certificate, self._key, password=_no_password)
+        if self._client_ca is not None:
+            context.load_verify_locations(self._client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        authority = None if self._client_ca is None else Path(self._client_ca).read_bytes()
+        self.pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes(), authority)
+        return context
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._current
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")

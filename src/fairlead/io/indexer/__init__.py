@@ -1,1 +1,0 @@
-"""The prefix index over HTTP: serving it, and asking one that runs elsewhere."""

@@ -1,1 +1,0 @@
-"""Kubernetes: a small client of our own, made for watching."""

@@ -1,1 +1,0 @@
-"""A scheduler in another process, asked over one gRPC stream."""

@@ -1,0 +1,409 @@
+"""The demo: what it runs, with which settings, and how; every choice is printed or written next to the results."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from math import floor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from msgspec import Struct, structs
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fairlead.core.errors import FairleadError
+from fairlead.gateway.ports import obstacle
+from fairlead.lab.load import report
+from fairlead.lab.load.process import run_in_process
+from fairlead.lab.load.spec import Options, RunSpec
+from fairlead.lab.load.spec import Progress as LoadProgress
+from fairlead.lab.load.workload import Poisson, SharedPrefix
+
+#: The documents' headline workload: 150 groups × 5 prompts share a 6,000-token system prompt.
+WORKLOAD = SharedPrefix(groups=150, prompts=5, system_tokens=6000, question_tokens=1200, output_tokens=1000)
+
+HOST = "127.0.0.1"
+MODEL = "Qwen/Qwen3-32B"
+
+POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """One demo. Rates and times are in model time unless a name says `wall`."""
+
+    #: Requests per policy. Six passes over the workload: the first fills the caches.
+    requests: int = 4500
+    #: Poisson arrivals per second of model time, over the whole pool. Round robin saturates at about 7.
+    rate: float = 13.8
+    #: Model seconds per wall-clock second.
+    time_ratio: float = 8.0
+    replicas: int = 8
+    preset: str = "qwen3-32b-h100"
+    #: Tokens per streamed event, as vLLM's --stream-interval; spares client and gateway work that decides nothing.
+    stream_interval: int = 25
+    seed: int = 1
+    #: The gateway's; see `own_ports` and `replica_ports` for the others.
+    port: int = 8080
+    out: Path = Path("out/demo")
+
+    @property
+    def own_ports(self) -> tuple[int, int, int]:
+        """Gateway, ext_proc, admin."""
+        return self.port, self.port + 1, self.port + 2
+
+    @property
+    def replica_ports(self) -> range:
+        return range(self.port + 10, self.port + 10 + self.replicas)
+
+    @property
+    def usual(self) -> bool:
+        """Whether it is the demo whose results are known; where it listens and writes makes no difference."""
+        return self == structs.replace(Plan(), port=self.port, out=self.out)
+
+    def load(self, policy: str) -> RunSpec:
+        """The load run against the gateway. Model-time rates become wall-clock rates here."""
+        return RunSpec(
+            target=f"http://{HOST}:{self.port}",
+            name=POLICIES[policy],
+            workload=structs.replace(WORKLOAD, seed=self.seed, model=MODEL, extra={"ignore_eos": True}),
+            arrivals=Poisson(self.rate * self.time_ratio, self.seed),
+            options=Options(requests=self.requests, time_ratio=self.time_ratio, timeout_s=600.0, time_limit_s=600.0),
+        )
+
+    def config(self, policy: str, endpoints: Path) -> str:
+        """The configuration of `fairlead serve` for this policy, as JSON (which is YAML)."""
+        gateway, ext_proc, admin = self.own_ports
+        return json.dumps(
+            {
+                "policy": policy,
+                "gateway": {"mode": "embedded", "host": HOST, "port": gateway, "concurrency": 1},
+                "extProc": {"host": HOST, "port": ext_proc},
+                "admin": {"host": HOST, "port": admin},
+                "endpoints": {"file": str(endpoints), "watch": False},
+                "log": {"level": "warning"},
+                "seed": self.seed,
+            },
+            indent=2,
+        )
+
+    def describe(self) -> str:
+        return (
+            f"{self.requests} requests at {self.rate:g}/s (Poisson) to {self.replicas} simulated replicas of "
+            f"Qwen3-32B on 2×H100; {WORKLOAD.groups} groups × {WORKLOAD.prompts} prompts, "
+            f"{WORKLOAD.system_tokens:,} + {WORKLOAD.question_tokens:,} tokens in, {WORKLOAD.output_tokens:,} out. "
+            f"The replicas run {self.time_ratio:g}× faster than real ones; all figures are converted to real time."
+        )
+
+
+# The ports of a demo: which they are, and whether they are free before anything is started.
+
+
+def check_ports(plan: Plan) -> None:
+    """Raises `FairleadError` for the first port that cannot be listened on; says what to change."""
+    for port in (*plan.own_ports, *plan.replica_ports):
+        error = obstacle(HOST, port)
+        if error is not None:
+            raise FairleadError(_taken(plan, port, error))
+
+
+def _taken(plan: Plan, port: int, error: OSError) -> str:
+    own, replicas = plan.own_ports, plan.replica_ports
+    return (
+        f"cannot listen on {HOST}:{port}: {error.strerror or error}. "
+        f"The demo needs {own[0]} to {own[-1]} and {replicas[0]} to {replicas[-1]}; choose others with --port"
+    )
+
+
+# What the demo is meant to show, and whether a run of it did.
+
+P50_LOWER, P95_LOWER, HIT_RATE = 10.0, 5.0, 0.8
+
+
+class Goal(Struct, frozen=True):
+    """One of the goals, in words, and what a run came to."""
+
+    wanted: str
+    got: str
+    met: bool
+
+
+def judge(summaries: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+    """Hold a run against the goals. `summaries`: one of `bench.report.summarise` per policy, by the policy's name."""
+    base, ours = summaries["round-robin"], summaries["default"]
+    failed = sum(summary["failed"] for summary in summaries.values())
+    return [
+        _lower("p50", base, ours, P50_LOWER),
+        _lower("p95", base, ours, P95_LOWER),
+        _hits(ours["prefix_hit_rate"]),
+        Goal("no failed request", f"{failed:,}", failed == 0),
+    ]
+
+
+def _lower(quantile: str, base: Mapping[str, Any], ours: Mapping[str, Any], times: float) -> Goal:
+    wanted = f"TTFT {quantile} at least {times:g}× lower than round robin's"
+    theirs, mine = base["ttft_ms"][quantile], ours["ttft_ms"][quantile]
+    if not theirs or not mine:
+        return Goal(wanted, "not measured", False)
+    ratio = theirs / mine
+    return Goal(wanted, f"{_cut(ratio)}×", ratio >= times)
+
+
+def _hits(rate: float | None) -> Goal:
+    wanted = f"prefix hit rate at least {HIT_RATE:.0%}"
+    if rate is None:
+        return Goal(wanted, "not measured", False)
+    return Goal(wanted, f"{_cut(rate * 100)}%", rate >= HIT_RATE)
+
+
+def _cut(value: float) -> str:
+    """One decimal, never rounded up: a goal that is missed must not read as if it was met."""
+    return f"{floor(value * 10) / 10:g}"
+
+
+# The demo's pool to play with: a configuration next to the results, and commands that work as they are printed.
+#
+# The commands are for the directory in which the demo was run, whether or not `fairlead` is on PATH there.
+
+_REPLICAS = 4
+
+_CONFIG = """\
+# Written by `fairlead demo`: its gateway and scheduler, to try by hand. Change it while it runs: most settings follow.
+policy: default
+gateway: {{mode: embedded, host: {host}, port: {gateway}, concurrency: 1}}
+extProc: {{host: {host}, port: {ext_proc}}}
+admin: {{host: {host}, port: {admin}}}
+# Written by `fairlead stub`.
+endpoints: {{file: {endpoints}, watch: true}}
+"""
+
+
+class Commands(Struct, frozen=True):
+    """Lines for a shell: two servers, each in a terminal of its own, then a request; and a page to look at."""
+
+    stub: str
+    serve: str
+    curl: str
+    dashboard: str
+
+
+def prepare(plan: Plan) -> Commands:
+    """Write `by-hand.yaml` into the demo's folder; returns the commands that use it."""
+    config, endpoints = plan.out / "by-hand.yaml", plan.out / "by-hand-endpoints.yaml"
+    gateway, ext_proc, admin = plan.own_ports
+    written = json.dumps(str(endpoints.absolute()), ensure_ascii=False)
+    config.write_text(
+        _CONFIG.format(host=HOST, gateway=gateway, ext_proc=ext_proc, admin=admin, endpoints=written), encoding="utf-8"
+    )
+    fairlead = program()
+    stub = ("stub", f"--port={plan.replica_ports[0]}", f"--replicas={min(_REPLICAS, plan.replicas)}")
+    body = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "Hello"}]}
+    url = f"http://{HOST}:{gateway}/v1/chat/completions"
+    curl = ("curl", url, "-H", "content-type: application/json", "-d", json.dumps(body))
+    return Commands(
+        stub=shlex.join((*fairlead, *stub, f"--write-endpoints={endpoints}")),
+        serve=shlex.join((*fairlead, "serve", str(config))),
+        curl=shlex.join(curl),
+        dashboard=f"http://{HOST}:{admin}/",
+    )
+
+
+def program() -> list[str]:
+    """How to start this very `fairlead` from the current directory."""
+    called = Path(sys.argv[0])
+    for candidate in (called, Path(sys.executable).with_name("fairlead")):
+        if candidate.name == "fairlead" and candidate.is_file() and os.access(candidate, os.X_OK):
+            return [_shown(candidate)]
+    return [_shown(Path(sys.executable)), "-m", "fairlead"]
+
+
+def _shown(file: Path) -> str:
+    """Relative to the current directory where it lies below it; with a slash, or the shell would search PATH."""
+    path = file.absolute()
+    here = Path.cwd()
+    if not path.is_relative_to(here):
+        return str(path)
+    relative = str(path.relative_to(here))
+    return relative if "/" in relative else f"./{relative}"
+
+
+#: How commands begin each line of an error, see `cli.main`.
+_ERROR = "error: "
+
+
+class Child:
+    """A `fairlead` command in a process of its own. Its last output is kept, to be shown when it fails."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
+        self._process: Process | None = None
+        self._tail: deque[str] = deque(maxlen=15)
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def __aenter__(self) -> "Child":
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "fairlead", *self._arguments, stdout=PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        process = self._process
+        assert process is not None and self._reader is not None
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(15.0):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        await self._reader
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self._tail.append(line.decode(errors="replace").rstrip())
+
+    async def ready(self, url: str, seconds: float = 30.0) -> None:
+        """Wait until `url` answers 200. Raises `FairleadError` with the child's last words if it does not."""
+        assert self._process is not None
+        deadline = asyncio.get_running_loop().time() + seconds
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
+            while asyncio.get_running_loop().time() < deadline:
+                if self._process.returncode is not None:
+                    break
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(url) as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(0.1)
+        raise FairleadError(await self._complaint())
+
+    async def _complaint(self) -> str:
+        """Why it is not ready: the errors that it told, else its last words."""
+        assert self._process is not None and self._reader is not None
+        if self._process.returncode is not None:
+            await self._reader
+        errors = [line.removeprefix(_ERROR) for line in self._tail if line.startswith(_ERROR)]
+        words = "\n".join(errors or self._tail) or "(it said nothing)"
+        return f"`fairlead {self._arguments[0]}` did not become ready: {words}"
+
+
+# Runs the demo: for each policy a fresh pool and a fresh scheduler, then the table, the files and the plot.
+
+
+async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, dict[str, Any]]:
+    """Run all policies one after the other; returns and writes one summary per policy.
+
+    Whether the goals are met is told of the usual demo only, and of others when asked for by `check`.
+    """
+    check_ports(plan)
+    console.print(plan.describe(), highlight=False)
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FairleadError(f"cannot make the folder {plan.out}: {error.strerror or error}") from None
+    summaries: dict[str, dict[str, Any]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        for policy, title in POLICIES.items():
+            task = bar.add_task(f"{title:12}", total=plan.requests, now="starting Envoy, Fairlead and the replicas")
+
+            def look(progress: LoadProgress, task: Any = task) -> None:
+                bar.update(task, completed=progress.done, now=_look(progress, plan.time_ratio))
+
+            summaries[policy] = await _run_policy(plan, policy, look)
+            bar.update(task, now="done")
+    _write(plan, summaries)
+    _show(plan, summaries, console)
+    if check or plan.usual:
+        _show_goals(judge(summaries), console)
+    _show_files(plan, prepare(plan), console)
+    return summaries
+
+
+async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], None]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="fairlead-demo-") as folder:
+        endpoints, config = Path(folder, "endpoints.yaml"), Path(folder, "fairlead.yaml")
+        config.write_text(plan.config(policy, endpoints))
+        ports = plan.replica_ports
+        stub = Child(
+            "stub",
+            f"--port={ports[0]}",
+            f"--replicas={plan.replicas}",
+            f"--preset={plan.preset}",
+            f"--time-ratio={plan.time_ratio}",
+            f"--stream-interval={plan.stream_interval}",
+            f"--write-endpoints={endpoints}",
+        )
+        async with stub:
+            await stub.ready(f"http://{HOST}:{ports[-1]}/health")
+            async with Child("serve", str(config)) as serve:
+                await serve.ready(f"http://{HOST}:{plan.own_ports[2]}/readyz")
+                result = await run_in_process(plan.load(policy), look)
+    return report.summarise(result, "model")
+
+
+def _look(progress: LoadProgress, ratio: float) -> str:
+    ttft = "" if progress.ttft_p50_ms is None else f", TTFT p50 {progress.ttft_p50_ms * ratio / 1000:.2f} s"
+    failed = f", [red]{progress.failed} failed[/]" if progress.failed else ""
+    return f"{progress.in_flight} in flight{ttft}{failed}"
+
+
+def _write(plan: Plan, summaries: dict[str, dict[str, Any]]) -> None:
+    (plan.out / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    if find_spec("matplotlib") is not None:
+        from fairlead.lab.load.report import plot
+
+        plot(list(summaries.values()), plan.out / "demo.png", "The same traffic through the same Envoy, two policies")
+
+
+def _show(plan: Plan, summaries: dict[str, dict[str, Any]], console: Console) -> None:
+    console.print(report.table(list(summaries.values())))
+    base, ours = summaries["round-robin"], summaries["default"]
+    if base["ttft_ms"]["p50"] and ours["ttft_ms"]["p50"]:
+        ratios = {q: base["ttft_ms"][q] / ours["ttft_ms"][q] for q in ("p50", "p95")}
+        speed = ours["output_tokens_per_s"] / base["output_tokens_per_s"]
+        console.print(
+            f"Fairlead: TTFT p50 {ratios['p50']:.0f}× and p95 {ratios['p95']:.0f}× lower than round robin, "
+            f"{speed:.2f}× the output tokens/s, {ours['prefix_hit_rate']:.0%} prefix hits "
+            f"against {base['prefix_hit_rate']:.0%}.",
+            style="bold",
+            highlight=False,
+        )
+
+
+def _show_goals(goals: list[Goal], console: Console) -> None:
+    console.print("Goals of this comparison, and what this run came to:")
+    for goal in goals:
+        verdict = "[green]met   [/]" if goal.met else "[bold red]missed[/]"
+        console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
+
+
+def _show_files(plan: Plan, commands: Commands, console: Console) -> None:
+    plot = f" and {plan.out / 'demo.png'}" if find_spec("matplotlib") is not None else ""
+    console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
+    console.print(
+        f"By hand, the first two each in a terminal of its own, all in this directory:\n"
+        f"  {commands.stub}\n  {commands.serve}\n  {commands.curl}\n"
+        f"What it decided, and why: {commands.dashboard}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,310 @@
+"""The paged KV cache: which block holds what, who uses it, and which one goes when room is needed.
+
+Theory (as in vLLM 0.32's block pool)
+* A block has a reference count: the requests that read or write it now. It is *free* at zero.
+* A full block is *sealed*: known under the hash of its tokens and everything before them. It stays known when it
+  becomes free, so a later request can have it back. It is forgotten only when it is taken to hold something else.
+* Free blocks stand in a queue. New blocks are taken from its head; released ones join its tail, the last block of a
+  request first. So the least recently used goes first, and of one chain the tail before the head, since a head is
+  useful without its tail but not the other way round.
+* Two requests may compute the same tokens at the same time. Both copies are kept; a look-up finds the older.
+
+Rules
+* `free + used == total` at all times, and no block is in the queue and in use.
+* Nothing here raises for lack of room: the caller asks `free` first."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from fairlead.lab.engine import tokens as tk
+from fairlead.lab.engine.request import EngineRequest
+
+
+class BlockHooks(Protocol):
+    """Told what the cache stores and forgets, in order. Called synchronously; must not call back."""
+
+    def salted(self, salt: str) -> None:
+        """What is stored next begins a sequence with this cache salt."""
+
+    def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
+        """Full blocks were sealed, one after another. `parent` is the hash before the first, 0 at the beginning of a
+        sequence; `tokens()` gives their token ids as little-endian 32-bit integers and may be called only during this
+        call."""
+
+    def removed(self, digest: int) -> None:
+        """One copy of a block was forgotten."""
+
+    def cleared(self) -> None:
+        """Everything was forgotten."""
+
+
+class BlockManager:
+    """All KV blocks of one engine. Blocks are integers from 0."""
+
+    __slots__ = ("_cached", "_copies", "_free", "_hash_of", "_refs", "hooks", "total")
+
+    def __init__(self, total: int, hooks: BlockHooks | None = None) -> None:
+        self.total = total
+        self.hooks = hooks
+        self._refs = [0] * total
+        self._hash_of: list[int | None] = [None] * total
+        #: In order of eviction.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        #: The oldest copy of each sealed block, and the further ones if there are any, in order.
+        self._cached: dict[int, int] = {}
+        self._copies: dict[int, list[int]] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Blocks held by requests."""
+        return self.total - len(self._free)
+
+    def find(self, hashes: Sequence[int], limit: int) -> list[int]:
+        """The blocks of the longest known chain: at most `limit`, fewer when a hash is unknown."""
+        hits = []
+        cached = self._cached
+        for digest in hashes[:limit]:
+            block = cached.get(digest)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are free now, so that holding them takes room away."""
+        refs = self._refs
+        return sum(1 for block in blocks if refs[block] == 0)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more request uses these sealed blocks."""
+        refs = self._refs
+        for block in blocks:
+            if refs[block] == 0:
+                del self._free[block]
+            refs[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Empty blocks for one request, at the cost of the least recently used. Needs `free >= count`."""
+        taken = []
+        pop = self._free.popitem
+        hash_of, refs = self._hash_of, self._refs
+        for _ in range(count):
+            block = pop(last=False)[0]
+            digest = hash_of[block]
+            if digest is not None:
+                self._forget(block, digest)
+            refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def seal(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """Held blocks became full; each can be found under its hash from now on."""
+        cached, hash_of = self._cached, self._hash_of
+        for block, digest in zip(blocks, hashes, strict=True):
+            hash_of[block] = digest
+            if cached.setdefault(digest, block) != block:
+                self._copies.setdefault(digest, []).append(block)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A request lets go of its blocks, given in the order of its tokens."""
+        refs = self._refs
+        free = self._free
+        for block in reversed(blocks):
+            left = refs[block] - 1
+            refs[block] = left
+            if left == 0:
+                free[block] = None
+
+    def clear(self) -> bool:
+        """Forget everything; refused (False) while a request holds a block."""
+        if len(self._free) != self.total:
+            return False
+        self._hash_of = [None] * self.total
+        self._cached.clear()
+        self._copies.clear()
+        if self.hooks is not None:
+            self.hooks.cleared()
+        return True
+
+    def sealed(self) -> int:
+        """Distinct hashes that can be found."""
+        return len(self._cached)
+
+    def _forget(self, block: int, digest: int) -> None:
+        self._hash_of[block] = None
+        copies = self._copies.get(digest)
+        if copies is None:
+            del self._cached[digest]
+        else:
+            if self._cached[digest] == block:
+                self._cached[digest] = copies.pop(0)
+            else:
+                copies.remove(block)
+            if not copies:
+                del self._copies[digest]
+        if self.hooks is not None:
+            self.hooks.removed(digest)
+
+    def validate(self, held: Iterable[Sequence[int]] | None = None) -> None:
+        """Check the rules, with `held` (the blocks of every request) also the counts. Raises `AssertionError`."""
+        for block, refs in enumerate(self._refs):
+            assert refs >= 0, f"block {block} has {refs} references"
+            assert (refs == 0) == (block in self._free), f"block {block}: {refs} references, free {block in self._free}"
+        entries = list(self._cached.items())
+        for digest, copies in self._copies.items():
+            assert copies and digest in self._cached, f"hash {digest} has no first copy, or an empty list of others"
+            entries += [(digest, block) for block in copies]
+        assert all(self._hash_of[block] == digest for digest, block in entries), "a hash and its block disagree"
+        assert len({block for _, block in entries}) == len(entries), "a block is listed twice"
+        assert len(entries) == sum(digest is not None for digest in self._hash_of), "a sealed block cannot be found"
+        if held is not None:
+            counted = [0] * self.total
+            for blocks in held:
+                assert len(set(blocks)) == len(blocks), "a request holds a block twice"
+                for block in blocks:
+                    counted[block] += 1
+            assert counted == self._refs, "references and holders disagree"
+
+
+class LoraSlots:
+    """`limit` adapters at a time; the base model needs no slot."""
+
+    __slots__ = ("_running", "changed", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        #: Requests per adapter, in the order in which the adapters became active.
+        self._running: dict[str, int] = {}
+        #: The set of active adapters changed since somebody last cleared this: deferred requests may get in now.
+        self.changed = False
+
+    def admits(self, lora: str) -> bool:
+        return not lora or lora in self._running or len(self._running) < self.limit
+
+    def enter(self, lora: str) -> None:
+        if lora:
+            count = self._running.get(lora, 0)
+            self._running[lora] = count + 1
+            self.changed |= count == 0
+
+    def leave(self, lora: str) -> None:
+        if lora:
+            count = self._running[lora] - 1
+            if count:
+                self._running[lora] = count
+            else:
+                del self._running[lora]
+                self.changed = True
+
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._running)
+
+
+def adapters_of(requests: Iterable[EngineRequest]) -> tuple[str, ...]:
+    """Their adapters without repetition, in order."""
+    return tuple(dict.fromkeys(request.lora for request in requests if request.lora))
+
+
+# A request's side of the KV cache: which blocks it needs for its tokens and under which hashes they are known.
+
+
+class RequestBlocks:
+    """Gives blocks to requests and takes them back. Holds no state of its own beside the block manager."""
+
+    __slots__ = ("block_size", "blocks", "caching")
+
+    def __init__(self, blocks: BlockManager, block_size: int, caching: bool) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.caching = caching
+
+    def begin(self, request: EngineRequest, target: int) -> bool:
+        """Hold what is cached of the first `target` tokens, provided that all of them will fit; False changes nothing.
+
+        At least one token is left to compute, since only a computed token gives logits: a prompt of exactly n blocks
+        repeats with n - 1 of them (vLLM 0.32, measured).
+        """
+        size = self.block_size
+        hits: list[int] = []
+        if self.caching:
+            full_blocks = (target - 1) // size
+            self._know(request, full_blocks)
+            assert request.hashes is not None
+            hits = self.blocks.find(request.hashes, full_blocks)
+        needed = -(-target // size) - len(hits)
+        if needed > self.blocks.free - self.blocks.idle(hits):
+            return False
+        self.blocks.hold(hits)
+        request.blocks = hits
+        request.computed = len(hits) * size
+        request.target = target
+        self._load(request, min(request.loaded, target - 1))
+        return True
+
+    def _load(self, request: EngineRequest, tokens: int) -> None:
+        """The KV of the first `tokens` came from another server. Once: after a preemption they are computed here."""
+        request.loaded = 0
+        if tokens > request.computed:
+            self.extend(request, tokens)
+            request.computed = tokens
+
+    def extend(self, request: EngineRequest, end: int) -> bool:
+        """Have blocks for the tokens before `end`, and seal those that will be full then; False for lack of room."""
+        held = request.blocks
+        missing = -(-end // self.block_size) - len(held)
+        if missing > self.blocks.free:
+            return False
+        if missing > 0:
+            held += self.blocks.take(missing)
+        if self.caching:
+            self._seal(request, request.computed // self.block_size, end // self.block_size)
+        return True
+
+    def seal_last(self, request: EngineRequest) -> None:
+        """The request's last block gets its last token in this step."""
+        last = len(request.blocks)
+        self._seal(request, last - 1, last)
+
+    def drop(self, request: EngineRequest) -> None:
+        self.blocks.release(request.blocks)
+        request.blocks = []
+        request.computed = 0
+
+    def _seal(self, request: EngineRequest, first: int, end: int) -> None:
+        if first >= end:
+            return
+        self._know(request, end)
+        hashes = request.hashes
+        assert hashes is not None
+        self.blocks.seal(request.blocks[first:end], hashes[first:end])
+        hooks = self.blocks.hooks
+        if hooks is not None:
+            parent = hashes[first - 1] if first else 0
+            if request.salt and not first:
+                hooks.salted(request.salt)
+            hooks.stored(hashes[first:end], parent, lambda: self._tokens(request, first, end), request.lora)
+
+    def _know(self, request: EngineRequest, count: int) -> None:
+        """Make the first `count` block hashes known."""
+        hashes = request.hashes
+        if hashes is None:
+            root = tk.root_hash(request.lora, request.salt)
+            hashes = request.hashes = tk.chain(request.tokens, self.block_size, root)
+        while len(hashes) < count:
+            index = len(hashes)
+            parent = hashes[index - 1] if index else tk.root_hash(request.lora, request.salt)
+            hashes.append(tk.block_hash(parent, self._tokens(request, index, index + 1)))
+
+    def _tokens(self, request: EngineRequest, first: int, end: int) -> bytes:
+        """Token ids of the blocks `first`..`end`: prompt, then output."""
+        start, stop = first * self.block_size, end * self.block_size
+        prompt = request.prompt_tokens
+        part = request.tokens[start * tk.TOKEN_BYTES : stop * tk.TOKEN_BYTES] if start < prompt else b""
+        if stop <= prompt:
+            return part
+        return part + tk.output(request.seed, max(0, start - prompt), stop - prompt)

@@ -1,0 +1,356 @@
+"""A model server as a step loop: continuous batching, chunked prefill, preemption, paged prefix cache.
+
+Theory (as in vLLM 0.32's scheduler)
+* Time goes in steps. A step gives every decoding request one token and spends the rest of its token budget on prefill.
+  What it costs is known when it begins (`LatencyModel`); its effects appear when it ends; the next one begins at once.
+* Running requests come first, in the order of admission; then the queue, first come first served, as far as token
+  budget, sequences, KV blocks and adapter slots allow. So at most one request is in the middle of its prefill, and it
+  is the last of the batch.
+* A request that needs a block when there is none takes the blocks of the last of the batch, which goes back to the head
+  of the queue and starts over (its blocks may still be cached then). No one is admitted in a step that preempted.
+
+Rules
+* No clock, no I/O. The caller passes time in, in seconds, and never lets it run backwards.
+* `step(now)` finishes every step due by `now`.
+* Requests that arrive during a step wait until it ends, as in the real engine's input queue, and no gauge shows them.
+* Gauges change only when a step ends, or on an abort while nothing runs.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from math import inf
+
+from fairlead.lab.engine.blocks import BlockHooks, BlockManager, LoraSlots, RequestBlocks, adapters_of
+from fairlead.lab.engine.decode import DecodeBatch, foresee, run_decode_steps
+from fairlead.lab.engine.request import EngineRequest, Phase, StepResult
+from fairlead.lab.engine.spec import EngineSpec
+from fairlead.lab.engine.stats import EngineStats
+
+__all__ = ["Engine", "StepResult"]
+
+
+class Engine:
+    """One replica. `add`, `abort` and `step` are the doors through which it changes."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        now: float,
+        hooks: BlockHooks | None = None,
+        fast_forward: bool = True,
+        slow_factor: float = 1.0,
+    ) -> None:
+        """`fast_forward`: take steps that only decode in one loop. Off: one at a time, the same but slower."""
+        self.spec = spec
+        self._fast_forward = fast_forward
+        #: When the running step began, or the last one ended.
+        self.now = now
+        #: Multiplies the duration of every step that begins from now on.
+        self.slow_factor = slow_factor
+        self.stats = EngineStats(spec.max_model_len)
+        self.blocks = BlockManager(spec.usable_blocks, hooks)
+        self._kv = RequestBlocks(self.blocks, spec.block_size, spec.prefix_caching)
+        self._loras = LoraSlots(spec.max_loras)
+
+        self._incoming: list[EngineRequest] = []
+        self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
+        #: Free blocks when the head of the queue found too few of them; it is asked again when there are more.
+        self._stuck_at = -1
+
+        self._decoding = DecodeBatch(spec.block_size)
+        #: The one request whose prefill needs more than the step that runs; after all decoding ones in the batch.
+        self._partial: EngineRequest | None = None
+        #: Prefill of the step that runs: request and tokens.
+        self._chunks: list[tuple[EngineRequest, int]] = []
+        self._step_tokens = 0
+        self._ends = inf
+
+    # ---------------------------------------------------------------- doors
+
+    def slow_down(self, factor: float) -> None:
+        """Steps that begin from now on take so many times as long."""
+        self.slow_factor = factor
+
+    def add(self, request: EngineRequest, now: float) -> None:
+        """Queue a request. Raises `ValueError` for one that not even an empty engine could serve."""
+        self.spec.check(request.prompt_tokens, request.max_tokens, request.lora)
+        request.arrived = now
+        self._incoming.append(request)
+        if self._ends == inf:
+            self._begin(now)
+
+    def abort(self, request: EngineRequest, now: float) -> bool:
+        """Forget a request; False when it had ended. The step that runs still takes as long as it would have."""
+        if request.phase is Phase.DONE:
+            return False
+        if request.phase is Phase.WAITING:
+            for queue in (self._incoming, self._waiting, self._deferred):
+                if request in queue:
+                    queue.remove(request)
+                    break
+            self._stuck_at = -1
+        else:
+            self._leave(request)
+        request.phase = Phase.DONE
+        request.finish_reason = "abort"
+        request.finished_at = now
+        if self._ends == inf:
+            self._show()
+        return True
+
+    def step(self, now: float) -> StepResult:
+        """Finish every step due by `now`, and begin the next one after each."""
+        result = StepResult()
+        while self._ends <= now:
+            if self._fast_forward and self._steady():
+                self._run_decoding(now, result)
+                if self._ends > now:
+                    break
+            ends = self._ends
+            self._complete(ends, result)
+            self._begin(ends)
+        return result
+
+    def clear_cache(self) -> bool:
+        """Forget the prefix cache; False (and nothing done) while requests hold blocks."""
+        return self.blocks.clear()
+
+    # ---------------------------------------------------------------- what can be asked
+
+    def next_step_at(self) -> float | None:
+        """When the running step ends; `None` when there is nothing to do."""
+        return None if self._ends == inf else self._ends
+
+    def next_event_at(self) -> float | None:
+        """When a request will next get its first token, end or be preempted, if nothing arrives and nobody is aborted.
+
+        For simulators, which need not look at the steps before. `None` when there is nothing to do.
+        """
+        if self._ends == inf:
+            return None
+        if self._chunks or self._incoming or self._loras.changed:
+            return self._ends
+        return foresee(self._decoding, self.blocks.free, self.spec.latency, self.slow_factor, self._ends)
+
+    def output_tokens(self, request: EngineRequest) -> int:
+        """Output tokens so far, as of the last step that ended."""
+        return self._decoding.steps - request.base if request.phase is Phase.DECODE else request.output
+
+    def queued(self) -> int:
+        """Requests that have arrived and are in no batch, those that no gauge shows yet included."""
+        return len(self._incoming) + len(self._waiting) + len(self._deferred)
+
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._decoding.members) + len(self._chunks)
+
+    # ---------------------------------------------------------------- steps in which only decoding goes on
+
+    def _steady(self) -> bool:
+        """The running step only decodes, and nobody can join the batch before somebody leaves it."""
+        if self._chunks or self._incoming or self._loras.changed or not self._decoding.members:
+            return False
+        if not self._waiting:
+            return True
+        # Free blocks only get fewer until somebody leaves; then `_stuck_at` is compared again.
+        return self.blocks.free <= self._stuck_at or len(self._decoding.members) >= self.spec.max_num_seqs
+
+    def _run_decoding(self, now: float, result: StepResult) -> None:
+        """Finish steps due by `now`, all but the one in which somebody ends or has to be preempted."""
+        times = self.now, self._ends, now
+        done = run_decode_steps(self._decoding, self._kv, self.spec.latency, self.slow_factor, self.stats, *times)
+        if done.steps:
+            self.now, self._ends = done.began, done.ends
+            result.steps += done.steps
+            self._show(done.taken)
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def _complete(self, ended: float, result: StepResult) -> None:
+        stats = self.stats
+        result.steps += 1
+        stats.iteration_tokens.observe(self._step_tokens)
+        decoding = len(self._decoding.members)
+        if decoding:
+            stats.generation_tokens += decoding
+            stats.itl.observe(ended - self.now, decoding)
+        self.now = ended
+        for request in self._decoding.advance():
+            self._finish(request, ended, result)
+        if self._chunks:
+            self._complete_prefill(ended, result)
+        self._show()
+
+    def _complete_prefill(self, ended: float, result: StepResult) -> None:
+        chunks, self._chunks = self._chunks, []
+        for request, count in chunks:
+            request.computed += count
+            if request.computed < request.target:
+                continue
+            if request is self._partial:
+                self._partial = None
+            self.stats.generation_tokens += 1
+            request.output += 1
+            if request.output == 1:
+                request.first_token_at = ended
+                self.stats.first_token(request)
+                result.first.append(request)
+            else:
+                self.stats.itl.observe(ended - request.last_token_at)
+            self._decoding.join(request)
+            if request.output == request.limit:
+                self._finish(request, ended, result)
+
+    def _finish(self, request: EngineRequest, ended: float, result: StepResult) -> None:
+        self._leave(request)
+        request.phase = Phase.DONE
+        request.finish_reason = request.limit_reason
+        request.finished_at = ended
+        self.stats.done(request)
+        result.finished.append(request)
+
+    def _leave(self, request: EngineRequest) -> None:
+        """Out of the batch: give back blocks and adapter slot."""
+        if request.phase is Phase.DECODE:
+            self._decoding.leave(request)
+        else:
+            self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
+            if self._partial is request:
+                self._partial = None
+        self._kv.drop(request)
+        self._loras.leave(request.lora)
+
+    def _show(self, taken: int = 0) -> None:
+        """Set the gauges; `taken` blocks went to the step that has begun already and are not shown yet."""
+        gauges = self.stats.gauges
+        gauges.running = len(self._decoding.members) + (self._partial is not None)
+        gauges.waiting = len(self._waiting) + len(self._deferred)
+        gauges.deferred = len(self._deferred)
+        gauges.kv_usage = (self.blocks.used - taken) / self.blocks.total
+        if self.spec.max_loras:
+            gauges.running_loras = self._loras.running()
+            gauges.waiting_loras = adapters_of([*self._deferred, *self._waiting])
+
+    # ---------------------------------------------------------------- the beginning of a step
+
+    def _begin(self, now: float) -> None:
+        self.now = now
+        if self._incoming:
+            self._waiting.extend(self._incoming)
+            self._incoming.clear()
+        decoding = self._decoding
+        growing = decoding.growing()
+        preempted = bool(growing) and self._grow(tuple(growing))
+        if self._kv.caching:
+            for request in decoding.filling():
+                self._kv.seal_last(request)
+        budget = self.spec.max_batched_tokens - len(decoding.members)
+        if self._partial is not None:
+            budget, gone = self._continue_prefill(self._partial, budget)
+            preempted |= gone
+        if not preempted and (self._waiting or self._deferred):
+            self._admit(now, budget)
+        self._schedule_end(now)
+
+    def _schedule_end(self, now: float) -> None:
+        new = 0
+        attention = 0.0
+        for request, count in self._chunks:
+            new += count
+            attention += count * (request.computed + 0.5 * count)
+        members = len(self._decoding.members)
+        self._step_tokens = new + members
+        if self._step_tokens == 0:
+            self._ends = inf
+            return
+        self._ends = now + self.slow_factor * self.spec.latency.step_s(
+            new, attention, members, self._decoding.kv_tokens
+        )
+
+    def _grow(self, requests: tuple[EngineRequest, ...]) -> bool:
+        """A new block for each; True when that cost somebody his place."""
+        preempted = False
+        for request in requests:
+            # One that is not decoding was preempted a moment ago, for another one's sake.
+            while not self.blocks.free and request.phase is Phase.DECODE:
+                self._preempt(self._partial or self._decoding.last())
+                preempted = True
+            if request.phase is Phase.DECODE:
+                request.blocks += self.blocks.take(1)
+        return preempted
+
+    def _continue_prefill(self, request: EngineRequest, budget: int) -> tuple[int, bool]:
+        """Budget left, and whether the request, being the last of the batch itself, had to go for lack of room."""
+        count = min(request.target - request.computed, budget)
+        if not self._kv.extend(request, request.computed + count):
+            self._preempt(request)
+            return budget, True
+        self._chunks.append((request, count))
+        return budget - count, False
+
+    def _preempt(self, request: EngineRequest) -> None:
+        self._leave(request)
+        request.phase = Phase.WAITING
+        request.preemptions += 1
+        request.last_token_at = self.now
+        self.stats.preemptions += 1
+        self._waiting.appendleft(request)
+        self._stuck_at = -1
+
+    def _admit(self, now: float, budget: int) -> None:
+        if self._deferred and self._loras.changed:
+            self._waiting.extendleft(reversed(self._deferred))
+            self._deferred.clear()
+            self._stuck_at = -1
+        self._loras.changed = False
+        waiting = self._waiting
+        room = self.spec.max_num_seqs - self.running()
+        while waiting and budget > 0 and room > 0:
+            request = waiting[0]
+            if not self._loras.admits(request.lora):
+                self._deferred.append(waiting.popleft())
+                self._stuck_at = -1
+                continue
+            if self.blocks.free <= self._stuck_at:
+                return
+            if not self._kv.begin(request, request.prompt_tokens + request.output):
+                self._stuck_at = self.blocks.free
+                return
+            self._stuck_at = -1
+            waiting.popleft()
+            budget -= self._start(request, now, budget)
+            room -= 1
+
+    def _start(self, request: EngineRequest, now: float, budget: int) -> int:
+        """Put an admitted request into this step; returns the tokens it takes of the budget."""
+        hits = request.computed
+        request.phase = Phase.PREFILL
+        self._loras.enter(request.lora)
+        if request.cached_tokens < 0:
+            request.cached_tokens = hits
+            request.scheduled_at = now
+            self.stats.prefix_queries += request.prompt_tokens
+            self.stats.prefix_hits += hits
+        count = min(request.target - hits, budget)
+        self._kv.extend(request, hits + count)
+        self._chunks.append((request, count))
+        if hits + count < request.target:
+            self._partial = request
+        return count
+
+    # ---------------------------------------------------------------- checks
+
+    def _batch(self) -> Iterator[EngineRequest]:
+        yield from self._decoding.members
+        yield from (request for request, _ in self._chunks)
+
+    def validate(self) -> None:
+        """Check every invariant between the parts; for tests and debug modes. Raises `AssertionError`."""
+        self.blocks.validate([request.blocks for request in self._batch()])
+        self._decoding.validate()
+        assert self.running() <= self.spec.max_num_seqs, "too many sequences"
+        assert self._step_tokens <= self.spec.max_batched_tokens, "too many tokens in a step"
+        assert self._partial is None or self._chunks[0][0] is self._partial or self._chunks[-1][0] is self._partial
+        for request in (*self._incoming, *self._waiting, *self._deferred):
+            assert request.phase is Phase.WAITING and not request.blocks, f"{request.id} waits and holds blocks"
+        assert self._ends < inf or not (self.running() or self.queued()), "there is work, and no step runs"

@@ -1,0 +1,93 @@
+"""What a simulated model server is: its speed, its memory, its limits. Nothing here changes while it runs."""
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+
+class LatencyModel(Struct, frozen=True, gc=False):
+    """Milliseconds of one engine step as a linear function of the work in it.
+
+    `step_ms = c0 + c_pf·new + c_attn·Σ new·(past + new/2) + c_seq·decoding + c_kv·Σ kv_tokens of decoding`, where
+    `new` are the tokens of the step's prefill chunks and `past` the tokens of the same request before the chunk.
+    Coefficients are least-squares fits to measured kernel times; see `presets`.
+    """
+
+    #: Fixed cost of a step, ms.
+    c0_ms: float
+    #: Per prompt token computed, µs.
+    c_pf_us: float = 0.0
+    #: Attention of prefill, per token pair, ns.
+    c_attn_ns: float = 0.0
+    #: Per decoding sequence, µs.
+    c_seq_us: float = 0.0
+    #: Reading the cache, per token of every decoding sequence, ns.
+    c_kv_ns: float = 0.0
+
+    def step_s(self, new: int, attention: float, decoding: int, kv_tokens: int) -> float:
+        """Seconds of a step. `attention` is the sum of `new·(past + new/2)` over the prefill chunks, in token pairs."""
+        return (
+            self.c0_ms * 1e-3
+            + self.c_pf_us * 1e-6 * new
+            + self.c_attn_ns * 1e-9 * attention
+            + self.c_seq_us * 1e-6 * decoding
+            + self.c_kv_ns * 1e-9 * kv_tokens
+        )
+
+    def decode_s(self, decoding: int) -> tuple[float, float]:
+        """(seconds, more seconds per token in the cache) of a step without prefill: `step_s(0, 0.0, decoding, kv)` is
+        first + second * kv, to the last bit."""
+        fixed = self.c0_ms * 1e-3 + self.c_pf_us * 1e-6 * 0 + self.c_attn_ns * 1e-9 * 0.0
+        return fixed + self.c_seq_us * 1e-6 * decoding, self.c_kv_ns * 1e-9
+
+
+class EngineSpec(Struct, frozen=True, kw_only=True):
+    """One replica. Defaults are those of vLLM 0.32 on a data-centre GPU.
+
+    Raises `ValueError` on limits that no server could start with.
+    """
+
+    latency: LatencyModel
+    #: KV blocks as the server reports them; one of them is the null block and holds nothing (vLLM 0.32).
+    num_blocks: int
+    #: Tokens per KV block.
+    block_size: int = 16
+    #: Prompt plus output tokens of one request.
+    max_model_len: int = 40_960
+    #: Requests in one step.
+    max_num_seqs: int = 256
+    #: Tokens in one step: decodes first, the rest is for prefill chunks.
+    max_batched_tokens: int = 8192
+    #: Adapters that may be in one batch; 0 = no adapters at all.
+    max_loras: int = 0
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        values = asdict(self)
+        for name in ("block_size", "max_model_len", "max_num_seqs", "max_batched_tokens"):
+            if values[name] < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_batched_tokens must be at least max_num_seqs")
+        if self.usable_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} does not fit into a KV cache of {self.kv_tokens} tokens,"
+                f" {self.usable_blocks} blocks of {self.block_size}"
+            )
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.usable_blocks * self.block_size
+
+    def check(self, prompt_tokens: int, max_tokens: int, lora: str) -> None:
+        """Raises `ValueError` for a request that not even an empty engine could serve."""
+        if prompt_tokens < 1 or max_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one output token")
+        if prompt_tokens + max_tokens > self.max_model_len:
+            raise ValueError(f"prompt and output exceed the context length of {self.max_model_len} tokens")
+        if lora and self.max_loras == 0:
+            raise ValueError("the engine was started without adapters")

@@ -1,0 +1,74 @@
+"""Is there an OpenAI endpoint at this address, and which model does it serve? Asked once, before a run."""
+
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException
+from urllib.parse import urlsplit
+
+import msgspec
+
+from fairlead.core.errors import ConfigError, FairleadError
+
+MODELS_PATH = "/v1/models"
+_MOST_BYTES = 1 << 20
+_CURES = (
+    "check that the server runs and listens on this host and port (curl {target}{path}), that no firewall stands "
+    "between, and that the port is the gateway's, not the one of its metrics or of ext_proc"
+)
+
+
+class NoAnswer(FairleadError):
+    """Nothing that speaks HTTP answers at the target."""
+
+
+class Model(msgspec.Struct):
+    """One entry of `/v1/models`; other fields are ignored."""
+
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[Model]
+
+
+def normal_target(url: str) -> str:
+    """`http://host:port` from what people write: without a scheme, with a slash or `/v1` behind. Raises ConfigError."""
+    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(address)
+        usable = bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no address: {error}", "URL") from None
+    if parts.scheme == "https":
+        raise ConfigError("https is not spoken here: point it at the gateway's plain HTTP port, or a TLS proxy", "URL")
+    if parts.scheme != "http" or not usable or parts.path or parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"{url!r} is not http://HOST:PORT; paths are added here", "URL")
+    return address
+
+
+def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0) -> tuple[int, list[str]]:
+    """(status, names) of `GET /v1/models`; no names when the answer is no list of models. Raises NoAnswer."""
+    parts = urlsplit(target)
+    connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+    try:
+        connection.request("GET", MODELS_PATH, headers=dict(headers))
+        answer = connection.getresponse()
+        body = answer.read(_MOST_BYTES)
+    except (OSError, HTTPException) as error:
+        what = _printable(str(error)) or type(error).__name__
+        cures = _CURES.format(target=target, path=MODELS_PATH)
+        raise NoAnswer(f"{target} does not answer: {what}\n{cures}") from None
+    except ValueError as error:
+        raise ConfigError(str(error), "--header") from None
+    finally:
+        connection.close()
+    if not 200 <= answer.status < 300:
+        return answer.status, []
+    try:
+        return answer.status, [model.id for model in msgspec.json.decode(body, type=_Models).data]
+    except msgspec.DecodeError:
+        return answer.status, []
+
+
+def _printable(text: str, most: int = 200) -> str:
+    """Part of what a peer may have sent, safe to show on a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:most]).strip()

@@ -1,0 +1,115 @@
+"""The load generator as a process of its own: `python -m fairlead.lab.load.process RESULT_FILE`, started by
+`process.run_in_process`.
+
+A `RunSpec` comes in as JSON on standard input, progress goes out as JSON lines on standard output, the result as
+MessagePack into the file. A parent that goes away breaks the pipe, and with it the run.
+"""
+
+import asyncio
+import os
+import resource
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.lab.load.runner import OnProgress, run_spec
+from fairlead.lab.load.spec import Progress, RunResult, RunSpec
+
+#: Exit code for a run that its spec makes impossible; standard error then holds the reason.
+EXIT_CONFIG = 2
+
+
+def main(result_path: str) -> int:
+    """Returns the process's exit code."""
+    allow_many_sockets()
+    output = sys.stdout.fileno()
+    os.set_blocking(output, False)
+
+    def report(progress: Progress) -> None:
+        # A parent too busy to read must not stop the clock of what is measured. A short line goes out whole or not at
+        # all.
+        with suppress(BlockingIOError):
+            os.write(output, msgspec.json.encode(progress) + b"\n")
+
+    try:
+        spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RunSpec)
+        result = asyncio.run(run_spec(spec, report))
+    except (ConfigError, msgspec.ValidationError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 1
+    with open(result_path, "wb") as file:
+        file.write(msgspec.msgpack.encode(result))
+    return 0
+
+
+def allow_many_sockets() -> None:
+    """Each request in flight holds a socket; a common soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
+
+# The load generator in a process of its own, so that it does not hold up the loop of the gateway it measures.
+
+_KEPT_ERRORS = 4000
+
+
+async def run_in_process(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:
+    """Run `spec` in a child process. `on_progress` is called on this loop. Cancelling ends the child.
+
+    Raises ConfigError for a spec that cannot be run, FairleadError if the child fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="fairlead-load-") as folder:
+        path = Path(folder, "result")
+        arguments = (sys.executable, "-m", "fairlead.lab.load.process", str(path))
+        child = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        try:
+            complaint = await _follow(child, spec, on_progress)
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        if child.returncode == EXIT_CONFIG:
+            raise ConfigError(complaint, "$", "load generator")
+        if child.returncode:
+            raise FairleadError(f"the load generator failed with exit code {child.returncode}: {complaint}")
+        return await asyncio.to_thread(_read_result, path)
+
+
+async def _follow(child: Process, spec: RunSpec, on_progress: OnProgress | None) -> str:
+    """Hand over the spec, pass progress on until the child ends; returns what it wrote to standard error."""
+    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    errors = asyncio.create_task(_read_tail(child.stderr))
+    try:
+        child.stdin.write(msgspec.json.encode(spec))
+        child.stdin.close()
+        while line := await child.stdout.readline():
+            if on_progress is not None:
+                on_progress(msgspec.json.decode(line, type=Progress))
+        complaint = await errors
+    finally:
+        errors.cancel()
+    await child.wait()
+    return complaint
+
+
+async def _read_tail(stream: asyncio.StreamReader) -> str:
+    tail = b""
+    while piece := await stream.read(65536):
+        tail = (tail + piece)[-_KEPT_ERRORS:]
+    return tail.decode(errors="replace").strip()
+
+
+def _read_result(path: Path) -> RunResult:
+    return msgspec.msgpack.decode(path.read_bytes(), type=RunResult)

@@ -1,0 +1,333 @@
+"""From a run's records to the figures people compare.
+
+Rules
+* `failed` counts everything that was not a success, shed requests (429, 503) too, which `shed` shows apart: a router
+  that sheds one in seven looks fast. Latencies are of successful requests only, so read them next to `failed`.
+* Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was; when it is not
+  small against the TTFT, the generator (or `max_in_flight`) was the bottleneck.
+* Token counts are what the servers reported; `usage_missing` counts successes without a report. No report at all:
+  `None`.
+* A server that runs `time_ratio` times faster than what it models can be shown in model time: durations times the
+  ratio, rates divided by it. `time` says which of the two a summary is in; `send_lag_ms` and `client` always are
+  wall-clock.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from rich.table import Table
+
+from fairlead.lab.load.spec import Record, RunResult
+
+Summary = dict[str, Any]
+Time = Literal["wall", "model"]
+
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+_SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "body_error_503": "503"}
+
+
+def summarise(
+    result: RunResult, time: Time = "wall", slo_ttft_ms: float = math.inf, slo_tpot_ms: float = math.inf
+) -> Summary:
+    """One run as JSON-ready figures with stable keys. Durations in ms, except where a key says `_s`.
+
+    The service levels are in the time of the summary; infinite = none.
+    """
+    ratio = result.time_ratio if time == "model" else 1.0
+    records = result.records
+    good = [record for record in records if not record.error]
+    duration = result.duration_s * ratio
+    return {
+        "name": result.name,
+        "target": result.target,
+        "time": time,
+        "time_ratio": result.time_ratio,
+        "requests": len(records),
+        "succeeded": len(good),
+        **_failures(records),
+        "success_rate": len(good) / len(records) if records else None,
+        "cut_by_time_limit": result.cut,
+        "duration_s": duration,
+        "requests_per_s": _rate(len(good), duration),
+        "ttft_ms": _spread([record.ttft() * ratio for record in good]),
+        "e2e_ms": _spread([record.e2e() * ratio for record in good]),
+        "tpot_ms": _spread([tpot * ratio for record in good if (tpot := _tpot(record)) is not None]),
+        "itl_ms": _gaps(result, ratio),
+        **_tokens(good, duration),
+        **_goodput(records, ratio, duration, slo_ttft_ms, slo_tpot_ms),
+        "send_lag_ms": _spread([record.sent - record.scheduled for record in records if record.sent]),
+        "client": {"cpu_s": result.cpu_s, "cpu_us_per_request": result.cpu_s / len(records) * 1e6 if records else None},
+        "config": result.config,
+    }
+
+
+def _failures(records: Sequence[Record]) -> Summary:
+    reasons = Counter(record.error for record in records if record.error)
+    shed = {"429": 0, "503": 0}
+    for reason, count in reasons.items():
+        if reason in _SHED:
+            shed[_SHED[reason]] += count
+    return {"failed": reasons.total(), "failed_by_reason": dict(reasons.most_common()), "shed": shed}
+
+
+def _tokens(good: Sequence[Record], duration: float) -> Summary:
+    output = _total(record.completion_tokens for record in good)
+    prompt = _total(record.prompt_tokens for record in good)
+    cached = _total(record.cached_tokens for record in good)
+    # Only prompts whose server also reports cached tokens can hit.
+    base = _total(record.prompt_tokens for record in good if record.cached_tokens >= 0)
+    return {
+        "output_tokens": output,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "output_tokens_per_s": _rate(output, duration),
+        "input_tokens_per_s": _rate(prompt, duration),
+        "prefix_hit_rate": cached / base if cached is not None and base else None,
+        "usage_missing": sum(record.completion_tokens < 0 for record in good),
+    }
+
+
+def _goodput(records: Sequence[Record], ratio: float, duration: float, ttft_ms: float, tpot_ms: float) -> Summary:
+    """Share of all requests that succeeded within both levels; a response without a second token has no TPOT."""
+    levels = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+    within = sum(
+        record.ttft() * ratio * 1000 <= ttft_ms and (_tpot(record) or 0.0) * ratio * 1000 <= tpot_ms
+        for record in records
+        if not record.error
+    )
+    return {
+        "slo": {name: None if math.isinf(level) else level for name, level in levels.items()},
+        "goodput": within / len(records) if records else None,
+        "good_requests_per_s": _rate(within, duration),
+    }
+
+
+def _total(counts: Iterable[int]) -> int | None:
+    reported = [count for count in counts if count >= 0]
+    return sum(reported) if reported else None
+
+
+def _rate(amount: int | None, duration: float) -> float | None:
+    return amount / duration if amount is not None and duration > 0 else None
+
+
+def _tpot(record: Record) -> float | None:
+    """Seconds per output token after the first; None for a response without a second one or not streamed."""
+    if record.completion_tokens < 2 or not 0 < record.first_data < record.last_data:
+        return None
+    return (record.last_data - record.first_data) / (record.completion_tokens - 1)
+
+
+def _spread(seconds: Sequence[float]) -> Summary:
+    if not seconds:
+        return {"mean": None, **dict.fromkeys(_QUANTILES), "max": None}
+    values = np.asarray(seconds) * 1000
+    values_at = np.quantile(values, list(_QUANTILES.values()))
+    quantiles = {name: float(value) for name, value in zip(_QUANTILES, values_at, strict=True)}
+    return {"mean": float(values.mean()), **quantiles, "max": float(values.max())}
+
+
+def _gaps(result: RunResult, ratio: float) -> Summary:
+    """Time between arrivals of body bytes; tokens that arrive together count once. Quantiles are within 1 %."""
+    gaps = result.gaps
+    spread = {"mean": gaps.mean(), **{name: gaps.quantile(share) for name, share in _QUANTILES.items()}}
+    return {name: None if value is None else value * ratio * 1000 for name, value in spread.items()}
+
+
+def figure(value: float) -> str:
+    """A number as people read it: three digits that matter, thousands apart, no exponents."""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 0.1:
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:.2g}" if abs(value) >= 0.001 else f"{value:.6f}"
+
+
+def percent(share: float) -> str:
+    """A share as people read it; nearly all is not written as all, nor nearly none as none."""
+    hundredths = share * 100
+    if hundredths in (0, 100) or 1 <= hundredths < 99:
+        return f"{hundredths:.0f} %"
+    return f"{int(hundredths * 100) / 100:.2f} %"
+
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """Several runs side by side, a column each."""
+    kinds = {summary["time"] for summary in summaries}
+    ratios = {summary["time_ratio"] for summary in summaries}
+    clock = "model time" if kinds == {"model"} else "wall-clock time" if kinds == {"wall"} else "mixed times"
+    if kinds == {"model"} and len(ratios) == 1:
+        clock += f" (wall-clock x {ratios.pop():g})"
+    out = Table(title=f"Load runs, {clock}", title_justify="left")
+    out.add_column("")
+    for summary in summaries:
+        out.add_column(summary["name"] or "run", justify="right")
+    for label, values in _rows(summaries):
+        out.add_row(label, *values)
+    return out
+
+
+def _goodput_row(summaries: Sequence[Summary]) -> tuple[str, list[str]]:
+    """Without a service level every success would be good: that is no figure of its own."""
+    levels = {(summary["slo"]["ttft_ms"], summary["slo"]["tpot_ms"]) for summary in summaries}
+    words = [f"{name} {level:g} ms" for name, level in zip(("TTFT", "TPOT"), levels.pop(), strict=True) if level]
+    shown = bool(words) and not levels
+    values = [summary["goodput"] if shown else None for summary in summaries]
+    label = f"goodput ({', '.join(words)})" if shown else "goodput"
+    return label, ["-" if value is None else percent(value) for value in values]
+
+
+def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
+    def row(label: str, *path: str, write: Callable[[float], str] = figure) -> tuple[str, list[str]]:
+        values = []
+        for summary in summaries:
+            value: Any = summary
+            for key in path:
+                value = value[key]
+            values.append("-" if value is None else write(value))
+        return label, values
+
+    yield row("requests", "requests")
+    yield row("failed", "failed")
+    yield row("  of these shed with 429", "shed", "429")
+    yield row("  of these shed with 503", "shed", "503")
+    for reason in sorted({reason for summary in summaries for reason in summary["failed_by_reason"]} - set(_SHED)):
+        yield f"  {reason}", [figure(summary["failed_by_reason"].get(reason, 0)) for summary in summaries]
+    yield row("success rate", "success_rate", write=percent)
+    for key, label in (("ttft_ms", "TTFT"), ("e2e_ms", "E2E"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
+        for name in ("mean", *_QUANTILES):
+            yield row(f"{label} {name}, ms", key, name)
+    yield row("output tokens/s", "output_tokens_per_s")
+    yield row("input tokens/s", "input_tokens_per_s")
+    yield _goodput_row(summaries)
+    yield row("prefix hit rate", "prefix_hit_rate", write=percent)
+    yield row("requests/s", "requests_per_s")
+    yield row("duration, s", "duration_s")
+    yield row("send lag p99, ms (wall)", "send_lag_ms", "p99")
+
+
+# Several runs in one picture: who makes users wait, who gets work done, who reuses the cache, who drops requests.
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Grey first: the first run is the one to beat.
+_COLOURS = ("#9aa7b4", "#e7a13b", "#2a78c2", "#1d9a83", "#c4553b", "#7c5aa8", "#b59f3b", "#4f5b66")
+_INK = "#2b3138"
+_FAINT = "#d9dee3"
+_plot_QUANTILES = ("p50", "p95", "p99")
+#: Below this, bars of a log axis have no length to show.
+_SHORTEST_MS = 0.01
+
+
+def plot(summaries: Sequence[Summary], path: str | Path, title: str = "") -> None:
+    """Draw at least one summary (all in the same `time`) into a PNG. Needs matplotlib: the extra `report`."""
+    if not summaries:
+        raise ValueError("nothing to plot")
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with mpl.rc_context({"font.size": 11, "text.color": _INK, "axes.labelcolor": _INK, "font.family": "sans-serif"}):
+        canvas = Figure(figsize=(12, 7.6), dpi=110, facecolor="white")
+        FigureCanvasAgg(canvas)
+        canvas.set_layout_engine(ConstrainedLayoutEngine(hspace=0.06, wspace=0.04, h_pad=0.08, w_pad=0.1))
+        grid = canvas.add_gridspec(2, 3, height_ratios=(1.25, 1))
+        canvas.suptitle(title or "Load runs side by side", fontsize=16, fontweight="bold", x=0.012, ha="left")
+        waiting = canvas.add_subplot(grid[0, :])
+        _draw_ttft(waiting, summaries)
+        _draw_bars(canvas.add_subplot(grid[1, 0]), summaries, "Output tokens per second", "output_tokens_per_s")
+        _draw_shares(
+            canvas.add_subplot(grid[1, 1]), summaries, "Prefix hit rate (cached / prompt tokens)", "prefix_hit_rate"
+        )
+        _draw_shares(canvas.add_subplot(grid[1, 2]), summaries, "Requests that succeeded", "success_rate")
+        handles, labels = waiting.get_legend_handles_labels()
+        canvas.legend(handles, labels, loc="outside lower left", ncols=min(4, len(labels)), frameon=False, fontsize=11)
+        canvas.text(0.988, 0.975, _clock(summaries), ha="right", va="top", fontsize=10, color="#6a747e")
+        canvas.savefig(path, format="png")
+
+
+def _draw_ttft(axes: "Axes", summaries: Sequence[Summary]) -> None:
+    """Groups are quantiles, so what is compared stands side by side."""
+    width = 0.82 / len(summaries)
+    size = 10 if len(summaries) <= 4 else 8
+    shown = [value for summary in summaries for name in _plot_QUANTILES if (value := summary["ttft_ms"][name])] or [
+        10.0
+    ]
+    # Bars of a log axis grow from its edge: leave the shortest one some length, the longest one its label.
+    floor, ceiling = max(min(shown) / 4, _SHORTEST_MS), max(shown) * 2.5
+    for index, summary in enumerate(summaries):
+        places = [group + (index - (len(summaries) - 1) / 2) * width for group in range(len(_plot_QUANTILES))]
+        values = [summary["ttft_ms"][name] for name in _plot_QUANTILES]
+        heights = [max(value or 0.0, floor) for value in values]
+        bars = axes.bar(places, heights, width * 0.92, color=_colour(index), label=_label(summary), zorder=2)
+        axes.bar_label(bars, [_duration(value) for value in values], padding=3, fontsize=size, color=_INK)
+    axes.set_yscale("log")
+    axes.set_ylim(floor, ceiling)
+    axes.set_xticks(
+        range(len(_plot_QUANTILES)),
+        ["p50 (half wait longer)", "p95 (1 in 20 waits longer)", "p99 (1 in 100 waits longer)"],
+    )
+    axes.yaxis.set_major_formatter(lambda value, _place: _duration(value))
+    axes.yaxis.set_minor_formatter("")
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8, zorder=0)
+    _finish(axes, "Time to first token, log scale (lower is better)")
+
+
+def _draw_bars(axes: "Axes", summaries: Sequence[Summary], title: str, key: str) -> None:
+    _draw_panel(axes, summaries, key, lambda value: figure(value))
+    _finish(axes, title)
+
+
+def _draw_shares(axes: "Axes", summaries: Sequence[Summary], title: str, key: str) -> None:
+    _draw_panel(axes, summaries, key, percent)
+    axes.set_ylim(0, 1.12)
+    _finish(axes, title)
+
+
+def _draw_panel(axes: "Axes", summaries: Sequence[Summary], key: str, write: Callable[[float], str]) -> None:
+    values: list[Any] = [summary[key] for summary in summaries]
+    colours = [_colour(index) for index in range(len(summaries))]
+    bars = axes.bar(range(len(values)), [value or 0.0 for value in values], 0.7, color=colours, zorder=2)
+    labels = ["not reported" if value is None else write(value) for value in values]
+    axes.bar_label(bars, labels, padding=3, fontsize=10 if len(values) <= 4 else 8, color=_INK)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.margins(y=0.14)
+    axes.set_ylim(bottom=0)
+
+
+def _finish(axes: "Axes", title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, pad=8)
+    axes.tick_params(which="both", length=0, colors=_INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#8a949e")
+
+
+def _colour(index: int) -> str:
+    return _COLOURS[index % len(_COLOURS)]
+
+
+def _label(summary: Summary) -> str:
+    name = summary["name"] or "run"
+    return f"{name} ({summary['failed']:,} of {summary['requests']:,} failed)"
+
+
+def _duration(ms: float | None) -> str:
+    if ms is None:
+        return "none"
+    return f"{figure(ms / 1000)} s" if ms >= 1000 else f"{figure(ms)} ms"
+
+
+def _clock(summaries: Sequence[Summary]) -> str:
+    ratios = sorted({summary["time_ratio"] for summary in summaries})
+    shown = ", ".join(f"{ratio:g}" for ratio in ratios)
+    if all(summary["time"] == "model" for summary in summaries):
+        return f"model time = wall-clock × {shown}"
+    return "wall-clock time" if ratios == [1.0] else f"wall-clock time (servers run {shown} times faster than real)"

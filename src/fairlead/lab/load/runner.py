@@ -1,0 +1,264 @@
+"""One load run: arrivals and workload in, records out, against a live server.
+
+Rules
+* A request leaves at its scheduled time whether or not earlier ones were answered (open loop), unless `max_in_flight`
+  holds it back. Held back or late, its latency counts from the schedule.
+* Every scheduled request gets exactly one record. At the hard time bound those in flight end as `time_limit`, those
+  held back as `not_sent`; what was not yet scheduled does not exist.
+* What the server does never raises; what the caller's workload, arrivals or callback raise ends the run and is raised
+  by `run`.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from fairlead.lab.load.client import Client
+from fairlead.lab.load.reactor import Alarm, Reactor
+from fairlead.lab.load.spec import Options, Progress, Record, RunResult, RunSpec
+from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Workload
+
+#: Requests sent before the loop gets to read responses again.
+_BURST = 32
+
+OnProgress = Callable[[Progress], object]
+
+
+async def run(
+    target: str,
+    workload: Workload,
+    arrivals: OpenLoop | ClosedLoop,
+    options: Options,
+    on_progress: OnProgress | None = None,
+    name: str = "",
+) -> RunResult:
+    """Run to the end and return what was measured. Raises ConfigError for a target or header that cannot be used.
+
+    `on_progress` is called on the loop about every `options.progress_s` and once at the end. Cancelling drops all
+    connections.
+    """
+    reactor = Reactor(asyncio.get_running_loop())
+    try:
+        client = Client(target, options, reactor)
+        try:
+            await client.open()
+            load = _Load(client, workload.calls(), arrivals, options)
+            cpu = time.process_time()
+            try:
+                await load.run(on_progress)
+            finally:
+                load.close()
+            cpu = time.process_time() - cpu
+        finally:
+            client.close()
+    finally:
+        reactor.close()
+    return RunResult(
+        name=name,
+        target=target,
+        records=load.records,
+        gaps=client.gaps,
+        origin=load.origin,
+        started_unix=load.started_unix,
+        duration_s=load.last_end - load.origin,
+        cpu_s=cpu,
+        cut=load.cut,
+        time_ratio=options.time_ratio,
+        config={"workload": _plain(workload), "arrivals": _plain(arrivals), "options": _plain(options)},
+    )
+
+
+async def run_spec(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:
+    """`run` for a run that is given as data."""
+    return await run(spec.target, spec.workload, spec.arrivals, spec.options, on_progress, spec.name)
+
+
+def _plain(value: object) -> Any:
+    return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else {"type": type(value).__name__}
+
+
+class _Load:
+    """The state of one run."""
+
+    def __init__(
+        self, client: Client, calls: Iterator[Call], arrivals: OpenLoop | ClosedLoop, options: Options
+    ) -> None:
+        self.records: list[Record] = []
+        self.cut = False
+        self.origin = self.last_end = time.monotonic()
+        self.started_unix = time.time()
+        self._client = client
+        self._calls = calls
+        self._options = options
+        self._finished: asyncio.Future[None] = client.loop.create_future()
+        self._alarm = Alarm(client.loop, self._pump)
+        self._closed_loop = arrivals if isinstance(arrivals, ClosedLoop) else None
+        self._offsets: Iterator[float] = iter(()) if isinstance(arrivals, ClosedLoop) else arrivals.offsets()
+        #: Offset of the next arrival of an open loop; None = no more.
+        self._next: float | None = None
+        self._scheduled = 0
+        self._exhausted = False
+        #: Scheduled times that `max_in_flight` holds back, oldest first.
+        self._waiting: deque[float] = deque()
+        self._thinking = 0
+        self._failed = 0
+        self._last_look = (self.origin, 0)
+
+    async def run(self, on_progress: OnProgress | None) -> None:
+        limit = self._client.loop.call_later(self._options.time_limit_s, self._guard, self._cut_off)
+        looks = asyncio.create_task(self._look_regularly(on_progress)) if on_progress else None
+        try:
+            self._guard(self._begin)
+            await self._finished
+        finally:
+            limit.cancel()
+            if looks is not None:
+                looks.cancel()
+                with suppress(asyncio.CancelledError):
+                    await looks
+        if on_progress:
+            on_progress(self._look())
+
+    def close(self) -> None:
+        self._alarm.close()
+
+    def _guard(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Run one step of the run; what it raises ends the run."""
+        if self._finished.done():
+            return
+        try:
+            step(*arguments)
+            if self._idle() and not self._finished.done():
+                self._finished.set_result(None)
+        except Exception as error:
+            if not self._finished.done():
+                self._finished.set_exception(error)
+
+    def _idle(self) -> bool:
+        return self._next is None and not self._waiting and not self._thinking and not self._client.in_flight
+
+    def _begin(self) -> None:
+        if self._closed_loop is None:
+            self._advance()
+            self._send_due()
+            return
+        for _ in range(self._closed_loop.workers):
+            self._arrive(self.origin)
+
+    def _pump(self) -> None:
+        self._guard(self._send_due)
+
+    def _send_due(self) -> None:
+        """Send what is due; come back for the next one at its time."""
+        now = time.monotonic()
+        for _ in range(_BURST):
+            if self._next is None:
+                return
+            if self.origin + self._next > now:
+                self._alarm.set(self.origin + self._next)
+                return
+            self._arrive(self.origin + self._next)
+            self._advance()
+        self._client.loop.call_soon(self._pump)
+
+    def _advance(self) -> None:
+        self._next = None if self._scheduled_enough() else next(self._offsets, None)
+        if self._next is not None and 0 < self._options.duration_s <= self._next:
+            self._next = None
+
+    def _scheduled_enough(self) -> bool:
+        return self._exhausted or 0 < self._options.requests <= self._scheduled
+
+    def _arrive(self, scheduled: float) -> None:
+        if self._scheduled_enough():
+            return
+        self._scheduled += 1
+        if self._client.in_flight < self._options.max_in_flight:
+            self._send(scheduled)
+        else:
+            self._waiting.append(scheduled)
+
+    def _send(self, scheduled: float) -> None:
+        call = next(self._calls, None)
+        if call is None:
+            # The workload is at its end; what was scheduled beyond it is not part of the run.
+            self._exhausted = True
+            self._waiting.clear()
+            self._next = None
+            return
+        record = Record(len(self.records), scheduled, group=call.group)
+        self.records.append(record)
+        self._client.send(call, record, self._on_done)
+
+    def _on_done(self, record: Record, now: float) -> None:
+        self._guard(self._take_result, record, now)
+
+    def _take_result(self, record: Record, now: float) -> None:
+        self.last_end = max(self.last_end, now)
+        if record.error:
+            self._failed += 1
+        if self.cut:
+            return
+        if self._waiting:
+            self._send(self._waiting.popleft())
+        if self._closed_loop is not None:
+            self._continue_worker(now, self._closed_loop.think_s)
+
+    def _continue_worker(self, now: float, think_s: float) -> None:
+        if 0 < self._options.duration_s <= now - self.origin:
+            return
+        if think_s:
+            self._thinking += 1
+            self._client.loop.call_later(think_s, self._guard, self._wake_worker)
+        else:
+            self._arrive(now)
+
+    def _wake_worker(self) -> None:
+        self._thinking -= 1
+        if not self.cut:
+            self._arrive(time.monotonic())
+
+    def _cut_off(self) -> None:
+        self.cut = True
+        self._next = None
+        self._thinking = 0
+        now = time.monotonic()
+        for scheduled in self._waiting:
+            self.records.append(Record(len(self.records), scheduled, end=now, error="not_sent"))
+        self._failed += len(self._waiting)
+        self._waiting.clear()
+        self.last_end = now
+        self._client.abort("time_limit")
+
+    async def _look_regularly(self, on_progress: OnProgress) -> None:
+        while True:
+            await asyncio.sleep(self._options.progress_s)
+            try:
+                on_progress(self._look())
+            except Exception as error:
+                if not self._finished.done():
+                    self._finished.set_exception(error)
+                return
+
+    def _look(self) -> Progress:
+        now = time.monotonic()
+        done = len(self.records) - self._client.in_flight
+        before, done_before = self._last_look
+        self._last_look = now, done
+        self._client.count()
+        ttft = self._client.ttfts.quantile(0.5)
+        return Progress(
+            done=done,
+            total=self._options.requests if not self._options.duration_s else 0,
+            failed=self._failed,
+            in_flight=self._client.in_flight,
+            waiting=len(self._waiting),
+            rate=(done - done_before) / max(now - before, 1e-9),
+            elapsed_s=now - self.origin,
+            ttft_p50_ms=None if ttft is None else ttft * 1000,
+        )

@@ -1,0 +1,323 @@
+"""What is sent, and when: filler text, seeded sequences of requests, arrivals.
+
+Pure: chance comes from a seed, time from whoever walks the offsets.
+"""
+
+from collections.abc import Iterator, Sequence
+from hashlib import shake_128
+from itertools import count
+from random import Random
+from typing import Any, Protocol
+
+import msgspec
+from msgspec.structs import asdict
+
+from fairlead.core.errors import ConfigError
+from fairlead.lab.workload.arrivals import Arrivals, poisson
+from fairlead.lab.workload.record import Record
+
+
+def _positive(value: float, name: str) -> None:
+    if not value > 0:
+        raise ConfigError("must be above 0", f"$.arrivals.{name}")
+
+
+class OpenLoop(Protocol):
+    """Anything that says when requests arrive; `fairlead.lab.load.runner.run` takes any of these, or a `ClosedLoop`."""
+
+    def offsets(self) -> Iterator[float]:
+        """Seconds after the start, ascending. An iterator that ends ends the run."""
+        ...
+
+
+class Poisson(msgspec.Struct, frozen=True, tag="poisson", forbid_unknown_fields=True):
+    """Open loop with exponential gaps: independent users."""
+
+    #: Requests per wall-clock second.
+    rate: float = 10.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self.rate, "rate")
+
+    def offsets(self) -> Iterator[float]:
+        """Seconds after the start, ascending, without end."""
+        return poisson(self.rate)(Random(self.seed))
+
+
+class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
+    """Open loop with equal gaps, the first request at once."""
+
+    rate: float = 10.0
+
+    def __post_init__(self) -> None:
+        _positive(self.rate, "rate")
+
+    def offsets(self) -> Iterator[float]:
+        """Seconds after the start, ascending, without end."""
+        return (index / self.rate for index in count())
+
+
+class ClosedLoop(msgspec.Struct, frozen=True, tag="closed_loop", forbid_unknown_fields=True):
+    """Each worker sends its next request when its previous one has ended: measures capacity, hides queueing."""
+
+    workers: int = 8
+    #: Pause of a worker between two requests, seconds.
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(self.workers, "workers")
+        if self.think_s < 0:
+            raise ConfigError("must not be negative", "$.arrivals.think_s")
+
+
+AnyArrivals = Poisson | Constant | ClosedLoop
+
+
+#: Bytes of text per token, as tokenisers for English average.
+BYTES_PER_TOKEN = 4
+
+_WORDS = (
+    b"ace act add ado ads age ago aid aim air ale all and ant any ape app arc are ark arm art ash ask ate awe axe aye "
+    b"bad bag ban bar bat bay bed bee beg bet bid big bin bit bow box boy bud bug bun bus but buy cab can cap car cat "
+    b"cow cry cub cue cup cut dad dam day den dew did die dig dim din dip dog dot dry due dug ear eat ebb egg ego elk "
+    b"elm end era eve eye fan far fat fax fed fee few fig fin fir fit fix fly foe fog for fox fun fur gap gas gel gem "
+    b"get gin god got gum gun gut guy gym had ham has hat hay hen her hid him hip his hit hop hot how hub hue hug hut "
+    b"ice icy ill ink inn ion its ivy jam jar jaw jet job jog joy jug key kid kin kit lab lad lap law lay led leg let "
+    b"lid lie lip lit log lot low mad man map mat may men met mid mix mob mom mud mug nap net new nod nor not now nut "
+    b"oak oar odd off oil old one orb ore our out owe owl own pad pal pan par pat paw pay pea peg pen pet pie pig pin "
+    b"pit ply pod pop pot pro pub put rag ram ran rap rat raw ray red rib rid rim rip rob rod row rub rug run rye sad "
+    b"sap sat saw say sea"
+).split()[:256]
+
+
+# Word number -> its first, second and third letter.
+_LETTERS = tuple(bytes(word[place] for word in _WORDS) for place in range(3))
+
+
+def text(tokens: int, chance: Random) -> bytes:
+    """`tokens` words, each with a space behind it: `4 * tokens` bytes. Built by columns of letters: 20 ns per token."""
+    return spell(chance.randbytes(tokens))
+
+
+def spell(numbers: bytes) -> bytes:
+    """The word of each byte, with a space behind it: four bytes for one."""
+    out = bytearray(b" ") * (BYTES_PER_TOKEN * len(numbers))
+    for place, letters in enumerate(_LETTERS):
+        out[place::BYTES_PER_TOKEN] = numbers.translate(letters)
+    return bytes(out)
+
+
+# What is sent: endless, seeded sequences of requests, built one at a time when they are due.
+#
+# `SharedPrefix` is the workload behind most published figures on prefix-aware routing: many users per system prompt,
+# in random order, so that a router either keeps a prompt's cache entry on few replicas or computes it everywhere.
+
+CHAT_PATH = "/v1/chat/completions"
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One request to send."""
+
+    body: bytes = b""
+    path: str = CHAT_PATH
+    method: str = "POST"
+    headers: dict[str, str] = {}
+    #: Which prefix group it belongs to; -1 = none.
+    group: int = -1
+
+
+class Workload(Protocol):
+    """Anything that can be sent; `fairlead.lab.load.runner.run` takes any of these."""
+
+    def calls(self) -> Iterator[Call]:
+        """The requests in order. An iterator that ends ends the run."""
+        ...
+
+
+class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="shared_prefix", forbid_unknown_fields=True):
+    """`groups` system prompts with `prompts` questions each, in one shuffled order that repeats.
+
+    Token counts are estimates at four bytes each. A question is asked again, word for word, in every repetition.
+    """
+
+    groups: int = 150
+    prompts: int = 5
+    system_tokens: int = 6000
+    question_tokens: int = 1200
+    output_tokens: int = 1000
+    seed: int = 0
+    model: str = "default"
+    stream: bool = True
+    #: Further top-level fields, e.g. `{"ignore_eos": true}` for a real vLLM.
+    extra: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        values = asdict(self)
+        for name in ("groups", "prompts", "system_tokens", "question_tokens", "output_tokens"):
+            _at_least_one(values[name], name)
+
+    def calls(self) -> Iterator[Call]:
+        ends = _chat_ends(self.model, self.output_tokens, self.stream, self.extra)
+        order = [(group, prompt) for group in range(self.groups) for prompt in range(self.prompts)]
+        Random(self.seed).shuffle(order)
+        systems: dict[int, bytes] = {}
+        while True:
+            for group, prompt in order:
+                system = systems.get(group)
+                if system is None:
+                    system = systems[group] = text(self.system_tokens, Random(f"{self.seed}/{group}"))
+                question = text(self.question_tokens, Random(f"{self.seed}/{group}/{prompt}"))
+                yield Call(body=_chat_body(ends, system, question), group=group)
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True, tag="chat", forbid_unknown_fields=True):
+    """Independent chat requests of one size; no two prompts share a prefix."""
+
+    body_bytes: int = 2048
+    output_tokens: int = 100
+    seed: int = 0
+    model: str = "default"
+    stream: bool = True
+    extra: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        _at_least_one(self.body_bytes, "body_bytes")
+        _at_least_one(self.output_tokens, "output_tokens")
+
+    def calls(self) -> Iterator[Call]:
+        ends = _chat_ends(self.model, self.output_tokens, self.stream, self.extra, system=False)
+        room = max(1, self.body_bytes - sum(map(len, ends)))
+        chance = Random(self.seed)
+        while True:
+            question = text(room // BYTES_PER_TOKEN + 1, chance)[:room]
+            yield Call(body=_chat_body(ends, b"", question))
+
+
+class Fixed(msgspec.Struct, frozen=True, kw_only=True, tag="fixed", forbid_unknown_fields=True):
+    """The same request again and again."""
+
+    body: str = ""
+    path: str = CHAT_PATH
+    method: str = "POST"
+    headers: dict[str, str] = {}
+
+    def calls(self) -> Iterator[Call]:
+        call = Call(body=self.body.encode(), path=self.path, method=self.method, headers=self.headers)
+        while True:
+            yield call
+
+
+AnyWorkload = SharedPrefix | Chat | Fixed
+
+_Ends = tuple[bytes, bytes, bytes]
+
+
+def _chat_ends(model: str, output_tokens: int, stream: bool, extra: dict[str, Any], system: bool = True) -> _Ends:
+    """The JSON before the system prompt, between it and the question, and after the question."""
+    name = msgspec.json.encode(model)
+    fields: dict[str, Any] = {"max_tokens": output_tokens}
+    if stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    after = b'"}],' + msgspec.json.encode(fields | extra)[1:]
+    if not system:
+        return b'{"model":%b,"messages":[{"role":"user","content":"' % name, b"", after
+    before = b'{"model":%b,"messages":[{"role":"system","content":"' % name
+    return before, b'"},{"role":"user","content":"', after
+
+
+def _chat_body(ends: _Ends, system: bytes, question: bytes) -> bytes:
+    return b"".join((ends[0], system, ends[1], question, ends[2]))
+
+
+def _at_least_one(value: int, name: str) -> None:
+    if value < 1:
+        raise ConfigError("must be at least 1", f"$.workload.{name}")
+
+
+# A recorded or generated workload, sent to a live server.
+#
+# Rules
+# * Equal block ids at equal places give equal bytes, in every run with the same seed: what was a prefix hit when the
+#   workload was recorded can be one again.
+# * A prompt's tail that no id names, and a prompt without ids, are nobody else's.
+# * A block cut short is a beginning of the whole one, so that the next turn of a conversation continues it.
+#
+# The text of a block is an extendable-output hash of its id: shorter output is a prefix of longer output, and 16 tokens
+# cost 1 µs where seeding a generator costs 5 µs.
+
+
+class Replay:
+    """The requests of a workload, in the order of its records; ends with them."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        *,
+        model: str = "",
+        fallback_model: str = "default",
+        output_tokens: int = 0,
+        extra: dict[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`model` and `output_tokens` replace what the records say; `fallback_model` is for records that name none.
+
+        `extra`: further top-level fields of every request.
+        """
+        self._records = records
+        self._model = model
+        self._fallback = fallback_model
+        self._output_tokens = output_tokens
+        self._extra = extra or {}
+        self._seed = seed
+
+    def calls(self) -> Iterator[Call]:
+        for record in self._records:
+            yield Call(body=self._body(record), path=CHAT_PATH)
+
+    def _body(self, record: Record) -> bytes:
+        fields: dict[str, Any] = {
+            "model": self._model or record.lora or record.model or self._fallback,
+            "messages": [{"role": "user", "content": record.text or self._prompt(record).decode("ascii")}],
+            "max_tokens": self._output_tokens or record.out_tokens,
+        }
+        if record.stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        return msgspec.json.encode(fields | self._extra)
+
+    def _prompt(self, record: Record) -> bytes:
+        size, left = record.block_size, record.in_tokens
+        pieces = []
+        for block in record.hash_ids:
+            pieces.append(self._numbers(f"block/{block:x}", min(size, left)))
+            left -= size
+        if left > 0:
+            pieces.append(self._numbers(f"own/{record.id}", left))
+        return spell(b"".join(pieces))
+
+    def _numbers(self, name: str, tokens: int) -> bytes:
+        return shake_128(f"{self._seed}/{name}".encode("utf-8", "surrogatepass")).digest(tokens)
+
+
+class Recorded:
+    """Arrivals at the records' own times, `speedup` times as fast; the first at once."""
+
+    def __init__(self, records: Sequence[Record], speedup: float = 1.0) -> None:
+        self._records = records
+        self._speedup = speedup
+
+    def offsets(self) -> Iterator[float]:
+        begin = self._records[0].arrival_us if self._records else 0
+        for record in self._records:
+            yield (record.arrival_us - begin) * 1e-6 / self._speedup
+
+
+class Paced:
+    """Arrivals of the workload generators (`fairlead.lab.workload.arrivals`), seeded."""
+
+    def __init__(self, arrivals: Arrivals, seed: int = 0) -> None:
+        self._arrivals = arrivals
+        self._seed = seed
+
+    def offsets(self) -> Iterator[float]:
+        return self._arrivals(Random(self._seed))

@@ -1,0 +1,107 @@
+"""Workload files: which format a file has, reading and writing it."""
+
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from fairlead.lab.engine.presets import DEFAULT_PRESET, read_preset
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY, cut, parted, scenario
+from fairlead.lab.simulator.world import Scenario, replicas
+from fairlead.lab.workload.formats import FORMATS, TraceError, guess
+from fairlead.lab.workload.record import Workload
+
+
+def read_workload(path: Path, format: str = "") -> Workload:
+    """Raises `TraceError` (bad content, unknown format) or `OSError`."""
+    data = path.read_bytes()
+    name = format or guess(data)
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise TraceError(
+            str(path),
+            0,
+            "",
+            f"unknown format {name!r}; known: {known}" if name else f"looks like none of {known}; name one",
+        )
+    return FORMATS[name].read(path.stem, data, str(path))
+
+
+def write_workload(workload: Workload, path: Path, format: str = "native") -> None:
+    """Raises `TraceError` for an unknown format, `OSError`."""
+    if format not in FORMATS:
+        raise TraceError(str(path), 0, "", f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    path.write_bytes(FORMATS[format].write(workload))
+
+
+# A scenario as a few plain values that can be named on a command line and sent to another process.
+
+
+class ScenarioSpec(Struct, frozen=True, kw_only=True):
+    """`source` is the name of a built-in scenario or the path of a workload file."""
+
+    name: str
+    source: str
+    #: Directory with the published traces; empty = none.
+    traces: str = ""
+    #: Of a workload file; empty = by its name and content.
+    format: str = ""
+    speedup: float = 1.0
+    #: Only the first so many requests; 0 = all.
+    head: int = 0
+    #: The servers; 0 and empty leave the scenario's own.
+    servers: int = 0
+    #: By name, or the text of one.
+    preset: str = ""
+    kv_tokens: int = 0
+    block_size: int = 0
+    speeds: tuple[float, ...] = ()
+    dispatch: str = ""
+    #: How late KV events are; below 0 = there are none.
+    kv_lag_ms: float = -1.0
+    #: So many of the servers only prefill, the others only decode; 0 = all do both.
+    prefill: int = 0
+
+
+def names() -> tuple[str, ...]:
+    """Of the built-in scenarios."""
+    return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART)
+
+
+def build(spec: ScenarioSpec) -> Scenario:
+    """Raises `ValueError`, `TraceError` or `OSError`."""
+    made = _base(spec)
+    if spec.head:
+        workload = cut(made.workload, spec.head)
+        counted = made.counted_from_s if made.counted_from_s <= workload.duration_s else 0.0
+        made = structs.replace(made, workload=workload, counted_from_s=counted)
+    if spec.dispatch:
+        workload = structs.replace(made.workload, dispatch=spec.dispatch)
+        made = structs.replace(made, workload=workload)
+    servers = made.replicas
+    if spec.servers or spec.preset or spec.kv_tokens or spec.block_size or spec.speeds:
+        servers = replicas(
+            spec.servers or len(servers),
+            read_preset(spec.preset) if "\n" in spec.preset else spec.preset or DEFAULT_PRESET,
+            block_size=spec.block_size or servers[0].engine.block_size,
+            kv_tokens=spec.kv_tokens,
+            speeds=spec.speeds or tuple(replica.speed for replica in servers),
+        )
+    if spec.kv_lag_ms >= 0:
+        made = structs.replace(made, world=structs.replace(made.world, kv_lag_ms=spec.kv_lag_ms))
+    made = structs.replace(made, name=spec.name, replicas=servers, speedup=made.speedup * spec.speedup)
+    return parted(made, spec.prefill) if spec.prefill else made
+
+
+def _base(spec: ScenarioSpec) -> Scenario:
+    if spec.source in QUALITY:
+        return scenario(spec.source, Path(spec.traces) if spec.traces else None)
+    if spec.source in APART:
+        return APART[spec.source](Path(spec.traces) if spec.traces else None)
+    for known in (ADVERSARIAL, PUBLISHED):
+        if spec.source in known:
+            return known[spec.source]()
+    path = Path(spec.source)
+    if not path.is_file():
+        raise ValueError(f"{spec.source!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")
+    workload = read_workload(path, spec.format)
+    return Scenario(name=spec.name, workload=workload, replicas=replicas(8, block_size=workload.block_size or 64))

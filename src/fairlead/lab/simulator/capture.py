@@ -1,0 +1,223 @@
+"""A journal → a workload: what was asked for, when, and which prompts began alike. Nobody's words, and nobody's names.
+
+Rules
+* Block ids are keyed hashes (BLAKE2b) of the journal's hashes of prompt beginnings: with a key that is thrown away they
+  say which prompts begin alike and nothing else; with a key that is kept, captures of different days fit together.
+  Sessions and tenants likewise. Endpoints become e0, e1, … . Names of models stay, for they decide who can serve.
+* The journal knows beginnings at growing steps of bytes (1/32 of the depth). A block of tokens is taken for shared as
+  far as the next step behind it is: never more than was shared, at most 1/32 less.
+* Prompt tokens as reported, else bytes by the rate of those that were; answers likewise by the bytes of the response.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead.core.events import RequestArrived, UsageReported
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.lab.simulator.journal import Faults, Run, decisions
+from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
+
+#: Without a single report: English in JSON, and answers as they are streamed, one small JSON object per token.
+BYTES_PER_TOKEN = 4.2
+BYTES_PER_ANSWER_TOKEN = {True: 180.0, False: 5.0}
+#: Where nothing is known of an answer but that there was one.
+ANSWER_TOKENS = 256
+
+
+class Captured(Struct):
+    workload: Workload
+    #: Left out: refused before anything came of them, or without a prompt that could be repeated.
+    refused: int = 0
+    without_prompt: int = 0
+    #: Of those that are in: token counts that are estimates.
+    estimated_prompts: int = 0
+    estimated_answers: int = 0
+
+
+class _Rate:
+    """Bytes per token, of those of which both are known."""
+
+    def __init__(self, default: float) -> None:
+        self._default = default
+        self._bytes = self._tokens = 0.0
+
+    def add(self, size: float, tokens: float) -> None:
+        if size > 0 and tokens > 0:
+            self._bytes += size
+            self._tokens += tokens
+
+    @property
+    def value(self) -> float:
+        return max(self._bytes / self._tokens, 0.01) if self._tokens else self._default
+
+
+class _Names:
+    """Keyed hashes of what must not be told."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = blake2b(key, digest_size=32).digest()
+        self._endpoints: dict[str, str] = {}
+
+    def number(self, chain: int, place: int) -> int:
+        """Of a block: 48 bits, which every JSON reader can hold."""
+        data = chain.to_bytes(8, "little") + place.to_bytes(4, "little")
+        return int.from_bytes(blake2b(data, key=self._key, digest_size=6).digest(), "little")
+
+    def text(self, kind: str, name: str) -> str:
+        if not name:
+            return ""
+        data = f"{kind}:{name}".encode("utf-8", "backslashreplace")
+        return f"{kind}-{blake2b(data, key=self._key, digest_size=6).hexdigest()}"
+
+    def endpoint(self, name: str) -> str:
+        return self._endpoints.setdefault(name, f"e{len(self._endpoints)}") if name else ""
+
+
+def capture(
+    run: Run, *, key: bytes, block_size: int = 64, stretch: float = 1.0, name: str = "capture", refused: bool = False
+) -> Captured:
+    """`key`: see the rules. `stretch`: times are multiplied by it, for servers that ran faster than real ones.
+    `refused`: keep the requests that were refused as well. Raises `OSError`."""
+    outcomes = list(_outcomes(run))
+    rates = _rates(outcomes)
+    names = _Names(key)
+    made = Captured(Workload(name=name, records=[]))
+    begin = min((pair[0].request.arrived for pair in outcomes), default=0.0)
+    records: list[Record] = []
+    last: dict[str, tuple[str, float]] = {}
+    for decision, outcome in sorted(outcomes, key=lambda pair: pair[0].request.arrived):
+        request = decision.request
+        if not decision.endpoint and not refused:
+            made.refused += 1
+        elif request.prompt_tokens <= 0:
+            made.without_prompt += 1
+        else:
+            record = _record(len(records), decision, outcome, rates, names, block_size, stretch, begin, made)
+            records.append(_following(record, last, outcome, request, stretch))
+    made.workload = arranged(name, records)
+    return made
+
+
+def _outcomes(run: Run) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]:
+    """With the token counts that were reported, however late."""
+    reported = {body.request_id: body.usage for kind, _, body in run.items(Faults()) if kind == UsageReported.__name__}
+    chains = {body.request.id: body.request for kind, _, body in run.items(Faults()) if kind == RequestArrived.__name__}
+    for entry in decisions(run):
+        outcome, usage = entry.outcome, reported.get(entry.decision.request.id)
+        if outcome is not None and usage is not None and outcome.prompt_tokens < 0:
+            outcome = replace(
+                outcome,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+            )
+        if entry.decision.request.id in chains:
+            yield entry.decision, outcome
+
+
+Rates = tuple[dict[str, _Rate], dict[tuple[str, bool], _Rate]]
+
+
+def _rates(outcomes: list[tuple[DecisionRecord, OutcomeRecord | None]]) -> Rates:
+    prompts: dict[str, _Rate] = defaultdict(lambda: _Rate(BYTES_PER_TOKEN))
+    answers: dict[tuple[str, bool], _Rate] = {}
+    for decision, outcome in outcomes:
+        request = decision.request
+        key = request.model, request.stream
+        rate = answers.setdefault(key, _Rate(BYTES_PER_ANSWER_TOKEN[request.stream]))
+        if outcome is not None:
+            prompts[request.model].add(request.prompt_bytes, outcome.prompt_tokens)
+            rate.add(outcome.response_bytes, outcome.completion_tokens)
+    return prompts, answers
+
+
+def _record(
+    index: int,
+    decision: DecisionRecord,
+    outcome: OutcomeRecord | None,
+    rates: Rates,
+    names: _Names,
+    block_size: int,
+    stretch: float,
+    begin: float,
+    made: Captured,
+) -> Record:
+    request = decision.request
+    rate = rates[0][request.model].value
+    reported = outcome.prompt_tokens if outcome is not None else -1
+    made.estimated_prompts += reported <= 0
+    in_tokens = reported if reported > 0 else max(round(request.prompt_bytes / rate), 1) or request.prompt_tokens
+    gone = outcome is not None and outcome.cause == "client-disconnect" and outcome.duration_ms > 0
+    return Record(
+        id=str(index),
+        in_tokens=in_tokens,
+        out_tokens=_answer(request, outcome, rates, made),
+        arrival_us=max(round((request.arrived - begin) * 1e6 * stretch), 0),
+        session=names.text("s", request.session),
+        model=request.model,
+        tenant=names.text("t", request.fairness_id),
+        priority=request.priority,
+        slo_ttft_ms=request.slo_ttft_ms * stretch,
+        slo_tpot_ms=request.slo_tpot_ms * stretch,
+        max_tokens=request.max_tokens,
+        block_size=block_size,
+        hash_ids=_blocks(request, rate, in_tokens, names, block_size),
+        stream=request.stream,
+        cancel_after_ms=outcome.duration_ms * stretch if gone and outcome is not None else 0.0,
+        outcome=_outcome(decision, outcome, names, stretch),
+    )
+
+
+def _answer(request: Request, outcome: OutcomeRecord | None, rates: Rates, made: Captured) -> int:
+    if outcome is not None and outcome.completion_tokens > 0:
+        return outcome.completion_tokens
+    made.estimated_answers += 1
+    tokens = ANSWER_TOKENS
+    if outcome is not None and outcome.response_bytes > 0:
+        tokens = round(outcome.response_bytes / rates[1][request.model, request.stream].value)
+    return max(min(tokens, request.max_tokens or tokens), 1)
+
+
+def _blocks(request: Request, rate: float, in_tokens: int, names: _Names, block_size: int) -> tuple[int, ...]:
+    """Ids of the prompt's blocks, as far as the journal knows it."""
+    chain = request.prefix
+    numbers = []
+    for place in range(in_tokens // block_size):
+        step = bisect_left(chain.ends, (place + 1) * block_size * rate)
+        if step >= len(chain.ends):
+            break
+        numbers.append(names.number(chain.hashes[step], place))
+    return tuple(numbers)
+
+
+def _outcome(decision: DecisionRecord, outcome: OutcomeRecord | None, names: _Names, stretch: float) -> Outcome | None:
+    if outcome is None:
+        return None
+    return Outcome(
+        endpoint=names.endpoint(decision.endpoint),
+        cached_tokens=outcome.cached_tokens,
+        queue_ms=decision.queued_ms * stretch,
+        ttft_ms=outcome.ttft_ms * stretch if outcome.ttft_ms >= 0 else -1.0,
+        e2e_ms=outcome.duration_ms * stretch if outcome.duration_ms >= 0 else -1.0,
+        status=outcome.status,
+    )
+
+
+def _following(
+    record: Record, last: dict[str, tuple[str, float]], outcome: OutcomeRecord | None, request: Request, stretch: float
+) -> Record:
+    """The same, with the request of its session that had ended before it as its parent."""
+    if not record.session:
+        return record
+    before = last.get(record.session)
+    ended = request.arrived + max(outcome.duration_ms, 0.0) * 1e-3 if outcome is not None else request.arrived
+    last[record.session] = record.id, ended
+    if before is None or before[1] > request.arrived:
+        return record
+    return replace(record, parent=before[0], think_ms=(request.arrived - before[1]) * 1e3 * stretch)

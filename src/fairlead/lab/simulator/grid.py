@@ -1,0 +1,203 @@
+"""Policies × scenarios × seeds, each cell a simulation in a process of its own; what was done is not done again.
+
+Results are kept as lines of JSON, one per cell, each written when it is done. A cell is known by everything that it
+depends on: scenario, policy text, seed and, through `version`, the code.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from functools import lru_cache, partial
+from hashlib import sha256
+from math import exp, log
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from time import process_time
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+import fairlead
+from fairlead.lab.simulator.build import ScenarioSpec, build
+from fairlead.lab.simulator.run import simulate
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One simulation to run."""
+
+    scenario: ScenarioSpec
+    policy: str
+    #: The policy's configuration.
+    text: str
+    seed: int = 0
+
+    def key(self, code: str) -> str:
+        """`code`: the version of the code that runs it."""
+        return sha256(msgspec.json.encode([code, self.scenario, self.text, self.seed])).hexdigest()[:24]
+
+
+class CellResult(Struct, frozen=True, kw_only=True):
+    """What came of a cell: figures as of `Summary.as_dict`, or an error."""
+
+    key: str
+    scenario: str
+    policy: str
+    seed: int
+    figures: dict[str, Any] = {}
+    error: str = ""
+    cpu_s: float = 0.0
+
+
+#: (cell, key) pairs in, results in any order out.
+Runner = Callable[[Sequence[tuple[Cell, str]]], Iterable[CellResult]]
+#: Places under the package whose code no simulation runs.
+_ELSEWHERE = ("cli/", "gateway/", "pool/", "lab/demo", "lab/load/", "lab/stub/", "server/observe/")
+
+
+def version() -> str:
+    """Changes with every change of the code that a simulation runs: results of other code are not taken for its."""
+    root = Path(fairlead.__file__).parent
+    digest = sha256()
+    for path in sorted(root.rglob("*.py")):
+        if not path.relative_to(root).as_posix().startswith(_ELSEWHERE):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run_cell(cell: Cell, key: str = "") -> CellResult:
+    """In this process. An error becomes part of the result: one broken policy must not end a comparison."""
+    begun = process_time()
+    figures: dict[str, Any] = {}
+    error = ""
+    try:
+        figures = simulate(_scenario(cell.scenario), cell.text, cell.seed).as_dict()
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return CellResult(
+        key=key,
+        scenario=cell.scenario.name,
+        policy=cell.policy,
+        seed=cell.seed,
+        figures=figures,
+        error=error,
+        cpu_s=round(process_time() - begun, 3),
+    )
+
+
+@lru_cache(maxsize=2)
+def _scenario(spec: ScenarioSpec) -> Any:
+    return build(spec)
+
+
+def run_grid(
+    cells: Sequence[Cell],
+    *,
+    processes: int = 0,
+    kept: Path | None = None,
+    progress: Callable[[CellResult, int, int], None] | None = None,
+    runner: Runner | None = None,
+) -> list[CellResult]:
+    """All results in the order of `cells`. `processes` 0 = one per CPU; `kept`: a file to resume from; `runner`: runs
+    the cells elsewhere.
+
+    Cells of one scenario follow each other, so that a process builds it once.
+    """
+    code = version()
+    keys = [cell.key(code) for cell in cells]
+    done = {result.key: result for result in read_kept(kept)} if kept else {}
+    left = [(cell, key) for cell, key in zip(cells, keys, strict=True) if key not in done]
+    total, count = len(cells), len(cells) - len(left)
+    if runner is None:
+        runner = partial(_run_all, processes=processes or os.cpu_count() or 1)
+    for result in runner(left):
+        done[result.key] = result
+        count += 1
+        if kept is not None and not result.error:
+            with kept.open("ab") as file:
+                file.write(msgspec.json.encode(result) + b"\n")
+        if progress is not None:
+            progress(result, count, total)
+    return [done[key] for key in keys]
+
+
+def read_kept(path: Path) -> Iterator[CellResult]:
+    """What a former run wrote; a line that was cut off by its end is passed over."""
+    if not path.is_file():
+        return
+    decoder = msgspec.json.Decoder(CellResult)
+    for line in path.read_bytes().splitlines():
+        try:
+            yield decoder.decode(line)
+        except msgspec.DecodeError:
+            continue
+
+
+def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[CellResult]:
+    if processes == 1 or len(cells) < 2:
+        for cell, key in cells:
+            yield run_cell(cell, key)
+        return
+    with ProcessPoolExecutor(min(processes, len(cells)), mp_context=get_context("spawn")) as pool:
+        futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+# How much worse than the best policy of the run each one is.
+
+Figures = dict[str, float]
+#: Below this many milliseconds a difference is nobody's: a ratio of tiny numbers must not decide.
+FLOOR_MS = 10.0
+_COMPARED = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")
+
+
+def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]:
+    """{scenario: {policy: {figure: mean over the seeds}}}, in the order of the results. Failed cells are left out."""
+    grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for result in results:
+        if not result.error:
+            grouped.setdefault(result.scenario, {}).setdefault(result.policy, []).append(result.figures)
+    return {
+        scenario: {policy: _means(rows) for policy, rows in policies.items()} for scenario, policies in grouped.items()
+    }
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
+    names = [name for name, value in rows[0].items() if isinstance(value, int | float)]
+    return {name: round(fmean(row[name] for row in rows), 4) for name in names}
+
+
+def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
+    """{policy: {figure: geometric mean of value / best, figure + "_worst": the highest of these ratios, shed, failed}}.
+
+    Only of policies that took part in every scenario.
+    """
+    shared = [name for name in _first(summary) if all(name in policies for policies in summary.values())]
+    return {policy: _of(policy, summary, shared) for policy in shared}
+
+
+def _first(summary: Mapping[str, Mapping[str, Figures]]) -> Sequence[str]:
+    return list(next(iter(summary.values()), {}))
+
+
+def _of(policy: str, summary: Mapping[str, Mapping[str, Figures]], among: Sequence[str]) -> Figures:
+    figures: Figures = {}
+    for figure in _COMPARED:
+        ratios = [_ratio(policies, policy, figure, among) for policies in summary.values()]
+        figures[figure] = round(exp(fmean(map(log, ratios))), 3)
+        figures[f"{figure}_worst"] = round(max(ratios), 2)
+    rows = [policies[policy] for policies in summary.values()]
+    figures["shed"] = sum(row["shed"] for row in rows)
+    figures["failed"] = sum(row["failed"] for row in rows)
+    return figures
+
+
+def _ratio(policies: Mapping[str, Figures], policy: str, figure: str, among: Sequence[str]) -> float:
+    best = min(max(policies[name][figure], FLOOR_MS) for name in among)
+    return max(policies[policy][figure], FLOOR_MS) / best

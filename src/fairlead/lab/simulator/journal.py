@@ -1,0 +1,280 @@
+"""Reads journals: files → runs → records in order. What is damaged is skipped and counted, never trusted.
+
+A journal's directory holds the segments of one or several runs (processes). A segment may still be growing.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead.core.errors import FairleadError
+from fairlead.core.events import RequestArrived
+from fairlead.core.records import DecisionRecord, OutcomeRecord, Trace
+from fairlead.core.request import Request
+from fairlead.server.journal.blocks import Damage, blocks
+from fairlead.server.journal.records import (
+    DECIDED,
+    DETAIL,
+    ENDED,
+    POLICY,
+    SEGMENT,
+    VERSION,
+    Decided,
+    Detail,
+    Ended,
+    Item,
+    Segment,
+    Unknown,
+    Unpacker,
+    decode,
+)
+
+SUFFIX = ".journal"
+
+
+class JournalError(FairleadError):
+    """There is no journal, or none that can be used for this."""
+
+
+class Faults(Struct):
+    """What was passed over while reading."""
+
+    #: Bytes in the middle of segments, and behind the last good block of one.
+    damaged: int = 0
+    unfinished: int = 0
+    #: Records that this program cannot read.
+    unreadable: int = 0
+    #: The first of them.
+    problem: str = ""
+
+    def describe(self) -> list[str]:
+        """One line per kind."""
+        lines = []
+        if self.damaged:
+            lines.append(f"{self.damaged} damaged bytes were skipped")
+        if self.unfinished:
+            lines.append(f"{self.unfinished} bytes of an unfinished block at the end were left out")
+        if self.unreadable:
+            lines.append(f"{self.unreadable} records could not be read: {self.problem}")
+        return lines
+
+
+class Run(Struct):
+    """One process's part of a journal."""
+
+    id: str
+    #: Segments in order, each with its head.
+    segments: list[tuple[Path, Segment]]
+
+    @property
+    def head(self) -> Segment:
+        return self.segments[0][1]
+
+    @property
+    def whole(self) -> bool:
+        """From the start of the process, and without a hole between segments."""
+        return [head.number for _, head in self.segments] == list(range(len(self.segments)))
+
+    def items(self, faults: Faults | None = None) -> Iterator[Item]:
+        """All records behind the heads; details as `Detail`. A kind that is not known is left out."""
+        faults = Faults() if faults is None else faults
+        for path, _ in self.segments:
+            for item in _items(path.read_bytes(), faults):
+                if item[0] != SEGMENT:
+                    yield item
+
+
+def runs(path: Path) -> list[Run]:
+    """Of a directory, or of one segment; the oldest first. Raises `JournalError` or `OSError`."""
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    segments_of: dict[str, list[tuple[Path, Segment]]] = {}
+    for file in files:
+        head = _head(file)
+        if head is None:
+            continue
+        if head.version > VERSION:
+            raise JournalError(f"{file} has version {head.version}; this program knows {VERSION}")
+        segments_of.setdefault(head.run, []).append((file, head))
+    if not segments_of:
+        raise JournalError(f"{path} holds no journal (files *{SUFFIX} that `journal.path` of a configuration writes)")
+    return [Run(run, sorted(segments, key=lambda segment: segment[1].number)) for run, segments in segments_of.items()]
+
+
+def one_run(path: Path, run: str = "") -> Run:
+    """The named run of a journal, or its last. Raises `JournalError` that lists what there is."""
+    there = runs(path)
+    if not run:
+        return there[-1]
+    for candidate in there:
+        if candidate.id == run:
+            return candidate
+    raise JournalError(f"{path} has no run {run!r}; it has {', '.join(candidate.id for candidate in there)}")
+
+
+#: A head is one block; those of pools with very many endpoints are some hundred KiB.
+_HEAD_BYTES = 16 << 20
+
+
+def _head(path: Path) -> Segment | None:
+    with path.open("rb") as file:
+        data = file.read(_HEAD_BYTES)
+    for kind, _, body in _items(data, Faults()):
+        return body if kind == SEGMENT and isinstance(body, Segment) else None
+    return None
+
+
+def _items(data: bytes, faults: Faults) -> Iterator[Item]:
+    for block in blocks(data):
+        if isinstance(block, Damage):
+            if block.at_end:
+                faults.unfinished += block.size
+            else:
+                faults.damaged += block.size
+            continue
+        unpacker = Unpacker()
+        try:
+            for kind, time_s, body in decode(block[1]):
+                value = _value(kind, body, unpacker, faults)
+                if value is not None:
+                    yield kind, time_s, value
+        except msgspec.DecodeError as error:
+            faults.unreadable += 1
+            faults.problem = faults.problem or str(error)
+
+
+def _value(kind: str, body: Any, unpacker: Unpacker, faults: Faults) -> Any:
+    if isinstance(body, Unknown):
+        faults.unreadable += 1
+        faults.problem = faults.problem or f"{kind}: {body.problem}"
+        return None
+    if kind != DETAIL:
+        return body
+    try:
+        return unpacker.unpack(body)
+    except ValueError as error:
+        faults.unreadable += 1
+        faults.problem = faults.problem or str(error)
+        return None
+
+
+# Finds one decision in a journal, with what led to it and what came of it.
+
+
+class JournaledDecision(Struct):
+    """A decision as it was. `scheduling` is the configuration that was in force."""
+
+    run: str
+    decision: DecisionRecord
+    scheduling: Any
+    outcome: OutcomeRecord | None = None
+
+
+def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
+    """By our number for the request, a decision id (`run.number`), or the client's x-request-id; of several the newest.
+
+    Raises `JournalError` or `OSError`.
+    """
+    named, dot, digits = wanted.rpartition(".")
+    there = runs(path)
+    if dot and any(candidate.id == named for candidate in there):
+        run, wanted = named, str(_number(digits))
+    for candidate in reversed(there):
+        if run in ("", candidate.id):
+            entry = _in_run(candidate, wanted)
+            if entry is not None:
+                return entry
+    what = f"run {run}" if run else f"{len(there)} run{'s' if len(there) > 1 else ''}"
+    raise JournalError(f"no decision {wanted!r} in {what} of {path}; it may have been dropped, or not sampled")
+
+
+def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecision]:
+    """All decisions of a run, each when its end is known or the journal ends, with traces where there are details."""
+    scheduling = run.head.scheduling
+    open_: dict[int, JournaledDecision] = {}
+    requests: dict[int, Request] = {}
+    for kind, time_s, body in run.items(faults):
+        if kind == RequestArrived.__name__:
+            requests[body.request.id] = body.request
+        elif kind == POLICY:
+            scheduling = body.document
+        elif kind == DECIDED:
+            request = requests.pop(body.request_id, None) or Request(id=body.request_id, arrived=time_s)
+            entry = JournaledDecision(run.id, decision_record(time_s, body, request, None), scheduling)
+            if body.endpoint:
+                open_[body.request_id] = entry
+            else:
+                yield entry
+        elif kind == DETAIL:
+            mine = open_.get(body.request.id)
+            if mine is not None:
+                mine.decision = with_detail(mine.decision, body)
+        elif kind == ENDED:
+            mine = open_.pop(body.request_id, None)
+            if mine is not None:
+                mine.outcome = outcome_record(time_s, body, mine.decision)
+                yield mine
+    yield from open_.values()
+
+
+def _in_run(run: Run, wanted: str) -> JournaledDecision | None:
+    number = _number(wanted, 10)
+    latest: JournaledDecision | None = None
+    for entry in decisions(run):
+        request = entry.decision.request
+        if request.id == number or (request.external_id and request.external_id == wanted):
+            latest = entry
+    return latest
+
+
+def _number(text: str, base: int = 16) -> int:
+    try:
+        return int(text, base)
+    except ValueError:
+        return -1
+
+
+def decision_record(time_s: float, decided: Decided, request: Request, trace: Trace | None) -> DecisionRecord:
+    """The record that the live process had."""
+    return DecisionRecord(
+        request=request,
+        at=time_s,
+        policy=decided.policy,
+        endpoint=decided.endpoint,
+        address=decided.address,
+        prefill=decided.prefill,
+        hit_tokens=decided.hit_tokens,
+        best_hit_tokens=decided.best_hit_tokens,
+        outcome=decided.outcome,
+        status=decided.status,
+        overloaded=decided.overloaded,
+        queued_ms=decided.queued_ms,
+        forecast=decided.forecast,
+        trace=trace,
+    )
+
+
+def with_detail(record: DecisionRecord, detail: Detail) -> DecisionRecord:
+    return replace(record, request=detail.request, trace=detail.trace)
+
+
+def outcome_record(time_s: float, ended: Ended, decision: DecisionRecord) -> OutcomeRecord:
+    return OutcomeRecord(
+        request=decision.request,
+        at=time_s,
+        endpoint=ended.endpoint,
+        status=ended.status,
+        cause=ended.cause,
+        ttft_ms=ended.ttft_ms,
+        duration_ms=ended.duration_ms,
+        request_bytes=decision.request.body_bytes,
+        response_bytes=ended.response_bytes,
+        prompt_tokens=ended.prompt_tokens,
+        completion_tokens=ended.completion_tokens,
+        cached_tokens=ended.cached_tokens,
+        hit_tokens=decision.hit_tokens,
+        forecast=decision.forecast,
+    )

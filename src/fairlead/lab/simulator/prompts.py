@@ -1,0 +1,100 @@
+"""Records → what the two sides of the simulation need: `Request` for the scheduler, `EngineRequest` for a server."""
+
+from xxhash import xxh3_64_intdigest
+
+from fairlead.core.request import NO_PREFIX, PrefixChain, Request
+from fairlead.core.tokens import TokenEstimator
+from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.engine.tokens import root_hash
+from fairlead.lab.workload.describe import Borders, chained, engine_hashes
+from fairlead.lab.workload.record import Record, Workload
+
+#: Bytes of a chat body around its prompt.
+_ENVELOPE = 160
+
+
+class Prompts:
+    """Makes both forms of a record's prompt from the same block ids."""
+
+    def __init__(self, workload: Workload, bytes_per_token: float) -> None:
+        self._rate = bytes_per_token
+        self._borders: dict[int, Borders] = {}
+        self._followers = _followers(workload)
+
+    def request(self, index: int, record: Record, now: float, tokens: TokenEstimator) -> Request:
+        """What the live server would have understood of it; prompt tokens are its estimate, not the truth."""
+        size = max(int(record.in_tokens * self._rate), 1)
+        api = "chat"
+        return Request(
+            id=index + 1,
+            arrived=now,
+            api=api,
+            path="/v1/chat/completions",
+            model=record.lora or record.model,
+            stream=record.stream,
+            body_bytes=size + _ENVELOPE,
+            prompt_bytes=size,
+            prompt_tokens=tokens.estimate(record.lora or record.model, size, api),
+            max_tokens=record.max_tokens,
+            prefix=self._chain(record),
+            session=record.session,
+            priority=record.priority,
+            fairness_id=record.tenant,
+            slo_ttft_ms=record.slo_ttft_ms,
+            slo_tpot_ms=record.slo_tpot_ms,
+        )
+
+    def engine_request(
+        self, index: int, record: Record, block_size: int, *, max_tokens: int = 0, loaded: int = 0
+    ) -> EngineRequest:
+        """`max_tokens`: of the answer, 0 = as the record says. `loaded`: prompt tokens whose KV comes from elsewhere.
+
+        Raises `ValueError` when the engine's blocks do not fit the trace's."""
+        hashes: list[int] = []
+        if record.hash_ids:
+            root = root_hash(record.lora)
+            longest = self._followers.get(index, record)
+            known = min(longest.in_tokens, record.in_tokens + record.out_tokens)
+            chain = chained(longest.hash_ids, root)
+            hashes = engine_hashes(chain, record.block_size, known, block_size)
+        full_blocks = record.in_tokens // block_size
+        if len(hashes) < full_blocks:  # what no id names is nobody else's
+            own = xxh3_64_intdigest(f"{index}/{record.id}".encode())
+            hashes += [(own + i) % 2**64 for i in range(len(hashes), full_blocks)]
+        return EngineRequest(
+            str(index),
+            b"",
+            max_tokens or record.out_tokens,
+            seed=index * 977,
+            lora=record.lora,
+            prompt_tokens=record.in_tokens,
+            hashes=hashes,
+            loaded=loaded,
+        )
+
+    def _chain(self, record: Record) -> PrefixChain:
+        if not record.hash_ids:
+            return NO_PREFIX
+        borders = self._borders.get(record.block_size)
+        if borders is None:
+            borders = self._borders[record.block_size] = Borders(record.block_size, self._rate)
+        hashes = chained(record.hash_ids, root_hash(record.lora))
+        return borders.chain(hashes, min(len(hashes), record.in_tokens // record.block_size))
+
+
+def _followers(workload: Workload) -> dict[int, Record]:
+    """Records whose answer is the beginning of a later prompt: index → that later record.
+
+    The blocks that such an answer fills are hit by the later prompt, as on a real server.
+    """
+    places = {record.id: index for index, record in enumerate(workload.records)}
+    followers: dict[int, Record] = {}
+    for record in workload.records:
+        place = places.get(record.parent) if record.parent else None
+        if place is None or place in followers:
+            continue
+        before = workload.records[place]
+        full = before.in_tokens // before.block_size if before.block_size else 0
+        if record.block_size == before.block_size and record.hash_ids[:full] == before.hash_ids[:full]:
+            followers[place] = record
+    return followers

@@ -1,0 +1,289 @@
+"""Policies of a replay: one that follows the recorded decisions, and one that is asked beside the policy that decides.
+
+A replay whose beginning is missing follows the recorded decisions: its state grows towards the recorded one.
+"""
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from msgspec import Struct, field, structs
+from xxhash import xxh3_64
+
+from fairlead.compat.recorded import restore
+from fairlead.config.building import SchedulingBuilder, build_pipeline
+from fairlead.config.schema import Config
+from fairlead.core.errors import PluginError
+from fairlead.core.events import EndpointUp, Event, Reconfigured
+from fairlead.core.instructions import Record
+from fairlead.core.policy import Answer, Context, Picked, Policy
+from fairlead.core.records import DecisionRecord, Trace
+from fairlead.core.request import Request
+from fairlead.core.scheduling import Scheduling
+from fairlead.core.view import FleetView
+from fairlead.lab.simulator.journal import Faults, Run
+from fairlead.lab.simulator.world import Kernel
+from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segment
+
+
+class Guided:
+    """Sends requests where the journal says, and notes where the policy itself would have sent them."""
+
+    def __init__(self, policy: Policy, recorded: dict[int, str], own: dict[int, str]) -> None:
+        self._policy = policy
+        self._recorded = recorded
+        self._own = own
+        self.name = policy.name
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        pick = self._policy.choose(request, fleet, context)
+        own = pick.slot if isinstance(pick, Picked) else -1
+        self._own[request.id] = _name(pick, fleet)
+        slot = fleet.table.slot(self._recorded.get(request.id, ""))
+        if slot is None or slot == own:
+            return pick
+        held = fleet.match(request)
+        share = 0.0 if held is None else float(held[slot])
+        best = pick.best_share if isinstance(pick, Picked) else 0.0
+        return Picked(slot, hit_share=share, best_share=max(best, share), trace=pick.trace)
+
+
+class Beside:
+    """A policy that decides, and one that is only asked. Both are given the same chance.
+
+    `answers`: what the other one would have done, by request.
+    """
+
+    def __init__(self, policy: Policy, guide: Policy, answers: dict[int, tuple[str, Trace | None]]) -> None:
+        self._policy = policy
+        self._other = guide
+        self._answers = answers
+        self.name = policy.name
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        chance = Random(0)
+        chance.setstate(context.rng.getstate())
+        pick = self._other.choose(request, fleet, Context(context.now, chance))
+        self._answers[request.id] = _name(pick, fleet), pick.trace
+        return self._policy.choose(request, fleet, context)
+
+
+def _name(pick: Answer, fleet: FleetView) -> str:
+    """Of the chosen endpoint; empty = none."""
+    endpoint = fleet.table.endpoints[pick.slot] if isinstance(pick, Picked) else None
+    return endpoint.id if endpoint else ""
+
+
+# Feeds the events of a journal through the pipeline again: the third driver beside the live one and the simulator.
+#
+# Rules
+# * With the recorded policy, from the start of a process and without a hole, the decisions are the very same, and so
+#   is their hash. Anything else is said: `exact` is False, and `notes` tell why.
+# * With another policy, what happens is still what happened: first tokens and ends come when they came. So the replay
+#   says which decisions change; what would have come of them, the simulator says.
+# * A replay that begins later than its process (the oldest segments are gone) knows the endpoints and the policy, but
+#   not the leases and prompts of before. It follows the recorded decisions, so that its state becomes the recorded
+#   one, and compares each with what the policy would have done; likewise where more decided than is recorded.
+
+#: What a changed configuration does to a recorded one.
+Change = Callable[[Config], Config]
+
+
+class Player:
+    """A pipeline in the state of a segment's beginning; `feed` it that segment's events."""
+
+    def __init__(
+        self, head: Segment, change: Change | None = None, guided: bool | None = False, beside: Change | None = None
+    ) -> None:
+        """`guided`: follow the recorded decisions; else only once others begin to decide too, `None` = not even then.
+        `beside`: ask the policy of that configuration too, each time."""
+        self._change = change
+        self._beside = beside
+        self._builder = SchedulingBuilder(lambda error: self.plugin_errors.append(error))
+        self._asked = SchedulingBuilder()
+        #: What the policy beside would have done, by request; to be taken out by whoever reads it.
+        self.answers: dict[int, tuple[str, Trace | None]] = {}
+        #: Where the journal says that requests went, and where the policy would have sent them; for guided ones.
+        self.recorded: dict[int, str] = {}
+        self.own: dict[int, str] = {}
+        self._guided = guided
+        #: What decides too, since the beginning or a reload, in words.
+        self.others: list[str] = []
+        self._heed(head.scheduling)
+        self.config = self._configured(head.scheduling)
+        self.plugin_errors: list[PluginError] = []
+        self._clock = Kernel()
+        rng = Random(0)
+        if head.chance is not None:
+            version, state, gauss = head.chance
+            rng.setstate((version, tuple(state), gauss))
+        self.pipeline = build_pipeline(
+            self.config, self._clock, rng, build=self._build, on_plugin_error=self.plugin_errors.append
+        )
+        self._head: Segment | None = head
+        self.pipeline.start()
+
+    def feed(self, time_s: float, event: Event) -> list[DecisionRecord]:
+        """What was decided upon it. A `Reconfigured` has its document as it stands in the journal."""
+        if type(event) is Reconfigured:
+            self.config = self._configured(event.document)
+            self._heed(event.document)
+            event = Reconfigured(self.config)
+        self._clock.move_to(time_s)
+        if self._head is not None:
+            head, self._head = self._head, None
+            for endpoint in head.endpoints:
+                self.pipeline.handle(EndpointUp(endpoint))
+            if head.models is not None:
+                self.pipeline.handle(head.models)
+        records = [instruction.record for instruction in self.pipeline.handle(event) if type(instruction) is Record]
+        return [record for record in records if type(record) is DecisionRecord]
+
+    def _heed(self, scheduling: Any) -> None:
+        """Take note of who decides too, from here on."""
+        beside = scheduling.get("beside", ()) if isinstance(scheduling, dict) else ()
+        self.others += [text for text in beside if text not in self.others]
+        if self._guided is False and self.others:
+            self._guided = True
+
+    def _build(self, config: Config) -> Scheduling:
+        """As the live scheduler does, with those around the policy who follow it or ask beside it."""
+        built = self._builder(config)
+        policy = Guided(built.policy, self.recorded, self.own) if self._guided else built.policy
+        if self._beside is not None:
+            policy = Beside(policy, self._asked(self._beside(config)).base, self.answers)
+        return structs.replace(built, policy=policy)
+
+    def _configured(self, scheduling: Any) -> Config:
+        config = restore(scheduling)
+        return config if self._change is None else self._change(config)
+
+
+class Tally(Struct):
+    """Decisions, and a hash of (request, endpoint) in their order."""
+
+    decisions: int = 0
+    refused: int = 0
+    digest: Any = field(default_factory=xxh3_64)
+
+    def add(self, request_id: int, endpoint: str) -> None:
+        self.decisions += 1
+        self.refused += not endpoint
+        self.digest.update(f"{request_id}>{endpoint};".encode("utf-8", "backslashreplace"))
+
+    @property
+    def hash(self) -> str:
+        return str(self.digest.hexdigest())
+
+
+class Replayed(Struct, kw_only=True):
+    """What a replay came to, beside what the journal says."""
+
+    run: str
+    events: int = 0
+    recorded: Tally = field(default_factory=Tally)
+    replayed: Tally = field(default_factory=Tally)
+    #: Decisions that both know, those on the same endpoint, and of these the ones with other numbers (hits, forecast).
+    both: int = 0
+    same: int = 0
+    unlike: int = 0
+    #: (request id, endpoint recorded, endpoint replayed) of the first ones that differ.
+    different: list[tuple[int, str, str]] = field(default_factory=list)
+    #: The journal begins with its process and lacks nothing up to its end.
+    exact: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """The same decisions in the same order, with the same numbers."""
+        return self.recorded.hash == self.replayed.hash and not self.unlike
+
+
+_SHOWN = 20
+
+
+class Step(Struct, frozen=True):
+    """One event, what the player decided upon it, and what the journal says was decided."""
+
+    at: float
+    event: Any
+    found: list[DecisionRecord]
+    recorded: list[Decided]
+
+
+def steps(run: Run, player: Player, faults: Faults, lost: list[int]) -> Iterator[Step]:
+    """All events of a run. `lost` gets the numbers of records that the journal lacks."""
+    waiting: tuple[float, Any] | None = None
+    decided: list[Decided] = []
+    for kind, time_s, body in run.items(faults):
+        if kind == DECIDED:
+            decided.append(body)
+        elif kind in EVENTS or kind == LOST:
+            if waiting is not None:
+                yield _step(player, *waiting, decided)
+            waiting, decided = ((time_s, body) if kind in EVENTS else None), []
+            if kind == LOST:
+                lost.append(body.records)
+    if waiting is not None:
+        yield _step(player, *waiting, decided)
+
+
+def _step(player: Player, time_s: float, event: Any, decided: list[Decided]) -> Step:
+    player.recorded.update((choice.request_id, choice.endpoint) for choice in decided)
+    records = player.feed(time_s, event)
+    player.recorded.clear()
+    return Step(time_s, event, records, decided)
+
+
+def needs_guide(run: Run) -> bool:
+    """Something is missing that decided."""
+    return not run.whole or bool(run.head.beside)
+
+
+def replay(run: Run, change: Change | None = None) -> Replayed:
+    """Raises `ConfigError`, `PluginError` or `OSError`."""
+    result, faults, lost = Replayed(run=run.id), Faults(), list[int]()
+    player = Player(run.head, change, needs_guide(run))
+    for step in steps(run, player, faults, lost):
+        result.events += 1
+        for choice in step.recorded:
+            result.recorded.add(choice.request_id, choice.endpoint)
+        recorded = {choice.request_id: choice for choice in step.recorded}
+        for record in step.found:
+            endpoint = player.own.pop(record.request.id, record.endpoint)
+            result.replayed.add(record.request.id, endpoint)
+            _compare(result, record, endpoint, recorded.get(record.request.id))
+    judge(result, run, faults, lost, player.others)
+    if player.plugin_errors:
+        result.notes.append(f"{len(player.plugin_errors)} times a plugin failed: {player.plugin_errors[0]}")
+    return result
+
+
+def _compare(result: Replayed, record: DecisionRecord, endpoint: str, choice: Decided | None) -> None:
+    if choice is None:
+        return
+    result.both += 1
+    if choice.endpoint != endpoint:
+        if len(result.different) < _SHOWN:
+            result.different.append((choice.request_id, choice.endpoint, endpoint))
+        return
+    result.same += 1
+    result.unlike += choice.hit_tokens != record.hit_tokens or choice.forecast != record.forecast
+
+
+def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_notes: list[str]) -> None:
+    """Whether it can be exact, and if not why. `more_notes`: what began to decide too while it ran."""
+    numbers = [head.number for _, head in run.segments]
+    if numbers[0]:
+        result.notes.append(
+            f"the first {numbers[0]} segments are gone; this begins without the leases and prompts of before"
+        )
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        result.notes.append("segments are missing in the middle")
+    result.notes += dict.fromkeys((*run.head.beside, *more_notes))
+    if lost:
+        result.notes.append(f"{sum(lost)} records were not written when the scheduler was busy or the disk full")
+    if needs_guide(run) or more_notes:
+        result.notes.append("it follows the recorded decisions, each compared with what the policy would have done")
+    result.exact = not result.notes and not faults.damaged and not faults.unreadable
+    result.notes += faults.describe()

@@ -1,0 +1,191 @@
+"""Plots of a comparison. Needs matplotlib (the extra `report`)."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from fairlead.lab.simulator.grid import Cell, CellResult, Figures, mean_figures, regrets
+
+_PLOTS = (
+    ("ttft", "ttft_mean_ms", "mean TTFT, ms (log)", True),
+    ("ttft_p99", "ttft_p99_ms", "p99 TTFT, ms (log)", True),
+    ("e2e", "e2e_mean_ms", "mean E2E, ms (log)", True),
+    ("hit", "prefix_hit_rate", "share of prompt tokens hit", False),
+)
+
+
+def draw(means: Mapping[str, Mapping[str, Figures]], out: Path) -> list[tuple[Path, str]]:
+    """One SVG per figure: bars per policy, grouped by scenario. Returns (path, title). Raises `ImportError`."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    # Paths and ids that do not change from run to run.
+    matplotlib.rcParams.update({"svg.hashsalt": "fairlead", "svg.fonttype": "none", "font.size": 9})
+    scenarios = list(means)
+    policies = list(dict.fromkeys(name for row in means.values() for name in row))
+    drawn = []
+    for stem, key, title, log in _PLOTS:
+        path = out / f"{stem}.svg"
+        _bars(means, scenarios, policies, key, title, log, path)
+        drawn.append((path, title))
+    return drawn
+
+
+def _bars(
+    means: Mapping[str, Mapping[str, Figures]],
+    scenarios: Sequence[str],
+    policies: Sequence[str],
+    key: str,
+    title: str,
+    log: bool,
+    path: Path,
+) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(7.0, 1.3 * len(scenarios)), 3.8), layout="constrained")
+    width = 0.84 / max(len(policies), 1)
+    for index, policy in enumerate(policies):
+        places = [i + (index - (len(policies) - 1) / 2) * width for i in range(len(scenarios))]
+        values = [means[scenario].get(policy, {}).get(key, 0.0) for scenario in scenarios]
+        axes.bar(places, values, width, label=policy, color=pyplot.get_cmap("tab20")(index % 20))
+    if log:
+        axes.set_yscale("log")
+    axes.set_xticks(range(len(scenarios)), scenarios, rotation=20, ha="right")
+    axes.set_ylabel(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+# A comparison for people: a table on the terminal, plots, and one HTML file that needs nothing else.
+
+#: (title, key, digits) of the columns.
+COLUMNS = (
+    ("TTFT mean", "ttft_mean_ms", 0), ("p50", "ttft_p50_ms", 0), ("p90", "ttft_p90_ms", 0), ("p99", "ttft_p99_ms", 0),
+    ("TPOT p50", "tpot_p50_ms", 1), ("p99", "tpot_p99_ms", 1),
+    ("E2E mean", "e2e_mean_ms", 0), ("p50", "e2e_p50_ms", 0), ("p99", "e2e_p99_ms", 0),
+    ("tok/s", "output_tokens_per_s", 0), ("goodput", "goodput", 3), ("hit", "prefix_hit_rate", 3),
+    ("balance", "balance", 2), ("shed", "shed", 0), ("failed", "failed", 0),
+)  # fmt: skip
+_STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
+table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}
+th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #dde}
+th:first-child,td:first-child{text-align:left}
+.best{font-weight:700}.bad{color:#b00}
+figure{margin:1.5rem 0}img{max-width:100%}pre{background:#f4f5f7;padding:.6rem;overflow:auto}
+@media(prefers-color-scheme:dark){body{background:#16181c;color:#e4e6ea}td,th{border-color:#333}pre{background:#22252b}
+.bad{color:#f77}}
+"""
+_NOTE = (
+    "Simulated with Fairlead's own engine model. Rankings are the finding; a simulated millisecond is no measured one. "
+    "Latencies are of requests that were served to the end: read them together with what was shed or failed."
+)
+
+
+def print_comparison(results: Sequence[CellResult]) -> None:
+    """One table per scenario, and the regrets when there are several policies."""
+    console = Console(width=190)
+    means = mean_figures(results)
+    for scenario, policies in means.items():
+        table = Table(title=scenario)
+        for index, name in enumerate(("policy", *(title for title, _, _ in COLUMNS))):
+            table.add_column(name, justify="right" if index else "left")
+        for policy, figures in sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"]):
+            table.add_row(policy, *(_cell(figures, key, digits) for _, key, digits in COLUMNS))
+        console.print(table)
+    regret = regrets(means)
+    if len(regret) > 1:
+        console.print(_regret_table(regret))
+
+
+def _regret_table(regret: dict[str, Figures]) -> Table:
+    table = Table(title="regret: geometric mean of value / best value (worst ratio)")
+    for index, name in enumerate(("policy", "mean TTFT", "p99 TTFT", "mean E2E", "shed", "failed")):
+        table.add_column(name, justify="right" if index else "left")
+    for policy, row in sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"]):
+        parts = [f"{row[f]:.2f} ({row[f + '_worst']:.1f})" for f in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
+        table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")
+    return table
+
+
+def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path) -> list[Path]:
+    """results.json, one SVG per plot where matplotlib is installed, report.html. Returns the paths."""
+    means = mean_figures(results)
+    regret = regrets(means)
+    document = {
+        "summary": means,
+        "regret": regret,
+        "cells": results,
+        "configuration": [{"scenario": c.scenario, "policy": c.policy, "text": c.text, "seed": c.seed} for c in cells],
+    }
+    written = [out / "results.json"]
+    written[0].write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+    plots = _plots(means, out)
+    written += [path for path, _ in plots]
+    page = out / "report.html"
+    page.write_text(_page(means, regret, plots, cells), encoding="utf-8")
+    return [*written, page]
+
+
+def _plots(means: dict[str, dict[str, Figures]], out: Path) -> list[tuple[Path, str]]:
+    try:
+        return draw(means, out)
+    except ImportError:  # no matplotlib: the tables say the same
+        return []
+
+
+def _page(
+    means: dict[str, dict[str, Figures]],
+    regret: dict[str, Figures],
+    plots: list[tuple[Path, str]],
+    cells: Sequence[Cell],
+) -> str:
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Fairlead comparison</title>',
+        f"<style>{_STYLE}</style><h1>Policies compared</h1><p>{_NOTE}</p>",
+    ]
+    if len(regret) > 1:
+        rows = sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"])
+        columns = [("mean TTFT", "ttft_mean_ms", 2), ("worst", "ttft_mean_ms_worst", 1), ("p99 TTFT", "ttft_p99_ms", 2)]
+        columns += [("mean E2E", "e2e_mean_ms", 2), ("worst", "e2e_mean_ms_worst", 1), ("failed", "failed", 0)]
+        parts.append("<h2>Regret: geometric mean of value / best value of any policy</h2>" + _table(rows, columns))
+    for path, title in plots:
+        parts.append(f"<figure>{_inline(path)}<figcaption>{escape(title)}</figcaption></figure>")
+    for scenario, policies in means.items():
+        rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
+        parts.append(f"<h2>{escape(scenario)}</h2>" + _table(rows, COLUMNS))
+    texts = {cell.policy: cell.text for cell in cells}
+    parts.append("<h2>Configurations</h2>")
+    parts += [f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in texts.items()]
+    scenarios = {cell.scenario.name: cell.scenario for cell in cells}
+    described = msgspec.json.format(msgspec.json.encode(list(scenarios.values()))).decode()
+    parts.append(f"<h3>Scenarios</h3><pre>{escape(described)}</pre></html>")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[tuple[str, Figures]], columns: Sequence[tuple[str, str, int]]) -> str:
+    head = "".join(f"<th>{escape(title)}" for title in ("policy", *(title for title, _, _ in columns)))
+    lowest = {key: min(row[key] for _, row in rows) for _, key, _ in columns if key.endswith(("_ms", "_worst"))}
+    body = []
+    for name, row in rows:
+        cells = []
+        for _, key, digits in columns:
+            kind = "best" if row[key] == lowest.get(key) else "bad" if key in ("shed", "failed") and row[key] else ""
+            cells.append(f'<td class="{kind}">{_cell(row, key, digits)}')
+        body.append(f"<tr><td>{escape(name)}{''.join(cells)}")
+    return f"<table><tr>{head}{''.join(body)}</table>"
+
+
+def _cell(figures: Figures, key: str, digits: int) -> str:
+    return f"{figures[key]:,.{digits}f}"
+
+
+def _inline(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    return text[text.index("<svg") :]

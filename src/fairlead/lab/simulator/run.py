@@ -1,0 +1,169 @@
+"""Simulate a scenario: `simulate(scenario, policy)`, and the policies that there are."""
+
+import sys
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fairlead.compat.load import load
+from fairlead.config.builtins import BUILTINS, POLICIES
+from fairlead.config.registry import GROUP, Registry, build_policy, declared
+from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.core.policy import Policy
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.lab.simulator.result import Summary, summarise
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.lab.simulator.world import Scenario
+
+_MARK = "# a policy of the file "
+
+
+def source_text(path: Path) -> str:
+    """What stands for the file. Raises `OSError` or `ConfigError`."""
+    text = f"{_MARK}{path}\n{path.read_text(encoding='utf-8')}"
+    configuration(text)
+    return text
+
+
+def configuration(text: str) -> tuple[str, Registry | None]:
+    """The text of a configuration, and the plugins that it may name besides the installed ones.
+
+    Raises `ConfigError` when the file cannot be run or has no policy in it, or several.
+    """
+    if not text.startswith(_MARK):
+        return text, None
+    first, _, source = text.partition("\n")
+    path = first.removeprefix(_MARK)
+    policies = _policies(_module(path, source))
+    if len(policies) != 1:
+        has = "no policy" if not policies else f"several policies: {', '.join(sorted(policies))}"
+        raise ConfigError(
+            f"has {has}; give one class the attribute `type` and the method `choose` or `cost`", "$", path
+        )
+    ((name, cls),) = policies.items()
+    point = EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", GROUP)
+    return f"policy: {name}\n", Registry(lambda: [point])
+
+
+def _module(path: str, source: str) -> ModuleType:
+    """Runs the file. It can import what stands beside it."""
+    module = ModuleType(f"fairlead_policy_{sha256(source.encode()).hexdigest()[:16]}")
+    vars(module)["__file__"] = path
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, path, "exec"), vars(module))
+    except Exception as error:
+        line = _line(error, path)
+        raise ConfigError(f"cannot be run: {type(error).__name__}: {error}{line}", "$", path) from error
+    return module
+
+
+def _line(error: Exception, path: str) -> str:
+    if isinstance(error, SyntaxError):
+        return ""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
+        trace = trace.tb_next
+    return f" (line {line})" if line else ""
+
+
+def _policies(module: ModuleType) -> dict[str, type]:
+    """Those that the file defines, not those that it imports."""
+    own: Iterable[Any] = (member for member in vars(module).values() if isinstance(member, type))
+    return {
+        member.type: member
+        for member in own
+        if member.__module__ == module.__name__
+        and callable(declared(member, "choose"))
+        and isinstance(declared(member, "type"), str)
+    }
+
+
+# Simulate a scenario: `simulate(scenario, policy)`.
+#
+# from fairlead.lab.simulator.run import simulate, policy_from
+# from fairlead.lab.simulator.scenarios import headline, mooncake
+# summary = simulate(headline(rate=20), "policy: default")
+# print(summary.ttft_mean_ms, summary.e2e_mean_ms, summary.prefix_hit_rate, summary.shed)
+
+
+def policy_from(text: str | Path) -> Policy:
+    """The policy of a configuration's text or file (only its scheduling part matters), e.g. `policy: round-robin`, or
+    of what `source_text` made of a Python file.
+
+    Raises `ConfigError` or `PluginError`.
+    """
+    config, registry = config_from(text)
+    return build_policy(config, registry=registry)
+
+
+def config_from(text: str | Path) -> tuple[Config, Registry | None]:
+    """The configuration, and the plugins that it may name besides the installed ones. Raises `ConfigError`."""
+    registry = None
+    if isinstance(text, str):
+        text, registry = configuration(text)
+    return load(text, need_endpoints=False, registry=registry), registry
+
+
+def simulate(
+    scenario: Scenario,
+    policy: str | Policy = "policy: default",
+    seed: int = 0,
+    *,
+    watch: Callable[[DecisionRecord | OutcomeRecord], None] | None = None,
+    validate: bool = False,
+) -> Summary:
+    """Run a scenario to its end. `policy` is a configuration's text, or a policy that has not been used yet: policies
+    remember. `watch` is called with each decision and outcome record. `validate` checks every invariant after every
+    event, at about a hundred times the cost."""
+    made, registry = config_from(policy) if isinstance(policy, str) else (policy, None)
+    simulation = Simulation(scenario, made, seed, watch=watch, validate=validate, registry=registry)
+    simulation.run()
+    return summarise(simulation)
+
+
+#: The default with a queue before it. No limits, and nobody runs out of time: the same requests are compared.
+WITH_FLOW = "default+flow"
+_FLOW = "policy: default\nflowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
+
+
+def known_policies() -> dict[str, str]:
+    """Name → text of a configuration. `default` comes first, then the same with flow control; what cannot be made
+    without parameters is left out."""
+    names = dict.fromkeys(["default", WITH_FLOW, *POLICIES, *BUILTINS["policy"]])
+    texts = {name: f"policy: {name}\n" for name in names} | {WITH_FLOW: _FLOW}
+    return {name: text for name, text in texts.items() if _works(text)}
+
+
+def policy_text(name: str) -> str:
+    """The configuration text of a known policy, or of the file of that name: `tuned=path.yaml` and `path.yaml` alike.
+    A Python file with a policy in it counts as one.
+
+    Raises `ValueError` when it is neither, `ConfigError` or `PluginError` when the file is wrong, `OSError`.
+    """
+    texts = known_policies()
+    if name in texts:
+        return texts[name]
+    path = Path(name.partition("=")[2] or name)
+    if not path.is_file():
+        raise ValueError(f"{name!r} is neither a policy nor a file; policies: {', '.join(texts)}")
+    if path.suffix == ".py":
+        return source_text(path)
+    policy_from(path)
+    return path.read_text()
+
+
+def _works(text: str) -> bool:
+    try:
+        policy_from(text)
+    except FairleadError:
+        return False
+    return True

@@ -1,0 +1,482 @@
+"""What goes wrong during a run, and when the scheduler notices."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+from xxhash import xxh3_64
+
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline, given
+from fairlead.config.registry import Registry
+from fairlead.config.schema import Config
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Sample
+from fairlead.core.errors import PluginError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Evict, Instruction, Reject, Route, SetTimer
+from fairlead.core.instructions import Record as Note
+from fairlead.core.policy import Policy
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import Usage
+from fairlead.lab.engine.engine import StepResult
+from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.simulator.prompts import Prompts
+from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
+from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status, Timer
+
+
+class Faults:
+    """Sets the timers of all faults. Times count from the workload's start."""
+
+    def __init__(self, simulation: "Simulation", faults: Sequence[Fault]) -> None:
+        self._sim = simulation
+        self._faults = faults
+        for fault in faults:
+            if not 0 <= fault.replica < len(simulation.servers):
+                raise ValueError(f"fault {fault.kind!r} names replica {fault.replica} of {len(simulation.servers)}")
+
+    def plan(self) -> None:
+        kernel = self._sim.kernel
+        begin = kernel.now + WARM_UP
+        for fault in self._faults:
+            kernel.call_at(begin + fault.at_s, self._begin, fault)
+            if fault.for_s > 0:
+                kernel.call_at(begin + fault.at_s + fault.for_s, self._end, fault)
+
+    def _begin(self, fault: Fault) -> None:
+        server = self._sim.servers[fault.replica]
+        if fault.kind == "slow":
+            server.slow(fault.factor)
+        elif fault.kind == "down":
+            self._crash(fault.replica)
+        else:
+            server.freeze(fault.kind)
+
+    def _end(self, fault: Fault) -> None:
+        server = self._sim.servers[fault.replica]
+        if fault.kind == "slow":
+            server.slow(1.0)
+        elif fault.kind == "down":
+            server.restart()
+            self._later(self._rejoined, fault.replica)
+        else:
+            server.freeze("")
+
+    def _crash(self, index: int) -> None:
+        sim = self._sim
+        sim.servers[index].crash()
+        for job in sim.jobs:
+            if job.leg()[0] == index and job.leg()[1] is not None:
+                sim.broken(job, "connection lost", status=0)
+        self._later(self._gone, index)
+
+    def _later(self, callback: object, index: int) -> None:
+        sim = self._sim
+        sim.kernel.call_at(sim.kernel.now + sim.world.detect_s, callback, index)  # type: ignore[arg-type]
+
+    def _gone(self, index: int) -> None:
+        server = self._sim.servers[index]
+        if not server.up:
+            self._sim.feed(EndpointDown(server.endpoint.id))
+
+    def _rejoined(self, index: int) -> None:
+        server = self._sim.servers[index]
+        if server.up:
+            self._sim.feed(EndpointUp(server.endpoint))
+
+
+# Prefill and decode apart: a request's prompt on one server, its KV cache on the way, its answer on another.
+#
+# What the sidecar of a decoding server does with the header `x-prefiller-host-port`, in order
+# * It has the prompt computed elsewhere, as a request for one token. The client sees nothing of that token.
+# * It sends the request to its own server, which fetches the KV blocks that it lacks (`Handover.seconds`), computes
+#   the last token of the prompt again, since only a computed token gives logits, and decodes.
+#
+# Simplified: the blocks at the prefill server may be evicted as soon as the prompt is computed, those at the decoding
+# server are taken when the KV has arrived. Both hold them a little longer in truth. A prefill that fails fails the
+# request, as in the reference's sidecar.
+
+if TYPE_CHECKING:
+    from fairlead.lab.simulator.world import Job
+
+
+class Pairs:
+    """The requests of a simulation that are computed on one server and answered by another."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._sim = simulation
+        self._by_address = {server.endpoint.address: i for i, server in enumerate(simulation.servers)}
+
+    def send(self, job: "Job", prefill_address: str) -> None:
+        """To the prefill server first."""
+        sim = self._sim
+        job.prefill_server = self._by_address[prefill_address]
+        # Gateway to the decoder's sidecar, and from there to the prefill server.
+        sim.kernel.call_at(sim.kernel.now + 2 * sim.network, self._arrived, job)
+
+    def _arrived(self, job: "Job") -> None:
+        sim = self._sim
+        if job.status != "waiting":
+            return
+        if not sim.servers[job.server].up:
+            sim.broken(job, "connection refused")
+            return
+        job.prefilled = self._request(job, job.prefill_server, max_tokens=1)
+        sim.put(job, job.prefill_server, job.prefilled)
+
+    def _request(self, job: "Job", server: int, *, max_tokens: int = 0, loaded: int = 0) -> EngineRequest:
+        size = self._sim.servers[server].replica.engine.block_size
+        return self._sim.prompts.engine_request(job.index, job.record, size, max_tokens=max_tokens, loaded=loaded)
+
+    def computed(self, job: "Job") -> None:
+        """The prompt is; now its KV goes to the decoding server."""
+        sim = self._sim
+        assert job.prefilled is not None
+        job.cached_tokens = job.prefilled.cached_tokens
+        served = self._request(job, job.server, loaded=job.record.in_tokens)
+        there = sim.servers[job.server].cached_tokens(served)
+        took = sim.scenario.handover.seconds(max(served.prompt_tokens - there, 0))
+        sim.kernel.call_at(job.prefilled.finished_at + 2 * sim.network + took, self._moved, job, served)
+
+    def _moved(self, job: "Job", served: EngineRequest) -> None:
+        if job.status == "waiting":
+            job.served = served
+            self._sim.put(job, job.server, served)
+
+
+# One run: the workload's clients, the pipeline's driver and the gateway, all on one heap of timers.
+#
+# What the pipeline is told, and when (as the live server beside its embedded gateway would)
+# * `RequestArrived` `decision_ms` after the client sent it. Whatever call answers it with `Route` or `Reject` counts:
+#   a policy that holds requests back may answer at a later event.
+# * `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log says so, with token
+#   counts for the first few answers and a share of the others.
+# * `MetricsSampled` each scrape interval per server that answers, `MetricsFailed` for one that does not. An idle
+#   server's unchanged page is told once per second.
+# * Of a pair, what the gateway sees: nothing before the decoding server's first token.
+# * `StreamLost` for a client that left before its first token.
+#
+# Rules
+# * Nothing here knows the policy; nothing in the pipeline knows that time is virtual.
+# * Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
+#   iterated, nothing is hashed by Python: two runs of one seed are equal on every version of it.
+
+#: Kernel seconds at which the workload begins: no code may take 0 for "never", or for a wall clock.
+START = 1_000.0
+
+
+class Simulation:
+    """Run once. `policy` is a configuration, of which only the scheduling part matters, or a policy that exists.
+
+    `watch` sees every decision and outcome record; `validate` checks all invariants after every event; `registry` has
+    plugins that the configuration names besides the installed ones; `snapshots`: see `build_pipeline`.
+    Raises `PluginError` when the policy cannot be made.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: Policy | Config,
+        seed: int = 0,
+        *,
+        watch: Callable[[DecisionRecord | OutcomeRecord], None] | None = None,
+        validate: bool = False,
+        registry: Registry | None = None,
+        kernel: Kernel | None = None,
+        snapshots: bool = False,
+    ) -> None:
+        self.scenario = scenario
+        world = scenario.world
+        self.world = world
+        self.kernel = kernel or Kernel(START)
+        self.plugin_errors: list[PluginError] = []
+        self._events: LateEvents | None = None
+        if world.kv_lag_ms >= 0:
+            self._events = LateEvents(self.kernel, world.kv_lag_ms * 1e-3)
+        config = policy if isinstance(policy, Config) else load("policy: default\n", need_endpoints=False)
+        self.pipeline = build_pipeline(
+            config,
+            self.kernel,
+            Random(f"pipeline/{seed}"),
+            build=None if isinstance(policy, Config) else given(policy),
+            fleet=Fleet(config.ledger.lease_ttl, world.staleness_s, exact=self._events),
+            on_plugin_error=self.plugin_errors.append,
+            registry=registry,
+            snapshots=snapshots,
+        )
+        self._chance = Random(f"world/{seed}")
+        self.prompts = Prompts(scenario.workload, world.bytes_per_token)
+        self._watch = watch
+        self._validate = validate
+        self.network = world.network_ms * 1e-3
+        self.servers = [
+            Server(i, replica, self.kernel, self._stepped, self._hooks(i))
+            for i, replica in enumerate(scenario.replicas)
+        ]
+        self._pairs = Pairs(self)
+        self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
+        self.jobs = self._make_jobs()
+        self.open = len(self.jobs)
+        self._decided = xxh3_64()
+        self._timers: dict[str, Timer] = {}
+        self._told: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
+        self._usage_left = world.usage_first
+        self._children: dict[str, list[Job]] = {}
+
+    @property
+    def decision_hash(self) -> str:
+        """Of the sequence of (request, endpoint) in the order of the decisions."""
+        return self._decided.hexdigest()
+
+    def run(self) -> bool:
+        """To the end of the last request; False when `drain_s` after the last arrival some were not over."""
+        kernel, scenario = self.kernel, self.scenario
+        for server in self.servers:
+            self.feed(ev.EndpointUp(server.endpoint))
+        self._do(self.pipeline.start())
+        self._scrape_all()
+        self._dispatch()
+        Faults(self, scenario.faults).plan()
+        last = START + WARM_UP + scenario.workload.duration_s / scenario.speedup
+        over = kernel.run(lambda: self.open > 0, last + self.world.drain_s)
+        for job in self.jobs:
+            if job.status == "waiting":
+                self._over(job, "failed", "not over at the end")
+        # The last ends are still on their way to the scheduler.
+        kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
+        return over
+
+    # ---- clients ----
+
+    def _make_jobs(self) -> list[Job]:
+        begin = START + WARM_UP
+        speedup = self.scenario.speedup
+        return [
+            Job(index, record, begin + record.arrival_us * 1e-6 / speedup)
+            for index, record in enumerate(self.scenario.workload.records)
+        ]
+
+    def _dispatch(self) -> None:
+        """Set the arrivals; a follower in `think` dispatch waits for its parent."""
+        waits = self.scenario.workload.dispatch == "think"
+        known = {job.record.id for job in self.jobs} if waits else set()
+        for job in self.jobs:
+            if waits and job.record.parent in known:
+                self._children.setdefault(job.record.parent, []).append(job)
+            else:
+                self.kernel.call_at(job.arrived, self._arrive, job)
+
+    def _arrive(self, job: Job) -> None:
+        world = self.world
+        job.arrived = self.kernel.now
+        record = job.record
+        patience = record.cancel_after_ms * 1e-3 or world.patience_s
+        if patience:
+            self.kernel.call_at(job.arrived + patience, self._cancel, job)
+        self.kernel.call_at(job.arrived + world.decision_ms * 1e-3, self._decide, job)
+
+    def _decide(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        pipeline = self.pipeline
+        job.request = self.prompts.request(job.index, job.record, job.arrived, pipeline.tokens)
+        if self._events is not None:
+            job.request = replace(job.request, blocks=self._blocks_of(job))
+        self.feed(ev.RequestArrived(job.request))
+
+    def _cancel(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        seen = job.first_at >= 0 and job.first_at <= self.kernel.now
+        self._over(job, "cancelled", "client gone")
+        index, served = job.leg()
+        if served is not None and index >= 0:
+            self.kernel.call_at(self.kernel.now + self.network, self._abort, index, served, self.servers[index].engine)
+        if job.request is not None:
+            gone = ev.ResponseEnded(request_id=job.request.id, status=200 if seen else 0, client_gone=True)
+            self.feed(gone if seen else ev.StreamLost(job.request.id))
+
+    def _abort(self, index: int, served: EngineRequest, engine: object) -> None:
+        server = self.servers[index]
+        if server.engine is engine:
+            server.abort(served)
+
+    def _over(self, job: Job, status: Status, reason: str = "") -> None:
+        if job.status != "waiting":
+            return
+        job.status = status
+        job.reason = reason
+        job.ended_at = max(job.ended_at, self.kernel.now) if status != "done" else job.ended_at
+        self.open -= 1
+        for child in self._children.pop(job.record.id, ()):
+            self.kernel.call_at(job.ended_at + child.record.think_ms * 1e-3, self._arrive, child)
+
+    # ---- the pipeline's driver ----
+
+    def feed(self, event: ev.Event) -> None:
+        instructions = self.pipeline.handle(event)
+        if instructions:
+            self._do(instructions)
+        if self._validate:
+            self.pipeline.validate()
+            for server in self.servers:
+                server.engine.validate()
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            kind = type(instruction)
+            if kind is Note:
+                if self._watch is not None:
+                    self._watch(instruction.record)  # type: ignore[union-attr, arg-type]
+            elif kind is Route:
+                self._route(instruction)  # type: ignore[arg-type]
+            elif kind is Reject:
+                self._reject(instruction)  # type: ignore[arg-type]
+            elif kind is Evict:
+                self._evict(instruction)  # type: ignore[arg-type]
+            elif kind is SetTimer:
+                self._set_timer(instruction)  # type: ignore[arg-type]
+
+    def _route(self, route: Route) -> None:
+        job = self.jobs[route.request_id - 1]
+        self._decided.update(f"{job.index}>{route.endpoint.id}{route.prefill and '<'}{route.prefill};".encode())
+        if job.status != "waiting":
+            return
+        job.server = self._by_endpoint[route.endpoint.id]
+        job.routed_at = self.kernel.now
+        if route.prefill:
+            self._pairs.send(job, route.prefill)
+        else:
+            self.kernel.call_at(self.kernel.now + self.network, self._deliver, job)
+
+    def _reject(self, reject: Reject) -> None:
+        job = self.jobs[reject.request_id - 1]
+        self._decided.update(f"{job.index}>;".encode())
+        self._over(job, "shed", reject.reason)
+
+    def _evict(self, evict: Evict) -> None:
+        """Its gateway breaks it off, and the server notices."""
+        job = self.jobs[evict.told.request_id - 1]
+        index, served = job.leg()
+        if job.status == "waiting" and served is not None:
+            self._over(job, "shed", evict.told.reason)
+            self.kernel.call_at(self.kernel.now + self.network, self._abort, index, served, self.servers[index].engine)
+            self.kernel.call_at(self.kernel.now, self.feed, ev.StreamLost(evict.told.request_id))
+
+    def _set_timer(self, timer: SetTimer) -> None:
+        old = self._timers.get(timer.name)
+        if old is not None:
+            old.cancel()
+        self._timers[timer.name] = self.kernel.call_at(timer.at, self.feed, ev.TimerFired(timer.name))
+
+    # ---- servers ----
+
+    def _hooks(self, index: int) -> Hooks | None:
+        """Of a server that publishes KV events."""
+        if self._events is None:
+            return None
+        table = self.pipeline.fleet.table
+        return self._events.hooks(lambda: table.slot(self.servers[index].endpoint.id))
+
+    def _blocks_of(self, job: Job) -> Blocks:
+        """As the engines have them; they all cut prompts alike."""
+        record, size = job.record, self.scenario.replicas[0].engine.block_size
+        served = self.prompts.engine_request(job.index, record, size)
+        return (served.hashes or [])[: record.in_tokens // size], size, record.in_tokens
+
+    def _deliver(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        server = self.servers[job.server]
+        job.served = self.prompts.engine_request(job.index, job.record, server.replica.engine.block_size)
+        self.put(job, job.server, job.served)
+
+    def put(self, job: Job, index: int, served: EngineRequest) -> None:
+        """A request, or one part of it, reaches a server."""
+        server = self.servers[index]
+        if not server.up:
+            self.broken(job, "connection refused")
+            return
+        try:
+            server.add(served)
+        except ValueError as error:
+            self.broken(job, str(error), status=400)
+
+    def broken(self, job: Job, reason: str, status: int = 503) -> None:
+        """The server did not answer, or broke off."""
+        if job.status == "waiting":
+            self._over(job, "failed", reason)
+            assert job.request is not None
+            self.feed(ev.ResponseEnded(request_id=job.request.id, status=status))
+
+    def _stepped(self, result: StepResult) -> None:
+        network, kernel = self.network, self.kernel
+        for served in result.first:
+            job = self.jobs[int(served.id)]
+            if served is job.prefilled:
+                continue
+            job.first_at = served.first_token_at + network
+            if job.prefilled is None:
+                job.cached_tokens = served.cached_tokens
+            if served.limit > 1:
+                kernel.call_at(job.first_at, self._first_token, job)
+        for served in result.finished:
+            job = self.jobs[int(served.id)]
+            if served is job.prefilled:
+                self._pairs.computed(job)
+            else:
+                kernel.call_at(served.finished_at + network, self._finished, job)
+
+    def _first_token(self, job: Job) -> None:
+        if job.status == "waiting" and job.record.stream:
+            self.feed(ev.FirstTokenSeen(job.index + 1))
+
+    def _finished(self, job: Job) -> None:
+        served = job.served
+        if job.status != "waiting" or served is None:
+            return
+        job.ended_at = served.finished_at + self.network
+        job.output_tokens = served.output
+        job.preemptions = served.preemptions
+        self._over(job, "done")
+        if served.limit == 1 or not job.record.stream:
+            self.feed(ev.FirstTokenSeen(job.index + 1))
+        self.kernel.call_at(self.kernel.now + self.world.end_report_ms * 1e-3, self._report_end, job)
+
+    def _report_end(self, job: Job) -> None:
+        usage = None
+        self._usage_left -= 1
+        if self._usage_left >= 0 or self._chance.random() < self.world.usage_share:
+            usage = Usage(
+                prompt_tokens=job.record.in_tokens, completion_tokens=job.output_tokens, cached_tokens=job.cached_tokens
+            )
+        self.feed(
+            ev.ResponseEnded(
+                request_id=job.index + 1, status=200, usage=usage, ttft_ms=job.ttft_ms, duration_ms=job.e2e_ms
+            )
+        )
+
+    # ---- scrapes ----
+
+    def _scrape_all(self) -> None:
+        """All servers answer now; the scheduler hears of it `scrape_age_ms` later."""
+        now = self.kernel.now
+        age = self.world.scrape_age_ms * 1e-3
+        for index, server in enumerate(self.servers):
+            sample = server.sample()
+            before, reported_at = self._told[index]
+            if (
+                sample is not None
+                and sample == before
+                and not (sample.running or sample.waiting)
+                and now < reported_at + 1.0
+            ):
+                continue
+            self._told[index] = (sample, now)
+            name = server.endpoint.id
+            event = ev.MetricsFailed(name, "no answer") if sample is None else ev.MetricsSampled(name, now, sample)
+            self.kernel.call_at(now + age, self.feed, event)
+        self.kernel.call_at(now + self.world.scrape_interval_ms * 1e-3, self._scrape_all)

@@ -1,0 +1,226 @@
+"""What a simulation is made of: time, replicas, delays, what goes wrong when, and the requests on their way."""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from fairlead.core.request import Request
+from fairlead.lab.engine.presets import DEFAULT_PRESET, Preset, preset
+from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.engine.spec import EngineSpec
+from fairlead.lab.workload.record import Record, Workload
+
+
+class Timer:
+    """Set by `Kernel.call_at`. Harmless to cancel after it fired."""
+
+    __slots__ = ("args", "callback")
+
+    def __init__(self, callback: Callable[..., object] | None, args: tuple[Any, ...]) -> None:
+        self.callback = callback
+        self.args = args
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Kernel:
+    """Virtual seconds. Timers of the same moment fire in the order in which they were set, so a run is reproducible."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.now = start
+        self._order = count()
+        self._heap: list[tuple[float, int, Timer]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def move_to(self, now: float) -> None:
+        """It is `now`. For who sets the time without timers."""
+        self.now = now
+
+    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> Timer:
+        timer = Timer(callback, args)
+        heapq.heappush(self._heap, (when, next(self._order), timer))
+        return timer
+
+    def run(self, going: Callable[[], bool], until: float) -> bool:
+        """Fire timers while `going()`; False when `until` or the last timer was reached first."""
+        heap = self._heap
+        while going():
+            if not heap or heap[0][0] > until:
+                return False
+            when, _, timer = heapq.heappop(heap)
+            callback = timer.callback
+            if callback is not None:
+                # A timer set for a past moment fires now: time never runs backwards.
+                self.now = max(self.now, when)
+                callback(*timer.args)
+        return True
+
+
+#: Room for the longest prompt of the Mooncake traces (126,195 tokens) and its answer.
+MAX_MODEL_LEN = 200_000
+#: Seconds from a run's start to the first request: the scheduler has read every server by then, as one that is ready.
+WARM_UP = 1.0
+
+
+class Replica(Struct, frozen=True, kw_only=True):
+    """One model server."""
+
+    engine: EngineSpec
+    #: 0.5 = takes twice as long for every step.
+    speed: float = 1.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class World(Struct, frozen=True, kw_only=True):
+    """Delays between the parts; defaults are those of a live server beside its gateway."""
+
+    #: One way between gateway and model server.
+    network_ms: float = 0.5
+    #: From a request's arrival to the decision about it.
+    decision_ms: float = 0.5
+    #: Period of scrapes, and how old a reading is when it arrives.
+    scrape_interval_ms: float = 200.0
+    scrape_age_ms: float = 5.0
+    #: From an answer's last byte until its end is known: a gateway's access log is sent in batches.
+    end_report_ms: float = 50.0
+    #: Answers of which token counts are read: all of the first so many, then this share.
+    usage_first: int = 20
+    usage_share: float = 0.01
+    #: From a failure to `EndpointDown`, and from a recovery to `EndpointUp` (readiness probes, watch).
+    detect_s: float = 3.0
+    #: Clients give up so long after their arrival; 0 = never.
+    patience_s: float = 0.0
+    #: Requests that are not over so long after the last arrival have failed.
+    drain_s: float = 3600.0
+    bytes_per_token: float = 4.2
+    staleness_s: float = 2.0
+    #: KV events: how late the scheduler knows what servers store and forget. Below 0 = there are none, and what it sent
+    #: is all it knows.
+    kv_lag_ms: float = -1.0
+
+
+class Handover(Struct, frozen=True, kw_only=True):
+    """What it costs to bring a prompt's KV cache from the server that computed it to the one that decodes.
+
+    Defaults: a 32B model (262,144 bytes per token) over 26 GB/s, and 30 ms for two more requests and the registration
+    of memory. The blocks that the decoding server holds already are not moved.
+    """
+
+    fixed_ms: float = 30.0
+    gb_per_s: float = 26.2
+    kv_bytes: int = 262_144
+
+    def seconds(self, tokens: float) -> float:
+        return self.fixed_ms * 1e-3 + tokens * self.kv_bytes / (self.gb_per_s * 1e9)
+
+
+FaultKind = Literal["down", "slow", "freeze", "mute"]
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """`down`: connections break, the cache is lost. `slow`: steps take `factor` times as long. `freeze`: the metrics
+    page shows what it showed before. `mute`: it does not answer."""
+
+    kind: FaultKind
+    replica: int
+    at_s: float
+    #: 0 = to the end.
+    for_s: float = 0.0
+    factor: float = 2.0
+
+
+class Scenario(Struct, kw_only=True):
+    """One thing to simulate."""
+
+    name: str
+    workload: Workload
+    replicas: Sequence[Replica]
+    world: World = World()
+    faults: Sequence[Fault] = ()
+    #: Timestamps are divided by it.
+    speedup: float = 1.0
+    handover: Handover = Handover()
+    #: Seconds after the start (before `speedup`) from which requests count; the ones before warm the caches.
+    counted_from_s: float = 0.0
+    #: What counts as good in `goodput`.
+    slo_ttft_ms: float = 2000.0
+    slo_tpot_ms: float = 50.0
+
+
+def replicas(
+    count: int = 8,
+    name: str | Preset = DEFAULT_PRESET,
+    *,
+    block_size: int = 0,
+    kv_tokens: int = 0,
+    max_model_len: int = MAX_MODEL_LEN,
+    max_num_seqs: int = 256,
+    max_loras: int = 0,
+    speeds: Sequence[float] = (),
+) -> tuple[Replica, ...]:
+    """Alike but for their `speeds` (cycled through). Raises `ValueError` for an unknown preset or impossible sizes."""
+    if count < 1:
+        raise ValueError("at least one replica is needed")
+    made = name if isinstance(name, Preset) else preset(name)
+    spec = made.spec(
+        block_size=block_size or 16,
+        kv_tokens=kv_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_loras=max_loras,
+    )
+    return tuple(Replica(engine=spec, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))
+
+
+#: `done`; `shed` = refused by the scheduler; `failed` = broken off by a server, refused by it, or never over;
+#: `cancelled` = the client went.
+Status = Literal["waiting", "done", "shed", "failed", "cancelled"]
+
+
+class Job(Struct, gc=False):
+    """Times are kernel seconds; -1 = it did not happen."""
+
+    index: int
+    record: Record
+    arrived: float
+    request: Request | None = None
+    served: EngineRequest | None = None
+    #: Where its prompt is computed for the server that answers, and the engine's side of that; -1 = there.
+    prefill_server: int = -1
+    prefilled: EngineRequest | None = None
+    #: Index of the server that it was sent to; -1 = none.
+    server: int = -1
+    status: Status = "waiting"
+    reason: str = ""
+    routed_at: float = -1.0
+    #: As the client sees it, network included.
+    first_at: float = -1.0
+    ended_at: float = -1.0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+    def leg(self) -> tuple[int, EngineRequest | None]:
+        """(server, the engine's side) of the part that is on its way now: the prefill elsewhere, or the answer."""
+        if self.served is None and self.prefilled is not None:
+            return self.prefill_server, self.prefilled
+        return self.server, self.served
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.first_at - self.arrived) * 1e3
+
+    @property
+    def e2e_ms(self) -> float:
+        return (self.ended_at - self.arrived) * 1e3
+
+    @property
+    def tpot_ms(self) -> float:
+        """Of the tokens after the first; 0 when there are none."""
+        return (self.ended_at - self.first_at) * 1e3 / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0

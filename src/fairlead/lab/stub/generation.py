@@ -1,0 +1,350 @@
+"""The load report in response headers (ORCA, `endpoint-load-metrics`), as vLLM 0.32 writes it."""
+
+import json
+from typing import Protocol
+
+from fairlead.lab.engine import tokens as tk
+from fairlead.lab.engine.request import EngineRequest, Phase
+from fairlead.lab.stub.connection import Connection
+from fairlead.lab.stub.fields import ApiError
+from fairlead.lab.stub.plans import Plan
+from fairlead.lab.stub.sampling import Stop, chat_logprobs, completion_logprobs
+from fairlead.lab.stub.shapes import DONE, KEEP_ALIVE, ChatShape, CompletionShape, Counts, Parts, Shape, id_list, quoted
+
+REQUEST_HEADER = "endpoint-load-metrics-format"
+
+
+def orca_line(wanted: str, waiting: float, kv_usage: float) -> bytes:
+    """The header line in the wanted format, `TEXT` or `JSON` in any case; empty for none or an unknown one."""
+    metrics = {"num_requests_waiting": float(waiting), "kv_cache_usage_perc": float(kv_usage)}
+    match wanted.upper():
+        case "TEXT":
+            value = "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
+        case "JSON":
+            value = "JSON " + json.dumps({"named_metrics": metrics})
+        case _:
+            return b""
+    return f"endpoint-load-metrics: {value}\r\n".encode()
+
+
+# One generation request, from its plan to engine requests and from tokens back to an answer in one piece.
+#
+# Rules (for streams too, see `streaming`)
+# * The replica calls `progress` and `finished` after engine steps; the connection calls `lost` and `writable`.
+# * `lost`, `fail` and the last byte of the answer each end it, once: what still runs in the engine is aborted, and
+#   everything that comes later does nothing.
+
+
+class Host(Protocol):
+    """What a generation needs of its replica."""
+
+    block_size: int
+    #: `--enable-prompt-tokens-details`.
+    details: bool
+    #: `--enable-per-request-metrics`.
+    timed: bool
+    #: Seconds between comments in a stream that waits; 0 = none.
+    keepalive_s: float
+
+    def output_tokens(self, request: EngineRequest) -> int: ...
+    def forget(self, generation: "Generation") -> None:
+        """It is over; abort what still runs of it."""
+
+    def later(self, seconds: float, generation: "Generation") -> None:
+        """Call `generation.keep_alive()` after so many seconds."""
+
+    def load(self) -> tuple[float, float]:
+        """The gauges: requests waiting, share of KV cache in use."""
+        ...
+
+
+class Choice:
+    """One output. `emitted` tokens of it have been written, and `shown` bytes of their text."""
+
+    __slots__ = ("emitted", "ended", "generation", "head", "index", "prompt", "request", "shown", "stop", "tail")
+
+    def __init__(
+        self, generation: "Generation", index: int, prompt: int, request: EngineRequest, stop: Stop | None
+    ) -> None:
+        self.generation = generation
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        #: The stop string that will end it.
+        self.stop = stop
+        self.emitted = 0
+        self.shown = 0
+        #: Its last event was written, or it is part of an answer in one piece that can be made.
+        self.ended = False
+        self.head = b""
+        self.tail = b""
+
+    def text(self, output: int, hold: int) -> bytes:
+        """Text of the first `output` tokens that has not been shown yet, but for the last `hold` bytes; it counts as
+        shown."""
+        end = tk.TOKEN_BYTES * output - hold
+        if self.stop is not None:
+            end = min(end, self.stop.length)
+        start, width = self.shown, tk.TOKEN_BYTES
+        if end <= start:
+            return b""
+        self.shown = end
+        first = start // width
+        return tk.output(self.request.seed, first, -(-end // width))[start - first * width : end - first * width]
+
+
+class Generation:
+    """A request with all its choices, to be answered in one piece."""
+
+    def __init__(
+        self, host: Host, connection: Connection, plan: Plan, answer_id: str, created: int, fingerprint: str
+    ) -> None:
+        self.host = host
+        self.connection = connection
+        self.plan = plan
+        make = ChatShape if plan.chat else CompletionShape
+        self.shape: Shape = make(answer_id, created, plan.model, fingerprint)
+        self.choices: list[Choice] = []
+        #: Choices that have not ended.
+        self.left = 0
+        self.over = False
+        #: The client's `endpoint-load-metrics-format`; empty = it wants none.
+        self.orca = ""
+
+    def add_choice(self, prompt: int, request: EngineRequest, stop: Stop | None) -> Choice:
+        choice = Choice(self, len(self.choices), prompt, request, stop)
+        self.choices.append(choice)
+        self.left += 1
+        return choice
+
+    # ---------------------------------------------------------------- replica's side
+
+    def begin(self) -> None:
+        """The engine has the requests."""
+
+    def keep_alive(self) -> None:
+        """See `Host.later`."""
+
+    def progress(self, choice: Choice, output: int) -> None:
+        """A choice that goes on has `output` tokens."""
+
+    def finished(self, choice: Choice) -> None:
+        """The engine is done with a choice."""
+        choice.ended = True
+        self.left -= 1
+        if self.left == 0 and not self.over:
+            self._reply()
+
+    def fail(self, error: ApiError) -> None:
+        if not self.over:
+            self.end()
+            self.connection.reply(error.status, error.body())
+
+    def end(self) -> None:
+        self.over = True
+        self.host.forget(self)
+
+    # ---------------------------------------------------------------- connection's side
+
+    def lost(self) -> None:
+        if not self.over:
+            self.end()
+
+    def writable(self) -> None:
+        """Nothing to do: the answer is written once."""
+
+    # ---------------------------------------------------------------- the answer
+
+    def _reply(self) -> None:
+        choices = []
+        for choice in self.choices:
+            output = choice.request.output
+            text = self.echo(choice) + choice.text(output, 0)
+            choices.append(self.shape.choice(choice.index, text, self.parts(choice, output)))
+        prompt_ids = self.prompt_ids(self.choices[0])
+        metrics = self._timing() if self.host.timed else b"null"
+        body = self.shape.body(choices, self.counts(), self.host.details, prompt_ids, metrics)
+        self.end()
+        self.connection.reply(200, body, before=orca_line(self.orca, *self.host.load()))
+
+    def echo(self, choice: Choice) -> bytes:
+        """The prompt as the inside of a JSON string, if the client wants to have it back."""
+        return quoted(tk.text(self.plan.prompts[choice.prompt]))[1:-1] if self.plan.echo else b""
+
+    def parts(self, choice: Choice, output: int) -> Parts:
+        """What goes with the text of the tokens from those that were emitted up to `output`."""
+        request, start = choice.request, choice.emitted
+        done = request.phase is Phase.DONE
+        return Parts(
+            reason=request.finish_reason if done else "",
+            stop_reason=quoted(choice.stop.string) if done and choice.stop is not None else b"null",
+            logprobs=self._logprobs(choice, output),
+            ids=id_list(tk.output(request.seed, start, output)) if self.plan.return_token_ids else b"null",
+            prompt_ids=b"null" if start else self.prompt_ids(choice),
+        )
+
+    def _logprobs(self, choice: Choice, output: int) -> bytes:
+        top, seed, start = self.plan.logprobs, choice.request.seed, choice.emitted
+        if top is None:
+            return b"null"
+        if self.plan.chat:
+            return chat_logprobs(seed, start, output, top)
+        offset = len(tk.text(self.plan.prompts[choice.prompt])) if self.plan.echo else 0
+        return completion_logprobs(seed, start, output, top, offset)
+
+    def _timing(self) -> bytes:
+        """Of the choice that ended last, in engine time."""
+        request = max((choice.request for choice in self.choices), key=lambda request: request.finished_at)
+        decoding = 1e3 * (request.finished_at - request.first_token_at)
+        more = request.output - 1
+        values = {
+            "time_to_first_token_ms": 1e3 * (request.first_token_at - request.scheduled_at),
+            "generation_time_ms": decoding,
+            "queue_time_ms": 1e3 * (request.scheduled_at - request.arrived),
+            "mean_itl_ms": decoding / more if more else None,
+            "tokens_per_second": 1e3 * more / decoding if decoding > 0 else None,
+            "speculative_decoding": None,
+        }
+        return json.dumps(values, separators=(",", ":")).encode()
+
+    def prompt_ids(self, choice: Choice) -> bytes:
+        return id_list(self.plan.prompts[choice.prompt]) if self.plan.return_token_ids else b"null"
+
+    def counts(self) -> Counts:
+        """Of all choices; a prompt counts once however many choices it has."""
+        firsts = [choice.request for choice in self.choices[:: self.plan.n]]
+        cached = sum(max(0, request.cached_tokens) for request in firsts)
+        size = self.host.block_size
+        cacheable = sum(request.prompt_tokens // size * size for request in firsts)
+        return Counts(
+            prompt=sum(request.prompt_tokens for request in firsts),
+            completion=sum(choice.request.output for choice in self.choices),
+            cached=cached,
+            created=max(0, cacheable - cached) if self.plan.chat else None,
+        )
+
+
+# A generation request answered as server-sent events.
+#
+# Rules (beside those of `generation`)
+# * The head goes out before the engine has looked at the request; the first event comes with the first token.
+# * While the connection is paused nothing is written, and nothing is stored either: the text of all tokens since the
+#   last event can be made at any time, so a slow client gets fewer and longer events.
+
+
+_NEVER = 1 << 62
+
+
+class StreamGeneration(Generation):
+    """Each choice is a series of events; all share one connection."""
+
+    def __init__(
+        self, host: Host, connection: Connection, plan: Plan, answer_id: str, created: int, fingerprint: str
+    ) -> None:
+        super().__init__(host, connection, plan, answer_id, created, fingerprint)
+        #: Token events differ in nothing but their text.
+        self.plain = not (
+            plan.continuous_usage
+            or plan.return_token_ids
+            or plan.echo
+            or plan.stop_strings is not None
+            or plan.logprobs is not None
+        )
+        #: Bytes of text that may be the beginning of a stop string.
+        self.hold = plan.stop_strings.hold if plan.stop_strings is not None else 0
+        #: Tokens after which the connection is cut, by fault injection.
+        self.cut_after = _NEVER
+        self.started = False
+
+    def add_choice(self, prompt: int, request: EngineRequest, stop: Stop | None) -> Choice:
+        choice = super().add_choice(prompt, request, stop)
+        choice.head = self.shape.event_head(choice.index)
+        choice.tail = self.shape.event_tail()
+        return choice
+
+    # ---------------------------------------------------------------- replica's side
+
+    def begin(self) -> None:
+        self.connection.begin_stream()
+        if self.host.keepalive_s > 0:
+            self.host.later(self.host.keepalive_s, self)
+
+    def keep_alive(self) -> None:
+        """Show a client that waits for its first token that somebody is there."""
+        if self.over or self.started:
+            return
+        if not self.connection.paused:
+            self.connection.write(self.connection.event(KEEP_ALIVE))
+        self.host.later(self.host.keepalive_s, self)
+
+    def progress(self, choice: Choice, output: int) -> None:
+        """A choice that goes on has `output` tokens, more than were emitted."""
+        connection = self.connection
+        if connection.paused or self.over:
+            return
+        if self.started and self.plain and choice.emitted:
+            data = b"%b%b%b" % (choice.head, choice.text(output, 0), choice.tail)
+            choice.emitted = output
+            connection.write(connection.event(data))
+        else:
+            connection.write(self._roles() + connection.event(self._token_event(choice, output)))
+        if output >= self.cut_after:
+            connection.cut()
+
+    def finished(self, choice: Choice) -> None:
+        if self.over or self.connection.paused or choice.ended:
+            return
+        choice.ended = True
+        self.left -= 1
+        last = self.left == 0
+        request, event = choice.request, self.connection.event
+        shows_fingerprint = last and not self.plan.include_usage
+        data = self._roles() + event(self._token_event(choice, request.output, shows_fingerprint))
+        if not last:
+            self.connection.write(data)
+            return
+        if self.plan.include_usage:
+            data += event(self.shape.usage_event(self.counts(), self.host.details))
+        self.end()
+        self.connection.end_stream(data + event(DONE))
+
+    def fail(self, error: ApiError) -> None:
+        """Inside the 200 that has already gone out."""
+        if not self.over:
+            self.end()
+            event = self.connection.event
+            self.connection.end_stream(event(error.event()) + event(DONE))
+
+    # ---------------------------------------------------------------- connection's side
+
+    def writable(self) -> None:
+        for choice in self.choices:
+            if choice.request.phase is Phase.DONE:
+                self.finished(choice)
+            elif (output := self.host.output_tokens(choice.request)) > choice.emitted:
+                self.progress(choice, output)
+
+    # ---------------------------------------------------------------- events
+
+    def _roles(self) -> bytes:
+        """What comes before the first token of all."""
+        if self.started:
+            return b""
+        self.started = True
+        events = [self.shape.role_event(c.index, self._usage(0), self.prompt_ids(c)) for c in self.choices]
+        return b"".join(self.connection.event(data) for data in events if data)
+
+    def _token_event(self, choice: Choice, output: int, last: bool = False) -> bytes:
+        """The event with the tokens up to `output`; they count as emitted."""
+        first = choice.emitted == 0
+        parts = self.parts(choice, output)
+        text = choice.text(output, 0 if parts.reason else self.hold)
+        choice.emitted = output
+        tail = self.shape.event_tail(parts, self._usage(sum(other.emitted for other in self.choices)), last)
+        return b"%b%b%b%b" % (choice.head, self.echo(choice) if first else b"", text, tail)
+
+    def _usage(self, completion: int) -> bytes:
+        if not self.plan.continuous_usage:
+            return b""
+        firsts = self.choices[:: self.plan.n]
+        return Counts(sum(c.request.prompt_tokens for c in firsts), completion, 0, None).bare()

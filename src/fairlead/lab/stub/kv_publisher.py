@@ -1,0 +1,419 @@
+"""The stub's block hashes → those of a vLLM with a certain algorithm and seed, for subscribers that recompute them.
+
+The engine knows its blocks by hashes of its own. Here each gets vLLM's full digest too, chained from its parent's; the
+last eight bytes of it are what events tell. An adapter's path, which vLLM hashes too, is taken to be its name.
+"""
+
+import asyncio
+import sys
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import zmq
+from msgspec import Struct, field
+
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
+from fairlead.core.kv.hashing import EngineHasher, short
+from fairlead.lab.engine import tokens as tk
+from fairlead.lab.engine.blocks import BlockManager
+from fairlead.pool.kv_events.wire import replay_end, replay_reply, replay_start, sequence, topic
+
+# KV events to bytes, in the forms that model servers of different age send: for the stub, and to test decoders.
+
+
+class Encoding(Struct, frozen=True):
+    """How a publisher writes. The defaults are those of vLLM 0.32.
+
+    `fields`: of an array event, the tag included: 6 = 0.9, 7 = 0.11, 8 = 0.16, 9 = 0.18, 10 = 0.20, 12 = 0.23.
+    """
+
+    events: Literal["map", "array"] = "map"
+    batch: Literal["array", "map"] = "array"
+    hashes: Literal["unsigned", "signed", "bytes"] = "unsigned"
+    #: Every event is wrapped into a byte string, as llm-d's storage back end does.
+    wrapped: bool = False
+    #: Whether the batch names the data-parallel rank.
+    rank: bool = True
+    fields: int = 12
+
+
+#: vLLM's own order.
+_STORED: tuple[str, ...] = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+_REMOVED: tuple[str, ...] = ("block_hashes", "medium", "group_idx")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(ts: float, events: Sequence[KvEvent], rank: int = 0, encoding: Encoding = Encoding()) -> bytes:  # noqa: B008
+    """One batch. Raises `OverflowError` for a hash beyond 64 bits."""
+    written: list[Any] = [_event(event, encoding) for event in events]
+    if encoding.wrapped:
+        written = [_encoder.encode(event) for event in written]
+    if encoding.batch == "map":
+        batch: Any = {"ts": ts, "events": written}
+        if encoding.rank:
+            batch["data_parallel_rank"] = rank
+    else:
+        batch = [ts, written, rank] if encoding.rank else [ts, written]
+    return _encoder.encode(batch)
+
+
+def _event(event: KvEvent, encoding: Encoding) -> Any:
+    if isinstance(event, BlocksStored):
+        tag, names, values = "BlockStored", _STORED, _stored(event, encoding)
+    elif isinstance(event, BlocksRemoved):
+        tag, names = "BlockRemoved", _REMOVED
+        values = [_hashes(event.hashes, encoding), event.medium or None, event.group]
+    else:
+        tag, names, values = "AllBlocksCleared", (), []
+    if encoding.events == "array":
+        # A removal got its medium and its group in the versions in which a store got them.
+        most = encoding.fields if tag == "BlockStored" else 2 + (encoding.fields > 6) + (encoding.fields > 9)
+        return [tag, *values][:most]
+    return {"type": tag, **dict(zip(names, values, strict=True))}
+
+
+def _stored(event: BlocksStored, encoding: Encoding) -> list[Any]:
+    named = event.lora and not event.lora.startswith("#")
+    number = 1 if named else int(event.lora[1:]) if event.lora else None
+    extras: list[list[str] | None] | None = None
+    if event.tokens:
+        kept = event.extras if event.extras is not None else [()] * len(event.hashes)
+        extras = [[*([event.lora] if named else []), *extra] or None for extra in kept]
+    return [
+        _hashes(event.hashes, encoding),
+        _hashes([event.parent], encoding)[0] if event.parent else None,
+        _ids(event),
+        event.block_size,
+        number,
+        event.medium or None,
+        event.lora if named else None,
+        extras,
+        event.group,
+        event.kind or None,
+        None,
+    ]
+
+
+def _ids(event: BlocksStored) -> list[int]:
+    tokens = event.tokens
+    ids = array("I", tokens if isinstance(tokens, bytes) else tokens.take(len(tokens)))
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def _hashes(hashes: Sequence[int], encoding: Encoding) -> list[Any]:
+    if encoding.hashes == "bytes":
+        return [digest.to_bytes(32, "big") for digest in hashes]
+    if encoding.hashes == "signed":
+        return [digest - (1 << 64) if digest >> 63 else digest for digest in hashes]
+    return list(hashes)
+
+
+#: Blocks that have a name; more are told by the stub's own hash where they are a parent.
+_MOST = 500_000
+
+
+class BlockNames:
+    """`seed`: PYTHONHASHSEED; empty = not set. Raises `ValueError` for an algorithm that then hashes at random."""
+
+    def __init__(self, algorithm: str, seed: str = "") -> None:
+        self._hasher = EngineHasher(algorithm, seed or None)
+        self._digests: OrderedDict[int, bytes] = OrderedDict()
+
+    def name(
+        self, hashes: Sequence[int], parent: int, tokens: bytes, block_size: int, lora: str, salt: str
+    ) -> tuple[list[int], int]:
+        """What an event tells of consecutive blocks after `parent` (0 = none): their hashes, and the parent's."""
+        before = self._digests.get(parent) if parent else None
+        adapter = (lora, lora) if lora else None
+        digests = self._hasher.digests(tk.ids(tokens), block_size, adapter, salt or None, parent=before)
+        self._digests.update(zip(hashes, digests, strict=True))
+        while len(self._digests) > _MOST:
+            self._digests.popitem(last=False)
+        return [short(digest) for digest in digests], short(before) if before is not None else parent
+
+    def of(self, digest: int) -> int:
+        """The name of one block."""
+        known = self._digests.get(digest)
+        return short(known) if known is not None else digest
+
+
+# The sockets of a KV event publisher: PUB, and ROUTER for replays.
+
+#: Messages that a publisher keeps for a slow subscriber (vLLM's default).
+_HWM = 100_000
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+Batches = list[tuple[bytes | None, int, bytes]]
+
+
+class CurveServer(Struct, frozen=True):
+    """Z85 key pair of the publisher; `server`: the subscriber's public key, when the publisher dials."""
+
+    public: str
+    secret: str
+    server: str = ""
+
+
+def publisher_socket(context: Context, address: str, connect: bool, curve: CurveServer | None) -> tuple[Socket, str]:
+    """A PUB socket and the address that it has. Raises `zmq.ZMQError` when it is taken or none."""
+    socket = context.socket(zmq.PUB)
+    socket.set(zmq.SNDHWM, _HWM)
+    socket.set(zmq.LINGER, 0)
+    _secure(socket, curve)
+    if connect:
+        socket.connect(address)
+        return socket, address
+    socket.bind(address)
+    return socket, _bound_to(socket)
+
+
+class Replays:
+    """Answers replay requests. `batches(start)`: topic (or `None`), number and payload of all that is buffered."""
+
+    def __init__(
+        self, context: Context, address: str, curve: CurveServer | None, batches: Callable[[int], Batches]
+    ) -> None:
+        self._batches = batches
+        self._loop = asyncio.get_running_loop()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.SNDHWM, _HWM)
+        self._socket.set(zmq.LINGER, 0)
+        _secure(self._socket, curve)
+        self._socket.bind(address)
+        self.address = _bound_to(self._socket)
+        #: Requests that got no answer because of their form.
+        self.invalid = 0
+        self._descriptor = int(self._socket.get(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._read)
+        self._read()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                peer, *request = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                start = replay_start(request)
+            except ValueError:
+                self.invalid += 1
+                continue
+            self._answer(peer, start)
+
+    def _answer(self, peer: bytes, start: int) -> None:
+        with_topic = True
+        for name, number, payload in self._batches(start):
+            with_topic = name is not None
+            self._socket.send_multipart([peer, *replay_reply(name, number, payload)], zmq.NOBLOCK)
+        self._socket.send_multipart([peer, *replay_end(with_topic)], zmq.NOBLOCK)
+
+
+def _secure(socket: Socket, curve: CurveServer | None) -> None:
+    if curve is not None:
+        socket.set(zmq.CURVE_PUBLICKEY, curve.public.encode())
+        socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
+        if curve.server:
+            socket.set(zmq.CURVE_SERVERKEY, curve.server.encode())
+        else:
+            socket.set(zmq.CURVE_SERVER, 1)
+
+
+def _bound_to(socket: Socket) -> str:
+    address = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
+
+
+# KV events of a replica, published as vLLM does: what the engine's cache stores and forgets, batch by batch.
+#
+#     publisher = KvPublisher(KvEventsConfig(), name="127.0.0.1:8000", model="m")
+#     publisher.attach(replica.engine.blocks, block_size)
+#
+# Rules (vLLM 0.32, measured)
+# * Batches are numbered from 0 after every start. Nothing is sent while nothing happens.
+# * What the cache forgets stands before what is stored in its place. A cleared cache is told with the next batch.
+# * Replays are answered from a buffer of the last batches; requests of a wrong form get no answer.
+# * Explicit addresses are bound here (vLLM binds only `*`): many stubs share a machine, on ports that they are given.
+
+
+class KvEventsConfig(Struct, frozen=True, kw_only=True):
+    """Addresses may end in `:*` for a free port. `connect` dials the subscriber instead of binding."""
+
+    events: str = "tcp://127.0.0.1:*"
+    #: Empty = no replay socket.
+    replay: str = "tcp://127.0.0.1:*"
+    connect: bool = False
+    #: Empty = `kv@<name>@<model>`; `-` = the empty topic, vLLM's default.
+    topic: str = ""
+    rank: int = 0
+    first: int = 0
+    buffer_steps: int = 10_000
+    #: Replies of vLLM before 0.26 have no topic.
+    replay_topic: bool = True
+    encoding: Encoding = field(default_factory=Encoding)
+    #: Tell hashes as a vLLM with this algorithm and PYTHONHASHSEED would (see `kv_names`); empty = the engine's own.
+    hashes: str = ""
+    hash_seed: str = ""
+    curve: CurveServer | None = None
+
+
+class KvPublisher:
+    """Implements the engine's `BlockHooks`. Must be made and closed within a running loop."""
+
+    def __init__(
+        self, config: KvEventsConfig, name: str = "stub", model: str = "", unix: Callable[[], float] = time.time
+    ) -> None:
+        self.config = config
+        self.block_size = 16
+        self._unix = unix
+        self._loop = asyncio.get_running_loop()
+        self._topic = b"" if config.topic == "-" else config.topic.encode() or topic(name, model)
+        self._next = config.first
+        self._events: list[KvEvent] = []
+        self._salt = ""
+        self._names = BlockNames(config.hashes, config.hash_seed) if config.hashes else None
+        self._flush_soon: asyncio.Handle | None = None
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._lose = 0
+        self._told: deque[int] = deque(maxlen=100_000)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        try:
+            self._socket, self.events_address = publisher_socket(
+                self._context, config.events, config.connect, config.curve
+            )
+            self._replays = None
+            if config.replay:
+                self._replays = Replays(self._context, config.replay, config.curve, self._from)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+
+    @property
+    def replay_address(self) -> str:
+        return self._replays.address if self._replays is not None else ""
+
+    @property
+    def invalid_replay_requests(self) -> int:
+        """Requests for replays that got no answer because of their form."""
+        return self._replays.invalid if self._replays is not None else 0
+
+    @property
+    def next_sequence(self) -> int:
+        return self._next
+
+    def attach(self, blocks: BlockManager, block_size: int) -> None:
+        """Publish what this cache does from now on."""
+        self.block_size = block_size
+        blocks.hooks = self
+
+    async def close(self) -> None:
+        if self._flush_soon is not None:
+            self._flush_soon.cancel()
+        if self._replays is not None:
+            self._replays.close()
+        self._socket.close(linger=0)
+        self._context.destroy(linger=0)
+
+    # ---------------------------------------------------------------- the engine's side
+
+    def salted(self, salt: str) -> None:
+        self._salt = salt
+
+    def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
+        extras: list[tuple[str, ...]] | None = None
+        salt, self._salt = self._salt, ""
+        if salt:
+            extras = [(salt,), *[()] * (len(hashes) - 1)]
+        named, content = list(hashes), tokens()
+        if self._names is not None:
+            named, parent = self._names.name(hashes, parent, content, self.block_size, lora, salt)
+        self._told.extend(named)
+        self.add(
+            BlocksStored(named, parent, content, self.block_size, lora, "GPU", kind="full_attention", extras=extras)
+        )
+
+    def removed(self, digest: int) -> None:
+        self.add(BlocksRemoved([digest if self._names is None else self._names.of(digest)], "GPU"))
+
+    def cleared(self) -> None:
+        # Told with the next step: vLLM answers /reset_prefix_cache at once and publishes later.
+        self._events.append(AllCleared())
+
+    # ---------------------------------------------------------------- on demand
+
+    def add(self, event: KvEvent) -> None:
+        """Publish an event with the batch that is under way; it is sent once the loop's current callback is over."""
+        self._events.append(event)
+        if self._flush_soon is None:
+            self._flush_soon = self._loop.call_soon(self.flush)
+
+    def offload(self, count: int, medium: str = "CPU") -> list[int]:
+        """Say that the latest `count` stored blocks lie in another tier too; returns their hashes, oldest first."""
+        hashes = list(self._told)[-count:] if count else []
+        if hashes:
+            self.add(BlocksStored(hashes, medium=medium))
+        return hashes
+
+    def drop(self, hashes: Sequence[int], medium: str = "CPU") -> None:
+        """Say that these blocks are no longer in a tier."""
+        self.add(BlocksRemoved(list(hashes), medium))
+
+    def lose(self, batches: int) -> None:
+        """Do not send the next batches. They are numbered and can be replayed."""
+        self._lose = batches
+
+    def restart(self) -> None:
+        """Begin another life without saying so: numbers from the start, nothing to replay."""
+        self._events.clear()
+        self._buffer.clear()
+        self._told.clear()
+        self._next = self.config.first
+
+    def flush(self) -> None:
+        """Send what has been gathered as one batch."""
+        self._flush_soon = None
+        events, self._events = self._events, []
+        if not events:
+            return
+        payload = encode_batch(self._unix(), events, self.config.rank, self.config.encoding)
+        self.send(payload)
+
+    def send(self, payload: bytes) -> None:
+        """Number and send any bytes as a batch."""
+        number = self._next
+        self._next += 1
+        self._buffer.append((number, payload))
+        if self._lose:
+            self._lose -= 1
+            return
+        try:
+            self._socket.send_multipart([self._topic, sequence(number), payload], zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+
+    def _from(self, start: int) -> list[tuple[bytes | None, int, bytes]]:
+        name = self._topic if self.config.replay_topic else None
+        return [(name, number, payload) for number, payload in self._buffer if number >= start]

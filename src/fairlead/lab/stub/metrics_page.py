@@ -1,0 +1,293 @@
+"""The families of vLLM 0.32.0's metrics page that the engine can fill, in the order of the real page.
+
+Names and help texts are the interface of the real server, as captured from it.
+"""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TypeVar
+
+from msgspec import Struct
+
+from fairlead.lab.engine.stats import EngineStats, Histogram
+from fairlead.lab.stub.exposition import Fixed, HistogramLines, Made, Part, Read, Value, header, labels, number, page
+from fairlead.lab.stub.replica import Replica
+
+T = TypeVar("T")
+#: An attribute of the engine's stats, or what makes a number of them.
+Source = str | Callable[[EngineStats], float]
+
+
+class Family(Struct, frozen=True):
+    """A gauge, or a counter: exposed with `_total`, and a `_created` gauge beside it."""
+
+    name: str
+    help: str
+    counts: bool
+    #: Further labels, and the value for each set of them.
+    series: tuple[tuple[dict[str, str], Callable[[EngineStats], float]], ...]
+
+
+class Distribution(Struct, frozen=True):
+    name: str
+    help: str
+    read: Callable[[EngineStats], Histogram]
+
+
+def _zero(stats: EngineStats) -> float:
+    return 0.0
+
+
+def _one(stats: EngineStats) -> float:
+    return 1.0
+
+
+def _reader(source: Source) -> Callable[[EngineStats], float]:
+    return attrgetter(source) if isinstance(source, str) else source
+
+
+def _gauge(name: str, help_text: str, source: Source) -> Family:
+    return Family(f"vllm:{name}", help_text, False, (({}, _reader(source)),))
+
+
+def _counter(name: str, help_text: str, source: Source = _zero) -> Family:
+    return Family(f"vllm:{name}", help_text, True, (({}, _reader(source)),))
+
+
+def _by(name: str, help_text: str, counts: bool, label: str, **series: Source) -> Family:
+    """With a value for each of a label's values."""
+    return Family(
+        f"vllm:{name}", help_text, counts, tuple(({label: value}, _reader(source)) for value, source in series.items())
+    )
+
+
+def _histogram(name: str, help_text: str, attribute: str) -> Distribution:
+    return Distribution(f"vllm:{name}", help_text, attrgetter(attribute))
+
+
+_FLOPS = "Estimated number of floating point operations per GPU (for Model Flops Utilization calculations)."
+_READ = "Estimated number of bytes read from memory per GPU (for Model Flops Utilization calculations)."
+_WRITTEN = "Estimated number of bytes written to memory per GPU (for Model Flops Utilization calculations)."
+_BY_REASON = (
+    "Number of waiting requests by reason. Reason labels: 'capacity' = waiting for scheduling capacity; 'deferred' ="
+    " deferred by transient constraints (LoRA budget, KV transfer, blocked status). Sum of all reasons equals"
+    " vllm:num_requests_waiting."
+)
+_SLEEP = (
+    "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; weights_offloaded = 1"
+    " means sleep level 1; discard_all = 1 means sleep level 2."
+)
+_EXTERNAL = "External prefix cache {} from KV connector cross-instance cache sharing, in terms of number of {} tokens."
+_CACHED_BY_SOURCE = (
+    "Prefix-cache hit tokens by the cache tier that supplied them: device (local HBM), host (offloaded to DRAM), disk,"
+    " p2p (transferred from another vLLM instance) or external_unspecified. Counted at admission; sums to"
+    " vllm:prefix_cache_hits + vllm:external_prefix_cache_hits."
+)
+
+GAUGES_AND_COUNTERS: tuple[Family, ...] = (
+    _counter("estimated_flops_per_gpu", _FLOPS),
+    _counter("estimated_read_bytes_per_gpu", _READ),
+    _counter("estimated_write_bytes_per_gpu", _WRITTEN),
+    _gauge("num_requests_running", "Number of requests in model execution batches.", "gauges.running"),
+    _gauge("num_requests_waiting", "Number of requests waiting to be processed.", "gauges.waiting"),
+    _by(
+        "num_requests_waiting_by_reason",
+        _BY_REASON,
+        False,
+        "reason",
+        capacity=lambda s: s.gauges.waiting - s.gauges.deferred,
+        deferred="gauges.deferred",
+    ),
+    _by("engine_sleep_state", _SLEEP, False, "sleep_state", awake=_one, weights_offloaded=_zero, discard_all=_zero),
+    _gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "gauges.kv_usage"),
+    _counter("prefix_cache_queries", "Prefix cache queries, in terms of number of queried tokens.", "prefix_queries"),
+    _counter("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.", "prefix_hits"),
+    _counter("external_prefix_cache_queries", _EXTERNAL.format("queries", "queried")),
+    _counter("external_prefix_cache_hits", _EXTERNAL.format("hits", "cached")),
+    _counter("mm_cache_queries", "Multi-modal cache queries, in terms of number of queried items."),
+    _counter("mm_cache_hits", "Multi-modal cache hits, in terms of number of cached items."),
+    _counter("num_preemptions", "Cumulative number of preemption from the engine.", "preemptions"),
+    _counter("prompt_tokens", "Number of prefill tokens processed.", "prompt_tokens"),
+    _by(
+        "prompt_tokens_by_source",
+        "Number of prompt tokens by source.",
+        True,
+        "source",
+        local_compute=lambda s: s.prompt_tokens - s.prompt_tokens_cached,
+        local_cache_hit="prompt_tokens_cached",
+        external_kv_transfer=_zero,
+    ),
+    _counter("prompt_tokens_cached", "Number of cached prompt tokens (local + external).", "prompt_tokens_cached"),
+    _by(
+        "prompt_tokens_cached_by_source",
+        _CACHED_BY_SOURCE,
+        True,
+        "source",
+        device="prefix_hits",
+        host=_zero,
+        p2p=_zero,
+        disk=_zero,
+        external_unspecified=_zero,
+    ),
+    _counter("generation_tokens", "Number of generation tokens processed.", "generation_tokens"),
+    _by(
+        "request_success",
+        "Count of successfully processed requests.",
+        True,
+        "finished_reason",
+        stop=lambda s: s.finished["stop"],
+        length=lambda s: s.finished["length"],
+        abort=_zero,
+        error=_zero,
+        repetition=_zero,
+    ),
+)
+
+REJECTIONS = "vllm:admission_rejections"
+REJECTIONS_HELP = "Number of admission attempts rejected by a queue limit, by reason."
+
+HISTOGRAMS: tuple[Distribution, ...] = (
+    _histogram("request_prompt_tokens", "Number of prefill tokens processed.", "request_prompt_tokens"),
+    _histogram("request_generation_tokens", "Number of generation tokens processed.", "request_generation_tokens"),
+    _histogram("iteration_tokens_total", "Histogram of number of tokens per engine_step.", "iteration_tokens"),
+    _histogram(
+        "request_max_num_generation_tokens",
+        "Histogram of maximum number of requested generation tokens.",
+        "request_max_generation_tokens",
+    ),
+    _histogram("request_params_n", "Histogram of the n request parameter.", "request_n"),
+    _histogram("request_params_max_tokens", "Histogram of the max_tokens request parameter.", "request_max_tokens"),
+    _histogram("time_to_first_token_seconds", "Histogram of time to first token in seconds.", "ttft"),
+    _histogram("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", "itl"),
+    _histogram(
+        "request_time_per_output_token_seconds", "Histogram of time_per_output_token_seconds per request.", "tpot"
+    ),
+    _histogram("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", "e2e"),
+    _histogram("request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", "queue_time"),
+    _histogram(
+        "request_inference_time_seconds", "Histogram of time spent in RUNNING phase for request.", "inference_time"
+    ),
+    _histogram("request_prefill_time_seconds", "Histogram of time spent in PREFILL phase for request.", "prefill_time"),
+    _histogram("request_decode_time_seconds", "Histogram of time spent in DECODE phase for request.", "decode_time"),
+    _histogram(
+        "request_num_preemptions", "Histogram of the number of times a request was preempted.", "request_preemptions"
+    ),
+    _histogram(
+        "request_prefill_kv_computed_tokens",
+        "Histogram of new KV tokens computed during prefill (excluding cached tokens).",
+        "request_computed_tokens",
+    ),
+)
+
+LORA_INFO = "vllm:lora_requests_info"
+LORA_INFO_HELP = "Running stats on lora requests."
+CACHE_CONFIG = "vllm:cache_config_info"
+CACHE_CONFIG_HELP = "Information of the LLMEngine CacheConfig"
+
+#: Labels of `vllm:cache_config_info` that no option of the stub changes.
+CACHE_CONFIG_FIXED = {
+    **dict.fromkeys(
+        ("cache_hit_alignment_tokens", "hash_block_size", "kv_cache_layout", "kv_cache_memory_bytes",
+         "kv_offloading_size", "mamba_block_size", "mamba_page_size_padded", "num_cpu_blocks",
+         "num_gpu_blocks_override", "prefix_match_unit", "skip_page_size_padded", "sliding_window"),
+        "None",
+    ),
+    **dict.fromkeys(("enable_mamba_shared_prefix_checkpoint", "is_attention_free", "kv_sharing_fast_prefill",
+     "use_kda_recoverssm", "use_replayssm"), "False"),
+    **dict.fromkeys(("_block_size_resolved", "swa_bounded_replay"), "True"),
+    "cache_dtype": "auto", "gpu_memory_utilization": "0.92", "kv_cache_dtype_skip_layers": "[]",
+    "kv_offloading_backend": "native", "mamba_cache_dtype": "auto", "mamba_cache_mode": "none",
+    "mamba_ssm_cache_dtype": "float32", "prefix_cache_retention_interval": "0",
+    "prefix_caching_hash_algo": "sha256", "replayssm_buffer_len": "16"
+}  # fmt: skip
+
+# The /metrics page of a replica: vLLM 0.32.0's families, then what its HTTP server and process add.
+#
+# A page costs little because nearly all of it is fixed text: lines are prefixes made once, and a histogram is written
+# again only after it changed.
+
+
+class MetricsPage:
+    """All parts, in the order of the real page. `before` and `after` surround the engine's own families."""
+
+    def __init__(self, replica: Replica, before: list[Part], after: list[Part]) -> None:
+        self._replica = replica
+        self._labels = {"engine": "0", "model_name": replica.config.served_model}
+        self._created = number(replica.unix())
+        self._parts: list[Part] = [*before]
+        for family in GAUGES_AND_COUNTERS:
+            self._add(family)
+        self._add_rejections()
+        for histogram in HISTOGRAMS:
+            self._add_histogram(histogram)
+        if replica.spec.max_loras:
+            self._parts.append(Made(self._lora_lines))
+        self._parts.append(Fixed(self._cache_config()))
+        self._parts += after
+
+    def render(self) -> bytes:
+        return page(self._parts)
+
+    # The engine is replaced when it is restarted after its death, so values are looked up anew each time.
+
+    def _now(self, read: Callable[[EngineStats], T]) -> Callable[[], T]:
+        return lambda: read(self._replica.engine.stats)
+
+    def _add(self, family: Family) -> None:
+        counts = family.counts
+        name = f"{family.name}_total" if counts else family.name
+        self._parts.append(Fixed(header(name, "counter" if counts else "gauge", family.help)))
+        for extra, read in family.series:
+            self._parts.append(Value(name, self._labels | extra, self._now(read)))
+        if counts:
+            self._add_created(family.name, family.help, [self._labels | extra for extra, _ in family.series])
+
+    def _add_created(self, name: str, help_text: str, series: list[dict[str, str]]) -> None:
+        lines = "".join(f"{name}_created{labels(values)} {self._created}\n" for values in series)
+        self._parts.append(Fixed(header(f"{name}_created", "gauge", help_text) + lines))
+
+    def _add_rejections(self) -> None:
+        name, help_text = REJECTIONS, REJECTIONS_HELP
+        model = {"model_name": self._labels["model_name"]}
+        reasons: Mapping[str, Read] = {
+            "max_num_queued_reqs": lambda: self._replica.rejections,
+            "max_num_queued_tokens": lambda: 0,
+        }
+        self._parts.append(Fixed(header(f"{name}_total", "counter", help_text)))
+        for reason, read in reasons.items():
+            self._parts.append(Value(f"{name}_total", {**model, "reason": reason}, read))
+        self._add_created(name, help_text, [{**model, "reason": reason} for reason in reasons])
+
+    def _add_histogram(self, family: Distribution) -> None:
+        bounds = family.read(self._replica.engine.stats).bounds
+        self._parts.append(Fixed(header(family.name, "histogram", family.help)))
+        self._parts.append(HistogramLines(family.name, self._labels, self._now(family.read), bounds))
+        self._add_created(family.name, family.help, [self._labels])
+
+    def _lora_lines(self) -> str:
+        info = self._replica.lora_info
+        name = LORA_INFO
+        lines = [header(name, "gauge", LORA_INFO_HELP)]
+        for adapters, unix in info.series():
+            values = {
+                "max_lora": str(info.max_loras),
+                "running_lora_adapters": adapters,
+                "waiting_lora_adapters": adapters,
+            }
+            lines.append(f"{name}{labels(values)} {number(unix)}\n")
+        return "".join(lines)
+
+    def _cache_config(self) -> str:
+        spec = self._replica.spec
+        values = CACHE_CONFIG_FIXED | {
+            "block_size": str(spec.block_size),
+            "effective_attention_block_size": str(spec.block_size),
+            "enable_prefix_caching": str(spec.prefix_caching),
+            "engine": "0",
+            "kv_cache_max_concurrency": str(spec.num_blocks * spec.block_size / spec.max_model_len),
+            "kv_cache_size_tokens": str(spec.num_blocks * spec.block_size),
+            "num_gpu_blocks": str(spec.num_blocks),
+            "user_specified_block_size": "True",
+        }
+        name = CACHE_CONFIG
+        return f"{header(name, 'gauge', CACHE_CONFIG_HELP)}{name}{labels(values)} 1.0\n"

@@ -1,0 +1,258 @@
+"""Prompts to token ids: a fixed chat template, and the tokeniser that takes four bytes for a token.
+
+Every part of a rendered conversation is padded to whole tokens. So the tokens of a conversation are a prefix of the
+tokens of the same conversation with a turn more, and an answer has the same tokens when it comes back as when it was
+generated.
+"""
+
+import json
+from typing import Any
+
+import xxhash
+from msgspec import Struct
+
+from fairlead.lab.engine import tokens as tk
+from fairlead.lab.stub import fields
+from fairlead.lab.stub.config import StubConfig
+from fairlead.lab.stub.fields import ApiError, Body, bad_value, too_long, unknown_model
+from fairlead.lab.stub.sampling import Sampling, StopStrings, chat_top, check_top, completion_top
+
+_END = b"<|end|>\n"
+_ANSWER = b"assistant"
+
+
+def render_chat(messages: list[Any], tools: object = None) -> bytes:
+    """The prompt of a conversation, ready for the assistant's answer. Raises `ApiError` for what is no message."""
+    if not messages:
+        raise ApiError("Cannot apply chat template to an empty conversation. Provide at least one message.")
+    parts = []
+    if tools:
+        parts += [_opening(b"tools"), _whole(_json(tools)), _END]
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise bad_value("Each message needs a role", "messages", index)
+        parts += [_opening(_utf8(message["role"])), _whole(_utf8(_content(message))), _END]
+    parts.append(_opening(_ANSWER))
+    return b"".join(parts)
+
+
+def _opening(role: bytes) -> bytes:
+    return _whole(b"<|%b|>" % role)
+
+
+def _whole(data: bytes) -> bytes:
+    """Padded to whole tokens with spaces, which is also how generated text ends: stripping it does no harm."""
+    return data + b" " * (-len(data) % tk.TOKEN_BYTES)
+
+
+def _utf8(text: str) -> bytes:
+    # A lone surrogate is legal in JSON and not in UTF-8.
+    return text.encode("utf-8", "replace")
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _content(message: Body) -> str:
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    text = content if isinstance(content, str) else ""
+    if isinstance(content, list):
+        text = "".join(_part(part) for part in content)
+    return text + _json(calls).decode() if calls else text
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        text = part.get("text")
+        # Images and audio are beyond the stub; their reference stands for them, so equal ones are equal tokens.
+        return text if isinstance(text, str) else _json(part).decode()
+    raise bad_value("Unknown part type", "messages", type(part).__name__)
+
+
+def prompts_of(value: object, vocab: int) -> tuple[list[bytes], bool]:
+    """Token ids of each prompt of a completion request, and whether the client sent ids (so their number is exact).
+
+    A prompt is a string, a list of ids, or a list of either. Raises `ApiError`.
+    """
+    if isinstance(value, str):
+        return [_text_tokens(value)], False
+    if not isinstance(value, list) or not value:
+        raise _no_prompt()
+    if all(type(item) is int for item in value):
+        return [id_tokens(value, vocab)], True
+    if all(isinstance(item, str) for item in value):
+        return [_text_tokens(item) for item in value], False
+    if all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in value):
+        return [id_tokens(item, vocab) for item in value], True
+    raise _no_prompt()
+
+
+def _no_prompt() -> ApiError:
+    return ApiError("Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)", param="prompt")
+
+
+def _text_tokens(text: str) -> bytes:
+    if not text:
+        raise _no_prompt()
+    return tk.encode(_utf8(text))
+
+
+def id_tokens(ids: list[int], vocab: int) -> bytes:
+    """Raises `ApiError` for ids outside of the vocabulary."""
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab:
+        raise ApiError(f"Token id {high if high >= vocab else low} is out of vocabulary")
+    return tk.from_ids(ids)
+
+
+# What a generation request asks for, checked in the real server's order and refused in its words.
+
+#: Completions without `max_tokens` get sixteen, as the API has it since its beginning.
+_COMPLETION_TOKENS = 16
+_MAX_CHOICES = 1024
+
+
+class Plan(Struct, kw_only=True):
+    """A checked request: one or more prompts, `n` choices each."""
+
+    chat: bool
+    model: str
+    lora: str
+    prompts: list[bytes]
+    n: int
+    #: Per prompt, clamped to what the context length leaves.
+    max_tokens: list[int]
+    #: The model stops by itself; only where the client set no limit.
+    stops: bool
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
+    stop_strings: StopStrings | None = None
+    #: How many likely tokens to show beside each one; `None` = no log-probabilities at all.
+    logprobs: int | None = None
+    salt: str = ""
+    request_id: str = ""
+
+    def seed(self, prompt: int, choice: int) -> int:
+        """Equal prompts get equal output, choice by choice."""
+        digest: int = xxhash.xxh3_64_intdigest(self.prompts[prompt], tk.root_hash(self.lora))
+        return digest + 7919 * choice
+
+
+class Models:
+    """The names that can be asked for: the base model and the adapters that are loaded now."""
+
+    def __init__(self, base: str, loras: tuple[str, ...], created: int) -> None:
+        self.base = base
+        #: Adapter to (path, when loaded).
+        self.loras: dict[str, tuple[str, int]] = {name: (f"./{name}", created) for name in loras}
+        self.created = created
+
+    def resolve(self, name: str | None) -> tuple[str, str]:
+        """Model name to answer with, and adapter (empty for the base model). No name means the base model."""
+        if not name or name == self.base:
+            return self.base, ""
+        if name in self.loras:
+            return name, name
+        raise unknown_model(name, self.base)
+
+
+def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:
+    """/v1/completions. Raises `ApiError`."""
+    options = _Options(body)
+    options.logprobs = completion_top(body)
+    limit = fields.integer(body, "max_tokens", _COMPLETION_TOKENS)
+    echo = fields.boolean(body, "echo")
+    prompts, counted = prompts_of(body.get("prompt"), config.vocab_size)
+    model, lora = models.resolve(options.model)
+    return options.plan(config, prompts, counted, limit, chat=False, model=model, lora=lora, echo=echo)
+
+
+def plan_chat(body: Body, models: Models, config: StubConfig) -> Plan:
+    """/v1/chat/completions. Raises `ApiError`."""
+    messages = fields.array(body, "messages")
+    options = _Options(body)
+    options.logprobs = chat_top(body)
+    limit = fields.integer(body, "max_completion_tokens", fields.integer(body, "max_tokens"))
+    model, lora = models.resolve(options.model)
+    prompts = [render_chat(messages, body.get("tools"))]
+    return options.plan(config, prompts, False, limit, chat=True, model=model, lora=lora, echo=False)
+
+
+class _Options:
+    """The fields that both APIs share."""
+
+    def __init__(self, body: Body) -> None:
+        self.model = fields.string(body, "model")
+        self.n = fields.integer(body, "n", 1) or 0
+        self.stream = fields.boolean(body, "stream")
+        self.ignore_eos = fields.boolean(body, "ignore_eos")
+        self.return_token_ids = fields.boolean(body, "return_token_ids")
+        self.salt = fields.string(body, "cache_salt") or ""
+        self.request_id = fields.string(body, "request_id") or ""
+        fields.integer(body, "seed")
+        self.sampling = Sampling(body)
+        self.logprobs: int | None = None
+        stream_options = fields.mapping(body, "stream_options")
+        if stream_options is not None and not self.stream:
+            raise ApiError(
+                "Stream options can only be defined when `stream=True`. (parameter=stream_options)",
+                param="stream_options",
+            )
+        self.include_usage = fields.boolean(stream_options or {}, "include_usage")
+        self.continuous_usage = self.include_usage and fields.boolean(stream_options or {}, "continuous_usage_stats")
+
+    def plan(
+        self,
+        config: StubConfig,
+        prompts: list[bytes],
+        counted: bool,
+        limit: int | None,
+        *,
+        chat: bool,
+        model: str,
+        lora: str,
+        echo: bool,
+    ) -> Plan:
+        context = config.spec().max_model_len
+        longest = max(map(len, prompts)) // tk.TOKEN_BYTES
+        if longest >= context:
+            raise too_long(context, longest, counted)
+        self._check(limit, len(prompts))
+        room = [min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in prompts]
+        stops = limit is None and not self.ignore_eos and config.natural_output > 0
+        likely = sum(min(tokens, 2 * config.natural_output) if stops else tokens for tokens in room) * self.n
+        check_top(self.logprobs, likely)
+        return Plan(
+            chat=chat,
+            model=model,
+            lora=lora,
+            prompts=prompts,
+            n=self.n,
+            max_tokens=room,
+            stops=stops,
+            stream=self.stream,
+            include_usage=self.include_usage,
+            continuous_usage=self.continuous_usage,
+            echo=echo,
+            return_token_ids=self.return_token_ids,
+            stop_strings=self.sampling.stop_strings(),
+            logprobs=self.logprobs,
+            salt=self.salt,
+            request_id=self.request_id,
+        )
+
+    def _check(self, limit: int | None, prompts: int) -> None:
+        if self.n < 1:
+            raise bad_value(f"n must be at least 1, got {self.n}.", "n", self.n)
+        if self.n * prompts > _MAX_CHOICES:
+            raise bad_value(f"n must be at most {_MAX_CHOICES} for all prompts together, got {self.n}.", "n", self.n)
+        self.sampling.check()
+        if limit is not None and limit < 1:
+            raise bad_value(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)

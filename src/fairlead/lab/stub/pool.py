@@ -1,0 +1,259 @@
+"""Many replicas in one process: start them, reach them, stop and restart single ones."""
+
+import asyncio
+import errno
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import yaml
+
+from fairlead.lab.stub.config import Faults, StubConfig, changed
+from fairlead.lab.stub.connection import Held
+from fairlead.lab.stub.exposition import Part, process_parts
+from fairlead.lab.stub.replica import Replica
+from fairlead.lab.stub.server import ReplicaServer
+
+if TYPE_CHECKING:
+    from fairlead.lab.stub.kv_publisher import KvEventsConfig
+
+
+class PortTaken(Exception):
+    """A port could not be listened on. `cure`: what a user of the command can do."""
+
+    def __init__(self, message: str, cure: str) -> None:
+        super().__init__(message)
+        self.cure = cure
+
+
+_ANOTHER = "is another server running there? Choose another --port"
+_EVENT_CURES = {
+    errno.EADDRINUSE: "is another server running there? Choose another --kv-events-port",
+    errno.ENODEV: "for KV events --host must be an IPv4 address of this machine",
+}
+_NO_ADDRESS = "--kv-events-connect is an address as tcp://127.0.0.1:5557"
+#: A publisher needs ten, its subscriber two more (libzmq 4.3, measured).
+_FILES_PER_PUBLISHER = 12
+_OTHER_FILES = 100
+
+
+class StubPool:
+    """`async with StubPool(config, replicas=8) as pool:` serves until the block is left.
+
+    `ports` is 0 for free ones, a first port (then one after the other), or a list. `configs` overrides the
+    configuration of single replicas by index, for unlike hardware. Raises `ValueError` for ports that are none.
+    """
+
+    def __init__(
+        self,
+        config: StubConfig | None = None,
+        replicas: int = 1,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] | int = 0,
+        *,
+        name: str = "stub",
+        configs: dict[int, StubConfig] | None = None,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError("a pool needs at least one replica")
+        base = config or StubConfig()
+        self._configs = [(configs or {}).get(index, base) for index in range(replicas)]
+        if isinstance(ports, int):
+            self._ports = [ports + index if ports else 0 for index in range(replicas)]
+        else:
+            self._ports = list(ports)
+        if len(self._ports) != replicas:
+            raise ValueError(f"{replicas} replicas need as many ports, not {len(self._ports)}")
+        self.host = host
+        self.names = [f"{name}-{index}" for index in range(replicas)]
+        # Ports of events count up over the replicas of the base configuration; single configurations name their own.
+        self._kv_events = [
+            replica_config.kv_events_of(index if replica_config is base else 0)
+            for index, replica_config in enumerate(self._configs)
+        ]
+        self._process: list[Part] = []
+        self._servers: list[ReplicaServer | None] = [None] * replicas
+
+    async def __aenter__(self) -> Self:
+        self._process = process_parts(time.time())
+        if any(self._kv_events):
+            _have_files(len(self._servers))
+        try:
+            for index in range(len(self._servers)):
+                await self._start(index)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop all. Safe to call again."""
+        for index in range(len(self._servers)):
+            await self.stop(index)
+
+    @property
+    def addresses(self) -> list[str]:
+        """`host:port` of every replica, also of stopped ones."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return [f"{host}:{port}" for port in self._ports]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The running replicas, with `engine.stats`, `faults` and `models`."""
+        return [server.replica for server in self._servers if server is not None]
+
+    def replica(self, index: int) -> Replica:
+        """Raises `LookupError` when it is stopped."""
+        return self._running(index).replica
+
+    def connections(self, index: int) -> int:
+        """Open client connections."""
+        return self._running(index).connections
+
+    def held(self, index: int) -> list[Held]:
+        """What each connection of a replica keeps in memory."""
+        return self._running(index).held
+
+    def set_faults(self, index: int, **changes: object) -> Faults:
+        """Change some faults of one replica, see `Faults`. Raises `ValueError` for what is no fault or not its type."""
+        replica = self.replica(index)
+        replica.faults = changed(replica.faults, changes)
+        return replica.faults
+
+    async def stop(self, index: int) -> None:
+        """Kill a replica: its port is closed, its connections are cut, its cache is gone."""
+        server, self._servers[index] = self._servers[index], None
+        if server is not None:
+            await server.stop()
+            if server.replica.kv_events is not None:
+                await server.replica.kv_events.close()
+
+    async def restart(self, index: int) -> None:
+        """Kill it if it runs, and start it fresh on the same port."""
+        await self.stop(index)
+        await self._start(index)
+
+    async def _start(self, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        replica = Replica(self._configs[index], self.names[index], index, loop, time.time)
+        server = ReplicaServer(replica, self._process)
+        try:
+            self._ports[index] = await server.start(self.host, self._ports[index])
+        except OSError as error:
+            taken = f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}"
+            raise PortTaken(taken, _ANOTHER) from error
+        self._servers[index] = server
+        events = self._kv_events[index]
+        if events is not None:
+            try:
+                self._kv_events[index] = self._publish(replica, server.address, events)
+            except PortTaken:
+                await self.stop(index)
+                raise
+
+    def _publish(self, replica: Replica, address: str, config: "KvEventsConfig") -> "KvEventsConfig":
+        """Give a replica its publisher. Returns the configuration with the ports that it got, for after a restart."""
+        import zmq
+
+        from fairlead.lab.stub.kv_publisher import KvPublisher
+
+        model = replica.config.served_model
+        named = msgspec.structs.replace(config, topic=config.topic or f"kv@{address}@{model}")
+        try:
+            publisher = KvPublisher(named, address, model, replica.unix)
+        except zmq.ZMQError as error:
+            cure = _NO_ADDRESS if config.connect else _EVENT_CURES.get(error.errno or 0, "choose other addresses")
+            raise PortTaken(f"cannot publish KV events: {error}", cure) from error
+        replica.publish(publisher)
+        return msgspec.structs.replace(named, events=publisher.events_address, replay=publisher.replay_address)
+
+    def _running(self, index: int) -> ReplicaServer:
+        server = self._servers[index]
+        if server is None:
+            raise LookupError(f"{self.names[index]} is stopped")
+        return server
+
+
+def _have_files(publishers: int) -> None:
+    """Raise the limit of open files if need be and allowed: libzmq ends the process when it finds none left."""
+    needed = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        raise PortTaken(f"KV events of {publishers} replicas need {needed} open files", f"raise the limit of {hard}")
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+# The life of `fairlead stub`: start a pool, say where it is, wait for a signal, stop.
+
+
+def run(
+    config: StubConfig, replicas: int, host: str, port: int, endpoints: Path | None, say: Callable[[str], object]
+) -> str:
+    """Serve until SIGINT or SIGTERM. Returns what went wrong, in words for a user; empty when nothing did."""
+    return asyncio.run(_serve(config, replicas, host, port, endpoints, say))
+
+
+async def _serve(
+    config: StubConfig, replicas: int, host: str, port: int, endpoints: Path | None, say: Callable[[str], object]
+) -> str:
+    loop = asyncio.get_running_loop()
+    asked_to_stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked_to_stop.set)
+    if port + replicas - 1 > 65535:
+        return f"{replicas} replicas from port {port} on need ports above 65535"
+    try:
+        pool = StubPool(config, replicas, host, port)
+    except ValueError as error:
+        return str(error)
+    try:
+        async with pool:
+            if endpoints is not None:
+                await asyncio.to_thread(endpoints.write_text, endpoints_yaml(pool, config))
+            spec = config.spec()
+            say(
+                f"{config.served_model} ({config.preset}): KV cache {spec.kv_tokens:,} tokens,"
+                f" {spec.max_num_seqs} sequences, time ratio {config.time_ratio:g}"
+            )
+            for index, (name, address) in enumerate(zip(pool.names, pool.addresses, strict=True)):
+                say(f"{name}  http://{address}{_sources(pool.replica(index))}")
+            await asked_to_stop.wait()
+    except PortTaken as error:
+        return f"{error}; {error.cure}"
+    except OSError as error:
+        return f"cannot write {endpoints}: {error.strerror or error}"
+    return ""
+
+
+def _sources(replica: Replica) -> str:
+    publisher = replica.kv_events
+    if publisher is None:
+        return ""
+    replay = f"  replay {publisher.replay_address}" if publisher.replay_address else ""
+    return f"  events {publisher.events_address}{replay}"
+
+
+def endpoints_yaml(pool: StubPool, config: StubConfig) -> str:
+    """The pool as an endpoints file, which the gateway can watch."""
+    entries = [
+        {"name": name, **_split(address), "labels": {"model": config.served_model, "app": "fairlead-stub"}}
+        for name, address in zip(pool.names, pool.addresses, strict=True)
+    ]
+    text: str = yaml.safe_dump({"endpoints": entries}, sort_keys=False)
+    return text
+
+
+def _split(address: str) -> dict[str, str | int]:
+    host, _, port = address.rpartition(":")
+    return {"address": host.strip("[]"), "port": int(port)}

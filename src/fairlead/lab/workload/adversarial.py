@@ -1,0 +1,125 @@
+"""Workloads that break routers: small and seeded, each made for one known weakness.
+
+`paced_prefix`    one client after another with the same beginning, no load in between: rules that look at load alone
+                  spread it over all servers, and each computes it anew.
+`cold_bursts`     many requests with one new beginning within 100 ms: whoever learns a prefix only when it was computed
+                  sends every one elsewhere.
+`viral_prompt`    nearly everybody has the same beginning: affinity without a price for load melts one server.
+`long_and_short`  a few prompts a hundred times as long as the others: counting requests is not enough.
+`cancel_storm`    half of the clients give up at the same moment: leases must go with them.
+`overload`        more than can be served, half of it sheddable.
+"""
+
+from random import Random
+
+from msgspec import structs
+
+from fairlead.lab.workload.arrivals import poisson, ramp, times
+from fairlead.lab.workload.conversation import SharedPrefix, shared_prefix
+from fairlead.lab.workload.record import Record, Workload, arranged
+
+BLOCK = 64
+
+
+class _Blocks:
+    """Hands out block ids: shared beginnings by name, and fresh ones."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._shared: dict[str, tuple[int, ...]] = {}
+
+    def fresh(self, tokens: int) -> tuple[int, ...]:
+        first, self._next = self._next, self._next + -(-tokens // BLOCK)
+        return tuple(range(first, self._next))
+
+    def shared(self, name: str, tokens: int) -> tuple[int, ...]:
+        if name not in self._shared:
+            self._shared[name] = self.fresh(tokens)
+        return self._shared[name]
+
+
+def _record(index: int, arrival_s: float, ids: tuple[int, ...], output: int) -> Record:
+    return Record(
+        id=str(index),
+        arrival_us=int(arrival_s * 1e6),
+        in_tokens=len(ids) * BLOCK,
+        out_tokens=output,
+        max_tokens=output,
+        block_size=BLOCK,
+        hash_ids=ids,
+    )
+
+
+def paced_prefix(count: int = 120, gap_s: float = 1.0, seed: int = 0) -> Workload:
+    """Each request `gap_s` after the end of the one before, all with the same 6,400 tokens first."""
+    blocks = _Blocks()
+    records: list[Record] = []
+    for index in range(count):
+        record = _record(index, index * (gap_s + 1.0), blocks.shared("system", 6400) + blocks.fresh(640), 40)
+        before = str(index - 1) if index else ""
+        records.append(structs.replace(record, parent=before, think_ms=gap_s * 1e3 if index else 0.0))
+    return arranged("paced-prefix", records, "think")
+
+
+def cold_bursts(bursts: int = 24, size: int = 16, every_s: float = 5.0, seed: int = 0) -> Workload:
+    """Every `every_s` seconds, `size` requests within 100 ms that share 8,000 tokens which nobody has seen before."""
+    rng = Random(f"cold-bursts/{seed}")
+    blocks = _Blocks()
+    records: list[Record] = []
+    for burst in range(bursts):
+        for _ in range(size):
+            arrival_s = burst * every_s + rng.random() * 0.1
+            records.append(_record(len(records), arrival_s, blocks.shared(str(burst), 8000) + blocks.fresh(256), 150))
+    return arranged("cold-bursts", records)
+
+
+def viral_prompt(rate: float = 30.0, seconds: float = 90.0, share: float = 0.8, seed: int = 0) -> Workload:
+    """`share` of all requests have one and the same 6,400 tokens first, the others none in common."""
+    rng = Random(f"viral-prompt/{seed}")
+    blocks = _Blocks()
+    records: list[Record] = []
+    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+        viral = rng.random() < share
+        ids = blocks.shared("viral", 6400) + blocks.fresh(640) if viral else blocks.fresh(3200)
+        records.append(_record(len(records), arrival_s, ids, 250))
+    return arranged("viral-prompt", records)
+
+
+def long_and_short(rate: float = 12.0, seconds: float = 120.0, share: float = 0.06, seed: int = 0) -> Workload:
+    """`share` of the prompts have 48,000 tokens, the others 512."""
+    rng = Random(f"long-and-short/{seed}")
+    blocks = _Blocks()
+    records: list[Record] = []
+    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+        long = rng.random() < share
+        records.append(_record(len(records), arrival_s, blocks.fresh(48_000 if long else 512), 200))
+    return arranged("long-and-short", records)
+
+
+def cancel_storm(rate: float = 12.0, seconds: float = 90.0, at_s: float = 45.0, seed: int = 0) -> Workload:
+    """The shared-prefix workload; half of those who came before `at_s` and would still be there leave at that time."""
+    rng = Random(f"cancel-storm/{seed}")
+    plain = shared_prefix(SharedPrefix(groups=40), rate=rate, seconds=seconds, seed=seed)
+    records: list[Record] = []
+    for record in plain.records:
+        left = at_s * 1e3 - record.arrival_us * 1e-3
+        if 0 < left < 60e3 and rng.random() < 0.5:
+            record = structs.replace(record, cancel_after_ms=round(left + 100 * rng.random(), 3))
+        records.append(record)
+    return arranged("cancel-storm", records)
+
+
+def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed: int = 0) -> Workload:
+    """The rate climbs to about twice of what 8 servers can do; half of the requests may be shed (priority -1)."""
+    rng = Random(f"overload/{seed}")
+    plain = shared_prefix(
+        SharedPrefix(groups=60, output_tokens=400),
+        arrivals=ramp(first, last, seconds * 0.6),
+        seconds=seconds,
+        seed=seed,
+    )
+    records = [
+        structs.replace(record, priority=-1 if rng.random() < 0.5 else 0, slo_ttft_ms=5000.0)
+        for record in plain.records
+    ]
+    return arranged("overload", records)

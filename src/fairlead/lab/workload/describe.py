@@ -1,0 +1,145 @@
+"""Block ids of a workload → the two forms in which prompts are compared: KV block hashes and the learned prefix chain.
+
+Both are chained: the hash of a block covers everything before it, so equal hash means equal beginning, whatever a
+trace's ids mean by themselves.
+
+* An engine wants the hash of every full block of its own block size. Where that is smaller than the trace's, a trace
+  block is cut into pieces; where it is larger, several make one (it must be a multiple one way or the other).
+* The scheduler's chain is what `fairlead.core.prefix.ChainHasher` would make of the prompt's bytes: borders at least
+  `max(finest, offset/growth)` apart that depend on the offset alone. It can only be cut where the trace is, so borders
+  are the trace's block borders, thinned out in the same way. Tokens become bytes at a fixed rate.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean, median
+from struct import pack
+
+from xxhash import xxh3_64_intdigest
+
+from fairlead.core.request import NO_PREFIX, PrefixChain
+from fairlead.lab.workload.record import Workload
+
+#: Bytes of JSON per prompt token, as `fairlead.core.tokens` and the fleet's capacity budget assume.
+BYTES_PER_TOKEN = 4.2
+#: As `fairlead.core.prefix.ChainHasher` with the default hash block of 64 tokens.
+FINEST = 256
+GROWTH = 32
+
+
+def chained(ids: Sequence[int], parent: int) -> list[int]:
+    """One 64-bit hash per id, each covering all before it. O(ids)."""
+    hashes = []
+    for block in ids:
+        parent = xxh3_64_intdigest(pack("<Q", block & 0xFFFFFFFFFFFFFFFF), parent)
+        hashes.append(parent)
+    return hashes
+
+
+def engine_hashes(chain: Sequence[int], block_size: int, tokens: int, engine_block: int) -> list[int]:
+    """Hashes of the full blocks of `engine_block` tokens in the first `tokens` tokens.
+
+    `chain` comes from `chained`, one hash per `block_size` tokens, the last one perhaps for fewer.
+    Raises `ValueError` when neither size is a multiple of the other.
+    """
+    full_blocks = tokens // engine_block
+    if block_size == engine_block:
+        return list(chain[:full_blocks])
+    if block_size % engine_block == 0:
+        pieces = block_size // engine_block
+        hashes = [xxh3_64_intdigest(pack("<Q", piece), parent) for parent in chain for piece in range(pieces)]
+        return hashes[:full_blocks]
+    if engine_block % block_size == 0:
+        step = engine_block // block_size
+        return list(chain[step - 1 :: step][:full_blocks])
+    raise ValueError(f"KV blocks of {engine_block} tokens do not fit trace blocks of {block_size} tokens")
+
+
+class Borders:
+    """Which of a trace's block borders the scheduler's chain keeps. One per block size; grows as needed."""
+
+    def __init__(
+        self, block_size: int, bytes_per_token: float = BYTES_PER_TOKEN, finest: int = FINEST, growth: int = GROWTH
+    ) -> None:
+        self._width = block_size * bytes_per_token
+        self._finest = finest
+        self._growth = growth
+        #: Index of the trace block that a border ends, and the border in bytes.
+        self._kept: list[tuple[int, int]] = []
+        self._known = 0
+
+    def chain(self, hashes: Sequence[int], full_blocks: int) -> PrefixChain:
+        """The prefix chain of a prompt; `hashes` from `chained`, of which the first `full_blocks` are full blocks."""
+        if not full_blocks:
+            return NO_PREFIX
+        self._extend(full_blocks)
+        kept = [(index, end) for index, end in self._kept if index < full_blocks]
+        return PrefixChain(tuple(hashes[index] for index, _ in kept), tuple(end for _, end in kept))
+
+    def _extend(self, blocks: int) -> None:
+        last = self._kept[-1][1] if self._kept else 0
+        for index in range(self._known, blocks):
+            end = int((index + 1) * self._width)
+            if end - last >= max(self._finest, last // self._growth):
+                self._kept.append((index, end))
+                last = end
+        self._known = max(self._known, blocks)
+
+
+# What a workload amounts to, in a few lines.
+
+
+def ideal_hit(workload: Workload) -> float:
+    """Share of prompt tokens that one cache without bounds would hit, in whole blocks."""
+    seen: set[int] = set()
+    tokens = hits = 0
+    for record in workload.records:
+        tokens += record.in_tokens
+        counting = True
+        for index, block in enumerate(chained(record.hash_ids, 0)):
+            if block not in seen:
+                counting = False
+                seen.add(block)
+            elif counting:
+                hits += max(min(record.block_size, record.in_tokens - index * record.block_size), 0)
+    return hits / tokens if tokens else 0.0
+
+
+def describe(workload: Workload) -> list[str]:
+    """Lines for people."""
+    records = workload.records
+    if not records:
+        return [f"{workload.name}: no requests"]
+    seconds = workload.duration_s
+    sessions = len({record.session for record in records if record.session})
+    return [
+        f"{workload.name}: {len(records):,} requests in {seconds:,.0f} s"
+        + (f" ({len(records) / seconds:.2f}/s)" if seconds else "")
+        + f", {workload.dispatch} dispatch, {sessions:,} sessions",
+        "  input   " + _spread([record.in_tokens for record in records]),
+        "  output  " + _spread([record.out_tokens for record in records]),
+        f"  ideal prefix hit {ideal_hit(workload):.1%}, blocks of {workload.block_size or 'no'} tokens",
+    ]
+
+
+def figures(workload: Workload) -> dict[str, object]:
+    """The same for programs: seconds, tokens, shares."""
+    records = workload.records
+    return {
+        "name": workload.name,
+        "requests": len(records),
+        "duration_s": workload.duration_s,
+        "dispatch": workload.dispatch,
+        "sessions": len({record.session for record in records if record.session}),
+        "block_size": workload.block_size,
+        "in_tokens": _mean_and_more([record.in_tokens for record in records]),
+        "out_tokens": _mean_and_more([record.out_tokens for record in records]),
+        "ideal_hit": ideal_hit(workload),
+    }
+
+
+def _mean_and_more(values: Sequence[int]) -> dict[str, float]:
+    return {"mean": fmean(values), "p50": median(values), "max": max(values)} if values else {}
+
+
+def _spread(values: Sequence[int]) -> str:
+    return f"mean {fmean(values):,.0f}  p50 {median(values):,.0f}  max {max(values):,}"

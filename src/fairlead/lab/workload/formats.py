@@ -1,0 +1,475 @@
+"""Published trace formats ↔ workloads: each has a `read` and a `write`, and a row in the table at the end.
+
+A format holds what it holds: what `write` loses of a workload (block ids in a table of token counts, say) is gone.
+What it does hold comes back as it was. What is wrong with a file is told with the file, the line and the field."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from math import isfinite
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from fairlead.core.errors import FairleadError
+from fairlead.lab.workload.record import Dispatch, Outcome, Record, Workload, arranged, problem_of
+
+
+class TraceError(FairleadError):
+    """A trace cannot be read. `line` counts from 1; `field` is empty when the whole line is at fault."""
+
+    def __init__(self, source: str, line: int, field: str, message: str) -> None:
+        self.source = source
+        self.line = line
+        self.field = field
+        where = f"{source}:{line}" if line else source
+        super().__init__(f"{where}: {field}: {message}" if field else f"{where}: {message}")
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Part of a bad value, for a message."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+# Lines of JSON → checked structs, with the line and the field of whatever is wrong.
+
+T = TypeVar("T")
+
+
+def rows(data: bytes, kind: type[T], source: str) -> Iterator[tuple[int, T]]:
+    """(line number, row) of every line that is not blank. Raises `TraceError`."""
+    decoder = msgspec.json.Decoder(kind)
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, decoder.decode(line)
+        except msgspec.ValidationError as error:
+            raise TraceError(source, number, *_place(str(error))) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TraceError(source, number, "", f"no JSON object: {error}") from None
+
+
+def lines(items: Iterable[object]) -> bytes:
+    """One JSON document per line."""
+    encoder = msgspec.json.Encoder()
+    return b"".join(encoder.encode(item) + b"\n" for item in items)
+
+
+def checked(record: Record, source: str, line: int, names: dict[str, str]) -> Record:
+    """The record, if it is one. `names`: our fields → what the format calls them. Raises `TraceError`."""
+    problem = problem_of(record)
+    if problem is not None:
+        field, text = problem
+        raise TraceError(source, line, names.get(field, field), text)
+    return record
+
+
+def _place(message: str) -> tuple[str, str]:
+    """(field, what is wrong) of the decoder's message."""
+    text, _, path = message.partition(" - at `$")
+    path = path.strip("`.")
+    named = "missing required field" in text or "unknown field" in text
+    inner = text.split("`")[1] if named and "`" in text else ""
+    return ".".join(part for part in (path, inner) if part), text
+
+
+# Rows of CSV with a header line → checked fields, with the line and the field of whatever is wrong.
+
+
+class TableRow:
+    """One line; fields are asked for by name."""
+
+    __slots__ = ("_source", "_values", "line")
+
+    def __init__(self, values: dict[str, str], source: str, line: int) -> None:
+        self._values = values
+        self._source = source
+        self.line = line
+
+    def has(self, field: str) -> bool:
+        """The field is there and not empty."""
+        return bool(self._values.get(field, "").strip())
+
+    def text(self, field: str) -> str:
+        return self._values[field]
+
+    def number(self, field: str) -> float:
+        try:
+            value = float(self._values[field])
+        except ValueError:
+            value = float("nan")
+        if not isfinite(value):
+            raise self.error(field, f"expected a number, got {shortened(self._values[field])!r}")
+        return value
+
+    def count(self, field: str) -> int:
+        value = self.number(field)
+        if value != int(value) or value < 0:
+            raise self.error(field, f"expected a whole number of at least 0, got {shortened(self._values[field])!r}")
+        return int(value)
+
+    def error(self, field: str, message: str) -> TraceError:
+        return TraceError(self._source, self.line, field, message)
+
+
+def read_table(data: bytes, fields: Sequence[str], source: str) -> Iterator[TableRow]:
+    """Rows in order; blank lines are passed over. Raises `TraceError` when a column is missing or a row is short."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TraceError(source, line, "", "is no UTF-8 text") from None
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        missing = [name for name in fields if name not in header]
+        if missing:
+            raise TraceError(source, 1, missing[0], f"no such column; the header has {', '.join(header) or 'nothing'}")
+        for values in reader:
+            if not any(values):
+                continue
+            if len(values) < len(header):
+                raise TraceError(source, reader.line_num, header[len(values)], "is missing, the line ends before it")
+            yield TableRow(dict(zip(header, values, strict=False)), source, reader.line_num)
+    except csv.Error as error:
+        raise TraceError(source, reader.line_num, "", str(error)) from None
+
+
+def write_table(fields: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(fields)
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+NATIVE_MARK = b'{"fairlead_workload":'
+
+
+class NativeHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line. A file without one holds records from its first line on."""
+
+    #: Version of the format.
+    fairlead_workload: int = 1
+    name: str = ""
+    dispatch: Dispatch = "timestamp"
+
+
+def read_native(data: bytes, source: str = "workload", name: str = "workload") -> Workload:
+    """Raises `TraceError`; ids must be unique, and a parent must come before its followers."""
+    header = NativeHeader()
+    if data.startswith(NATIVE_MARK):
+        first, _, _ = data.partition(b"\n")
+        (_, header), *_ = rows(first, NativeHeader, source)
+        if header.fairlead_workload != 1:
+            message = f"version {header.fairlead_workload} is not known here"
+            raise TraceError(source, 1, "fairlead_workload", message)
+        # Blanked out, not cut off, so that lines keep their numbers.
+        data = data[len(first) :]
+    records: list[Record] = []
+    seen: set[str] = set()
+    for number, record in rows(data, Record, source):
+        records.append(checked(record, source, number, {}))
+        if record.id in seen:
+            raise TraceError(source, number, "id", f"{record.id[:40]!r} is there already")
+        if record.parent and record.parent not in seen:
+            raise TraceError(source, number, "parent", f"no earlier record has the id {record.parent[:40]!r}")
+        seen.add(record.id)
+    return arranged(header.name or name, records, header.dispatch)
+
+
+def write_native(workload: Workload) -> bytes:
+    """Everything of it."""
+    return lines([NativeHeader(name=workload.name, dispatch=workload.dispatch), *workload.records])
+
+
+# Mooncake (FAST'25): one JSON object per line, `timestamp` in ms, `hash_ids` of 512 tokens each.
+#
+# Also the variants of other replay tools that add `session_id` and `delay` (ms after the session's previous answer).
+
+
+MOONCAKE_BLOCK = 512
+_MOONCAKE_NAMES = {
+    "in_tokens": "input_length",
+    "out_tokens": "output_length",
+    "arrival_us": "timestamp",
+    "think_ms": "delay",
+    "block_size": "hash_ids",
+}
+
+
+class MooncakeRow(Struct, kw_only=True):
+    timestamp: float | UnsetType = UNSET
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+    session_id: str | UnsetType = UNSET
+    delay: float | UnsetType = UNSET
+
+
+def read_mooncake(data: bytes, source: str = "trace", block_size: int = MOONCAKE_BLOCK) -> list[Record]:
+    """Raises `TraceError`. A row without a timestamp continues its session, or starts with the row before."""
+    records: list[Record] = []
+    last: dict[str, str] = {}
+    arrival_ms = 0.0
+    for number, row in rows(data, MooncakeRow, source):
+        arrival_ms = row.timestamp if row.timestamp is not UNSET else arrival_ms
+        session = row.session_id or ""
+        record = Record(
+            id=str(len(records)),
+            arrival_us=round(arrival_ms * 1000),
+            session=session,
+            parent=last.get(session, "") if session else "",
+            think_ms=row.delay or 0.0,
+            in_tokens=row.input_length,
+            out_tokens=max(row.output_length, 1) if row.output_length >= 0 else row.output_length,
+            block_size=block_size if row.hash_ids else 0,
+            hash_ids=row.hash_ids,
+        )
+        records.append(checked(record, source, number, _MOONCAKE_NAMES))
+        if session:
+            last[session] = record.id
+    return records
+
+
+def write_mooncake(records: Iterable[Record]) -> bytes:
+    """What the format can hold of them: times in ms, lengths, hash ids, sessions."""
+    return lines(
+        MooncakeRow(
+            timestamp=record.arrival_us // 1000 if record.arrival_us % 1000 == 0 else record.arrival_us / 1000,
+            input_length=record.in_tokens,
+            output_length=record.out_tokens,
+            hash_ids=record.hash_ids,
+            session_id=record.session or UNSET,
+            delay=record.think_ms or UNSET,
+        )
+        for record in records
+    )
+
+
+BAILIAN_BLOCK = 16
+_BAILIAN_NAMES = {"in_tokens": "input_length", "out_tokens": "output_length", "arrival_us": "timestamp"}
+_NO_PARENT = -1
+
+
+class BailianRow(Struct, kw_only=True):
+    chat_id: int | str
+    parent_chat_id: int | str = _NO_PARENT
+    timestamp: float
+    input_length: int
+    output_length: int
+    type: str = "text"
+    turn: int = 1
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_bailian(data: bytes, source: str = "trace") -> list[Record]:
+    """A chat whose parent is not in the file begins a session. Ids that repeat are made unique. Raises `TraceError`."""
+    records: list[Record] = []
+    sessions: dict[str, str] = {}
+    for number, row in rows(data, BailianRow, source):
+        chat, parent = str(row.chat_id), "" if row.parent_chat_id == _NO_PARENT else str(row.parent_chat_id)
+        if chat in sessions:
+            chat = f"{chat}#{number}"
+        sessions[chat] = sessions.get(parent, chat)
+        record = Record(
+            id=chat,
+            arrival_us=round(row.timestamp * 1e6),
+            session=sessions[chat],
+            parent=parent if parent in sessions else "",
+            tenant=row.type,
+            in_tokens=row.input_length,
+            out_tokens=max(row.output_length, 1) if row.output_length >= 0 else row.output_length,
+            block_size=BAILIAN_BLOCK if row.hash_ids else 0,
+            hash_ids=row.hash_ids[: -(-row.input_length // BAILIAN_BLOCK)],
+        )
+        records.append(checked(record, source, number, _BAILIAN_NAMES))
+    return records
+
+
+def write_bailian(records: Iterable[Record]) -> bytes:
+    turns: dict[str, int] = {}
+    out = []
+    for record in records:
+        turns[record.id] = turns.get(record.parent, 0) + 1
+        out.append(
+            BailianRow(
+                chat_id=_chat_id(record.id),
+                parent_chat_id=_chat_id(record.parent) if record.parent else _NO_PARENT,
+                timestamp=record.arrival_us / 1e6,
+                input_length=record.in_tokens,
+                output_length=record.out_tokens,
+                type=record.tenant or "text",
+                turn=turns[record.id],
+                hash_ids=record.hash_ids,
+            )
+        )
+    return lines(out)
+
+
+def _chat_id(text: str) -> int | str:
+    return int(text) if text.isdecimal() and str(int(text)) == text else text
+
+
+AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AZURE_NAMES = {"in_tokens": "ContextTokens", "out_tokens": "GeneratedTokens", "arrival_us": "TIMESTAMP"}
+#: Written traces begin here: a record knows only how long after the beginning it came.
+_AZURE_ORIGIN = datetime(2023, 11, 16, 18, 0, 0, tzinfo=UTC)
+
+
+def read_azure(data: bytes, source: str = "trace") -> list[Record]:
+    """Times count from the first row. Raises `TraceError`."""
+    records: list[Record] = []
+    first = 0
+    for row in read_table(data, AZURE_FIELDS, source):
+        arrival_us = _azure_microseconds(row)
+        first = first if records else arrival_us
+        record = Record(
+            id=str(len(records)),
+            arrival_us=arrival_us - first,
+            in_tokens=row.count("ContextTokens"),
+            out_tokens=max(row.count("GeneratedTokens"), 1),
+        )
+        records.append(checked(record, source, row.line, _AZURE_NAMES))
+    return records
+
+
+def write_azure(records: Iterable[Record]) -> bytes:
+    return write_table(AZURE_FIELDS, ((_azure_time(r.arrival_us), r.in_tokens, r.out_tokens) for r in records))
+
+
+def _azure_microseconds(row: TableRow) -> int:
+    text = row.text("TIMESTAMP").strip()
+    until_second, _, fraction = text.partition(".")
+    fraction = fraction.split("+")[0].rstrip("Z")
+    try:
+        moment = datetime.strptime(until_second.replace("T", " "), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        micros = int(fraction[:6].ljust(6, "0")) if fraction else 0
+    except ValueError:
+        raise row.error("TIMESTAMP", f"expected a time like 2023-11-16 18:17:03.9799600, got {text[:40]!r}") from None
+    return (moment - _AZURE_ORIGIN) // timedelta(microseconds=1) + micros
+
+
+def _azure_time(micros: int) -> str:
+    moment = _AZURE_ORIGIN + timedelta(microseconds=micros)
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond:06d}0"
+
+
+VIDUR_FIELDS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+_VIDUR_NAMES = dict(zip(("arrival_us", "in_tokens", "out_tokens"), VIDUR_FIELDS, strict=True))
+
+
+def read_vidur(data: bytes, source: str = "trace") -> list[Record]:
+    """Raises `TraceError`."""
+    records: list[Record] = []
+    for row in read_table(data, VIDUR_FIELDS, source):
+        record = Record(
+            id=str(len(records)),
+            arrival_us=round(row.number("arrived_at") * 1e6),
+            in_tokens=row.count("num_prefill_tokens"),
+            out_tokens=max(row.count("num_decode_tokens"), 1),
+        )
+        records.append(checked(record, source, row.line, _VIDUR_NAMES))
+    return records
+
+
+def write_vidur(records: Iterable[Record]) -> bytes:
+    return write_table(VIDUR_FIELDS, ((f"{r.arrival_us / 1e6:.6f}", r.in_tokens, r.out_tokens) for r in records))
+
+
+BURSTGPT_FIELDS = (
+    "Timestamp", "Session ID", "Elapsed time", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type",
+)  # fmt: skip
+#: Older releases lack session and elapsed time.
+_BURSTGPT_NEEDED = ("Timestamp", "Model", "Request tokens", "Response tokens")
+_BURSTGPT_NAMES = {"arrival_us": "Timestamp", "in_tokens": "Request tokens", "out_tokens": "Response tokens"}
+_BURSTGPT_CONVERSATION = "Conversation log"
+
+
+def read_burstgpt(data: bytes, source: str = "trace") -> list[Record]:
+    """Failed rows (no response tokens) are left out, as there is nothing to replay. Raises `TraceError`."""
+    records: list[Record] = []
+    last: dict[str, str] = {}
+    for row in read_table(data, _BURSTGPT_NEEDED, source):
+        tokens = row.count("Response tokens")
+        if tokens == 0:
+            continue
+        session = row.text("Session ID").strip() if row.has("Session ID") else ""
+        elapsed = row.number("Elapsed time") * 1e3 if row.has("Elapsed time") else -1.0
+        record = Record(
+            id=str(len(records)),
+            arrival_us=round(row.number("Timestamp") * 1e6),
+            session=session,
+            parent=last.get(session, "") if session else "",
+            model=row.text("Model").strip(),
+            in_tokens=row.count("Request tokens"),
+            out_tokens=tokens,
+            outcome=Outcome(e2e_ms=round(elapsed, 3)) if elapsed >= 0 else None,
+        )
+        records.append(checked(record, source, row.line, _BURSTGPT_NAMES))
+        if session:
+            last[session] = record.id
+    return records
+
+
+def write_burstgpt(records: Iterable[Record]) -> bytes:
+    return write_table(BURSTGPT_FIELDS, map(_burstgpt_row, records))
+
+
+def _burstgpt_row(record: Record) -> tuple[object, ...]:
+    elapsed = f"{record.outcome.e2e_ms / 1e3:g}" if record.outcome and record.outcome.e2e_ms >= 0 else ""
+    kind = _BURSTGPT_CONVERSATION if record.session else "API log"
+    total = record.in_tokens + record.out_tokens
+    arrival_s = f"{record.arrival_us / 1e6:.6f}".rstrip("0").rstrip(".")
+    return arrival_s, record.session, elapsed, record.model, record.in_tokens, record.out_tokens, total, kind
+
+
+# Published trace formats ↔ workloads. One module per format, each with `read` and `write`; this is their table.
+#
+# A format holds what it holds: what `write` loses of a workload (block ids in a table of token counts, say) is gone.
+# What it does hold comes back as it was.
+
+
+class Format(Struct, frozen=True):
+    """`read(name, data, source)` raises `TraceError`, which names source, line and field."""
+
+    read: Callable[[str, bytes, str], Workload]
+    write: Callable[[Workload], bytes]
+    help: str
+
+
+def _of_records(
+    read: Callable[[bytes, str], list[Record]], write: Callable[[Iterable[Record]], bytes], text: str
+) -> Format:
+    return Format(
+        lambda name, data, source: arranged(name, read(data, source)), lambda workload: write(workload.records), text
+    )
+
+
+FORMATS: Mapping[str, Format] = {
+    "native": Format(
+        lambda name, data, source: read_native(data, source, name), write_native, "Fairlead's own: everything"
+    ),
+    "mooncake": _of_records(read_mooncake, write_mooncake, "Mooncake: lengths, block ids of 512 tokens, sessions"),
+    "bailian": _of_records(read_bailian, write_bailian, "Bailian (Qwen): lengths, block ids of 16 tokens, sessions"),
+    "azure": _of_records(read_azure, write_azure, "Azure 2023: times and lengths"),
+    "vidur": _of_records(read_vidur, write_vidur, "Vidur and Splitwise: times and lengths"),
+    "burstgpt": _of_records(read_burstgpt, write_burstgpt, "BurstGPT: times, lengths, models, sessions"),
+}
+
+
+def guess(data: bytes) -> str:
+    """The format's name by the first line; empty when it looks like none of them."""
+    head = data.lstrip(b"\xef\xbb\xbf\r\n\t ").split(b"\n", 1)[0]
+    if head.startswith(b"{"):
+        signs = {
+            "native": (NATIVE_MARK[1:-1], b'"in_tokens"'),
+            "bailian": (b'"chat_id"',),
+            "mooncake": (b'"input_length"',),
+        }
+        return next((name for name, marks in signs.items() if any(mark in head for mark in marks)), "")
+    columns = {"azure": AZURE_FIELDS[0], "vidur": VIDUR_FIELDS[0], "burstgpt": "Request tokens"}
+    return next((name for name, column in columns.items() if column.encode() in head), "")

@@ -1,0 +1,149 @@
+"""Kinds of use by name, with the mean lengths, turns, gaps and service levels that are published for them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from fairlead.lab.workload import adversarial
+from fairlead.lab.workload.arrivals import Arrivals, bursty, constant, poisson, ramp
+from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
+from fairlead.lab.workload.record import Dispatch, Workload
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    """`slo` says what counts as good service, as published; records carry its TTFT and TPOT parts."""
+
+    spec: Conversation
+    slo: str
+    #: Mean prompt and answer, in tokens, that the parameters are made for.
+    mean_in: int
+    mean_out: int
+
+
+def _kind(mean_in: int, mean_out: int, slo: str, **fields: float) -> Kind:
+    values = {"output_tokens": mean_out, "spread": 0.5, **fields}
+    return Kind(spec=Conversation(**values), slo=slo, mean_in=mean_in, mean_out=mean_out)  # type: ignore[arg-type]
+
+
+#: A prompt's mean is system + first + (turns - 1) / 2 · (turn + output), where turns are not cut short.
+CATALOGUE: Mapping[str, Kind] = {
+    "interactive-chat": _kind(
+        *(4000, 300, "TTFT p99 1 s, ITL p99 50 ms"),
+        system_tokens=1000, turns=4, first_tokens=1500, turn_tokens=700, gap_s=45,
+        slo_ttft_ms=1000, slo_tpot_ms=50,
+    ),
+    "code-generation": _kind(
+        *(160_000, 425, "TTFT p95 30 s"),
+        system_tokens=3000, turns=540, first_tokens=115_000, turn_tokens=150, gap_s=15,
+        max_tokens=199_000, compact_to=118_000, slo_ttft_ms=30_000,
+    ),
+    "reasoning": _kind(
+        *(1000, 8000, "TTFT p99 2 s"),
+        system_tokens=250, turns=1, first_tokens=750, gap_s=0, block_size=50, slo_ttft_ms=2000,
+    ),
+    "deep-research": _kind(
+        *(45_000, 300, "TTFT p90 10 s"),
+        system_tokens=2000, turns=15, first_tokens=8000, turn_tokens=4700, gap_s=25, max_tokens=190_000,
+        slo_ttft_ms=10_000,
+    ),
+    "rag-summaries": _kind(
+        *(15_000, 500, "TTFT p90 15 s"),
+        system_tokens=500, turns=1, first_tokens=14_500, gap_s=0, block_size=50, slo_ttft_ms=15_000,
+    ),
+    "synthetic-data": _kind(
+        *(500, 4000, "E2E 2080 s"), system_tokens=0, turns=1, first_tokens=500, gap_s=0
+    ),
+    "agentic-replay": _kind(
+        *(49_141, 659, "none published"),
+        systems=4, system_tokens=8320, turns=22, first_tokens=6171, turn_tokens=2641, gap_s=13, max_tokens=190_000,
+    ),
+}  # fmt: skip
+
+# Generators by name: what `fairlead workload generate` makes, from parameters given as words.
+
+#: The adversarial set; each has its own parameters.
+ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {
+    "paced-prefix": adversarial.paced_prefix,
+    "cold-bursts": adversarial.cold_bursts,
+    "viral-prompt": adversarial.viral_prompt,
+    "long-and-short": adversarial.long_and_short,
+    "cancel-storm": adversarial.cancel_storm,
+    "overload": adversarial.overload,
+}
+KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How much, and how fast. Sessions count where there are any, else requests; `seconds` bounds their starts."""
+
+    rate: float = 10.0
+    count: int = 0
+    seconds: float = 0.0
+    arrivals: str = "poisson"
+    #: Of `bursty` arrivals: coefficient of variation of the gaps.
+    cv: float = 3.0
+    #: Of `ramp` arrivals: the last rate, reached after `seconds`.
+    to_rate: float = 0.0
+    dispatch: Dispatch | None = None
+    seed: int = 0
+
+
+def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
+    """Raises `ValueError` for an unknown kind or parameter, or a value that cannot be."""
+    if kind in ADVERSARIAL:
+        if parameters:
+            raise ValueError(f"{kind} takes no parameters; its seed is all that can be chosen")
+        return ADVERSARIAL[kind](seed=pace.seed)
+    if pace.count <= 0 and pace.seconds <= 0:
+        raise ValueError("give a count or seconds, arrivals have no end of their own")
+    arrivals = arrivals_of(pace)
+    if kind == "shared-prefix":
+        made = shared_prefix(
+            _changed(SharedPrefix(), parameters),
+            arrivals=arrivals,
+            rate=pace.rate,
+            seconds=pace.seconds,
+            count=pace.count,
+            seed=pace.seed,
+        )
+    elif kind == "conversation" or kind in CATALOGUE:
+        spec = CATALOGUE[kind].spec if kind in CATALOGUE else Conversation()
+        made = conversation(
+            _changed(spec, parameters),
+            sessions=pace.count,
+            seconds=pace.seconds,
+            arrivals=arrivals,
+            seed=pace.seed,
+            dispatch=pace.dispatch or "think",
+            name=kind,
+        )
+    else:
+        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
+    return msgspec.structs.replace(made, dispatch=pace.dispatch) if pace.dispatch else made
+
+
+def arrivals_of(pace: Pace) -> Arrivals:
+    """Raises `ValueError`."""
+    if pace.arrivals == "poisson":
+        return poisson(pace.rate)
+    if pace.arrivals == "constant":
+        return constant(pace.rate)
+    if pace.arrivals == "bursty":
+        return bursty(pace.rate, pace.cv)
+    if pace.arrivals == "ramp":
+        return ramp(pace.rate, pace.to_rate, pace.seconds)
+    raise ValueError(f"unknown arrivals {pace.arrivals!r}; known: poisson, constant, bursty, ramp")
+
+
+def _changed(spec: Any, parameters: Mapping[str, str]) -> Any:
+    """`spec` with the given fields, converted from text."""
+    fields = msgspec.structs.asdict(spec)
+    for name in parameters:
+        if name not in fields:
+            raise ValueError(f"unknown parameter {name!r}; known: {', '.join(fields)}")
+    try:
+        return msgspec.convert({**fields, **parameters}, type(spec), strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None

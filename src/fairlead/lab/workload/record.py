@@ -1,0 +1,111 @@
+"""The native record: one request of a workload, and optionally what came of it.
+
+A workload is a list of records and a dispatch mode. Prompts are not text but block ids: `hash_ids[i]` names tokens
+`i·block_size .. (i+1)·block_size` *and all before them* or just those tokens; both readings agree as long as two
+prompts share an id only where they share the beginning, and `lab.workload.describe` chains them so that they do.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+#: `timestamp`: open loop, every record at its own time. `think`: a record with a parent starts `think_ms` after the
+#: parent's end, as a person or an agent does; its `arrival_us` is then only a memory of the recording.
+Dispatch = Literal["timestamp", "think"]
+
+
+class Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What came of a request, where that was recorded."""
+
+    endpoint: str = ""
+    candidates: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
+    cached_tokens: int = -1
+    queue_ms: float = -1.0
+    ttft_ms: float = -1.0
+    e2e_ms: float = -1.0
+    itl: tuple[float, ...] = ()
+    status: int = 0
+
+
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One request."""
+
+    #: Unique in its workload; what `parent` refers to.
+    id: str
+    in_tokens: int
+    out_tokens: int
+    #: Microseconds after the start of the workload.
+    arrival_us: int = 0
+    session: str = ""
+    #: Id of the request whose answer this one continues; empty = none.
+    parent: str = ""
+    #: From the parent's end to this request's start, in `think` dispatch.
+    think_ms: float = 0.0
+    model: str = ""
+    lora: str = ""
+    tenant: str = ""
+    #: Higher goes first; below 0 may be shed.
+    priority: int = 0
+    #: 0 = none.
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
+    #: What the client allowed; 0 = it said nothing.
+    max_tokens: int = 0
+    #: Tokens per hash id; 0 = the prompt shares nothing with any other.
+    block_size: int = 0
+    hash_ids: tuple[int, ...] = ()
+    text: str = ""
+    stream: bool = True
+    #: The client gives up so long after its arrival; 0 = it is patient.
+    cancel_after_ms: float = 0.0
+    outcome: Outcome | None = None
+
+
+class Workload(Struct, kw_only=True):
+    """Records in the order of their arrival."""
+
+    name: str
+    records: list[Record]
+    dispatch: Dispatch = "timestamp"
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last arrival."""
+        return self.records[-1].arrival_us * 1e-6 if self.records else 0.0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per hash id; 0 when nobody has any. Raises `ValueError` when records disagree."""
+        sizes = {record.block_size for record in self.records if record.hash_ids}
+        if len(sizes) > 1:
+            raise ValueError(f"workload {self.name!r} mixes block sizes {sorted(sizes)}")
+        return sizes.pop() if sizes else 0
+
+
+def problem_of(record: Record) -> tuple[str, str] | None:
+    """(field, what is wrong with it) of the first thing that no request can be; `None` = sound."""
+    if record.in_tokens < 1:
+        return "in_tokens", f"{record.in_tokens} is no prompt; at least 1 token is needed"
+    if record.out_tokens < 1:
+        return "out_tokens", f"{record.out_tokens} is no answer; at least 1 token is needed"
+    if record.arrival_us < 0:
+        return "arrival_us", f"{record.arrival_us} is before the start"
+    if record.think_ms < 0 or record.cancel_after_ms < 0:
+        field = "think_ms" if record.think_ms < 0 else "cancel_after_ms"
+        return field, "must not be negative"
+    if record.hash_ids and record.block_size < 1:
+        return "block_size", "hash_ids need the number of tokens that each of them names"
+    most = -(-record.in_tokens // record.block_size) if record.block_size else 0
+    if len(record.hash_ids) > most:
+        return "hash_ids", f"{len(record.hash_ids)} ids for {most} blocks"
+    return None
+
+
+def arranged(name: str, records: Sequence[Record], dispatch: Dispatch = "timestamp") -> Workload:
+    """A workload of these records in the order of their arrival, equal times in the order given."""
+    return Workload(name=name, records=sorted(records, key=lambda record: record.arrival_us), dispatch=dispatch)

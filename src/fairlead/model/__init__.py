@@ -1,1 +1,0 @@
-"""The nouns: what requests, endpoints, events and instructions are. Imports nothing of Fairlead but itself."""

@@ -1,0 +1,216 @@
+"""Which endpoints can serve a request: by role, labels, context length, the gateway's subset hint, model."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from fairlead.core.columns import BoolColumn
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Endpoint
+from fairlead.core.policy import Cycle, Stage
+from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
+from fairlead.core.view import FleetView
+from fairlead.plugins.columns import LABEL, ContextRanges, unless_all
+from fairlead.plugins.params import Params, Plain
+
+#: Role labels that include each stage; an endpoint without the label decodes. `both` is the older `prefill-decode`.
+STAGES = {
+    "decode": {"", "decode", "prefill-decode", "encode-decode", "both", "encode-prefill-decode"},
+    "prefill": {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"},
+    "encode": {"encode", "encode-prefill", "encode-decode", "encode-prefill-decode"},
+}
+
+
+class RoleParams(Params):
+    stage: Literal["decode", "prefill", "encode"] = "decode"
+
+
+class Role:
+    """Keeps endpoints whose role includes `stage`."""
+
+    type = "role"
+    Params = RoleParams
+    stage = Stage.ABILITY
+    steady = True
+
+    def __init__(self, params: RoleParams, name: str = type) -> None:
+        self.name = name
+        self._key = ("role", params.stage)
+        self._roles = STAGES[params.stage]
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        return fleet.table.keeping(self._key, lambda _, e: e.labels.get(ROLE_LABEL, "") in self._roles)
+
+
+class ByLabelParams(Params):
+    label: str
+    valid_values: tuple[str, ...] = ()
+    allows_no_label: bool = Field(default=False, description="Keep endpoints without the label too.")
+
+
+class ByLabel:
+    """Keeps endpoints whose `label` is one of `validValues`; those without it as `allowsNoLabel` says."""
+
+    type = "by-label"
+    Params = ByLabelParams
+    stage = Stage.ABILITY
+
+    def __init__(self, params: ByLabelParams, name: str = type) -> None:
+        self.name = name
+        self._label = params.label
+        values: set[str | None] = {*params.valid_values}
+        if params.allows_no_label:
+            values.add(None)
+        self._values = frozenset(values)
+        self._key = ("by label", self._label, self._values)
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        return fleet.table.keeping(self._key, lambda _, e: e.labels.get(self._label) in self._values)
+
+
+class Requirement(Params):
+    key: str
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[str, ...] = ()
+
+
+class LabelSelectorParams(Params):
+    match_labels: dict[str, str] = {}
+    match_expressions: tuple[Requirement, ...] = ()
+
+
+class LabelSelector:
+    """Keeps endpoints that satisfy every label and every expression."""
+
+    type = "label-selector"
+    Params = LabelSelectorParams
+    stage = Stage.ABILITY
+
+    def __init__(self, params: LabelSelectorParams, name: str = type) -> None:
+        self.name = name
+        self._params = params
+        self._key = ("labels", name, repr(params))
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        return fleet.table.keeping(self._key, lambda _, e: self._matches(e.labels))
+
+    def _matches(self, labels: Mapping[str, str]) -> bool:
+        wanted = self._params.match_labels.items()
+        return all(labels.get(key) == value for key, value in wanted) and all(
+            _holds(requirement, labels) for requirement in self._params.match_expressions
+        )
+
+
+def _holds(requirement: Requirement, labels: Mapping[str, str]) -> bool:
+    """Kubernetes semantics: `NotIn` also holds for an absent key."""
+    present = requirement.key in labels
+    match requirement.operator:
+        case "In":
+            return present and labels[requirement.key] in requirement.values
+        case "NotIn":
+            return not present or labels[requirement.key] not in requirement.values
+        case "Exists":
+            return present
+        case "DoesNotExist":
+            return not present
+
+
+class ContextLengthParams(Params):
+    label: str = Field(default=LABEL, description="Label with the range, in tokens.")
+
+
+class ContextLength:
+    """Keeps endpoints whose range includes the prompt's tokens, and those without a range."""
+
+    type = "context-length"
+    Params = ContextLengthParams
+    stage = Stage.ABILITY
+
+    def __init__(self, params: ContextLengthParams, name: str = type) -> None:
+        self.name = name
+        self._ranges = ContextRanges(params.label)
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        ranges, tokens = self._ranges, request.prompt_tokens
+        if not ranges.read(fleet):
+            return None
+        return unless_all(~((ranges.low > tokens) | (ranges.high < tokens)))  # both false for NaN
+
+
+# `subset`: only endpoints that the gateway's subset hint names.
+#
+# An entry is `ip:port` or `ip` (all ports), IPv6 in brackets or, without a port, bare. No hint means no restriction; an
+# empty hint allows nothing.
+# Source: Gateway API Inference Extension, endpoint picker protocol 1.0.
+
+
+class Subset(Plain):
+    """Keeps endpoints whose address, or its host part, is in the request's subset."""
+
+    type = "subset"
+    stage = Stage.ABILITY
+    steady = True
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        subset = request.subset
+        if subset is None:
+            return None
+        return fleet.table.keeping(("subset", subset), lambda _, e: _named(e.address, subset))
+
+
+def _named(address: str, subset: frozenset[str]) -> bool:
+    if address in subset:
+        return True
+    host = address.rpartition(":")[0]
+    return host in subset or host.strip("[]") in subset
+
+
+# `model-compatibility`: only endpoints that serve the requested model or adapter.
+#
+# vLLM lists an adapter only while requests use it (`vllm:lora_requests_info`), so "nobody lists it" does not mean
+# "nobody has it". An endpoint is kept when
+#
+# * its label `model-id` is the requested model, or
+# * it reports the requested name as an adapter, or its label `lora-adapters` (comma list) promises it, or
+# * nobody reports or promises the name, and it has no label `model-id` (nothing is known of it), or
+# * nobody reports or promises the name or has it as `model-id`, and it has adapter slots (it may load it on demand).
+
+
+ADAPTERS_LABEL = "lora-adapters"
+
+
+class ModelCompatibility(Plain):
+    """Keeps endpoints that can serve the request's model. Requests without a model pass everywhere."""
+
+    type = "model-compatibility"
+    stage = Stage.ABILITY
+    steady = True
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        model = request.target_model
+        if not model:
+            return None
+        return fleet.table.answer(("compatible", model), lambda: _compatible(fleet.table, model))
+
+
+def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
+    promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
+    loaded = table.holders(model)
+    if loaded is not None or np.count_nonzero(promised):
+        able = promised | _has_base(table, model)
+        return unless_all(able if loaded is None else able | loaded)
+    plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
+    if plain is None or np.count_nonzero(_has_base(table, model)):
+        return plain
+    return unless_all(plain | (table.max_adapters > 0))
+
+
+def _has_base(table: EndpointTable, model: str) -> BoolColumn:
+    return table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)
+
+
+def _promises(endpoint: Endpoint, model: str) -> bool:
+    promised = endpoint.labels.get(ADAPTERS_LABEL, "")
+    return bool(promised) and model in [name.strip() for name in promised.split(",")]

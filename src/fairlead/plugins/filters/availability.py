@@ -1,0 +1,165 @@
+"""Which endpoints to stay with as long as there are any: healthy ones, not too full, with the prompt, within SLOs."""
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fairlead.core.columns import BoolColumn
+from fairlead.core.policy import Cycle, Stage, prefix_share
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.columns import backlog_ms, headroom, ttft_ms, unless_all
+from fairlead.plugins.params import Params, Plain
+
+
+class HealthParams(Params):
+    failed_scrapes: int = Field(default=3, ge=1, description="Failed scrapes in a row that make an endpoint suspect.")
+
+
+class Health:
+    """Removes endpoints that failed several scrapes, or several responses moments ago.
+
+    It never removes the last ones: when all look ill, the fault is more likely ours, and a pool must not halt over it.
+    It is about availability, not load: where load filters leave nothing, the fallback still avoids ill endpoints.
+    """
+
+    type = "health"
+    Params = HealthParams
+    stage = Stage.AVAILABILITY
+    steady = True
+
+    def __init__(self, params: HealthParams, name: str = type) -> None:
+        self.name = name
+        self._failures = params.failed_scrapes
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        table = fleet.table
+        if not table.troubled:
+            return None  # by far the most frequent case; an endpoint with no error is not ejected
+        well = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
+        healthy = np.count_nonzero(well & table.alive)
+        if healthy == table.count or not healthy:
+            return None
+        return well
+
+
+class UtilizationParams(Params):
+    queue_depth_threshold: float = Field(default=5.0, gt=0, description="Waiting requests that count as saturated.")
+    kv_cache_util_threshold: float = Field(
+        default=0.8, gt=0, le=1, description="Share of KV blocks in use that counts as saturated."
+    )
+    headroom: float = Field(default=0.0, ge=0, description="How far past 1 an endpoint may be and still be kept.")
+
+
+class Utilization:
+    """Keeps endpoints with max(waiting / threshold, kv / threshold) < 1 + headroom; all when none is below.
+
+    Source: the reference picker's utilization-detector, used as a filter.
+    """
+
+    type = "utilization"
+    Params = UtilizationParams
+    stage = Stage.AVAILABILITY
+
+    def __init__(self, params: UtilizationParams, name: str = type) -> None:
+        self.name = name
+        self._queue = params.queue_depth_threshold * (1.0 + params.headroom)
+        self._kv = params.kv_cache_util_threshold * (1.0 + params.headroom)
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        table = fleet.table
+        mask: BoolColumn = np.logical_and(table.queue < self._queue, table.kv < self._kv)
+        return unless_all(mask)
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PrefixAffinityParams(Params):
+    affinity_threshold: Share = Field(
+        default=0.8, description="Share of the prompt that an endpoint must hold to count as its home."
+    )
+    exploration_probability: Share = Field(
+        default=0.0, description="So often all endpoints are kept, to spread hot prefixes."
+    )
+    max_ttft_penalty_ms: float = Field(
+        default=18_000.0,
+        validation_alias="maxTTFTPenaltyMs",
+        serialization_alias="maxTTFTPenaltyMs",
+        ge=0,
+        description="Keep all when the best home would answer so much later than the best other, in ms.",
+    )
+    ttft_source: Literal["prefillThroughput", "latencyPredictor"] = Field(
+        default="prefillThroughput",
+        description="How long an endpoint makes wait: its prompt tokens in flight over a fixed throughput, or what "
+        "the predictor says.",
+    )
+    peak_prefill_throughput: float = Field(
+        default=15_928.0, gt=0, description="Prompt tokens per second of one endpoint."
+    )
+
+
+class PrefixAffinity(Plain):
+    """Keeps endpoints that hold at least `affinityThreshold` of the prompt; all when nobody does, or none is worth it.
+
+    Source: the reference picker's prefix-cache-affinity-filter, "sticky until saturated". A hit also saves work, which
+    the penalty deliberately does not count: it bounds waiting.
+    """
+
+    type = "prefix-affinity"
+    Params = PrefixAffinityParams
+    _params: PrefixAffinityParams
+    stage = Stage.AVAILABILITY
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        params = self._params
+        share = prefix_share(request, fleet, cycle)
+        if share is None or (params.exploration_probability and cycle.rng.random() < params.exploration_probability):
+            return None
+        left = fleet.table.alive if cycle.left is None else cycle.left
+        sticky = (share >= params.affinity_threshold) & left
+        unsticky = left & ~sticky
+        if not np.count_nonzero(sticky) or not np.count_nonzero(unsticky):
+            return None
+        if params.ttft_source == "latencyPredictor":
+            waits = ttft_ms(request, fleet, cycle)
+        else:
+            waits = backlog_ms(fleet, params.peak_prefill_throughput)
+        if float(waits[sticky].min() - waits[unsticky].min()) > params.max_ttft_penalty_ms:
+            return None
+        return sticky
+
+
+class SloTierParams(Params):
+    epsilon_explore_neg: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="So often those that will miss it are taken all the same, so that predictions are put to the test.",
+    )
+
+
+class SloTier(Plain):
+    """Keeps endpoints whose predicted latency is within the SLOs; all when none is. Silent without an SLO.
+
+    Source: the reference picker's slo-headroom-tier-filter; there services beside the picker predict, here the fleet's
+    own predictor.
+    """
+
+    type = "slo-tier"
+    Params = SloTierParams
+    _params: SloTierParams
+    stage = Stage.AVAILABILITY
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        if request.slo_ttft_ms <= 0 and request.slo_tpot_ms <= 0:
+            return None
+        left = fleet.table.alive if cycle.left is None else cycle.left
+        keeps = headroom(request, fleet, cycle, 1.0, 1.0)[1] & left
+        count = np.count_nonzero(keeps)
+        if not count or count == np.count_nonzero(left):
+            return None
+        if self._params.epsilon_explore_neg and cycle.rng.random() < self._params.epsilon_explore_neg:
+            return unless_all(~keeps)
+        return keeps

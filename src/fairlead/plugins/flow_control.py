@@ -1,0 +1,172 @@
+"""Flow control by the names of a configuration: who is next, how full the pool may be. `fairlead.core.fairness` and
+`fairlead.core.gates` say what each does.
+"""
+
+from math import inf
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fairlead.core.fairness import (
+    DeficitRoundRobin,
+    EarliestDeadline,
+    Fcfs,
+    LeastAttained,
+    LeastWork,
+    RoundRobin,
+    Strict,
+)
+from fairlead.core.gates import Concurrency, Holdback, Reflective, Static, Utilization
+from fairlead.core.view import FleetView
+from fairlead.plugins.params import Params, Plain
+
+
+class GlobalStrict(Plain, Strict):
+    """One queue per band: the first of all by the ordering, whoever's it is."""
+
+    type = "global-strict"
+
+
+class RoundRobinFairness(Plain, RoundRobin):
+    """One request of each flow in turn."""
+
+    type = "round-robin"
+
+
+class DeficitParams(Params):
+    quantum: float = Field(default=8192.0, gt=0, description="Uncached prompt tokens that a flow may spend per round.")
+
+
+class DeficitFairness(DeficitRoundRobin):
+    """Equal work for each flow, in rounds. The default."""
+
+    type = "deficit-round-robin"
+    Params = DeficitParams
+
+    def __init__(self, params: DeficitParams | None = None, name: str = type) -> None:
+        super().__init__((params or DeficitParams()).quantum)
+        self.name = name
+
+
+class LeastAttainedFairness(Plain, LeastAttained):
+    """The flow that was served least goes first."""
+
+    type = "least-attained-service"
+
+
+class FirstCome(Plain, Fcfs):
+    """First come, first served."""
+
+    type = "fcfs"
+
+
+class Deadline(Plain, EarliestDeadline):
+    """The earlier of the time to live's end and the client's TTFT objective."""
+
+    type = "edf"
+
+
+class LeastWorkParams(Params):
+    ageing: float = Field(default=1000.0, gt=0, description="Uncached prompt tokens forgiven per second of waiting.")
+
+
+class LeastWorkOrdering(LeastWork):
+    """The least predicted work first, with ageing. The default."""
+
+    type = "least-work"
+    Params = LeastWorkParams
+
+    def __init__(self, params: LeastWorkParams | None = None, name: str = type) -> None:
+        super().__init__((params or LeastWorkParams()).ageing)
+        self.name = name
+
+
+Ceiling = Annotated[float, Field(gt=0, le=100)]
+
+
+class StaticCeilingParams(Params):
+    threshold: Ceiling = 1.0
+
+
+class StaticCeiling(Static):
+    """The same for all bands."""
+
+    type = "static-usage-limit-policy"
+    Params = StaticCeilingParams
+
+    def __init__(self, params: StaticCeilingParams | None = None, name: str = type) -> None:
+        super().__init__((params or StaticCeilingParams()).threshold)
+        self.name = name
+
+
+class HoldbackCeilingParams(Params):
+    min_ceiling: Ceiling = Field(description="Of the lowest band, and of the highest.")
+    max_ceiling: Ceiling = 1.0
+    shape: Literal["linear"] = "linear"
+    domain: Literal["rank", "value"] = Field(
+        default="rank", description="Between them by the bands' ranks, or by their priorities."
+    )
+
+
+class HoldbackCeiling(Holdback):
+    """Lower for lower bands: what they may not use is kept free for those above."""
+
+    type = "priority-holdback-policy"
+    Params = HoldbackCeilingParams
+
+    def __init__(self, params: HoldbackCeilingParams, name: str = type) -> None:
+        super().__init__(params.min_ceiling, params.max_ceiling, params.domain)
+        self.name = name
+
+
+class ReflectiveCeiling(Plain, Reflective):
+    """The fuller the pool, the less often lower bands are looked at."""
+
+    type = "soft-reflective-ceiling-policy"
+
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class UtilizationDetectorParams(Params):
+    queue_depth_threshold: Positive = 5.0
+    kv_cache_util_threshold: float = Field(default=0.8, gt=0, le=1)
+
+
+class UtilizationDetector:
+    """Mean of max(waiting / threshold, KV usage / threshold) over endpoints with fresh metrics."""
+
+    type = "utilization-detector"
+    Params = UtilizationDetectorParams
+
+    def __init__(self, params: UtilizationDetectorParams | None = None, name: str = type) -> None:
+        params = params or UtilizationDetectorParams()
+        self.name = name
+        self._level = Utilization(params.queue_depth_threshold, params.kv_cache_util_threshold)
+
+    def level(self, fleet: FleetView, now: float) -> float:
+        return self._level(fleet, now)
+
+
+class ConcurrencyDetectorParams(Params):
+    max_concurrency: Positive = Field(default=100.0, description="Per endpoint.")
+    max_token_concurrency: Positive = 1e6
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+
+
+class ConcurrencyDetector:
+    """Mean over endpoints of our own requests, prompt tokens or the larger of both, as a share of what is allowed."""
+
+    type = "concurrency-detector"
+    Params = ConcurrencyDetectorParams
+
+    def __init__(self, params: ConcurrencyDetectorParams | None = None, name: str = type) -> None:
+        params = params or ConcurrencyDetectorParams()
+        self.name = name
+        mode = params.concurrency_mode
+        requests = params.max_concurrency if mode != "tokens" else inf
+        tokens = params.max_token_concurrency if mode != "requests" else inf
+        self._level = Concurrency(requests, tokens)
+
+    def level(self, fleet: FleetView, now: float) -> float:
+        return self._level(fleet, now)

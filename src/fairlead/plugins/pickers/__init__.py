@@ -1,1 +1,0 @@
-"""Pickers: one endpoint out of the rated ones."""

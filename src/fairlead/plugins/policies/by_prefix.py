@@ -1,0 +1,224 @@
+"""Published rules that weigh the cached prefix against load."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from xxhash import xxh3_64_intdigest
+
+from fairlead.core.columns import FloatColumn, scalar
+from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Scorer, prefix_share
+from fairlead.core.profile import Profile
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.filters.availability import PrefixAffinity, PrefixAffinityParams
+from fairlead.plugins.params import NoParams, Params
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams, TopK, TopKParams
+from fairlead.plugins.policies.ranked import Ranked
+from fairlead.plugins.scorers.load import (
+    InflightTokens,
+    InflightTokensParams,
+    KvUtilization,
+    LoadAware,
+    LoadAwareParams,
+    Queue,
+)
+from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
+
+
+class Weights322(Profile):
+    """Σ weight · score, ties at random."""
+
+    type = "weights-322"
+    Params = NoParams
+    takes_filters = True
+
+    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        scorers: list[tuple[Scorer, float]] = [
+            (PrefixAware(PrefixAwareParams()), 3.0),
+            (Queue(), 2.0),
+            (KvUtilization(), 2.0),
+        ]
+        super().__init__(name, filters, scorers, MaxScore(MaxScoreParams(near_tie=0.0)))
+
+
+# `sticky-until-saturated`: stay where the prompt is cached until that costs 18 s of waiting, else the least tokens.
+#
+# The default of the reference picker's guides since August 2026: its prefix-cache-affinity filter, then token load.
+
+
+#: Tokens in flight at which an endpoint counts as full.
+QUEUE_THRESHOLD_TOKENS = 4_194_304
+
+
+class StickyUntilSaturated(Profile):
+    """The filter is the last one, behind those that are configured."""
+
+    type = "sticky-until-saturated"
+    Params = NoParams
+    takes_filters = True
+
+    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        load = InflightTokens(InflightTokensParams(threshold_tokens=QUEUE_THRESHOLD_TOKENS))
+        super().__init__(
+            name,
+            [*filters, PrefixAffinity(PrefixAffinityParams())],
+            [(load, 1.0)],
+            MaxScore(MaxScoreParams(near_tie=0.0)),
+        )
+
+
+# `sglang-cache-aware`: the rule of SGLang's router.
+#
+# Where loads differ too much (max - min > 64 requests and max > 1.5 · min) the shortest queue; else the longest match
+# if it is more than 0.3 of the prompt; else the endpoint that was sent the fewest new tokens (the smallest tree).
+
+
+MAX_DIFFERENCE = 64
+MAX_RATIO = 1.5
+MIN_MATCH = 0.3
+#: Trees shrink as engines evict: half of what was sent is forgotten after so many tokens.
+TREE_TOKENS = 1_000_000.0
+
+
+class SglangCacheAware(Ranked):
+    """Remembers only how much each endpoint was sent."""
+
+    type = "sglang-cache-aware"
+
+    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        super().__init__(params, name, filters)
+        #: New tokens sent, by endpoint id.
+        self.trees: dict[str, float] = {}
+
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        table = fleet.table
+        load = table.queue + table.active
+        living = load[table.alive]
+        if living.max() - living.min() > MAX_DIFFERENCE and living.max() > MAX_RATIO * living.min():
+            return load
+        share = prefix_share(request, fleet, cycle)
+        if share is not None and share[table.alive].max() > MIN_MATCH:
+            return -share
+        trees = self.trees
+        return np.array([trees.get(name, 0.0) for name in table.ids])
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        share = prefix_share(request, fleet, cycle)
+        new = request.prompt_tokens * (1.0 - (float(share[slot]) if share is not None else 0.0))
+        ids = fleet.table.ids
+        trees = self.trees
+        if len(trees) > 2 * len(ids):
+            for name in trees.keys() - set(ids):
+                del trees[name]
+        name = ids[slot]
+        trees[name] = trees.get(name, 0.0) * 0.5 ** (new / TREE_TOKENS) + new
+
+
+# `consistent-hashing-bounded`: equal beginnings go to one endpoint, as long as that is not overloaded.
+#
+# Every endpoint gets a rank from a hash of (beginning of the prompt, endpoint id): rendezvous hashing, so several
+# schedulers agree and an endpoint that leaves moves only its own. The highest rank with at most 1.25 times the mean
+# load is taken (Mirrokni, Thorup, Zadimoghaddam 2018).
+
+
+_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SHIFT = np.uint64(31)
+
+
+class ConsistentHashingParams(Params):
+    load_factor: float = Field(
+        default=1.25, ge=1, description="Bound of an endpoint's requests in flight, as a multiple of the mean."
+    )
+    blocks: int = Field(
+        default=8,
+        ge=1,
+        description="Blocks of the prompt that are hashed (64 tokens each in the beginning); a session id takes their "
+        "place.",
+    )
+
+
+class ConsistentHashingBounded(Ranked):
+    """Requests without a session or a whole block are spread by their id."""
+
+    type = "consistent-hashing-bounded"
+    Params = ConsistentHashingParams
+    _ids: tuple[str, ...] = ()
+    _hashes: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        table = fleet.table
+        if table.ids is not self._ids:
+            self._ids = table.ids
+            self._hashes = np.array([xxh3_64_intdigest(name.encode()) for name in table.ids], dtype=np.uint64)
+        mixed = (self._hashes ^ np.uint64(self._key(request))) * _MULTIPLIER
+        mixed = (mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER
+        rank: FloatColumn = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+        load = table.queue + table.active + 1.0
+        bound = self.params.load_factor * float(load[table.alive].mean())
+        return np.where(load <= bound, rank, 1.0 + load)
+
+    def _key(self, request: Request) -> int:
+        if request.session:
+            return xxh3_64_intdigest(request.session.encode("utf-8", "surrogatepass"))
+        hashes = request.prefix.hashes
+        if hashes:
+            return hashes[min(len(hashes), int(self.params.blocks)) - 1] & 0xFFFF_FFFF_FFFF_FFFF
+        return xxh3_64_intdigest(request.id.to_bytes(8, "little"))
+
+
+# `dynamic-weights`: prefix and load weighed by how much of the traffic has been hitting.
+#
+# The documents' tuning guide as a policy: where most of the prompts is cached follow the cache, where hardly anything
+# is spread the load, in between both count the same.
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+#: Weights of (prefix-aware, load-aware) at high, low and middling hit rates.
+HIGH, LOW, MIDDLE = (100.0, 30.0), (20.0, 100.0), (60.0, 60.0)
+#: The hit rate is that of the last hundred requests or so, by tokens.
+MEMORY = 0.99
+
+
+class DynamicWeightsParams(Params):
+    high_hit_rate: Share = Field(
+        default=0.7, description="Hit rates (0..1) above which the cache counts most, and below which the load does."
+    )
+    low_hit_rate: Share = 0.2
+    top_k: int = Field(default=3, ge=1)
+
+
+class DynamicWeights(Profile):
+    """Hits are those that were expected at the chosen endpoints."""
+
+    type = "dynamic-weights"
+    Params = DynamicWeightsParams
+    takes_filters = True
+
+    def __init__(
+        self, params: DynamicWeightsParams | None = None, name: str = type, filters: Sequence[Filter] = ()
+    ) -> None:
+        params = params or DynamicWeightsParams()
+        prefix, load = PrefixAware(PrefixAwareParams()), LoadAware(LoadAwareParams())
+        super().__init__(name, filters, [(prefix, MIDDLE[0]), (load, MIDDLE[1])], TopK(TopKParams(k=params.top_k)))
+        self._high, self._low = params.high_hit_rate, params.low_hit_rate
+        self._ways = {
+            pair: ((prefix, pair[0], scalar(pair[0])), (load, pair[1], scalar(pair[1]))) for pair in (HIGH, LOW, MIDDLE)
+        }
+        self._hits = self._tokens = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of recent prompt tokens that were expected to be cached; 0.5 before any."""
+        return self._hits / self._tokens if self._tokens else 0.5
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        rate = self.hit_rate
+        self._weighted = self._ways[HIGH if rate > self._high else LOW if rate < self._low else MIDDLE]
+        pick = super().choose(request, fleet, context)
+        if isinstance(pick, Picked):
+            self._hits = MEMORY * self._hits + pick.hit_share * request.prompt_tokens
+            self._tokens = MEMORY * self._tokens + request.prompt_tokens
+        return pick

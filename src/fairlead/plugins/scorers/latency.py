@@ -1,0 +1,120 @@
+"""Prefer endpoints by the latency that is expected there.
+
+The predictor learns while it runs, in the process (`fairlead.core.predictor`); nothing has to be trained or deployed.
+"""
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
+from fairlead.core.profile import estimate
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.columns import headroom
+from fairlead.plugins.params import Params, Plain, lower_is_better
+
+#: Predictions below this many milliseconds are alike.
+_LEAST = 1e-3
+
+
+class PredictedLatencyParams(Params):
+    target_metric: Literal["ttft", "tpot"] = Field(
+        default="ttft", description="Time to first token, or time per output token."
+    )
+    percentile: float = Field(
+        default=0.5,
+        ge=0.05,
+        le=0.95,
+        description="Which quantile of the expected distribution counts. Above 0.5 prefers endpoints that are "
+        "predictable.",
+    )
+
+
+class PredictedLatency:
+    """Lowest prediction among the candidates / prediction: 1 for the fastest, 0.5 where it takes twice as long."""
+
+    type = "predicted-latency"
+    Params = PredictedLatencyParams
+    weight = 30.0
+
+    def __init__(self, params: PredictedLatencyParams, name: str = type) -> None:
+        self.name = name
+        self._tpot = params.target_metric == "tpot"
+        self._percentile = params.percentile
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        terms = estimate(request, fleet, cycle)
+        if self._tpot:
+            predicted = fleet.predictor.tpot_kappa * terms.step
+        else:
+            predicted = fleet.predictor.ttft_quantile(terms, request.prompt_tokens, self._percentile)
+        predicted = np.maximum(predicted, _LEAST)
+        candidates = cycle.get(CANDIDATES)
+        if candidates is None:
+            candidates = fleet.table.alive
+        return np.minimum(float(predicted[candidates].min()) / predicted, 1.0)
+
+
+Weight = Annotated[float, Field(ge=0)]
+#: What an endpoint with headroom scores at least, so that all of them stand above all without.
+_FLOOR = 0.01
+
+
+class SloHeadroomParams(Params):
+    ttft_weight: Weight = Field(
+        default=0.8, description="How much of the headroom is that of the first token, and of those after it."
+    )
+    tpot_weight: Weight = 0.2
+    headroom_selection_strategy: Literal["least", "most"] = Field(
+        default="least",
+        description="`least` packs requests where they just fit and keeps others free; `most` spreads them.",
+    )
+    composite_kv_weight: Weight = Field(
+        default=1.0,
+        validation_alias="compositeKVWeight",
+        serialization_alias="compositeKVWeight",
+        description="Without an SLO the score is the mean of free KV memory, short queue and prefix hit, weighted so.",
+    )
+    composite_queue_weight: Weight = 1.0
+    composite_prefix_weight: Weight = 1.0
+
+
+class SloHeadroom(Plain):
+    """Headroom (the share of the SLOs that is left) scaled over the candidates that keep all SLOs, 0 for the others;
+    when none keeps them, the smallest deficit wins.
+
+    Source: the reference picker's latency-scorer; there services beside the picker predict, here the fleet's own
+    predictor.
+    """
+
+    type = "slo-headroom"
+    Params = SloHeadroomParams
+    _params: SloHeadroomParams
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        candidates = cycle.get(CANDIDATES)
+        if request.slo_ttft_ms <= 0 and request.slo_tpot_ms <= 0:
+            return self._composite(request, fleet, cycle, candidates)
+        left, keeps = headroom(request, fleet, cycle, self._params.ttft_weight, self._params.tpot_weight)
+        keeps = keeps if candidates is None else keeps & candidates
+        if not keeps.any():
+            return lower_is_better(-left, candidates)
+        rated = left if self._params.headroom_selection_strategy == "least" else -left
+        return np.where(keeps, _FLOOR + (1.0 - _FLOOR) * lower_is_better(rated, keeps), 0.0)
+
+    def _composite(
+        self, request: Request, fleet: FleetView, cycle: Cycle, candidates: BoolColumn | None
+    ) -> FloatColumn | None:
+        params = self._params
+        total = params.composite_kv_weight + params.composite_queue_weight + params.composite_prefix_weight
+        if not total:
+            return None
+        score = params.composite_kv_weight * (1.0 - fleet.table.kv)
+        score += params.composite_queue_weight * lower_is_better(fleet.table.queue, candidates)
+        share = prefix_share(request, fleet, cycle)
+        if share is not None:
+            score += params.composite_prefix_weight * share
+        return score / total

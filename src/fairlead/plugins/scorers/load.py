@@ -1,0 +1,152 @@
+"""Prefer endpoints with little load: waiting, running, prompt tokens, KV memory."""
+
+import numpy as np
+from pydantic import Field
+
+from fairlead.core.columns import FloatColumn, scalar
+from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.columns import not_negative
+from fairlead.plugins.params import Params, Plain, lower_is_better
+
+
+class Queue(Plain):
+    """(most - waiting) / (most - fewest), 1 when all wait alike. One request more or less can be the whole range."""
+
+    type = "queue"
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        return lower_is_better(fleet.table.queue, cycle.get(CANDIDATES))
+
+
+_BEST = scalar(0.5)
+
+
+class QueueThresholdParams(Params):
+    threshold: int = Field(default=128, ge=1, description="Waiting requests at which the score reaches 0.")
+
+
+class QueueThreshold:
+    """0.5 · (1 - waiting / threshold), at least 0. The best is 0.5, so that beside other scorers it weighs half.
+
+    Source: the reference picker's load-aware-scorer.
+    """
+
+    type = "queue-threshold"
+    Params = QueueThresholdParams
+    weight = 1.0
+
+    def __init__(self, params: QueueThresholdParams, name: str = type) -> None:
+        self.name = name
+        self._per_request = scalar(0.5 / params.threshold)
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        return not_negative(_BEST - self._per_request * fleet.table.queue)
+
+
+class RunningRequests(Plain):
+    """(most - running) / (most - fewest), 1 when all run alike."""
+
+    type = "running-requests"
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        return lower_is_better(fleet.table.active, cycle.get(CANDIDATES))
+
+
+class ActiveRequestsParams(Params):
+    idle_threshold: int = Field(default=0, ge=0, description="With so many requests an endpoint still counts as idle.")
+    max_busy_score: float = Field(
+        default=1.0, ge=0, le=1, description="The best score of an endpoint that is not idle."
+    )
+
+
+class ActiveRequests:
+    """1 where idle, else (most - count) / most · `maxBusyScore`, over the candidates.
+
+    Source: the reference picker's active-request-scorer. Counts are leases: charged at the decision, freed at the end.
+    """
+
+    type = "active-requests"
+    Params = ActiveRequestsParams
+    weight = 1.0
+
+    def __init__(self, params: ActiveRequestsParams, name: str = type) -> None:
+        self.name = name
+        self._idle = params.idle_threshold
+        self._busy = params.max_busy_score
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        count, candidates = fleet.table.inflight, cycle.get(CANDIDATES)
+        among = count if candidates is None else count[candidates]
+        most = float(among.max()) if len(among) else 0.0
+        if most <= self._idle:
+            return None if candidates is None else np.ones(len(count))
+        busy = np.clip((most - count) / most, 0.0, 1.0) * self._busy
+        return np.where(count <= self._idle, 1.0, busy)
+
+
+#: Load at which the score reaches 0: a load of 0, 10, 25, 40, 50 scores 1, .8, .5, .2, 0.
+FULL_LOAD = 50.0
+_ONE = scalar(1.0)
+
+
+class LoadAwareParams(Params):
+    queue_weight_factor: float = Field(default=0.7, ge=0)
+    active_requests_weight: float = Field(default=0.3, ge=0)
+
+
+class LoadAware:
+    """1 - load/50, load = 0.7 · waiting + 0.3 · running (effective: scraped, corrected by our own charges)."""
+
+    type = "load-aware"
+    Params = LoadAwareParams
+    weight = 50.0
+
+    def __init__(self, params: LoadAwareParams, name: str = type) -> None:
+        self.name = name
+        self._queue = scalar(params.queue_weight_factor / FULL_LOAD)
+        self._active = scalar(params.active_requests_weight / FULL_LOAD)
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        table = fleet.table
+        return not_negative(_ONE - self._queue * table.queue - self._active * table.active)
+
+
+class InflightTokensParams(Params):
+    threshold_tokens: float = Field(
+        default=65_536,
+        gt=0,
+        description="Uncached prompt tokens in flight at which the score reaches 0. 65,536 is about 4 s of prefill of "
+        "a 32B model.",
+    )
+
+
+class InflightTokens:
+    """1 - (uncached tokens charged and not yet prefilled + those of this request) / threshold, at least 0."""
+
+    type = "inflight-tokens"
+    Params = InflightTokensParams
+    weight = 1.0
+
+    def __init__(self, params: InflightTokensParams, name: str = type) -> None:
+        self.name = name
+        self._threshold = params.threshold_tokens
+        self._per_token = scalar(1.0 / params.threshold_tokens)
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        own = request.prompt_tokens / self._threshold
+        score = scalar(1.0 - own) - self._per_token * fleet.table.pending_tokens
+        share = prefix_share(request, fleet, cycle)
+        if share is not None:
+            score += scalar(own) * share
+        return not_negative(score)
+
+
+class KvUtilization(Plain):
+    """1 - share of KV blocks held by running requests, as scraped."""
+
+    type = "kv-utilization"
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        return _ONE - fleet.table.kv

@@ -1,0 +1,62 @@
+"""Prefer endpoints that have the requested adapter loaded."""
+
+import numpy as np
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.endpoint import MODEL_LABEL
+from fairlead.core.policy import Cycle
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.params import Plain
+
+
+class LoraAware(Plain):
+    """1 where the adapter is loaded, 0.5 where a slot is free, else 0. Silent when no adapter is asked for.
+
+    A name counts as an adapter unless an endpoint carries it as its base model (`model-id`), or nobody has LoRA on.
+    """
+
+    type = "lora-aware"
+    weight = 100.0
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        table, model = fleet.table, request.target_model
+        if not model or not np.count_nonzero(table.max_adapters):
+            return None
+        is_base = table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)
+        if np.count_nonzero(is_base):
+            return None
+        score = np.where(table.loaded_adapters < table.max_adapters, 0.5, 0.0)
+        loaded = table.holders(model)
+        if loaded is not None:
+            score[loaded] = 1.0
+        return score
+
+
+LOADED, FREE_SLOT, WAITING = 1.0, 0.8, 0.6
+
+
+class LoraAffinity(Plain):
+    """1 where the adapter is loaded, 0.8 where a slot is free, 0.6 where requests wait for it already, else 0.
+
+    Silent when no adapter is asked for: the name is an endpoint's base model (`model-id`), or nobody has LoRA on.
+    Source: the reference picker's lora-affinity-scorer.
+    """
+
+    type = "lora-affinity"
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        table, model = fleet.table, request.target_model
+        if not model or not np.count_nonzero(table.max_adapters):
+            return None
+        if np.count_nonzero(table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)):
+            return None
+        queued = [frozenset[str]() if sample is None else sample.waiting_adapters for sample in table.samples]
+        waiting = np.fromiter((model in names for names in queued), np.bool_, len(queued))
+        taken = table.loaded_adapters + np.fromiter(map(len, queued), np.float64, len(queued))
+        score = np.where(waiting, WAITING, 0.0)
+        score[taken < table.max_adapters] = FREE_SLOT
+        loaded = table.holders(model)
+        if loaded is not None:
+            score[loaded] = LOADED
+        return score

@@ -1,0 +1,123 @@
+"""Prefer endpoints that hold the beginning of the prompt, and spread the prompts that nobody holds."""
+
+import numpy as np
+from pydantic import Field
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+from fairlead.plugins.params import Params
+
+
+class PrefixAwareParams(Params):
+    hash_block_size: int = Field(
+        default=5,
+        ge=1,
+        le=1024,
+        description="Tokens of the finest hash block; blocks grow with depth. 3–20 for short prompts, 64 suits most.",
+    )
+    cache_indexer_url: str = Field(
+        default="",
+        validation_alias="cacheIndexerURL",
+        serialization_alias="cacheIndexerURL",
+        description="URL of a KV-cache indexer to ask for exact matches.",
+    )
+
+
+class PrefixAware:
+    """Contiguously matched share of the prompt, 0..1."""
+
+    type = "prefix-aware"
+    Params = PrefixAwareParams
+    weight = 100.0
+
+    def __init__(self, params: PrefixAwareParams, name: str = type) -> None:
+        self.name = name
+        self.params = params
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        return prefix_share(request, fleet, cycle)
+
+
+# `prefix-length`: prefer endpoints that hold much of the prompt, where a long match counts for more than a short
+# one.
+
+
+class PrefixLengthParams(Params):
+    match_length_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the score that the length of the match decides; the rest is the matched share of the "
+        "prompt.",
+    )
+    match_length_scale_tokens: int = Field(default=8192, ge=1, description="Matched tokens that count as full.")
+
+
+class PrefixLength:
+    """w · min(1, matched tokens / scale)² + (1 - w) · matched share.
+
+    Source: the reference picker's prefix-cache-scorer.
+    """
+
+    type = "prefix-length"
+    Params = PrefixLengthParams
+    weight = 1.0
+
+    def __init__(self, params: PrefixLengthParams, name: str = type) -> None:
+        self.name = name
+        self._weight = params.match_length_weight
+        self._scale = params.match_length_scale_tokens
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        share = prefix_share(request, fleet, cycle)
+        if share is None:
+            return None
+        length = np.minimum(share * (request.prompt_tokens / self._scale), 1.0)
+        return np.clip(self._weight * length * length + (1.0 - self._weight) * share, 0.0, 1.0)
+
+
+class NoHitLruParams(Params):
+    lru_size: int = Field(default=1024, ge=1, description="Endpoints whose last cold request is remembered.")
+
+
+class NoHitLru:
+    """Cold prompt: 1 for endpoints that never got one, then falling to 0 for the one that got one last. Else 0.5 for
+    all.
+
+    Source: the reference picker's no-hit-lru-scorer. There the never used are ranked among themselves as well, by
+    their position in a list; here they are equal and the picker draws.
+    """
+
+    type = "no-hit-lru"
+    Params = NoHitLruParams
+    weight = 1.0
+
+    def __init__(self, params: NoHitLruParams, name: str = type) -> None:
+        self.name = name
+        self._size = params.lru_size
+        #: Endpoint ids, the one that got a cold request last at the end.
+        self._used: dict[str, None] = {}
+
+    def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        ids = fleet.table.ids
+        if prefix_share(request, fleet, cycle) is not None:
+            return np.full(len(ids), 0.5)
+        candidates = cycle.get(CANDIDATES)
+        slots = {name: slot for slot, name in enumerate(ids) if name and (candidates is None or candidates[slot])}
+        used = [slots[name] for name in self._used if name in slots]
+        score = np.ones(len(ids))
+        unused = len(slots) - len(used)
+        for rank, slot in enumerate(used, start=unused):
+            score[slot] = 1.0 - rank / (len(slots) - 1) if len(slots) > 1 else 1.0
+        return score
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        """The decision went to `slot`."""
+        if prefix_share(request, fleet, cycle) is None:
+            name = fleet.table.ids[slot]
+            self._used.pop(name, None)
+            self._used[name] = None
+            if len(self._used) > self._size:
+                del self._used[next(iter(self._used))]

@@ -1,0 +1,1 @@
+"""How endpoints become known: files, Kubernetes, scraping, KV events."""

@@ -1,0 +1,285 @@
+"""Endpoints from a file or a list in the configuration: discovery without Kubernetes.
+
+Rules
+* Followed as `watched_files` says.
+* What cannot be read or parsed changes nothing and is reported, once per cause.
+"""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from fairlead.config.endpoint_list import Listed, Listing, parse_endpoints_text
+from fairlead.config.problems import Problem
+from fairlead.config.schema import EndpointSource
+from fairlead.config.yaml import MAX_BYTES
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool.watched_files import WatchedFiles
+
+# Where endpoints come from: the list in the configuration, or a file that is followed.
+
+
+# A listed set of endpoints that is kept up: differences become events, host names become addresses.
+#
+# Rules
+# * `EndpointUp` only for what is new or changed, `EndpointDown` only for what is gone. An entry that is listed but
+#   wrong keeps its last good state; if a wrong entry cannot even be named, nothing is taken down, for it might be
+#   that one.
+# * A host name is resolved outside of `apply`, again each `resolve_s`. Of several addresses the first is used, and kept
+#   for as long as the name still has it: a resolver that rotates its answers must not move an endpoint about.
+# * If the first is `::1`, one of IPv4's own loopback addresses goes before it: hosts files list `::1 localhost`, and
+#   model servers listen on `0.0.0.0` or `127.0.0.1` unless told otherwise. Nothing is dialled to find out.
+# * A name that cannot be resolved (any more) keeps the last address; it is tried again after `RETRY_S`.
+
+RETRY_S = 1.0
+RESOLVE_TIMEOUT_S = 5.0
+_AT_ONCE = 16
+
+Feed = Callable[[EndpointUp | EndpointDown], object]
+Report = Callable[[Problem], object]
+#: Host name and port to addresses, the preferred first. Raises `OSError`.
+Resolver = Callable[[str, int], Awaitable[list[str]]]
+
+
+async def resolve_host(host: str, port: int) -> list[str]:
+    """Addresses by the system's resolver. Link-local ones with a zone are left out: the gateway could not dial them."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(info[4][0]) for info in infos]
+    return [address for address in dict.fromkeys(addresses) if "%" not in address]
+
+
+def preferred(addresses: Sequence[str]) -> str:
+    """Which of a name's addresses to use; see the module's rules. There must be one."""
+    first = addresses[0]
+    return next((address for address in addresses if address.startswith("127.")), first) if first == "::1" else first
+
+
+class EndpointSet:
+    """Feed it listings; it feeds events. All calls on the loop's thread."""
+
+    def __init__(
+        self, feed: Feed, report: Report, *, resolver: Resolver = resolve_host, resolve_s: float = 30.0
+    ) -> None:
+        self._feed = feed
+        self._report = report
+        self._resolver = resolver
+        self._resolve_s = resolve_s
+        self._listed: dict[str, Listed] = {}
+        self._up: dict[str, Endpoint] = {}
+        #: Host to its current address, and to why it has none.
+        self._addresses: dict[str, str] = {}
+        self._failing: dict[str, str] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._new_names = asyncio.Event()
+
+    def apply(self, listing: Listing) -> None:
+        """Take a listing over. One that could not be read (`ok` false) changes nothing; problems are reported."""
+        for problem in listing.problems:
+            self._report(problem)
+        if not listing.ok:
+            return
+        wanted = {entry.endpoint.id: entry for entry in listing.entries}
+        for endpoint_id in list(self._listed):
+            if endpoint_id not in wanted and endpoint_id not in listing.broken and not listing.nameless:
+                del self._listed[endpoint_id]
+                if self._up.pop(endpoint_id, None) is not None:
+                    self._emit(EndpointDown(endpoint_id))
+        for endpoint_id, entry in wanted.items():
+            if self._listed.get(endpoint_id) != entry:
+                self._listed[endpoint_id] = entry
+                self._bring_up(entry)
+        self._forget_names()
+
+    async def start(self) -> None:
+        """Resolve what needs it, for `RESOLVE_TIMEOUT_S` at most, and keep resolving in the background."""
+        first = asyncio.create_task(self._resolve_all())
+        self._task = asyncio.create_task(self._keep_resolving(first))
+        await asyncio.wait((first,), timeout=RESOLVE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Stop resolving. What is up stays up."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What is up."""
+        return list(self._up.values())
+
+    def _bring_up(self, entry: Listed) -> None:
+        if entry.literal:
+            endpoint = entry.endpoint
+        elif entry.host in self._addresses:
+            endpoint = entry.at(self._addresses[entry.host])
+        else:
+            self._new_names.set()
+            return
+        if self._up.get(endpoint.id) != endpoint:
+            self._up[endpoint.id] = endpoint
+            self._emit(EndpointUp(endpoint))
+
+    def _emit(self, event: EndpointUp | EndpointDown) -> None:
+        try:
+            self._feed(event)
+        except Exception as error:  # following the list goes on after a broken consumer
+            context = {"message": f"the consumer of {event!r} raised", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    def _names(self) -> dict[str, int]:
+        return {entry.host: entry.port for entry in self._listed.values() if not entry.literal}
+
+    def _forget_names(self) -> None:
+        names = self._names()
+        for table in (self._addresses, self._failing):
+            for host in [host for host in table if host not in names]:
+                del table[host]
+
+    async def _keep_resolving(self, first: "asyncio.Task[None]") -> None:
+        await first
+        while True:
+            if self._new_names.is_set():
+                delay = 0.0
+            elif self._failing:
+                delay = RETRY_S
+            else:
+                delay = self._resolve_s
+            try:
+                async with asyncio.timeout(delay):  # `wait_for` of Python 3.11 may swallow a cancellation
+                    await self._new_names.wait()
+            except TimeoutError:
+                pass
+            await self._resolve_all()
+
+    async def _resolve_all(self) -> None:
+        self._new_names.clear()
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(host: str, port: int) -> None:
+            async with gate:
+                await self._resolve(host, port)
+
+        await asyncio.gather(*(one(host, port) for host, port in self._names().items()))
+
+    async def _resolve(self, host: str, port: int) -> None:
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                addresses = await self._resolver(host, port)
+            reason = "" if addresses else "it has no address"
+        except TimeoutError:
+            addresses, reason = [], "no answer"
+        except (OSError, ValueError) as error:  # ValueError: a name that IDNA cannot encode
+            addresses, reason = [], str(error)
+        if host not in self._names():
+            return
+        if reason:
+            if self._failing.get(host) != reason:
+                self._failing[host] = reason
+                self._report(Problem("", 0, f"cannot resolve {host}: {reason}"))
+            return
+        self._failing.pop(host, None)
+        if self._addresses.get(host) not in addresses:
+            self._addresses[host] = preferred(addresses)
+        for entry in list(self._listed.values()):
+            if entry.host == host and not entry.literal:
+                self._bring_up(entry)
+
+
+class EndpointsFile:
+    """Feeds `EndpointUp` and `EndpointDown` for what a YAML or JSON file lists."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        feed: Feed,
+        report: Report,
+        *,
+        watch: bool = True,
+        poll_s: float = 0.5,
+        resolve_s: float = 30.0,
+        resolver: Resolver = resolve_host,
+    ) -> None:
+        self._path = Path(path)
+        self._report = report
+        self._watch = watch
+        self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
+        self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s, "endpoints")
+        self._text: bytes | None = None
+        self._complaint = ""
+        #: The file was read and understood at least once.
+        self.loaded = False
+
+    async def start(self) -> tuple[Problem, ...]:
+        """Load, resolve names once (bounded in time), and begin to watch. Returns the first load's problems."""
+        await self._watched.note()
+        listing = await self._load()
+        await self._set.start()
+        if self._watch:
+            self._watched.start()
+        return listing.problems if listing else (Problem("", 0, self._complaint),)
+
+    async def close(self) -> None:
+        """Stop watching. What is up stays up."""
+        await self._watched.close()
+        await self._set.close()
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What is up."""
+        return self._set.endpoints
+
+    async def _load(self) -> Listing | None:
+        """Read and apply, unless the content is what it was. `None` = the file could not be read."""
+        try:
+            text = await asyncio.to_thread(self._read)
+        except OSError as error:
+            self._complain(f"cannot read {self._path}: {error.strerror or error}")
+            return None
+        self._complaint = ""
+        if text == self._text:
+            return None
+        self._text = text
+        listing = parse_endpoints_text(text)
+        self.loaded = self.loaded or listing.ok
+        self._set.apply(listing)
+        return listing
+
+    def _read(self) -> bytes:
+        if not stat.S_ISREG(os.stat(self._path).st_mode):
+            raise OSError("not a regular file")  # opening a pipe would wait for its writer
+        with open(self._path, "rb") as file:
+            return file.read(MAX_BYTES + 1)
+
+    def _complain(self, message: str) -> None:
+        if message != self._complaint:
+            self._complaint = message
+            self._report(Problem("", 0, message))
+
+
+async def follow_endpoints(
+    stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report
+) -> EndpointSet | None:
+    """Feed what is there now, and changes for as long as `stack` is open.
+
+    Returns the set of a list in the configuration, which may be given another one; `None` for a file.
+    Raises `ConfigError` when the file cannot be read or understood at the start.
+    """
+    if not source.file:
+        listed = EndpointSet(feed, report)
+        stack.push_async_callback(listed.close)
+        listed.apply(Listing(source.static))
+        await listed.start()
+        return listed
+    files = EndpointsFile(source.file, feed, report, watch=source.watch)
+    stack.push_async_callback(files.close)
+    problems = await files.start()
+    if not files.loaded:
+        raise ConfigError("; ".join(str(problem) for problem in problems), "$.endpoints.file", source.file)
+    return None

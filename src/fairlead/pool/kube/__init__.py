@@ -1,0 +1,1 @@
+"""The Kubernetes API: what is watched, and what is written."""

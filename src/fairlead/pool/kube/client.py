@@ -1,0 +1,278 @@
+"""Requests to a Kubernetes API server, and what its refusals mean.
+
+Rules
+* 401: credentials are looked for once more, and the request is repeated once.
+* A server that the authority does not vouch for: the authority's certificate is read anew for the next request.
+* 403 says which verb of which resource is missing, and the line to add to the role.
+* Answers are bounded; a watch is read line by line, each line bounded as well.
+* Sockets are probed, so that a server that vanished without a word is noticed within half a minute.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.pool.kube.auth import Access
+from fairlead.pool.kube.objects import read_failure
+
+#: Bytes of one answer, and of one watched object. etcd takes objects of 1.5 MiB.
+MAX_ANSWER = 256 << 20
+MAX_LINE = 16 << 20
+_TIMEOUT_S = 30.0
+_CONNECT_S = 3.0
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+
+
+class KubeError(FairleadError):
+    """The API server said no. `code` is the HTTP status."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        self.code = code
+        self.reason = reason
+        super().__init__(message)
+
+
+class Unreachable(FairleadError):
+    """No answer, or one that says the server itself is in trouble. Trying again later may help."""
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """A kind in a namespace, e.g. pods: `Resource("", "v1", "pods", "serving")`."""
+
+    group: str
+    version: str
+    plural: str
+    namespace: str
+
+    @property
+    def path(self) -> str:
+        base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{base}/namespaces/{self.namespace}/{self.plural}"
+
+    def role(self, verb: str, part: str = "") -> str:
+        """The rule that lets us do this."""
+        plural = f"{self.plural}/{part}" if part else self.plural
+        return f'- {{apiGroups: ["{self.group}"], resources: ["{plural}"], verbs: ["{verb}"]}}'
+
+
+class KubeClient:
+    """One session. `await close()` in the end. Methods raise `KubeError` and `Unreachable`."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def server(self) -> str:
+        return self._access.where.server
+
+    @property
+    def namespace(self) -> str:
+        """The one that credentials are for; empty = unknown."""
+        return self._access.where.namespace
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+            await asyncio.sleep(0)  # aborted connections are gone in the loop's next turn
+
+    async def get(self, resource: Resource, query: Mapping[str, str], verb: str = "list") -> bytes:
+        return await self._request("GET", resource.path, resource, verb, query)
+
+    async def read(self, resource: Resource, name: str) -> bytes:
+        return await self._request("GET", f"{resource.path}/{name}", resource, "get")
+
+    async def create(self, resource: Resource, value: object) -> bytes:
+        return await self._request("POST", resource.path, resource, "create", body=value)
+
+    async def update(self, resource: Resource, name: str, value: object) -> bytes:
+        return await self._request("PUT", f"{resource.path}/{name}", resource, "update", body=value)
+
+    async def delete(self, resource: Resource, name: str, query: Mapping[str, str] | None = None) -> bytes:
+        return await self._request("DELETE", f"{resource.path}/{name}", resource, "delete", query)
+
+    async def patch(
+        self,
+        resource: Resource,
+        name: str,
+        value: object,
+        kind: str = MERGE,
+        part: str = "",
+        query: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """`part`: a subresource such as `status`."""
+        path = f"{resource.path}/{name}/{part}" if part else f"{resource.path}/{name}"
+        return await self._request("PATCH", path, resource, "patch", query, value, kind, part)
+
+    async def probe(self, path: str) -> bytes | None:
+        """A page such as `/apis/llm-d.ai/v1alpha2`; `None` = there is none."""
+        try:
+            return await self._request("GET", path)
+        except KubeError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    async def watch(self, resource: Resource, query: Mapping[str, str], idle_s: float) -> AsyncGenerator[list[bytes]]:
+        """Lines as they come, those that came together in one list; an empty one once the server has agreed.
+
+        Ends when the server ends it; raises `Unreachable` when it breaks off or stays silent for `idle_s` seconds.
+        """
+        query = {**query, "watch": "true", "allowWatchBookmarks": "true"}
+        try:
+            async with self._open("GET", resource.path, query, None, "", None, idle_s) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await _body(response), resource, "watch", "")
+                try:
+                    yield []
+                    pieces: list[bytes] = []
+                    size = 0
+                    async for chunk in response.content.iter_any():
+                        pieces.append(chunk)
+                        size += len(chunk)
+                        if b"\n" in chunk:
+                            *lines, unfinished = b"".join(pieces).split(b"\n")
+                            pieces, size = [unfinished], len(unfinished)
+                            yield lines
+                        if size > MAX_LINE:
+                            raise Unreachable(
+                                f"a watched object of {resource.plural} is larger than {MAX_LINE >> 20} MiB"
+                            )
+                finally:
+                    _drop(response)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        resource: Resource | None = None,
+        verb: str = "get",
+        query: Mapping[str, str] | None = None,
+        body: object = None,
+        kind: str = "application/json",
+        part: str = "",
+    ) -> bytes:
+        data = None if body is None else msgspec.json.encode(body)
+        for may_retry in (True, False):
+            try:
+                async with self._open(method, path, query, data, kind, _TIMEOUT_S, None) as response:
+                    answer = await _body(response)
+                    status = response.status
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise self._unreachable(error) from None
+            if status == 401 and may_retry:
+                self._access.refused()
+                continue
+            if status >= 300:
+                raise _refusal(status, answer, resource, verb, part)
+            return answer
+        raise AssertionError("unreachable")
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        data: bytes | None,
+        kind: str,
+        total: float | None,
+        idle: float | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            headers, context = await self._access.credentials()
+        except ConfigError as error:
+            raise Unreachable(str(error)) from None
+        headers["Accept"] = "application/json"
+        if data is not None:
+            headers["Content-Type"] = kind
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+            # Proxies of the environment count, but nobody means them for this machine itself.
+            proxies = urlsplit(self.server).hostname not in _LOOPBACK
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=proxies)
+        where = self._access.where
+        async with self._session.request(
+            method,
+            where.server + path,
+            params=query,
+            data=data,
+            headers=headers,
+            ssl=context,
+            proxy=where.proxy or None,
+            server_hostname=where.server_name or None,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT_S, sock_read=idle),
+        ) as response:
+            yield response
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            self._access.distrusted()
+        return Unreachable(_why(error))
+
+
+def _drop(response: aiohttp.ClientResponse) -> None:
+    """Nobody reads on. Closing would wait for the peer's part of a TLS shutdown, and outlive the session."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > MAX_ANSWER:
+            raise Unreachable(f"the answer is larger than {MAX_ANSWER >> 20} MiB")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _refusal(status: int, answer: bytes, resource: Resource | None, verb: str, part: str) -> FairleadError:
+    failure = read_failure(answer)
+    said = failure.message or answer[:200].decode(errors="replace") or f"HTTP {status}"
+    if status == 429 or status >= 500:
+        return Unreachable(f"HTTP {status}: {said}")
+    if status == 403 and resource is not None:
+        plural = f"{resource.plural}/{part}" if part else resource.plural
+        said = (
+            f"not allowed to {verb} {plural} in namespace {resource.namespace}; "
+            f"add to the role: {resource.role(verb, part)}"
+        )
+    elif status == 404 and resource is not None and verb in ("list", "watch"):
+        version = f"{resource.group}/{resource.version}"
+        said = f"the API server has no {resource.plural} in {version}: is the CRD installed?"
+    elif status == 401:
+        said = f"the API server does not know us (401): {said}"
+    return KubeError(status, failure.reason, said)
+
+
+def _why(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _socket(info: Any) -> socket.socket:
+    family, kind, protocol, _, _ = info
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made

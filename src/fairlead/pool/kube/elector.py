@@ -1,0 +1,376 @@
+"""Leader election by a lease: what it says, what we know, what to do next, as a table, and who carries that out.
+
+Theory
+* A lease (coordination.k8s.io/v1) names its holder. Every write carries the version that was read, so of several
+  contenders one wins and the others get 409.
+* Clocks of machines differ. Nobody compares the lease's times with its own clock: a lease has run out when its
+  *observed* content has not changed for its duration, by the observer's own monotonic clock. The times in it are for
+  people.
+* Who goes on purpose gives the lease back: no holder, a duration of one second. Watchers see that at once.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
+from fairlead.pool.kube.objects import Meta, Unreadable
+from fairlead.pool.kube.reflector import Reflector
+
+
+class _Spec(Struct, frozen=True, rename="camel"):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class _Lease(Struct, frozen=True):
+    metadata: Meta = Meta()
+    spec: _Spec = _Spec()
+
+
+class Lease(Struct, frozen=True):
+    """What a lease says. `version` is its resourceVersion."""
+
+    holder: str = ""
+    duration: int = 0
+    acquired: str = ""
+    renewed: str = ""
+    transitions: int = 0
+    version: str = ""
+
+    @property
+    def free(self) -> bool:
+        return not self.holder
+
+
+_decoder = msgspec.json.Decoder(_Lease)
+
+
+def read_lease(text: bytes | Raw) -> Lease:
+    """Raises `Unreadable`."""
+    try:
+        lease = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(str(error)) from None
+    spec = lease.spec
+    return Lease(
+        spec.holder_identity or "",
+        max(spec.lease_duration_seconds or 0, 0),
+        spec.acquire_time or "",
+        spec.renew_time or "",
+        max(spec.lease_transitions or 0, 0),
+        lease.metadata.resource_version,
+    )
+
+
+class Sight(Struct, frozen=True):
+    """A lease, and when (monotonic seconds) it was first seen to say what it says. `None` = there is none."""
+
+    lease: Lease | None
+    since: float
+
+    def seen(self, lease: Lease | None, now: float) -> "Sight":
+        """The same again starts no new time."""
+        return self if lease == self.lease else Sight(lease, now)
+
+
+class Take(Struct, frozen=True):
+    """Write it with our name."""
+
+
+class Keep(Struct, frozen=True):
+    """It is ours: renew it."""
+
+
+class Wait(Struct, frozen=True):
+    """Somebody holds it. Look again at this moment, or when it changes."""
+
+    until: float
+
+
+def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep | Wait:
+    """`duration` is ours; the one in a foreign lease counts as long as its holder may rely on it."""
+    lease = sight.lease
+    if lease is None or lease.free:
+        return Take()
+    if lease.holder == me:
+        return Keep()
+    runs_out = sight.since + (lease.duration or duration)
+    return Take() if now >= runs_out else Wait(runs_out)
+
+
+def claimed(old: Lease | None, me: str, duration: float, wall: float) -> Lease:
+    """The lease as it should be once we hold it. `wall`: seconds since 1970."""
+    now = micro_time(wall)
+    seconds = max(round(duration), 1)
+    if old is not None and old.holder == me:
+        return Lease(me, seconds, old.acquired or now, now, old.transitions, old.version)
+    if old is None:
+        return Lease(me, seconds, now, now, 0, "")
+    return Lease(me, seconds, now, now, old.transitions + 1, old.version)
+
+
+def released(old: Lease, wall: float) -> Lease:
+    """Given back."""
+    now = micro_time(wall)
+    return Lease("", 1, old.acquired or now, now, old.transitions, old.version)
+
+
+def lease_object(lease: Lease, namespace: str, name: str) -> dict[str, Any]:
+    """For POST and, with a version, PUT."""
+    metadata = {"name": name, "namespace": namespace}
+    if lease.version:
+        metadata["resourceVersion"] = lease.version
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": metadata,
+        "spec": {
+            "holderIdentity": lease.holder,
+            "leaseDurationSeconds": lease.duration,
+            "acquireTime": lease.acquired,
+            "renewTime": lease.renewed,
+            "leaseTransitions": lease.transitions,
+        },
+    }
+
+
+def micro_time(wall: float) -> str:
+    """metav1.MicroTime."""
+    return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+# Leader election: of several replicas one leads, by a lease that all of them watch.
+#
+# Rules (the table is `pool.kube.elector`)
+# * The holder renews each `retry_s`, jittered. Others wait until the lease has not changed for its duration, by their
+#   own clock, counted only while they were in touch with the API server: after an outage everybody starts anew.
+# * Who goes gives the lease back, and whoever watches takes it at once.
+# * While the API server does not answer, nobody can take the lease, and the holder goes on leading: a pool without a
+#   picker is worse than two that lead for a moment, for both decide well. It steps down when it sees another holder,
+#   or when renewing is *refused* for `renew_s`.
+# * Nothing ends the process. A replica that lost the lease contends for it again.
+
+GROUP, VERSION = "coordination.k8s.io", "v1"
+_CONFLICT, _NOT_FOUND = 409, 404
+
+
+class ElectionSettings(Struct, frozen=True, kw_only=True):
+    """Seconds. `identity` must be unique."""
+
+    namespace: str
+    name: str
+    identity: str
+    duration_s: float = 15.0
+    renew_s: float = 10.0
+    retry_s: float = 2.0
+
+
+class Elector:
+    """`changed(leading, holder)` for each change. `await run()` never returns; then `await release()`."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: ElectionSettings,
+        changed: Callable[[bool, str], object],
+        rng: Random,
+        *,
+        on_trouble: Callable[[str], object] = lambda trouble: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.leading = False
+        self.holder = ""
+        #: Times that this replica came to lead.
+        self.terms = 0
+        self._client = client
+        self._settings = settings
+        self._changed = changed
+        self._rng = rng
+        self._on_trouble = on_trouble
+        self._wall = wall
+        self._resource = Resource(GROUP, VERSION, "leases", settings.namespace)
+        self._sight: Sight | None = None
+        self._woken = asyncio.Event()
+        self._renewed_at = 0.0
+        self._trouble = ""
+        self._releasing = False
+        self.reflector: Reflector[Lease] = Reflector(
+            client,
+            self._resource,
+            _read,
+            lambda key, lease: self._seen(lease),
+            rng,
+            query={"fieldSelector": f"metadata.name={settings.name}"},
+            synced=self._synced,
+            on_trouble=self._contact,
+        )
+
+    async def run(self) -> None:
+        watching = asyncio.create_task(self.reflector.run(), name="lease watch")
+        try:
+            await self.reflector.ready.wait()
+            while True:
+                await self._turn()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def release(self) -> None:
+        """Stop leading, and say so. Raises nothing; the lease runs out where the API server does not answer."""
+        was, self._releasing = self.leading, True
+        self._lead(False, "")
+        if not was:
+            return
+        for _ in range(2):
+            sight = self._sight
+            if sight is None or sight.lease is None or sight.lease.holder != self._settings.identity:
+                return
+            try:
+                await self._put(released(sight.lease, self._wall()))
+                return
+            except KubeError as error:
+                if error.code != _CONFLICT:
+                    self._on_trouble(f"the lease was not given back: {error}")
+                    return
+                await self._look()
+            except Unreachable as error:
+                self._on_trouble(f"the lease was not given back: {error}")
+                return
+            except Unreadable:
+                return
+
+    async def successor(self, timeout: float) -> str:
+        """Wait until somebody else leads. Empty = nobody within `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.holder in ("", self._settings.identity):
+                    self._woken.clear()
+                    await self._woken.wait()
+                return self.holder
+        return ""
+
+    # ---- one turn ----
+
+    async def _turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        self._woken.clear()
+        sight = self._sight
+        if self._releasing or sight is None:
+            await self._woken.wait()
+            return
+        step = next_step(sight, settings.identity, loop.time(), settings.duration_s)
+        match step:
+            case Wait(until):
+                self._lead(False, sight.lease.holder if sight.lease else "")
+                connected = self.reflector.stats.connected
+                await self._pause(until - loop.time() + 0.001 if connected else settings.retry_s)
+            case Take() if not self.leading and not self.reflector.stats.connected:
+                await self._pause(settings.retry_s)
+            case Take() | Keep():
+                await self._pause(await self._claim(sight.lease))
+
+    async def _claim(self, lease: Lease | None) -> float:
+        """Take or renew. Returns seconds until the next turn."""
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        asked = loop.time()
+        pause = settings.retry_s * self._rng.uniform(0.8, 1.0)
+        try:
+            await self._put(claimed(lease, settings.identity, settings.duration_s, self._wall()))
+        except KubeError as error:
+            if error.code in (_CONFLICT, _NOT_FOUND):
+                await self._look()
+                return 0.0 if self.leading else self._rng.uniform(0.0, 0.05)
+            self._say(str(error))
+            if self.leading and loop.time() - self._renewed_at > settings.renew_s:
+                self._lead(False, "")
+        except (Unreachable, Unreadable) as error:
+            self._say(f"the lease cannot be renewed: {error}" if self.leading else str(error))
+        else:
+            self._renewed_at = asked
+            self._say("")
+            if not self._releasing:
+                self._lead(True, settings.identity)
+        return pause
+
+    async def _put(self, lease: Lease) -> None:
+        settings = self._settings
+        value = lease_object(lease, settings.namespace, settings.name)
+        # Not longer than this: of several API servers one may hang, and the lease must not run out meanwhile.
+        try:
+            async with asyncio.timeout(max(settings.renew_s / 2, settings.retry_s)):
+                if lease.version:
+                    answer = await self._client.update(self._resource, settings.name, value)
+                else:
+                    answer = await self._client.create(self._resource, value)
+        except TimeoutError:
+            raise Unreachable("no answer in time") from None
+        self._note(_read(Raw(answer)))
+
+    async def _look(self) -> None:
+        """Read the lease as it is now."""
+        try:
+            self._note(_read(Raw(await self._client.read(self._resource, self._settings.name))))
+        except KubeError as error:
+            if error.code == _NOT_FOUND:
+                self._note(None)
+            else:
+                self._say(str(error))
+        except (Unreachable, Unreadable) as error:
+            self._say(str(error))
+
+    async def _pause(self, seconds: float) -> None:
+        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await self._woken.wait()
+
+    # ---- what is seen ----
+
+    def _seen(self, lease: Lease | None) -> None:
+        self._note(lease)
+        if lease is None or lease.holder != self._settings.identity:
+            self._woken.set()
+
+    def _synced(self) -> None:
+        if self._sight is None:
+            self._note(None)
+        self._woken.set()
+
+    def _note(self, lease: Lease | None) -> None:
+        now = asyncio.get_running_loop().time()
+        self._sight = Sight(lease, now) if self._sight is None else self._sight.seen(lease, now)
+        if self._releasing and lease is not None:
+            self.holder = lease.holder
+
+    def _contact(self, trouble: str) -> None:
+        if not trouble and self._sight is not None:  # nobody could renew meanwhile: its time begins anew
+            self._sight = Sight(self._sight.lease, asyncio.get_running_loop().time())
+        self._say(trouble)
+
+    def _lead(self, leading: bool, holder: str) -> None:
+        if (leading, holder) != (self.leading, self.holder):
+            self.terms += leading and not self.leading
+            self.leading, self.holder = leading, holder
+            self._changed(leading, holder)
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._on_trouble(trouble)
+
+
+def _read(text: Raw) -> Lease:
+    return read_lease(text)

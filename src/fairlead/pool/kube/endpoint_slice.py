@@ -1,0 +1,326 @@
+"""The leader's address for gateways: an EndpointSlice (discovery.k8s.io/v1) behind a Service without a selector.
+
+Such a Service belongs to whoever writes its slices: Kubernetes' own controller leaves it alone. So a leader that ends
+is not taken out before another one is in, as a pod of an ordinary Service is at the moment its deletion is asked for,
+and one that died is replaced by the same write, however long its node counts as ready.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
+from fairlead.pool.kube.objects import Meta, Unreadable
+from fairlead.pool.kube.reflector import Reflector
+
+GROUP, VERSION = "discovery.k8s.io", "v1"
+#: What ties a slice to its service, and who keeps it.
+SERVICE_LABEL, KEEPER_LABEL = "kubernetes.io/service-name", "endpointslice.kubernetes.io/managed-by"
+KEEPER = "fairlead"
+
+
+class Place(Struct, frozen=True):
+    """Where a replica is: its pod's address, name and node. The names are for people, and for gateways that look a pod
+    up; either may be empty."""
+
+    address: str
+    pod: str = ""
+    node: str = ""
+
+    @property
+    def family(self) -> str:
+        return "IPv6" if ":" in self.address else "IPv4"
+
+
+class Port(Struct, frozen=True):
+    """Of a slice: the pod's own port, by the name that it has in the service."""
+
+    name: str
+    port: int
+    protocol: str = "TCP"
+
+
+class Service(Struct, frozen=True):
+    name: str
+    uid: str
+    ports: tuple[Port, ...]
+
+
+class Slice(Struct, frozen=True):
+    """What counts of a slice. `version` is its resourceVersion; empty = there is none yet."""
+
+    version: str = ""
+    addresses: tuple[str, ...] = ()
+    pod: str = ""
+    ports: frozenset[Port] = frozenset()
+
+    def names(self, place: Place, service: Service) -> bool:
+        """It says just what it should."""
+        return self.addresses == (place.address,) and self.pod == place.pod and self.ports == {*service.ports}
+
+
+class _ServicePort(Struct, frozen=True, rename="camel"):
+    name: str = ""
+    port: int = 0
+    protocol: str = "TCP"
+    target_port: int | str = 0
+
+
+class _ServiceSpec(Struct, frozen=True):
+    ports: list[_ServicePort] | None = None
+    selector: dict[str, str] | None = None
+
+
+class _Service(Struct, frozen=True):
+    metadata: Meta = Meta()
+    spec: _ServiceSpec = _ServiceSpec()
+
+
+class _Target(Struct, frozen=True):
+    name: str = ""
+
+
+class _Endpoint(Struct, frozen=True, rename="camel"):
+    addresses: tuple[str, ...] = ()
+    target_ref: _Target | None = None
+
+
+class _SlicePort(Struct, frozen=True):
+    name: str | None = None
+    port: int | None = None
+    protocol: str | None = None
+
+
+class _Slice(Struct, frozen=True):
+    metadata: Meta = Meta()
+    endpoints: list[_Endpoint] | None = None
+    ports: list[_SlicePort] | None = None
+
+
+def read_service(text: bytes | Raw) -> Service:
+    """Raises `Unreadable` also for one that cannot be kept by us: Kubernetes keeps it, or a port has no number."""
+    try:
+        service = msgspec.json.decode(text, type=_Service)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(str(error)) from None
+    name = service.metadata.name
+    if service.spec.selector:
+        raise Unreadable(f"the service {name} has a selector; one that names the leader must have none")
+    ports = []
+    for port in service.spec.ports or ():
+        number = port.target_port or port.port
+        if not isinstance(number, int) or not 0 < number < 65536:
+            raise Unreadable(f"the service {name}: targetPort must be a number, got '{number}'")
+        ports.append(Port(port.name, number, port.protocol))
+    return Service(name, service.metadata.uid, tuple(ports))
+
+
+def read_slice(text: bytes | Raw) -> Slice:
+    """Raises `Unreadable`."""
+    try:
+        listed = msgspec.json.decode(text, type=_Slice)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(str(error)) from None
+    endpoints = listed.endpoints or []
+    return Slice(
+        listed.metadata.resource_version,
+        tuple(address for endpoint in endpoints for address in endpoint.addresses),
+        next((one.target_ref.name for one in endpoints if one.target_ref is not None), ""),
+        frozenset(Port(one.name or "", one.port or 0, one.protocol or "TCP") for one in listed.ports or ()),
+    )
+
+
+def slice_name(service: str, place: Place) -> str:
+    """One for each address family, as a slice cannot change its own."""
+    return f"{service}-{place.family.lower()}"
+
+
+def slice_object(
+    service: Service, namespace: str, place: Place, version: str = "", empty: bool = False
+) -> dict[str, Any]:
+    """For POST and, with a version, PUT. `empty`: nobody leads. It goes with its service."""
+    metadata: dict[str, Any] = {
+        "name": slice_name(service.name, place),
+        "namespace": namespace,
+        "labels": {SERVICE_LABEL: service.name, KEEPER_LABEL: KEEPER},
+        "ownerReferences": [{"apiVersion": "v1", "kind": "Service", "name": service.name, "uid": service.uid}],
+    }
+    if version:
+        metadata["resourceVersion"] = version
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "EndpointSlice",
+        "metadata": metadata,
+        "addressType": place.family,
+        "ports": [{"name": port.name, "port": port.port, "protocol": port.protocol} for port in service.ports],
+        "endpoints": [] if empty else [_endpoint(place, namespace)],
+    }
+
+
+def _endpoint(place: Place, namespace: str) -> Mapping[str, Any]:
+    made: dict[str, Any] = {
+        "addresses": [place.address],
+        "conditions": {"ready": True, "serving": True, "terminating": False},
+    }
+    if place.pod:
+        made["targetRef"] = {"kind": "Pod", "namespace": namespace, "name": place.pod}
+    if place.node:
+        made["nodeName"] = place.node
+    return made
+
+
+# The leader's address for gateways: one EndpointSlice that each new leader writes over.
+#
+# Rules
+# * Only who leads writes, each time with the version that was seen, so of two writers one gets 409 and looks again.
+# * A slice that was changed by others is put right again, but not at once: who was stopped for a while and still takes
+#   itself for the leader must learn of its successor first.
+# * Who ends leaves the slice to its successor. Without one it is emptied, so that gateways know that nobody answers.
+# * Without permission nothing is written, and the missing rule is told. Leading never depends on it.
+
+#: Seconds before what others changed is put right, and after a failure.
+REPAIR_S, RETRY_S = 1.0, 1.0
+_CONFLICTS = (404, 409)
+
+
+class EndpointSlicePublisher:
+    """`lead(True)`: the slice of `service` names `place` from now on. `await run()` never returns."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str,
+        service: str,
+        place: Place,
+        rng: Random,
+        *,
+        on_trouble: Callable[[str], object] = lambda trouble: None,
+    ) -> None:
+        #: Times that the slice was written.
+        self.writes = 0
+        self._client = client
+        self._namespace = namespace
+        self._name = service
+        self._place = place
+        self._on_trouble = on_trouble
+        self._services = Resource("", "v1", "services", namespace)
+        self._slices = Resource(GROUP, VERSION, "endpointslices", namespace)
+        self._service: Service | None = None
+        self._seen = Slice()
+        self._leading = False
+        #: It named us since we lead.
+        self._named = False
+        self._trouble = ""
+        self._woken = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self.reflector: Reflector[Slice] = Reflector(
+            client,
+            self._slices,
+            read_slice,
+            lambda key, listed: self._see(listed or Slice()),
+            rng,
+            query={"fieldSelector": f"metadata.name={slice_name(service, place)}"},
+            synced=self._woken.set,
+            on_trouble=self._contact,
+        )
+
+    def lead(self, leading: bool) -> None:
+        self._leading, self._named = leading, False
+        self._woken.set()
+
+    async def run(self) -> None:
+        watching = asyncio.create_task(self.reflector.run(), name="leader's slice")
+        try:
+            await self.reflector.ready.wait()
+            while True:
+                self._woken.clear()
+                pause = await self._round() if self._leading else None
+                # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._woken.wait()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def withdraw(self) -> None:
+        """Nobody leads any more. Raises nothing; a slice that names another one stays."""
+        with contextlib.suppress(KubeError, Unreachable, Unreadable, TimeoutError):
+            # A write that is under way may just be naming us: what it did is known once it is over.
+            async with asyncio.timeout(RETRY_S), self._writing:
+                service = self._service
+                if service is not None and not self._leading and self._seen.names(self._place, service):
+                    await self._put(service, empty=True)
+
+    async def _round(self) -> float | None:
+        """Seconds until the next look; `None` = nothing is to be done."""
+        try:
+            if self._service is None:
+                self._service = read_service(await self._client.read(self._services, self._name))
+            if self._seen.names(self._place, self._service):
+                self._named = True
+                self._say("")
+                return None
+            if self._named:
+                await asyncio.sleep(REPAIR_S)
+                if self._seen.names(self._place, self._service):
+                    return None
+            if self._leading:
+                async with self._writing:
+                    await self._put(self._service)
+                self._named = True
+                self._say("")
+        except KubeError as error:
+            if error.code in _CONFLICTS and self._service is not None:
+                return await self._look()
+            self._say(f"the service {self._name} does not lead here: {error}")
+            return RETRY_S
+        except (Unreachable, Unreadable) as error:
+            self._say(f"the service {self._name} does not lead here: {error}")
+            return RETRY_S
+        return None
+
+    async def _put(self, service: Service, empty: bool = False) -> None:
+        seen = self._seen
+        value = slice_object(service, self._namespace, self._place, seen.version, empty)
+        if seen.version:
+            answer = await self._client.update(self._slices, slice_name(self._name, self._place), value)
+        else:
+            answer = await self._client.create(self._slices, value)
+        self.writes += 1
+        self._seen = read_slice(Raw(answer))
+
+    async def _look(self) -> float:
+        """Somebody else wrote: read the slice, and its service, anew."""
+        self._service = None
+        try:
+            self._seen = read_slice(Raw(await self._client.read(self._slices, slice_name(self._name, self._place))))
+        except KubeError as error:
+            if error.code != 404:
+                self._say(str(error))
+                return RETRY_S
+            self._seen = Slice()
+        except (Unreachable, Unreadable) as error:
+            self._say(str(error))
+            return RETRY_S
+        return 0.0
+
+    def _see(self, listed: Slice) -> None:
+        self._seen = listed
+        self._woken.set()
+
+    def _contact(self, trouble: str) -> None:
+        if trouble:
+            self._say(trouble)
+        elif self._trouble:
+            self._woken.set()
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._on_trouble(trouble)

@@ -1,0 +1,165 @@
+"""InferenceModels, InferenceObjectives and InferenceModelRewrites of a namespace, and the status they get.
+
+Rules
+* Of the groups and versions of a kind the first one that is installed is followed, and only that (the reference
+  picker's rule). A kind that is not installed says nothing; it is looked for again each `REDISCOVER_S`.
+* Definitions are told all at once, after every kind that is installed was listed, and only when they changed.
+* What was known of a kind stays while it cannot be reached. One that was uninstalled takes its objects with it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+from msgspec import Raw
+
+from fairlead.core.models import ModelSet
+from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
+from fairlead.pool.kube.objects import read_plain
+from fairlead.pool.kube.reflector import Backoff, Reflector
+from fairlead.pool.kube.status import DesiredCondition, StatusWriter, Target
+from fairlead.pool.model_kinds import PLURALS, SERVED, ModelObject, conditions, model_set, read_model_object
+
+REDISCOVER_S = 30.0
+#: Changes that come together are told together.
+_GATHER_S = 0.01
+_KINDS = {plural: kind for kind, plural in PLURALS.items()}
+
+
+class _Names(msgspec.Struct):
+    name: str = ""
+
+
+class _Discovered(msgspec.Struct):
+    resources: list[_Names] | None = None
+
+
+class PoolModels:
+    """Follows what is defined for one pool. `feed(models)` for each change. `await run()` never returns."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        pool: str,
+        namespace: str,
+        feed: Callable[[ModelSet], object],
+        writer: StatusWriter,
+        rng: Random,
+        *,
+        on_trouble: Callable[[str, str], object] = lambda resource, trouble: None,
+        report: Callable[[str], object] = lambda problem: None,
+        rediscover_s: float = REDISCOVER_S,
+    ) -> None:
+        self.models: ModelSet | None = None
+        self.reflectors: dict[str, Reflector[ModelObject]] = {}
+        self._client = client
+        self._pool = pool
+        self._namespace = namespace
+        self._feed = feed
+        self._writer = writer
+        self._rng = rng
+        self._on_trouble = on_trouble
+        self._report = report
+        self._rediscover_s = rediscover_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._discovered = False
+
+    @property
+    def missing(self) -> str:
+        """What is not known yet; empty = nothing."""
+        return "" if self.models is not None else "the definitions of models were not listed yet"
+
+    async def run(self) -> None:
+        backoff = Backoff(self._rng)
+        try:
+            while True:
+                try:
+                    await self._discover()
+                    backoff.reset()
+                    pause = self._rediscover_s
+                except (KubeError, Unreachable) as error:
+                    self._on_trouble("discovery", str(error))
+                    pause = backoff.pause()
+                await asyncio.sleep(pause)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for plural in list(self._tasks):
+                await self._unfollow(plural)
+
+    async def _discover(self) -> None:
+        """Follow what is installed. Raises `KubeError` and `Unreachable`."""
+        installed: dict[tuple[str, str], set[str]] = {}
+        for served in SERVED.values():
+            for group, version in served:
+                if (group, version) not in installed:
+                    installed[group, version] = await self._resources(group, version)
+        self._on_trouble("discovery", "")
+        for plural, served in SERVED.items():
+            group_version = next((candidate for candidate in served if plural in installed[candidate]), None)
+            resource = Resource(*group_version, plural, self._namespace) if group_version else None
+            followed = self.reflectors.get(plural)
+            if resource != (followed.resource if followed else None):
+                await self._unfollow(plural)
+                if resource is not None:
+                    self._follow(resource)
+                self._changed()
+        self._discovered = True
+        self._changed()
+
+    async def _resources(self, group: str, version: str) -> set[str]:
+        answer = await self._client.probe(f"/apis/{group}/{version}")
+        if answer is None:
+            return set()
+        try:
+            return {resource.name for resource in msgspec.json.decode(answer, type=_Discovered).resources or ()}
+        except msgspec.DecodeError as error:
+            raise Unreachable(f"what {group}/{version} serves cannot be read: {error}") from None
+
+    def _follow(self, resource: Resource) -> None:
+        kind = _KINDS[resource.plural]
+        version = f"{resource.group}/{resource.version}"
+
+        def read(raw: Raw) -> ModelObject:
+            return read_model_object(read_plain(raw), kind, version)
+
+        reflector = Reflector(
+            self._client,
+            resource,
+            read,
+            lambda key, value: self._changed(),
+            self._rng,
+            synced=self._changed,
+            on_trouble=lambda trouble: self._on_trouble(resource.plural, trouble),
+            report=self._report,
+        )
+        self.reflectors[resource.plural] = reflector
+        self._tasks[resource.plural] = asyncio.create_task(reflector.run(), name=resource.plural)
+
+    async def _unfollow(self, plural: str) -> None:
+        self.reflectors.pop(plural, None)
+        task = self._tasks.pop(plural, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _changed(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self._gather)
+
+    def _gather(self) -> None:
+        self._timer = None
+        if not self._discovered or not all(reflector.ready.is_set() for reflector in self.reflectors.values()):
+            return
+        objects = {plural: reflector.items for plural, reflector in self.reflectors.items()}
+        desired: dict[Target, DesiredCondition] = {}
+        for (plural, key), condition in conditions(objects, self._pool, self._namespace).items():
+            item = objects[plural][key].item
+            desired[self.reflectors[plural].resource, key.partition("/")[2]] = DesiredCondition(condition, item)
+        self._writer.want(desired)
+        models = model_set(objects, self._pool, self._namespace)
+        if models != self.models:
+            self.models = models
+            self._feed(models)

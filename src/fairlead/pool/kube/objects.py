@@ -1,0 +1,227 @@
+"""What an API server sends, read no further than needed: lists, watch events, errors, an InferencePool.
+
+Items stay raw bytes until somebody asks for one, so that an object nobody can read costs only itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from fairlead.core.endpoint import MAX_PORTS
+
+T = TypeVar("T")
+
+
+class Meta(Struct, frozen=True, rename="camel", gc=False):
+    """What is looked at of `metadata`."""
+
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    generation: int = 0
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
+
+
+class Named(Struct, frozen=True, gc=False):
+    """Any object, as far as its name."""
+
+    metadata: Meta = Meta()
+
+
+class ListMeta(Struct, frozen=True, rename="camel", gc=False):
+    resource_version: str = ""
+    #: Where the next page begins; empty = this was the last.
+    continue_: str = msgspec.field(name="continue", default="")
+
+
+class Page(Struct, frozen=True):
+    """One page of a list. `items` is null in some servers' empty lists."""
+
+    metadata: ListMeta = ListMeta()
+    items: list[Raw] | None = None
+
+
+class WatchEvent(Struct, frozen=True):
+    """`type`: ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
+
+    type: str
+    object: Raw = Raw(b"{}")
+
+
+class Failure(Struct, frozen=True):
+    """A `Status`: why a request failed."""
+
+    code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class Unreadable(Exception):
+    """These bytes are not what they should be."""
+
+
+_page = msgspec.json.Decoder(Page)
+_event = msgspec.json.Decoder(WatchEvent)
+_named = msgspec.json.Decoder(Named)
+_failure = msgspec.json.Decoder(Failure)
+
+
+def read_page(text: bytes) -> Page:
+    """Raises `Unreadable`."""
+    return _decoded(_page, text)
+
+
+def read_event(line: bytes) -> WatchEvent:
+    """One line of a watch. Raises `Unreadable`."""
+    return _decoded(_event, line)
+
+
+def read_meta(text: bytes | Raw) -> Meta:
+    """Raises `Unreadable`."""
+    return _decoded(_named, text).metadata
+
+
+def read_failure(text: bytes | Raw) -> Failure:
+    """Of anything: what is no `Status` says nothing."""
+    try:
+        return _decoded(_failure, text)
+    except Unreadable:
+        return Failure()
+
+
+def read_plain(text: bytes | Raw) -> dict[str, Any]:
+    """An object as plain values. Raises `Unreadable` for anything but a JSON object."""
+    value = _decoded(_plain, text)
+    if not isinstance(value, dict):
+        raise Unreadable("expected an object")
+    return value
+
+
+_plain: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: bytes | Raw) -> T:
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(str(error)) from None
+
+
+def key_of(meta: Meta) -> str:
+    """`namespace/name`."""
+    return f"{meta.namespace}/{meta.name}"
+
+
+# An InferencePool → what an endpoint picker needs of it.
+#
+# Both forms are read: `inference.networking.k8s.io/v1`, and `inference.networking.x-k8s.io/v1alpha2` with its flat
+# selector, one port and `extensionRef`. An API server has checked the objects against their schemas; what matters
+# here is checked again, because schemas of early versions were laxer.
+
+GROUP, LEGACY_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
+#: The versions that are read, by group.
+VERSIONS = {GROUP: "v1", LEGACY_GROUP: "v1alpha2"}
+#: `appProtocol` of pods that take cleartext HTTP/2 by prior knowledge; `http` is HTTP/1.1.
+H2C = "kubernetes.io/h2c"
+#: Where a reference to the picker names no port.
+PICKER_PORT = 9002
+
+
+class PickerRef(Struct, frozen=True):
+    """`endpointPickerRef`: the service that gateways are told to ask, and what they do when it does not answer."""
+
+    name: str
+    port: int = PICKER_PORT
+    kind: str = "Service"
+    failure_mode: str = "FailClose"
+
+
+class Pool(Struct, frozen=True):
+    namespace: str
+    name: str
+    #: Labels that a pod must have, all of them. Never empty: that would be every pod of the namespace.
+    selector: Mapping[str, str]
+    #: 1 to 8 different ones; each port of each pod is an endpoint.
+    ports: tuple[int, ...]
+    app_protocol: str = "http"
+    picker: PickerRef | None = None
+
+
+class _Port(Struct, frozen=True):
+    number: int = 0
+
+
+class _Ref(Struct, frozen=True, rename="camel"):
+    name: str = ""
+    kind: str | None = None
+    port: _Port | None = None
+    port_number: int | None = None
+    failure_mode: str | None = None
+
+
+class _Spec(Struct, frozen=True, rename="camel"):
+    selector: dict[str, object] | None = None
+    target_ports: list[_Port] | None = None
+    target_port_number: int | None = None
+    app_protocol: str | None = None
+    endpoint_picker_ref: _Ref | None = None
+    extension_ref: _Ref | None = None
+
+
+class _Pool(Struct, frozen=True):
+    metadata: Meta = Meta()
+    spec: _Spec = _Spec()
+
+
+_decoder = msgspec.json.Decoder(_Pool)
+
+
+def read_pool(text: bytes | Raw) -> Pool:
+    """Raises `Unreadable` with what is wrong."""
+    try:
+        pool = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(str(error)) from None
+    spec = pool.spec
+    ref = spec.endpoint_picker_ref or spec.extension_ref
+    return Pool(
+        pool.metadata.namespace,
+        pool.metadata.name,
+        _selector(spec.selector or {}),
+        _ports(spec),
+        spec.app_protocol or "http",
+        _picker(ref) if ref else None,
+    )
+
+
+def _selector(said: dict[str, object]) -> dict[str, str]:
+    labels = said.get("matchLabels", said)
+    if not isinstance(labels, dict) or not labels:
+        raise Unreadable("spec.selector names no labels; it would select every pod")
+    if not all(isinstance(value, str) for value in labels.values()):
+        raise Unreadable("spec.selector: labels are strings; only matchLabels is known")
+    return labels
+
+
+def _ports(spec: _Spec) -> tuple[int, ...]:
+    if spec.target_ports is not None:
+        ports = [port.number for port in spec.target_ports]
+    else:
+        ports = [] if spec.target_port_number is None else [spec.target_port_number]
+    if not 1 <= len(ports) <= MAX_PORTS or len({*ports}) < len(ports) or not all(0 < port < 65536 for port in ports):
+        raise Unreadable(f"spec.targetPorts: expected 1 to {MAX_PORTS} different ports, got {ports[:9]}")
+    return tuple(ports)
+
+
+def _picker(ref: _Ref) -> PickerRef:
+    port = ref.port.number if ref.port else ref.port_number
+    return PickerRef(ref.name, port or PICKER_PORT, ref.kind or "Service", ref.failure_mode or "FailClose")
+
+
+def selector_text(labels: Mapping[str, str]) -> str:
+    """For the query parameter `labelSelector`."""
+    return ",".join(f"{key}={labels[key]}" for key in sorted(labels))

@@ -1,0 +1,279 @@
+"""An InferencePool and its pods → endpoints that come, change and go.
+
+Rules (the reference picker's datastore; Kubernetes' own for readiness)
+* A pod counts while its condition `Ready` is True and it is not being deleted. Readiness gates are part of `Ready`.
+* Each of the pool's target ports is one endpoint, `<namespace>/<pod>-rank-<index>`; the annotation
+  `llm-d.ai/active-ports` leaves out the ports that it does not list. One that cannot be read counts as absent.
+* Labels of the pod are the endpoint's labels; older names of ours are known under the current ones too.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from random import Random
+
+import msgspec
+from msgspec import Raw, Struct
+
+from fairlead.config.endpoint_list import MAX_LABELS, join
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool.kube.client import KubeClient, Resource
+from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, read_pool, selector_text
+from fairlead.pool.kube.reflector import Reflector
+
+ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+#: Older label names and the current ones.
+_RENAMED = {"inference.networking.k8s.io/engine-type": "llm-d.ai/engine-type"}
+
+
+class _PodMeta(Meta, frozen=True, rename="camel"):
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Condition(Struct, frozen=True, gc=False):
+    type: str = ""
+    status: str = ""
+
+
+class _Status(Struct, frozen=True, rename={"pod_ip": "podIP"}):
+    pod_ip: str = ""
+    conditions: list[_Condition] | None = None
+
+
+class _Pod(Struct, frozen=True):
+    metadata: _PodMeta = _PodMeta()
+    status: _Status = _Status()
+
+
+_decoder = msgspec.json.Decoder(_Pod)
+
+
+class Pod(Struct, frozen=True):
+    """What matters of a pod. Equal in every field means that nothing changed for us."""
+
+    namespace: str
+    name: str
+    uid: str
+    #: Can be sent requests: ready, not being deleted, with an address.
+    serves: bool
+    address: str = ""
+    labels: Mapping[str, str] = {}
+    #: `None` = all.
+    active_ports: frozenset[int] | None = None
+
+
+def read_pod(text: bytes | Raw) -> Pod:
+    """Raises `Unreadable`."""
+    try:
+        pod = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(str(error)) from None
+    meta, status = pod.metadata, pod.status
+    if not meta.name:
+        raise Unreadable("metadata.name is missing")
+    ready = any(condition.type == "Ready" and condition.status == "True" for condition in status.conditions or ())
+    if not ready or meta.deletion_timestamp is not None or not _is_address(status.pod_ip):
+        return Pod(meta.namespace, meta.name, meta.uid, False)
+    labels = dict(list((meta.labels or {}).items())[:MAX_LABELS])
+    for old, new in _RENAMED.items():
+        if old in labels:
+            labels.setdefault(new, labels[old])
+    ports = _active_ports(meta.annotations or {})
+    return Pod(meta.namespace, meta.name, meta.uid, True, status.pod_ip, labels, ports)
+
+
+def endpoints_of(pod: Pod, ports: tuple[int, ...]) -> list[Endpoint]:
+    """Its endpoints at a pool's target ports, by rank."""
+    if not pod.serves:
+        return []
+    return [
+        Endpoint(f"{pod.namespace}/{pod.name}-rank-{rank}", join(pod.address, port), pod.labels)
+        for rank, port in enumerate(ports)
+        if pod.active_ports is None or port in pod.active_ports
+    ]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
+
+
+def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
+    said = next((annotations[key] for key in ACTIVE_PORTS if key in annotations), None)
+    if said is None:
+        return None
+    words = [word.strip() for word in said.split(",") if word.strip()]
+    if not all(word.isascii() and word.isdigit() and len(word) <= 5 for word in words):
+        return None
+    return frozenset(int(word) for word in words)
+
+
+# Rules
+# * The pool says which pods and which ports. Another selector lists anew and compares; pods that both select stay up.
+#   Other ports are applied to the pods that are known.
+# * A pool that is gone takes its endpoints with it. One that cannot be read changes nothing.
+# * A pod that was replaced by one of the same name is another endpoint: down, then up.
+# * `EndpointUp` only for what is new or changed, `EndpointDown` only for what is gone, whatever is listed how often.
+
+Feed = Callable[[EndpointUp | EndpointDown], object]
+OnTrouble = Callable[[str, str], object]
+
+
+class PoolEndpoints:
+    """Follows one pool. `told(resource, trouble)` when contact to it is lost or (empty) back; `changed()` after the
+    pool or its pods were listed, came or went. `await run()` never returns."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        pool: Pool,
+        group: str,
+        feed: Feed,
+        rng: Random,
+        *,
+        on_trouble: OnTrouble = lambda resource, trouble: None,
+        report: Callable[[str], object] = lambda problem: None,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`pool`: where it has a selector it is used as it stands, and no object is looked for; else its name is."""
+        #: The pool as it is; `None` = there is none.
+        self.pool: Pool | None = pool if pool.selector else None
+        self._wanted = pool
+        self._client = client
+        self._feed = feed
+        self._rng = rng
+        self._on_trouble = on_trouble
+        self._report = report
+        self._changed = changed
+        #: The pods of the present pool were listed once.
+        self._listed = False
+        self._by_pod: dict[str, tuple[str, dict[str, Endpoint]]] = {}
+        self._pods: Reflector[Pod] | None = None
+        self._pods_task: asyncio.Task[None] | None = None
+        self._pools: Reflector[Pool] | None = None
+        if not pool.selector:
+            self._pools = Reflector(
+                client,
+                Resource(group, VERSIONS[group], "inferencepools", pool.namespace),
+                read_pool,
+                self._pool_changed,
+                rng,
+                query={"fieldSelector": f"metadata.name={pool.name}"},
+                synced=changed,
+                on_trouble=lambda trouble: on_trouble("inferencepools", trouble),
+                report=report,
+            )
+
+    @property
+    def reflectors(self) -> dict[str, Reflector[Pod] | Reflector[Pool]]:
+        """By resource, those that run."""
+        by_resource: dict[str, Reflector[Pod] | Reflector[Pool]] = {}
+        if self._pools is not None:
+            by_resource["inferencepools"] = self._pools
+        if self._pods is not None:
+            by_resource["pods"] = self._pods
+        return by_resource
+
+    @property
+    def missing(self) -> str:
+        """What keeps us from knowing the endpoints; empty = nothing."""
+        if self._pools is not None and not self._pools.ready.is_set():
+            return "the InferencePool was not read yet"
+        if self.pool is None:
+            return f"there is no InferencePool {self._wanted.namespace}/{self._wanted.name}"
+        if not self._listed:
+            return "the pods were not listed yet"
+        return ""
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What is up."""
+        return [endpoint for _, by_id in self._by_pod.values() for endpoint in by_id.values()]
+
+    async def run(self) -> None:
+        try:
+            if self._pools is None:
+                self._follow_pods(self._wanted)
+                await asyncio.Event().wait()
+            else:
+                await self._pools.run()
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        task, self._pods_task = self._pods_task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # ---- the pool ----
+
+    def _pool_changed(self, key: str, pool: Pool | None) -> None:
+        old, self.pool = self.pool, pool
+        if pool is None:
+            self._unfollow()
+            self._listed = False
+            for pod in list(self._by_pod):
+                self._pod_changed(pod, None)
+        elif old is None or old.selector != pool.selector:
+            self._follow_pods(pool)
+        if pool is not None and old is not None and old.ports != pool.ports and self._pods is not None:
+            for pod, item in self._pods.items.items():
+                self._pod_changed(pod, item)
+        self._changed()
+
+    def _unfollow(self) -> None:
+        if self._pods_task is not None:
+            self._pods_task.cancel()
+        self._pods_task = self._pods = None
+
+    def _follow_pods(self, pool: Pool) -> None:
+        known = self._pods.items if self._pods is not None else {}
+        self._unfollow()
+        self._pods = Reflector(
+            self._client,
+            Resource("", "v1", "pods", pool.namespace),
+            read_pod,
+            self._pod_changed,
+            self._rng,
+            query={"labelSelector": selector_text(pool.selector)},
+            synced=self._pods_listed,
+            on_trouble=lambda trouble: self._on_trouble("pods", trouble),
+            report=self._report,
+            items=known,
+        )
+        self._pods_task = asyncio.create_task(self._pods.run(), name="pods")
+
+    # ---- pods ----
+
+    def _pods_listed(self) -> None:
+        self._listed = True
+        self._changed()
+
+    def _pod_changed(self, key: str, pod: Pod | None) -> None:
+        ports = self.pool.ports if self.pool is not None else ()
+        wanted = {candidate.id: candidate for candidate in endpoints_of(pod, ports)} if pod is not None else {}
+        uid, known = self._by_pod.get(key, ("", {}))
+        replaced = pod is not None and uid != pod.uid
+        for endpoint_id in [candidate for candidate in known if candidate not in wanted or replaced]:
+            del known[endpoint_id]
+            self._emit(EndpointDown(endpoint_id))
+        for endpoint in wanted.values():
+            if known.get(endpoint.id) != endpoint:
+                self._emit(EndpointUp(endpoint))
+        if wanted and pod is not None:
+            self._by_pod[key] = (pod.uid, wanted)
+        else:
+            self._by_pod.pop(key, None)
+
+    def _emit(self, event: EndpointUp | EndpointDown) -> None:
+        try:
+            self._feed(event)
+        except Exception as error:  # following goes on after a broken consumer
+            context = {"message": f"the consumer of {event!r} raised", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)

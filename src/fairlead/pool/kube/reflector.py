@@ -1,0 +1,280 @@
+"""List and watch: a local copy of some objects that is right again after whatever happens to the API server.
+
+Rules
+* A list gives the state and its version, a watch from there gives the changes; bookmarks move the version on while
+  nothing happens. A watch that ends, however it ends, is begun again at the last version.
+* 410 (as an answer or within the stream) means that the version is gone: list anew, and compare. What was known and is
+  not there any more was deleted meanwhile, and is told so; what is as it was is not told at all.
+* A version that was refused once is never tried again: two well-known clients spin on that.
+* While nobody answers, the copy stays as it is. Pauses grow and are jittered, so that a thousand clients do not come
+  back in one moment.
+* An object that cannot be read costs only itself: what was known of it stays, and it is reported.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from random import Random
+from typing import Generic, TypeVar
+
+from msgspec import Raw, Struct
+
+from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
+from fairlead.pool.kube.objects import Page as PageOf
+from fairlead.pool.kube.objects import Unreadable, key_of, read_event, read_failure, read_meta, read_page
+
+T = TypeVar("T")
+
+PAGE = 250
+#: Seconds of silence after which a watch is begun anew. Bookmarks come about once a minute.
+IDLE_S = 130.0
+#: What the server is asked to end a watch after, at random between these.
+_WATCH_S = (240, 480)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+#: Nothing here gets better by asking often: a kind that is not installed, a verb that is not allowed.
+_REFUSED_PAUSE_S = 5.0
+#: A watch that lasts for less counts as a failure, or a server that ends all of them would be asked without a pause.
+_SHORT_S = 1.0
+_GONE = 410
+
+
+class Gone(Exception):
+    """The version is too old."""
+
+
+class Stats(Struct):
+    """What happened so far, for metrics."""
+
+    lists: int = 0
+    watches: int = 0
+    failures: int = 0
+    events: int = 0
+    unreadable: int = 0
+    #: In touch with the API server.
+    connected: bool = False
+    #: Why not; empty = connected, or not yet tried.
+    trouble: str = ""
+
+
+class Backoff:
+    """Pauses that double, with a jitter of half of each."""
+
+    def __init__(self, rng: Random, first: float = FIRST_PAUSE_S, longest: float = LONGEST_PAUSE_S) -> None:
+        self._rng = rng
+        self._first = first
+        self._longest = longest
+        self._next = first
+
+    def reset(self) -> None:
+        self._next = self._first
+
+    def pause(self) -> float:
+        pause = self._next * self._rng.uniform(0.5, 1.0)
+        self._next = min(self._next * 2, self._longest)
+        return pause
+
+
+class Reflector(Generic[T]):
+    """`items` by `namespace/name`. `changed(key, value)` for each that is new or other, `None` for one that is gone;
+    `synced()` after each list, once its changes were told. `await run()` never returns."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        resource: Resource,
+        read: Callable[[Raw], T],
+        changed: Callable[[str, T | None], object],
+        rng: Random,
+        *,
+        query: Mapping[str, str] | None = None,
+        synced: Callable[[], object] = lambda: None,
+        on_trouble: Callable[[str], object] = lambda trouble: None,
+        report: Callable[[str], object] = lambda problem: None,
+        items: Mapping[str, T] | None = None,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        """`told(why)` when contact is lost, `told("")` when it is back; `report(problem)` for what cannot be read.
+        `items`: what to compare the first list with."""
+        self.resource = resource
+        self.items: dict[str, T] = dict(items or {})
+        self.stats = Stats()
+        #: Listed at least once.
+        self.ready = asyncio.Event()
+        self._client = client
+        self._read = read
+        self._changed = changed
+        self._synced = synced
+        self._on_trouble = on_trouble
+        self._report = report
+        self._rng = rng
+        self._query = dict(query or {})
+        self._idle_s = idle_s
+        self._backoff = Backoff(rng)
+        self._version = ""
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            pause = 0.0
+            try:
+                if not self._version:
+                    self._version = await self._list()
+                started = loop.time()
+                await self._watch()
+                if loop.time() - started < _SHORT_S:
+                    pause = self._backoff.pause()
+                else:
+                    self._backoff.reset()
+            except Gone:
+                self._version = ""
+                pause = self._backoff.pause()
+            except KubeError as error:
+                self._version = ""
+                self._lost(str(error))
+                pause = _REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0) if error.code in (403, 404) else 0.0
+                pause = max(pause, self._backoff.pause())
+            except Unreachable as error:
+                if "Too large resource version" in str(error):  # etcd was restored from an older state
+                    self._version = ""
+                self._lost(str(error))
+                pause = self._backoff.pause()
+            await asyncio.sleep(pause)
+
+    # ---- the state ----
+
+    async def _list(self) -> str:
+        """Take the whole state over. Returns its version."""
+        listed: dict[str, T] = {}
+        nameless = False
+        page = await self._page("")
+        while True:
+            for i, raw in enumerate(page.items or ()):
+                nameless = not self._take(raw, listed) or nameless
+                if i % 50 == 49:
+                    await asyncio.sleep(0)  # decisions go on meanwhile
+            if not page.metadata.continue_:
+                break
+            page = await self._page(page.metadata.continue_)
+        self.stats.lists += 1
+        self._in_touch()
+        for key in [key for key in self.items if key not in listed] if not nameless else ():
+            del self.items[key]
+            self._tell(key, None)
+        for key, value in listed.items():
+            self._put(key, value)
+        self.ready.set()
+        self._guard(self._synced)
+        return page.metadata.resource_version
+
+    async def _page(self, token: str) -> PageOf:
+        query = {**self._query, "limit": str(PAGE)}
+        if token:
+            query["continue"] = token
+        try:
+            page = read_page(await self._client.get(self.resource, query))
+        except KubeError as error:
+            if error.code == _GONE:
+                raise Gone from None
+            raise
+        except Unreadable as error:
+            raise Unreachable(f"the list of {self.resource.plural} cannot be read: {error}") from None
+        if not page.metadata.resource_version:
+            raise Unreachable(f"the list of {self.resource.plural} has no version")
+        return page
+
+    def _take(self, raw: Raw, listed: dict[str, T]) -> bool:
+        """False = it could not even be named."""
+        try:
+            key = key_of(read_meta(raw))
+        except Unreadable as error:
+            self._unreadable("?", error)
+            return False
+        value = self._value(key, raw)
+        if value is not None:
+            listed[key] = value
+        return True
+
+    def _value(self, key: str, raw: Raw) -> T | None:
+        try:
+            return self._read(raw)
+        except Unreadable as error:
+            self._unreadable(key, error)
+            return self.items.get(key)
+
+    # ---- changes ----
+
+    async def _watch(self) -> None:
+        """Until it ends."""
+        seconds = self._rng.randint(*_WATCH_S)
+        query = {**self._query, "resourceVersion": self._version, "timeoutSeconds": str(seconds)}
+        self.stats.watches += 1
+        try:
+            async with aclosing(self._client.watch(self.resource, query, self._idle_s)) as batches:
+                async for lines in batches:
+                    self._in_touch()
+                    for line in lines:
+                        if line.strip():
+                            self._event(line)
+                            self._backoff.reset()
+        except KubeError as error:
+            if error.code == _GONE:
+                raise Gone from None
+            raise
+
+    def _event(self, line: bytes) -> None:
+        try:
+            event = read_event(line)
+            if event.type == "ERROR":
+                failure = read_failure(event.object)
+                if failure.code == _GONE:
+                    raise Gone
+                self._version = ""
+                raise Unreachable(f"the watch of {self.resource.plural} broke: {failure.code} {failure.message}")
+            meta = read_meta(event.object)
+        except Unreadable as error:
+            self._unreadable("?", error)
+            raise Gone from None  # something changed, and only a list tells what
+        self.stats.events += 1
+        if event.type in ("ADDED", "MODIFIED"):
+            key = key_of(meta)
+            value = self._value(key, event.object)
+            if value is not None:
+                self._put(key, value)
+        elif event.type == "DELETED":
+            key = key_of(meta)
+            if self.items.pop(key, None) is not None:
+                self._tell(key, None)
+        if meta.resource_version:
+            self._version = meta.resource_version
+
+    def _put(self, key: str, value: T) -> None:
+        if self.items.get(key) != value:
+            self.items[key] = value
+            self._tell(key, value)
+
+    # ---- who is told ----
+
+    def _tell(self, key: str, value: T | None) -> None:
+        self._guard(lambda: self._changed(key, value))
+
+    def _guard(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # following goes on after a broken consumer
+            context = {"message": f"a consumer of {self.resource.plural} raised", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    def _in_touch(self) -> None:
+        if not self.stats.connected:
+            self.stats.connected, self.stats.trouble = True, ""
+            self._guard(lambda: self._on_trouble(""))
+
+    def _lost(self, why: str) -> None:
+        self.stats.failures += 1
+        if self.stats.connected or self.stats.trouble != why:
+            self.stats.connected, self.stats.trouble = False, why
+            self._guard(lambda: self._on_trouble(why))
+
+    def _unreadable(self, key: str, error: Unreadable) -> None:
+        self.stats.unreadable += 1
+        self._guard(lambda: self._report(f"{self.resource.plural} {key} cannot be read: {error}"))

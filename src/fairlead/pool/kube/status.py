@@ -1,0 +1,212 @@
+"""Status conditions: what we say of an object, whether it stands there already, and writing it if not.
+
+Rules
+* Only the condition `Accepted` is ours. It is written by server-side apply with a field manager of our own, so all
+  others stay untouched, and two writers cannot lose each other's.
+* `lastTransitionTime` changes with `status` only, and is not compared: otherwise each write would call for another.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.pool.kube.client import APPLY, KubeClient, KubeError, Resource, Unreachable
+from fairlead.pool.kube.objects import Unreadable, read_plain
+
+ACCEPTED = "Accepted"
+FIELD_MANAGER = "fairlead-epp"
+#: Longest message of a condition, by the published schemas.
+MAX_MESSAGE = 32768
+
+
+class Condition(Struct, frozen=True):
+    """What should stand there."""
+
+    status: bool
+    reason: str
+    message: str
+    type: str = ACCEPTED
+
+
+def stands(wanted: Condition, item: dict[str, Any]) -> bool:
+    """Does the object already say so, of its present generation?"""
+    current = _current(item, wanted.type)
+    return (
+        current.get("status") == _word(wanted)
+        and current.get("reason") == wanted.reason
+        and current.get("message") == wanted.message[:MAX_MESSAGE]
+        and current.get("observedGeneration", 0) == _generation(item)
+    )
+
+
+def status_patch(wanted: Condition, item: dict[str, Any], wall: float) -> dict[str, Any]:
+    """The body of a server-side apply to the object's `status`. `wall`: seconds since 1970."""
+    current = _current(item, wanted.type)
+    since = current.get("lastTransitionTime") if current.get("status") == _word(wanted) else None
+    metadata = item.get("metadata") or {}
+    return {
+        "apiVersion": item.get("apiVersion"),
+        "kind": item.get("kind"),
+        "metadata": {"name": metadata.get("name"), "namespace": metadata.get("namespace")},
+        "status": {
+            "conditions": [
+                {
+                    "type": wanted.type,
+                    "status": _word(wanted),
+                    "reason": wanted.reason,
+                    "message": wanted.message[:MAX_MESSAGE],
+                    "observedGeneration": _generation(item),
+                    "lastTransitionTime": since if isinstance(since, str) else _time(wall),
+                }
+            ]
+        },
+    }
+
+
+def _word(wanted: Condition) -> str:
+    return "True" if wanted.status else "False"
+
+
+def _generation(item: dict[str, Any]) -> int:
+    metadata = item.get("metadata")
+    generation = metadata.get("generation", 0) if isinstance(metadata, dict) else 0
+    return generation if isinstance(generation, int) else 0
+
+
+def _current(item: dict[str, Any], kind: str) -> dict[str, Any]:
+    status = item.get("status")
+    conditions = status.get("conditions") if isinstance(status, dict) else None
+    for condition in conditions if isinstance(conditions, list) else ():
+        if isinstance(condition, dict) and condition.get("type") == kind:
+            return condition
+    return {}
+
+
+def _time(wall: float) -> str:
+    return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# Writes conditions to the status of objects: only the leader, only what is not there yet, never in a loop.
+#
+# Rules
+# * Written by server-side apply, see `pool.kube.status`; a 404 or a changed object is nothing to worry about, for the
+#   next event brings the object as it is.
+# * An object that keeps being changed back is written ever more seldom.
+# * Without permission nothing is written, and the missing rule is told once. Routing never depends on it.
+
+#: Writes to one object in a minute that need no pause; each further one doubles it.
+_FREE = 3
+_WINDOW_S = 60.0
+_LONGEST_PAUSE_S = 60.0
+_REFUSED_PAUSE_S = 60.0
+_RETRY_S = 2.0
+
+Target = tuple[Resource, str]
+
+
+class DesiredCondition(Struct, frozen=True):
+    """What should stand on an object, and the object as it was last seen."""
+
+    condition: Condition
+    item: dict[str, Any]
+
+
+class StatusWriter:
+    """`want(...)` replaces all desired conditions; `may_write` says whether we lead. `await run()` never returns."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        may_write: Callable[[], bool],
+        on_trouble: Callable[[str], object],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.writes = 0
+        self._client = client
+        self._may_write = may_write
+        self._on_trouble = on_trouble
+        self._wall = wall
+        self._desired: dict[Target, DesiredCondition] = {}
+        #: By object: writes within the window, and when it may be written again.
+        self._pace: dict[Target, tuple[int, float, float]] = {}
+        self._woken = asyncio.Event()
+        self._trouble = ""
+
+    def want(self, desired: Mapping[Target, DesiredCondition]) -> None:
+        self._desired = dict(desired)
+        for target in [target for target in self._pace if target not in self._desired]:
+            del self._pace[target]
+        self._woken.set()
+
+    def wake(self) -> None:
+        """We may have come to lead."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        while True:
+            self._woken.clear()
+            pause = await self._round() if self._may_write() else None
+            # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._woken.wait()
+
+    async def _round(self) -> float | None:
+        """Write what is due. Returns seconds until something else is, `None` = nothing is wanted."""
+        loop = asyncio.get_running_loop()
+        waits: list[float] = []
+        for target, desired in list(self._desired.items()):
+            if stands(desired.condition, desired.item) or self._desired.get(target) is not desired:
+                continue
+            wait = self._pace.get(target, (0, 0.0, 0.0))[2] - loop.time()
+            if wait > 0:
+                waits.append(wait)
+                continue
+            trouble, pause = await self._write(target, desired)
+            self._say(trouble)
+            if pause:
+                return pause
+            waits.append(self._after(target))
+        return min(waits) if waits else None
+
+    async def _write(self, target: Target, desired: DesiredCondition) -> tuple[str, float]:
+        """(what is wrong, seconds to leave everything alone)."""
+        resource, name = target
+        body = status_patch(desired.condition, desired.item, self._wall())
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        try:
+            answer = await self._client.patch(resource, name, body, APPLY, "status", query)
+        except KubeError as error:
+            if error.code == 403:
+                return f"no status is written: {error}", _REFUSED_PAUSE_S
+            return "" if error.code in (404, 409) else f"status of {resource.plural} {name}: {error}", 0.0
+        except Unreachable as error:
+            return f"no status is written: {error}", _RETRY_S
+        self.writes += 1
+        if self._desired.get(target) is desired:
+            with contextlib.suppress(Unreadable):  # else the watch will bring it
+                self._desired[target] = DesiredCondition(desired.condition, read_plain(answer))
+        return "", 0.0
+
+    def _after(self, target: Target) -> float:
+        """Note a write; seconds until the next one to this object."""
+        now = asyncio.get_running_loop().time()
+        count, since, _ = self._pace.get(target, (0, now, now))
+        if now - since > _WINDOW_S:
+            count, since = 0, now
+        count += 1
+        # Even the first waits a moment: what was written has to come back by the watch.
+        pause = 0.5 if count < _FREE else min(2.0 ** (count - _FREE), _LONGEST_PAUSE_S)
+        self._pace[target] = (count, since, now + pause)
+        return pause
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            if trouble:
+                self._on_trouble(trouble)

@@ -1,0 +1,1 @@
+"""KV events of engines: the wire format, subscriptions, replays."""

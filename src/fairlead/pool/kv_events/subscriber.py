@@ -1,0 +1,425 @@
+"""All KV events of a pool: connections to publishers, or a bound socket that they connect to; feeds and replays."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import zmq
+from msgspec import Struct
+
+from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.snapshot import Place
+from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits
+from fairlead.pool.kv_events.feed import Count, Feed, Sync
+from fairlead.pool.kv_events.pump import Pump
+from fairlead.pool.kv_events.replay import Context, Monitor, Replayer, bound_to, receive, subscriber
+from fairlead.pool.kv_events.wire import BatchDecoder, live, topic_of
+
+
+class Subscription:
+    """A worker of the pump. Raises `zmq.ZMQError` when the address is none."""
+
+    def __init__(
+        self,
+        context: Context,
+        addresses: tuple[str, str],
+        curve: Curve | None,
+        limits: Limits,
+        feed: Feed,
+        pump: Pump,
+        slots: asyncio.Semaphore,
+    ) -> None:
+        self.feed = feed
+        self._stopped = False
+        self._limits = limits
+        self._pump = pump
+        self._loop = asyncio.get_running_loop()
+        self._socket = subscriber(context, limits, curve)
+        events, replay = addresses
+        self._address = events
+        try:
+            self._monitor = Monitor(self._socket, self._connected, self._lost)
+            self._socket.connect(events)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        self._replayer = Replayer(context, replay, curve, limits, feed, slots, self._wake) if replay else None
+        self._descriptors = (int(self._socket.get(zmq.FD)), self._monitor.descriptor)
+        self._loop.add_reader(self._descriptors[0], self._wake)
+        self._loop.add_reader(self._descriptors[1], self._monitor.read)
+        self._loop.call_soon(self._monitor.read)
+        self._wake()
+
+    def step(self, now: float) -> bool:
+        feed = self.feed
+        if self._stopped:
+            return False
+        if feed.step(now):
+            return True
+        if feed.sync is Sync.LIVE:
+            frames = receive(self._socket)
+            if frames is None:
+                return False
+            self._take(frames)
+            if feed.sync is Sync.LIVE:
+                return True
+        if self._replayer is None:
+            return False
+        if self._replayer.under_way:
+            return self._replayer.step()
+        return self._replayer.look()
+
+    def sweep(self) -> None:
+        """Look for what no descriptor has told."""
+        self._monitor.read()
+        self._wake()
+
+    def engine_started(self, started: float) -> None:
+        """See `Feed.engine_started`."""
+        self.feed.engine_started(started)
+        self._wake()
+
+    def cut(self) -> None:
+        """Lose the connection, as when the network breaks; `mend` dials again. For tests and drills."""
+        self._socket.disconnect(self._address)
+        self._lost()  # of a disconnection that was asked for the monitor does not tell
+
+    def mend(self) -> None:
+        self._socket.connect(self._address)
+
+    def stop(self) -> None:
+        """Take nothing more, from this moment on: the slot may soon be another endpoint's."""
+        self._stopped = True
+        self.feed.gone()
+        self.feed.cache.linked = False
+
+    async def close(self) -> None:
+        """Leave; nothing of it stays in the loop."""
+        self.stop()
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        if self._replayer is not None:
+            await self._replayer.close()
+        self._monitor.close()
+        self._socket.close(linger=0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if sum(map(len, frames)) > self._limits.max_batch:
+            self.feed.unreadable()
+            return
+        try:
+            received = live(frames)
+        except ValueError:
+            self.feed.unreadable()
+            return
+        self.feed.live(received)
+
+    def _wake(self) -> None:
+        self._pump.wake(self)
+
+    def _connected(self) -> None:
+        self.feed.cache.linked = True
+        self.feed.connected()
+        self._wake()
+
+    def _lost(self) -> None:
+        self.feed.cache.linked = False
+        self.feed.connection_lost()
+
+
+# All KV events of a pool: who is listened to, and everything that this needs.
+#
+# Connecting out is the default: endpoints come from discovery, so nobody else can tell the index anything. Binding is
+# for publishers that dial (`hub.py`).
+
+#: Edge-triggered descriptors can lose a wake-up when a socket is used from another call; this finds what was left.
+_SWEEP_S = 0.5
+
+
+#: Three per rank (events, their monitor, a replay); libzmq's default of 1,023 is soon reached.
+_MOST_SOCKETS = 30_000
+
+
+class Publisher(Struct, frozen=True):
+    """Who may speak on the bound socket: the slot that its blocks belong to, and its base model (empty: topic's)."""
+
+    slot: int
+    model: str = ""
+
+
+class KvSubscriber:
+    """`async with KvSubscriber(index) as events: events.watch(slot, source)`."""
+
+    def __init__(self, index: KvIndex, limits: Limits | None = None) -> None:
+        self.index = index
+        self.limits = limits or Limits()
+        self._loop = asyncio.get_running_loop()
+        self._context: Context = zmq.Context(1)
+        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._slots = asyncio.Semaphore(self.limits.replays_at_once)
+        self.pump = Pump(self._loop, self.limits.hold, self._tend)
+        self._watched: dict[int, list[Subscription]] = {}
+        self._hub: Hub | None = None
+        self._allowed: dict[str, Publisher] = {}
+        #: Slot to rank to feed.
+        self._hub_feeds: dict[int, dict[int, Feed]] = {}
+        self._authenticator: Any = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.TimerHandle = self._loop.call_later(_SWEEP_S, self._sweep)
+
+    async def __aenter__(self) -> "KvSubscriber":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---------------------------------------------------------------- connecting out
+
+    def watch(self, slot: int, source: KvSource, places: Mapping[int, Place] | None = None) -> None:
+        """Listen to an endpoint whose slot the index has. A second call replaces the first.
+
+        `places`: per rank, up to where the index was loaded from a snapshot; the engine is asked for what came after.
+        Raises `ConfigError` or `zmq.ZMQError` for an address that is none; then nothing is listened to.
+        """
+        self.unwatch(slot)
+        subscriptions = self._watched[slot] = []
+        try:
+            for rank in range(source.ranks):
+                addresses = source.of_rank(rank)
+                cache = self.index.rank(slot, rank, source.model)
+                feed = Feed(self.index, cache, bool(addresses[1]))
+                if places is not None and rank in places:
+                    feed.resume(places[rank].last, places[rank].last_ts)
+                subscriptions.append(
+                    Subscription(self._context, addresses, source.curve, self.limits, feed, self.pump, self._slots)
+                )
+        except Exception:
+            self.unwatch(slot)
+            raise
+
+    def unwatch(self, slot: int) -> None:
+        """Stop listening. The index keeps what it knows until the slot is dropped there."""
+        for subscription in self._watched.pop(slot, ()):
+            subscription.stop()
+            task = self._loop.create_task(subscription.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for feed in self._hub_feeds.pop(slot, {}).values():
+            self._forget(feed)
+
+    def engine_started(self, slot: int, started: float) -> None:
+        """Metrics of the endpoint say when its process started (Unix seconds)."""
+        for subscription in self._watched.get(slot, ()):
+            subscription.engine_started(started)
+        for feed in self._hub_feeds.get(slot, {}).values():
+            feed.engine_started(started)
+
+    # ---------------------------------------------------------------- binding
+
+    def bind(self, address: str, curve: Curve | None = None, clients: Collection[str] | None = None) -> str:
+        """Let publishers dial in. `clients`: public CURVE keys that may; needs `curve`, the server's own keys.
+
+        Returns the address, with its port. Only allowed publishers (`allow`) are listened to. Raises `zmq.ZMQError`.
+        """
+        if self._hub is not None:
+            raise RuntimeError(f"already bound to {self._hub.address}")
+        if clients is not None:
+            if curve is None:
+                raise ValueError("client keys need a CURVE key pair of the server")
+            self._authenticate(clients)
+        self._hub = Hub(self._context, address, curve, self.limits, self.pump, self._admit)
+        return self._hub.address
+
+    def allow(self, publishers: Mapping[str, Publisher]) -> None:
+        """Who may speak on the bound socket, by the pod in its topic (`ip:port`). Replaces the list."""
+        for pod, publisher in self._allowed.items():
+            if publishers.get(pod) != publisher:
+                self.unwatch(publisher.slot)
+        self._allowed = dict(publishers)
+
+    def _admit(self, pod: str, model: str, rank: int) -> Feed | None:
+        publisher = self._allowed.get(pod)
+        if publisher is None:
+            return None
+        cache = self.index.rank(publisher.slot, rank, publisher.model or model)
+        feed = Feed(self.index, cache, can_replay=False)
+        feeds = self._hub_feeds.setdefault(publisher.slot, {})
+        if rank in feeds:
+            # The same pod under another topic: it serves another model now.
+            self._forget(feeds[rank])
+        feeds[rank] = feed
+        cache.linked = True
+        return feed
+
+    def _forget(self, feed: Feed) -> None:
+        assert self._hub is not None
+        self._hub.forget(feed)
+
+    def _authenticate(self, clients: Collection[str]) -> None:
+        from zmq.auth.asyncio import AsyncioAuthenticator
+
+        allowed = frozenset(key.encode() for key in clients)
+
+        class Keys:
+            def callback(self, domain: str, key: bytes) -> bool:
+                return key in allowed
+
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.configure_curve_callback("*", Keys())
+        self._authenticator.start()
+
+    # ---------------------------------------------------------------- state
+
+    def subscriptions(self, slot: int) -> list[Subscription]:
+        """Where we connect to, per rank."""
+        return list(self._watched.get(slot, ()))
+
+    def feeds(self, slot: int) -> list[Feed]:
+        """Per rank, in the order of ranks (of a bound socket: in which they were first heard)."""
+        feeds = [subscription.feed for subscription in self._watched.get(slot, ())]
+        return [*feeds, *self._hub_feeds.get(slot, {}).values()]
+
+    def counts(self, slot: int) -> list[Count]:
+        """As `feeds`."""
+        return [feed.count for feed in self.feeds(slot)]
+
+    def place_of(self, cache: RankCache) -> Place:
+        """Up to where the index is true for a rank, to be saved with it."""
+        for subscription in self._watched.get(cache.slot, ()):
+            feed = subscription.feed
+            if feed.cache is cache:
+                return Place(*feed.applied)
+        return Place()
+
+    @property
+    def rejected(self) -> int:
+        """Batches from publishers that are not allowed."""
+        return self._hub.rejected if self._hub is not None else 0
+
+    async def close(self) -> None:
+        """Stop listening to all. Safe to call again."""
+        self._sweeper.cancel()
+        for slot in [*self._watched, *self._hub_feeds]:
+            self.unwatch(slot)
+        if self._closing:
+            await asyncio.gather(*self._closing)
+        self.pump.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        if self._hub is not None:
+            self._hub.close()
+            self._hub = None
+        self._context.destroy(linger=0)
+
+    def _tend(self, now: float) -> bool:
+        return self.index.tend(now)
+
+    def _sweep(self) -> None:
+        for subscriptions in self._watched.values():
+            for subscription in subscriptions:
+                subscription.sweep()
+        if self._hub is not None:
+            self.pump.wake(self._hub)
+        self.pump.poke()
+        self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
+
+
+# A bound socket that publishers connect to (centralised mode). Who they are, only their topics say.
+#
+# Anyone who reaches the port could poison the index, so a publisher's pod must be on the allow-list; with CURVE keys it
+# must also own one of the allowed client keys. Without CURVE the port belongs behind a network policy. There is no
+# replay: a bound socket does not know where its publishers listen.
+
+#: Ranks of one pod that are believed.
+_MOST_RANKS = 256
+
+
+class Hub:
+    """`admit(pod, model, rank)` gives the feed of an allowed publisher, `None` for others."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        curve: Curve | None,
+        limits: Limits,
+        pump: Pump,
+        admit: Callable[[str, str, int], Feed | None],
+    ) -> None:
+        self._limits = limits
+        self._pump = pump
+        self._admit = admit
+        self._loop = asyncio.get_running_loop()
+        self._decoders: dict[bytes, BatchDecoder] = {}
+        self._feeds: dict[tuple[bytes, int], Feed] = {}
+        self._current: Feed | None = None
+        #: Batches from publishers that are not allowed, and what was no batch at all.
+        self.rejected = 0
+        self.unreadable = 0
+        self._socket = subscriber(context, limits, curve)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        self.address = bound_to(self._socket)
+        self._descriptor = int(self._socket.get(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._wake)
+        self._wake()
+
+    def step(self, now: float) -> bool:
+        if self._socket.closed:
+            return False
+        if self._current is not None and self._current.step(now):
+            return True
+        self._current = None
+        frames = receive(self._socket)
+        if frames is None:
+            return False
+        self._take(frames)
+        return True
+
+    def forget(self, feed: Feed) -> None:
+        """Its endpoint has left."""
+        feed.gone()
+        for name in [name for name, known in self._feeds.items() if known is feed]:
+            del self._feeds[name]
+            self._decoders.pop(name[0], None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if sum(map(len, frames)) > self._limits.max_batch:
+            self.unreadable += 1
+            return
+        try:
+            received = live(frames)
+            decoder = self._decoders.get(received.topic) or BatchDecoder()
+            batch = decoder.decode(received.payload)
+        except ValueError:
+            self.unreadable += 1
+            return
+        feed = self._feed(received.topic, batch.rank)
+        if feed is None:
+            self.rejected += 1
+            return
+        # A topic is worth remembering only once it is allowed; others could be endless.
+        self._decoders[received.topic] = decoder
+        self._current = feed
+        feed.live(received, batch)
+
+    def _feed(self, name: bytes, rank: int) -> Feed | None:
+        feed = self._feeds.get((name, rank))
+        if feed is None and 0 <= rank < _MOST_RANKS:
+            topic = topic_of(name)
+            feed = self._admit(topic.pod, topic.model, rank)
+            if feed is not None:
+                self._feeds[name, rank] = feed
+        return feed
+
+    def _wake(self) -> None:
+        self._pump.wake(self)

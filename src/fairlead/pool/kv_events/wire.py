@@ -1,0 +1,478 @@
+"""KV event batches as they come: frames (topic, sequence number), the replay dialogue, and msgpack → events.
+
+Live: `topic, sequence (8 bytes big-endian), payload`. Replay is asked with `empty, start`; each buffered batch from
+there on is answered with `empty, topic, sequence, payload` (vLLM since 0.26) or `empty, sequence, payload`, and the end
+with `empty, [empty,] ff×8, empty`. A request without the empty frame, or with one more, gets no answer at all
+(0.32.0, measured).
+"""
+
+import re
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
+
+_END = b"\xff" * 8
+_LAST = (1 << 64) - 1
+
+
+class Frames(Struct, gc=False):
+    """A batch as it came. `topic` is empty where the publisher has none, or does not tell it in replays."""
+
+    topic: bytes
+    sequence: int
+    payload: bytes
+
+
+class Topic(Struct, frozen=True):
+    """`kv@<pod>@<model>`; other topics are a pod's name as a whole."""
+
+    pod: str
+    model: str = ""
+
+
+#: What ends a replay.
+END = Frames(b"", _LAST, b"")
+
+
+def live(frames: Sequence[bytes]) -> Frames:
+    """Raises `ValueError` for anything but three frames with a sequence number in the second."""
+    if len(frames) != 3:
+        raise ValueError(f"{len(frames)} frames instead of topic, sequence and payload")
+    topic, sequence, payload = frames
+    return Frames(topic, sequence_of(sequence), payload)
+
+
+def sequence_of(frame: bytes) -> int:
+    """Raises `ValueError` when the frame has not 8 bytes."""
+    if len(frame) != 8:
+        raise ValueError(f"a sequence number of {len(frame)} bytes instead of 8")
+    return int.from_bytes(frame, "big")
+
+
+def topic_of(frame: bytes) -> Topic:
+    """Pod and model that a topic names. The model may contain `@`."""
+    text = frame.decode("utf-8", "replace")
+    parts = text.split("@", 2)
+    return Topic(parts[1], parts[2]) if len(parts) == 3 else Topic(text)
+
+
+def topic(pod: str, model: str) -> bytes:
+    return f"kv@{pod}@{model}".encode()
+
+
+def sequence(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def replay_request(start: int) -> list[bytes]:
+    """Ask for all buffered batches from `start` on."""
+    return [b"", start.to_bytes(8, "big")]
+
+
+def replay_start(frames: Sequence[bytes]) -> int:
+    """The start that a request asks for, at whatever length it was written. Raises `ValueError` if it is none."""
+    if len(frames) != 2 or frames[0] or not 0 < len(frames[1]) <= 8:
+        raise ValueError("a replay request is an empty frame and a start of at most 8 bytes")
+    return int.from_bytes(frames[1], "big")
+
+
+def replay_reply(topic: bytes | None, number: int, payload: bytes) -> list[bytes]:
+    """A buffered batch; `topic` of `None` is the form before vLLM 0.26."""
+    return [b"", *([] if topic is None else [topic]), sequence(number), payload]
+
+
+def replay_end(with_topic: bool = True) -> list[bytes]:
+    return [b"", *([b""] if with_topic else []), _END, b""]
+
+
+def replayed(frames: Sequence[bytes]) -> Frames:
+    """A reply in either form; `END` for the end. Raises `ValueError` for anything else."""
+    parts = list(frames[1:]) if frames and not frames[0] and len(frames) > 2 else list(frames)
+    if len(parts) == 2:
+        parts.insert(0, b"")
+    if len(parts) != 3:
+        raise ValueError(f"a replay reply of {len(frames)} frames")
+    if parts[1] == _END:
+        return END
+    return Frames(parts[0], sequence_of(parts[1]), parts[2])
+
+
+# Single values of KV events: hashes, token ids, extra keys, as engines of different age write them.
+
+_MASK = (1 << 64) - 1
+_NIL = 0xC0
+_INTS = msgspec.msgpack.Decoder(list[int])
+_ANY = msgspec.msgpack.Decoder()
+#: Up to that many bytes, token ids are decoded at once: 5,000 ids in 0.2 ms.
+_AT_ONCE = 16_384
+#: One non-negative integer of up to 32 bits, in any of msgpack's sizes.
+_TOKEN = rb"(?:[\x00-\x7f]|\xcc.|\xcd..|\xce....|\xd2[\x00-\x7f]...|\xcf\x00\x00\x00\x00....)"
+#: `re` compiles a pattern per repeat count: chunks of one size, and single ids for the rest.
+_CHUNK = 2048
+_CHUNK_PATTERN = re.compile(_TOKEN + b"{%d}" % _CHUNK, re.DOTALL)
+_REST_PATTERN = re.compile(_TOKEN + b"{0,%d}" % _CHUNK, re.DOTALL)
+_CHUNK_HEAD = b"\xdc" + _CHUNK.to_bytes(2, "big")
+
+
+def hash_of(value: int | bytes) -> int:
+    """A block hash as an unsigned 64-bit pattern; of byte strings the last 8 bytes, big-endian. 0 = none."""
+    if isinstance(value, bytes):
+        return int.from_bytes(value[-8:], "big")
+    if not -1 << 63 <= value <= _MASK:
+        raise ValueError(f"block hash {value} has more than 64 bits")
+    return value & _MASK
+
+
+def hashes_of(values: list[int | bytes]) -> list[int]:
+    """`hash_of` for a list; a list of unsigned integers is returned as it is."""
+    if not values:
+        return []
+    try:
+        if min(values) >= 0:  # type: ignore[operator]
+            return values  # type: ignore[return-value]
+    except TypeError:
+        pass
+    return [hash_of(value) for value in values]
+
+
+def tokens_of(raw: bytes) -> "bytes | RawTokens":
+    """Token ids from their msgpack array: little-endian 32-bit integers, or, if they are many, a stream of those.
+
+    Raises `ValueError` for what is no array of 32-bit unsigned integers; of a stream it is found out while reading.
+    """
+    if len(raw) > _AT_ONCE:
+        return RawTokens(raw)
+    return _packed(raw)
+
+
+def _packed(raw: bytes) -> bytes:
+    try:
+        ids = array("I", _INTS.decode(raw))
+    except (OverflowError, msgspec.DecodeError) as error:
+        raise ValueError(f"token_ids: {error}") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+class RawTokens:
+    """Token ids that are decoded some thousand at a time (a million at once would take 50 ms)."""
+
+    def __init__(self, raw: bytes) -> None:
+        """`raw`: a msgpack array. Raises `ValueError` when it is none."""
+        kind = raw[0]
+        if kind == 0xDC:
+            self._count, self._at = int.from_bytes(raw[1:3], "big"), 3
+        elif kind == 0xDD:
+            self._count, self._at = int.from_bytes(raw[1:5], "big"), 5
+        elif kind & 0xF0 == 0x90:
+            self._count, self._at = kind & 0x0F, 1
+        else:
+            raise ValueError("token_ids is no array")
+        self._raw = raw
+        self._ready = b""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, count: int) -> bytes:
+        """The next `count` token ids as LE32. Raises `ValueError` when there are fewer, or something else."""
+        while len(self._ready) < 4 * count:
+            self._ready += self._more()
+        taken, self._ready = self._ready[: 4 * count], self._ready[4 * count :]
+        return taken
+
+    def _more(self) -> bytes:
+        match = _CHUNK_PATTERN.match(self._raw, self._at)
+        head = _CHUNK_HEAD
+        if match is None:
+            match = _REST_PATTERN.match(self._raw, self._at)
+            assert match is not None
+            if match.end() == self._at or match.end() < len(self._raw):
+                raise ValueError("token_ids: not only 32-bit token ids")
+            # Less than a chunk is left. How many ids that is shows only when they are taken one by one.
+            self._at = len(self._raw)
+            return b"".join(_packed(b"\x91" + token) for token in re.findall(_TOKEN, match.group(), re.DOTALL))
+        self._at = match.end()
+        return _packed(head + match.group())
+
+
+def extras_of(raw: bytes, lora: str | None) -> list[tuple[str, ...]] | None:
+    """Extra keys per block, without the adapter's name, which vLLM puts first; `None` when there are none.
+
+    Raises `ValueError` for anything but a list with one list (or nil) per block.
+    """
+    start = 1 if raw[0] & 0xF0 == 0x90 else 3
+    if raw[0] == _NIL or raw.count(b"\xc0", start) == len(raw) - start:
+        return None
+    try:
+        blocks = _ANY.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"extra_keys: {error}") from None
+    if not isinstance(blocks, list) or not all(block is None or isinstance(block, list) for block in blocks):
+        raise ValueError("extra_keys is no list of lists")
+    extras = []
+    for block in blocks:
+        entries = [_extra(entry) for entry in block or ()]
+        if lora and entries and entries[0] == lora:
+            del entries[0]
+        extras.append(tuple(entries))
+    return extras if any(extras) else None
+
+
+def _extra(entry: Any) -> str:
+    """An identifier: bare, or first in [identifier, offset] of older versions."""
+    if isinstance(entry, list) and entry:
+        entry = entry[0]
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, bytes):
+        return entry.hex()
+    if isinstance(entry, int):
+        return str(entry)
+    raise ValueError(f"extra_keys: {type(entry).__name__} is no identifier")
+
+
+# KV-cache event batches of model servers: msgpack bytes to `fairlead.core.kv.events`.
+#
+# What is read (vLLM 0.9 to 0.32, SGLang, llm-d's storage back end and simulator)
+# * A batch is an array `[ts, events, data_parallel_rank]` or a map of these; the rank may be missing.
+# * An event is a map with `type` (vLLM since 0.24), an array with the tag first (before that, and SGLang), or a byte
+#   string that holds one of the two. Trailing fields may be missing, further ones are ignored.
+# * Hashes are unsigned or signed 64-bit integers, or byte strings of which the last 8 bytes count.
+# * `block_created`, `block_evicted`, `block_offloaded` are read as maps with `block_hashes` or `block_hash`, and
+#   `medium` or `tier`.
+#
+# Rules
+# * One bad event costs only itself. An unreadable batch raises `ValueError`, nothing else ever does.
+# * Decoding is in two steps: the batch at once, without its token ids (8 µs for 1,024 of them against 32), then event
+#   by event while they are applied.
+# * Publishers do not change their encoding, so each has a decoder of its own, which tries the last one first.
+
+_Hash = int | bytes
+_NO_TOKENS, _NO_EXTRAS = Raw(b"\x90"), Raw(b"\xc0")
+#: A byte string that holds a byte string that holds … an event.
+_DEEPEST = 2
+#: Events of one batch: 10,000 removals take 2 ms to decode. A batch with more is none.
+_NOT_ENDLESS = Meta(max_length=20_000)
+
+
+class _MapStored(Struct, tag_field="type", tag="BlockStored"):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None = None
+    token_ids: Raw = _NO_TOKENS
+    block_size: int = 0
+    lora_id: int | str | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Raw = _NO_EXTRAS
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _MapRemoved(Struct, tag_field="type", tag="BlockRemoved"):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _MapCleared(Struct, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+class _ArrayStored(_MapStored, tag="BlockStored", array_like=True):
+    pass
+
+
+class _ArrayRemoved(_MapRemoved, tag="BlockRemoved", array_like=True):
+    pass
+
+
+class _ArrayCleared(_MapCleared, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+_MapEvent = _MapStored | _MapRemoved | _MapCleared
+_ArrayEvent = _ArrayStored | _ArrayRemoved | _ArrayCleared
+_RawEvent = _MapStored | _MapRemoved | _MapCleared | Raw
+
+
+class _MapBatchOfMaps(Struct):
+    ts: float
+    events: Annotated[list[_MapEvent], _NOT_ENDLESS]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatchOfMaps(Struct, array_like=True):
+    ts: float
+    events: Annotated[list[_MapEvent], _NOT_ENDLESS]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatchOfArrays(Struct, array_like=True):
+    ts: float
+    events: Annotated[list[_ArrayEvent], _NOT_ENDLESS]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatch(Struct, array_like=True):
+    ts: Any
+    events: Annotated[list[Raw], _NOT_ENDLESS]
+    data_parallel_rank: Any = None
+
+
+class _MapBatch(Struct):
+    events: Annotated[list[Raw], _NOT_ENDLESS]
+    ts: Any = 0.0
+    data_parallel_rank: Any = None
+
+
+class _Plain(Struct):
+    """The requirement texts' own events."""
+
+    type: str
+    block_hashes: list[_Hash] = []
+    block_hash: _Hash | None = None
+    medium: str | None = None
+    tier: str | None = None
+
+
+_WHOLE: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
+    msgspec.msgpack.Decoder(kind) for kind in (_ArrayBatchOfMaps, _ArrayBatchOfArrays, _MapBatchOfMaps)
+)
+_LOOSE: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
+    msgspec.msgpack.Decoder(kind) for kind in (_ArrayBatch, _MapBatch)
+)
+_ONE_MAP: msgspec.msgpack.Decoder[_MapEvent] = msgspec.msgpack.Decoder(_MapEvent)
+_ONE_ARRAY: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_ArrayEvent)
+_ONE_PLAIN = msgspec.msgpack.Decoder(_Plain)
+_BYTES = msgspec.msgpack.Decoder(bytes)
+
+
+class Batch:
+    """A batch whose events are decoded one by one while one iterates, once.
+
+    `ts`: the engine's clock at sending, Unix seconds; `rank`: data-parallel rank, 0 if it is not told; `bad`: events
+    that had to be skipped so far.
+    """
+
+    __slots__ = ("_raw", "bad", "rank", "ts")
+
+    def __init__(self, ts: float, rank: int, raw: list[_RawEvent]) -> None:
+        self.ts = ts
+        self.rank = rank
+        self.bad = 0
+        self._raw = raw
+
+    def __len__(self) -> int:
+        """Events, bad ones included."""
+        return len(self._raw)
+
+    def __iter__(self) -> Iterator[KvEvent]:
+        return (event for event in self.each() if event is not None)
+
+    def each(self) -> Iterator[KvEvent | None]:
+        """`None` for each bad event, so that a batch of nothing else does not take long at a time."""
+        for raw in self._raw:
+            try:
+                yield _event(raw)
+            except (ValueError, msgspec.DecodeError):
+                self.bad += 1
+                yield None
+
+
+class BatchDecoder:
+    """Decodes the batches of one publisher."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def decode(self, payload: bytes) -> Batch:
+        """Raises `ValueError` when the bytes are no batch at all."""
+        try:
+            batch = _WHOLE[self._first].decode(payload)
+        except (msgspec.DecodeError, RecursionError):
+            return self._search(payload)
+        return Batch(batch.ts, batch.data_parallel_rank or 0, batch.events)
+
+    def _search(self, payload: bytes) -> Batch:
+        for number, decoder in enumerate(_WHOLE):
+            try:
+                batch = decoder.decode(payload)
+            except (msgspec.DecodeError, RecursionError):
+                continue
+            self._first = number
+            return Batch(batch.ts, batch.data_parallel_rank or 0, batch.events)
+        problem = "it is empty"
+        for decoder in _LOOSE:
+            try:
+                batch = decoder.decode(payload)
+            except (msgspec.DecodeError, RecursionError) as error:
+                problem = str(error)
+                continue
+            return Batch(_number(batch.ts), int(_number(batch.data_parallel_rank)), batch.events)
+        raise ValueError(f"no batch of KV events: {problem}")
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e15 else 0.0
+
+
+def _event(raw: _RawEvent) -> KvEvent:
+    """Raises `ValueError` or `msgspec.DecodeError` for what is no event."""
+    if isinstance(raw, Raw):
+        return _loose(bytes(raw), 0)
+    if isinstance(raw, _MapStored):
+        return _stored(raw)
+    if isinstance(raw, _MapRemoved):
+        return BlocksRemoved(hashes_of(raw.block_hashes), raw.medium or "", raw.group_idx or 0)
+    return AllCleared()
+
+
+def _stored(raw: _MapStored) -> BlocksStored:
+    lora = raw.lora_name or (f"#{raw.lora_id}" if raw.lora_id else "")
+    return BlocksStored(
+        hashes_of(raw.block_hashes),
+        hash_of(raw.parent_block_hash or 0),
+        tokens_of(bytes(raw.token_ids)),
+        raw.block_size,
+        lora,
+        raw.medium or "",
+        raw.group_idx or 0,
+        raw.kv_cache_spec_kind or "",
+        extras_of(bytes(raw.extra_keys), raw.lora_name),
+    )
+
+
+def _loose(content: bytes, depth: int) -> KvEvent:
+    """An event in any form."""
+    kind = content[0] if content else 0xC0
+    if kind in (0xC4, 0xC5, 0xC6) and depth < _DEEPEST:
+        return _loose(_BYTES.decode(content), depth + 1)
+    if kind & 0xF0 == 0x90 or kind in (0xDC, 0xDD):
+        return _event(_ONE_ARRAY.decode(content))
+    try:
+        return _event(_ONE_MAP.decode(content))
+    except msgspec.ValidationError as error:
+        try:
+            return _plain(_ONE_PLAIN.decode(content))
+        except msgspec.DecodeError:
+            raise error from None
+
+
+def _plain(raw: _Plain) -> KvEvent:
+    hashes = hashes_of(raw.block_hashes or ([] if raw.block_hash is None else [raw.block_hash]))
+    medium = raw.medium or raw.tier or ""
+    if raw.type == "block_created":
+        return BlocksStored(hashes, medium=medium)
+    if raw.type == "block_evicted":
+        return BlocksRemoved(hashes, medium)
+    if raw.type == "block_offloaded":
+        return BlocksStored(hashes, medium=medium or "cpu")
+    raise ValueError(f"unknown event {raw.type!r}")

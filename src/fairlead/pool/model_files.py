@@ -1,0 +1,87 @@
+"""Files of a model directory → tokenisers. Reads what the engine reads, from the local disk only; nothing is fetched.
+
+What cannot be read or loaded is no reason not to start: the model's state says why, and its prompts are matched by
+their bytes.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from fairlead.apis.tokens.pieces import PieceCache
+from fairlead.apis.tokens.prompt_tokeniser import ModelFiles, ModelTokens, PromptTokeniser, build
+from fairlead.config.schema import ModelTokens as Settings
+from fairlead.config.schema import Tokens
+
+#: The largest tokenizers in use have 35 MB.
+MAX_FILE = 256 << 20
+TOKENIZER = "tokenizer.json"
+#: Stands for a model whose ids are asked for: it must not get those of `*`.
+BY_ENGINE = ModelTokens(None, {}, "engine (it is asked for the ids)", "engine (it renders)")
+
+
+def load_tokeniser(settings: Tokens, now: Callable[[], datetime] = datetime.now) -> PromptTokeniser:
+    """Takes seconds for each model with a large vocabulary: call it in a thread. Never raises for what is in files.
+
+    `now` is the time that templates may print, in the time zone of the engines.
+    """
+    cache = PieceCache(settings.cache_bytes, threading.Lock())
+    models: dict[str, ModelTokens] = {}
+    for name, model in settings.models.items():
+        local = model.render == "local"
+        models[name] = build(read_files(model), cache, now, model.template_kwargs) if local else BY_ENGINE
+    return PromptTokeniser(models, cache)
+
+
+def read_files(settings: Settings) -> ModelFiles:
+    """Never raises. What is missing is empty, and what could not be read is told."""
+    folder = Path(settings.model_path) if settings.model_path else None
+    named = Path(settings.tokenizer_file) if settings.tokenizer_file else (folder or Path()) / TOKENIZER
+    # What belongs to a tokenizer lies beside it.
+    beside = folder or named.parent
+    try:
+        tokenizer = _read(named)
+        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+        config, special, processor = (_maybe(beside / name) for name in names)
+    except OSError as error:
+        return ModelFiles(problem=_told(error, named))
+    template, problem = _template(settings, beside)
+    return ModelFiles(
+        tokenizer=tokenizer,
+        config=config,
+        special_tokens=special,
+        processor_template=processor,
+        template=template,
+        template_problem=problem,
+    )
+
+
+def _template(settings: Settings, beside: Path) -> tuple[str, str]:
+    """(the template that stands in a file of its own, what is wrong with that file)."""
+    named = Path(settings.chat_template) if settings.chat_template else None
+    path = named or beside / "chat_template.jinja"
+    try:
+        return (_read(path) if named else _maybe(path)).decode(), ""
+    except OSError as error:
+        return "", _told(error, path)
+    except UnicodeDecodeError as error:
+        return "", f"{path} is not UTF-8: {error.reason}"
+
+
+def _told(error: OSError, path: Path) -> str:
+    return f"cannot read {error.filename or path}: {error.strerror or error}"
+
+
+def _maybe(path: Path) -> bytes:
+    """Its content; empty if there is no such file."""
+    return _read(path) if path.is_file() else b""
+
+
+def _read(path: Path) -> bytes:
+    """Raises `OSError`, also for what is larger than `MAX_FILE`."""
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE + 1)
+    if len(content) > MAX_FILE:
+        raise OSError(27, f"is larger than {MAX_FILE} bytes", str(path))
+    return content

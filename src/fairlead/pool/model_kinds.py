@@ -1,0 +1,457 @@
+"""Kubernetes objects that define model names: InferenceModel, InferenceObjective, InferenceModelRewrite → nouns.
+
+Rules
+* The schemas are those of the published CRDs, unknown fields included: what an API server would refuse or drop is a
+  problem here, with its path and its line. More is accepted only where a revision of the API has it: criticality
+  `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. A noun for a name that nobody could ask for (an
+  empty one) is refused as well.
+* A file holds any number of documents and of lists (`List`, `InferenceModelList`, …). Other kinds are notes, so that
+  a file which also holds the pool and its Deployment can be used as it is.
+* Nothing raises for any text. With any problem a file as a whole must not be used; `Manifests.problems` says why.
+  Of an API server's objects one's problem is its own: it is left out and told so by its condition.
+* Bounded as every YAML of ours: 1 MiB, and a limit on values once aliases are unfolded.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from math import inf
+from typing import Annotated, Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+from pydantic import Field
+
+from fairlead.config import yaml
+from fairlead.config.check import read
+from fairlead.config.problems import Place, Problem, Report, describe, shorten
+from fairlead.config.schema import Section
+from fairlead.config.yaml import MAX_BYTES
+from fairlead.core.models import (
+    Catalogue,
+    InferenceModel,
+    InferenceModelRewrite,
+    InferenceObjective,
+    ModelSet,
+    Origin,
+    RewriteRule,
+    Target,
+)
+from fairlead.pool.kube.status import ACCEPTED, Condition
+
+# ---- one object ----
+
+LEGACY_GROUP, GROUP = "inference.networking.x-k8s.io", "llm-d.ai"
+_VERSIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "InferenceModel": {LEGACY_GROUP: ("v1alpha1", "v1alpha2")},
+    "InferenceObjective": {GROUP: ("v1alpha2", "v1"), LEGACY_GROUP: ("v1alpha2",)},
+    "InferenceModelRewrite": {GROUP: ("v1alpha2",), LEGACY_GROUP: ("v1alpha2",)},
+}
+
+Named = Annotated[str, Field(min_length=1, max_length=253)]
+Weight = Annotated[int, Field(ge=0, le=1_000_000)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Noun = InferenceModel | InferenceObjective | InferenceModelRewrite
+
+
+class Metadata(Section):
+    """Of an object's metadata, what matters here; an API server adds much."""
+
+    name: Named
+    namespace: Named
+
+
+class PoolRef(Section):
+    group: str = Field(default="", description="Not compared: revisions of the CRDs have different defaults.")
+    kind: str = Field(default="InferencePool", min_length=1, max_length=63)
+    name: Named
+
+
+class TargetModel(Section):
+    name: Named
+    weight: Weight | None = None
+
+
+class ModelSpec(Section):
+    model_name: str = Field(min_length=1, max_length=256)
+    criticality: Literal["Critical", "Standard", "Default", "Sheddable"] | None = None
+    target_models: tuple[TargetModel, ...] = Field(default=(), max_length=10)
+    pool_ref: PoolRef
+
+
+class ObjectiveSpec(Section):
+    priority: Int32 | None = None
+    pool_ref: PoolRef | None = None
+    pool_refs: tuple[PoolRef, ...] | None = None
+    pool_selector: dict[str, Any] | None = None
+
+
+class ModelMatch(Section):
+    type: Literal["Exact"] = "Exact"
+    value: str = Field(min_length=1)
+
+
+class Match(Section):
+    model: ModelMatch
+
+
+class RewriteTarget(Section):
+    model_rewrite: str = Field(min_length=1)
+    weight: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+
+
+class Rule(Section):
+    matches: tuple[Match, ...] = ()
+    targets: tuple[RewriteTarget, ...]
+
+
+class RewriteSpec(Section):
+    pool_ref: PoolRef
+    rules: tuple[Rule, ...]
+
+
+def read_object(value: object, report: Report, place: Place = (), kind: str = "", version: str = "") -> Noun | None:
+    """One object, from a file or an API server. `kind` and `version` stand for what items of a list leave out.
+
+    `None` when it is wrong, or of a kind that says nothing of model names; the report has the reason.
+    """
+    if not isinstance(value, dict):
+        report.add(place, f"expected an object, got {describe(value)}")
+        return None
+    kind = value.get("kind", kind)
+    if not isinstance(kind, str) or not kind:
+        report.add(place, "field 'kind' is missing")
+        return None
+    if kind not in _VERSIONS:
+        report.note((*place, "kind"), f"{shorten(kind)} says nothing of model names; it is left out")
+        return None
+    before = len(report.problems)
+    for key in value:
+        if key not in ("apiVersion", "kind", "metadata", "spec", "status"):
+            report.unknown((*place, key), "field", key, ("apiVersion", "kind", "metadata", "spec"))
+    _check_version(kind, value.get("apiVersion", version), (*place, "apiVersion"), report)
+    origin = _origin(value.get("metadata"), (*place, "metadata"), report)
+    shape, make = _KINDS[kind]
+    spec = None
+    if "spec" in value:
+        spec = read(shape, value["spec"], (*place, "spec"), report)
+    else:
+        report.add(place, "field 'spec' is missing")
+    if spec is None or origin is None or len(report.problems) > before:
+        return None
+    made = make(origin, spec, (*place, "spec"), report)
+    return made if len(report.problems) == before else None
+
+
+def _check_version(kind: str, given: object, place: Place, report: Report) -> None:
+    known = [f"{group}/{version}" for group, versions in _VERSIONS[kind].items() for version in versions]
+    if not given:
+        report.add(place[:-1], "field 'apiVersion' is missing", f"known: {', '.join(known)}")
+    elif given not in known:
+        report.add(place, f"{kind} has no version {describe(given)}", f"known: {', '.join(known)}")
+
+
+def _origin(metadata: object, place: Place, report: Report) -> Origin | None:
+    if not isinstance(metadata, dict):
+        report.add(place, f"expected a mapping, got {describe(metadata)}")
+        return None
+    given = {"name": metadata.get("name"), "namespace": metadata.get("namespace") or "default"}
+    named = read(Metadata, given, place, report)
+    created = _seconds(metadata.get("creationTimestamp"))
+    if created is None:
+        said = describe(metadata["creationTimestamp"])
+        report.add((*place, "creationTimestamp"), f"expected a time such as 2026-01-31T12:00:00Z, got {said}")
+    if named is None or created is None:
+        return None
+    return Origin(namespace=named.namespace, name=named.name, created=created)
+
+
+def _seconds(stamp: object) -> float | None:
+    if stamp is None:
+        return inf
+    try:
+        moment = datetime.fromisoformat(stamp) if isinstance(stamp, str) else None
+        return None if moment is None else moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _model(origin: Origin, spec: ModelSpec, place: Place, report: Report) -> InferenceModel:
+    given = [target.weight is not None for target in spec.target_models]
+    if any(given) and not all(given):
+        report.add((*place, "targetModels"), "weights should be set for all models, or none of the models")
+    return InferenceModel(
+        origin=_of_pools(origin, [spec.pool_ref], (*place, "poolRef"), report),
+        model=spec.model_name,
+        targets=tuple(Target(target.name, target.weight) for target in spec.target_models),
+        criticality=spec.criticality or "Standard",
+    )
+
+
+def _objective(origin: Origin, spec: ObjectiveSpec, place: Place, report: Report) -> InferenceObjective:
+    refs = list(spec.pool_refs or ())
+    if spec.pool_ref is not None:
+        refs.append(spec.pool_ref)
+    elif spec.pool_refs is None and spec.pool_selector is None:
+        report.add(place, "field 'poolRef' is missing")
+    if spec.pool_selector:
+        report.note((*place, "poolSelector"), "labels of pools are not known here; it applies to every pool")
+        refs = []
+    return InferenceObjective(origin=_of_pools(origin, refs, (*place, "poolRef"), report), priority=spec.priority or 0)
+
+
+def _rewrite(origin: Origin, spec: RewriteSpec, place: Place, report: Report) -> InferenceModelRewrite:
+    rules = []
+    for i, rule in enumerate(spec.rules):
+        where = (*place, "rules", i, "targets")
+        if not rule.targets:
+            report.add(where, "at least one target is needed")
+        given = [target.weight is not None for target in rule.targets]
+        if any(given) and not all(given):
+            report.note(where, "targets without a weight get nothing, because others have one")
+        targets = tuple(Target(target.model_rewrite, target.weight) for target in rule.targets)
+        rules.append(RewriteRule(tuple(match.model.value for match in rule.matches), targets))
+    refs = [spec.pool_ref]
+    return InferenceModelRewrite(origin=_of_pools(origin, refs, (*place, "poolRef"), report), rules=tuple(rules))
+
+
+def _of_pools(origin: Origin, refs: list[PoolRef], place: Place, report: Report) -> Origin:
+    for ref in refs:
+        if ref.kind != "InferencePool":
+            report.add((*place, "kind"), f"expected InferencePool, got {describe(ref.kind)}")
+    return replace(origin, pools=tuple(ref.name for ref in refs))
+
+
+_KINDS: dict[str, tuple[type[Section], Callable[..., Noun]]] = {
+    "InferenceModel": (ModelSpec, _model),
+    "InferenceObjective": (ObjectiveSpec, _objective),
+    "InferenceModelRewrite": (RewriteSpec, _rewrite),
+}
+
+
+def _model_set(nouns: Iterable[Noun]) -> ModelSet:
+    given = list(nouns)
+    return ModelSet(
+        tuple(noun for noun in given if isinstance(noun, InferenceModel)),
+        tuple(noun for noun in given if isinstance(noun, InferenceObjective)),
+        tuple(noun for noun in given if isinstance(noun, InferenceModelRewrite)),
+    )
+
+
+# ---- a file of them ----
+
+MAX_OBJECTS = 10_000
+#: Values of all documents of a file.
+_MAX_VALUES = 300_000
+_MARKER = re.compile(rb"^---(?=[ \t\r\n]|$)", re.MULTILINE)
+#: Lines that are no content of a document: comments, directives, markers.
+_NO_CONTENT = re.compile(rb"(?:[ \t]*(?:#.*|%.*|\.\.\.[ \t]*|---[ \t]*(?:#.*)?)?\r?(?:\n|$))*+")
+
+
+class Manifests(Struct, frozen=True):
+    """What a file says."""
+
+    models: ModelSet = ModelSet()
+    problems: tuple[Problem, ...] = ()
+    #: Not wrong, but worth knowing.
+    notes: tuple[Problem, ...] = ()
+
+
+def read_manifests(text: bytes) -> Manifests:
+    """All documents of a YAML or JSON text."""
+    if len(text) > MAX_BYTES:
+        return Manifests(problems=(Problem("$", 0, f"the text is larger than {MAX_BYTES >> 20} MiB"),))
+    reader = _Reader()
+    for offset, document in _documents(text):
+        if not reader.document(document, offset):
+            break
+    return reader.manifests()
+
+
+def _documents(text: bytes) -> Iterator[tuple[int, bytes]]:
+    """(lines before it, text) of each document. In YAML nothing but a marker can be three dashes at a line's start.
+
+    What stands before a first marker and is no content (directives, comments) belongs to the document behind it.
+    """
+    borders = [match.start() for match in _MARKER.finditer(text)]
+    starts = [0, *borders]
+    match = _NO_CONTENT.match(text, 0, borders[0]) if borders else None
+    if match and match.end() == borders[0]:
+        starts = [0, *borders[1:]]
+    line, last = 0, 0
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        line += text.count(b"\n", last, start)
+        last = start
+        yield line, text[start:end]
+
+
+class _Reader:
+    """Takes documents one after the other."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], tuple[str, Noun]] = {}
+        self._problems: list[Problem] = []
+        self._notes: list[Problem] = []
+        self._values = 0
+        self._objects = 0
+
+    def manifests(self) -> Manifests:
+        models = _model_set(noun for _, noun in self._found.values())
+        return Manifests(models, tuple(self._problems), tuple(self._notes))
+
+    def document(self, text: bytes, offset: int) -> bool:
+        """False = enough was wrong already, or read."""
+        document = yaml.parse(text)
+        self._values += _count(document.value)
+        if self._values > _MAX_VALUES:
+            self._problems.append(Problem("$", offset + 1, f"more than {_MAX_VALUES} values in one file"))
+            return False
+        tree = document.tree
+        report = Report(lambda place: offset + tree.line(place) if tree.line(place) else 0)
+        report.extend([replace(problem, line=offset + problem.line) for problem in document.problems])
+        if not document.problems and document.value is not None:
+            self._take(document.value, (), report, "", "")
+        report.close()
+        self._problems += report.problems
+        self._notes += report.notes[:100]
+        return len(self._problems) < 100 and self._objects <= MAX_OBJECTS
+
+    def _take(self, value: object, place: Place, report: Report, kind: str, version: str) -> None:
+        own = value.get("kind", kind) if isinstance(value, dict) else ""
+        if isinstance(value, dict) and isinstance(own, str) and own.endswith("List") and not place:
+            items = value.get("items")
+            if not isinstance(items, list):
+                report.add(("items",), f"expected a list, got {describe(items)}")
+                return
+            version = value.get("apiVersion", "")
+            for i, item in enumerate(items):
+                typed = own.removesuffix("List")
+                self._take(item, ("items", i), report, typed, version if typed else "")
+            return
+        self._objects += 1
+        if self._objects > MAX_OBJECTS:
+            report.add(place, f"more than {MAX_OBJECTS} objects in one file")
+            return
+        noun = read_object(value, report, place, kind, version)
+        if noun is not None and isinstance(value, dict):
+            self._keep(noun, str(value.get("apiVersion", version)).partition("/")[0], place, report)
+
+    def _keep(self, noun: Noun, group: str, place: Place, report: Report) -> None:
+        """Of one object in both groups the newer group counts, as where both CRDs are installed."""
+        key = type(noun).__name__, str(noun.origin)
+        former = self._found.get(key)
+        if former is not None and former[0] == group:
+            report.add(place, f"{key[0]} {shorten(key[1])} is given twice")
+        elif former is not None:
+            report.note(place, f"{key[0]} {shorten(key[1])} is given in both groups; {GROUP} counts")
+        if former is None or group == GROUP:
+            self._found[key] = group, noun
+
+
+def _count(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(_count, value.values()))
+    return 1 + sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+# ---- objects of an API server, and what to answer in their status ----
+
+#: Kind to plural.
+PLURALS = {
+    "InferenceModel": "inferencemodels",
+    "InferenceObjective": "inferenceobjectives",
+    "InferenceModelRewrite": "inferencemodelrewrites",
+}
+#: The groups and versions of each plural, the one that counts first where several are installed.
+SERVED = {
+    "inferencemodels": (
+        ("inference.networking.x-k8s.io", "v1alpha2"),
+        ("inference.networking.x-k8s.io", "v1alpha1"),
+    ),
+    "inferenceobjectives": (
+        ("llm-d.ai", "v1alpha2"),
+        ("llm-d.ai", "v1"),
+        ("inference.networking.x-k8s.io", "v1alpha2"),
+    ),
+    "inferencemodelrewrites": (
+        ("llm-d.ai", "v1alpha2"),
+        ("inference.networking.x-k8s.io", "v1alpha2"),
+    ),
+}
+_SHOWN = 5
+
+
+class ModelObject(Struct, frozen=True):
+    """One object. `item` has what is needed to write its status; `noun` is `None` when it cannot be used."""
+
+    kind: str
+    item: dict[str, Any]
+    noun: Noun | None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> ModelObject:
+    """`version`: `group/version`. Nothing raises."""
+    report = Report(lambda place: 0)
+    noun = read_object(dict(value), report, (), kind, version)
+    report.close()
+    metadata, status = value.get("metadata"), value.get("status")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    item = {
+        "apiVersion": value.get("apiVersion") or version,
+        "kind": value.get("kind") or kind,
+        "metadata": {key: metadata.get(key) for key in ("name", "namespace", "generation")},
+        "spec": {"pools": _pools(value)},
+        "status": {"conditions": [condition for condition in _conditions(status) if condition.get("type") == ACCEPTED]},
+    }
+    problems = tuple(str(problem) for problem in report.problems[:_SHOWN])
+    return ModelObject(kind, item, noun, problems, tuple(str(note) for note in report.notes[:_SHOWN]))
+
+
+def model_set(objects: Mapping[str, Mapping[str, ModelObject]], pool: str, namespace: str) -> ModelSet:
+    """What is defined for a pool, of objects by plural and by key."""
+    nouns = (item.noun for table in objects.values() for item in table.values() if item.noun is not None)
+    return _model_set(nouns).of_pool(pool, namespace)
+
+
+def conditions(
+    objects: Mapping[str, Mapping[str, ModelObject]], pool: str, namespace: str
+) -> dict[tuple[str, str], Condition]:
+    """What the status of each object of the pool should say, by plural and key. Objects of other pools are theirs."""
+    owners = dict(Catalogue(model_set(objects, pool, namespace)).conflicts)
+    result: dict[tuple[str, str], Condition] = {}
+    for plural, table in objects.items():
+        for key, item in table.items():
+            if item.noun is not None and not item.noun.origin.is_for(pool, namespace):
+                continue
+            if item.noun is None and pool not in item.item["spec"]["pools"]:
+                continue
+            result[plural, key] = _condition(item, owners.get(key) if plural == "inferencemodels" else None)
+    return result
+
+
+def _condition(item: ModelObject, owner: str | None) -> Condition:
+    if item.noun is None:
+        return Condition(False, "Invalid", "; ".join(item.problems))
+    if owner is not None and isinstance(item.noun, InferenceModel):
+        message = f"modelName {item.noun.model} is taken by the older InferenceModel {owner}"
+        return Condition(False, "ModelNameInUse", message)
+    return Condition(True, ACCEPTED, "; ".join(("in use", *item.notes)))
+
+
+def _pools(value: Mapping[str, Any]) -> list[str]:
+    """Names of the pools that an object refers to, as far as that can be read."""
+    spec = value.get("spec")
+    if not isinstance(spec, dict):
+        return []
+    several = spec.get("poolRefs")
+    refs = [spec.get("poolRef"), *(several if isinstance(several, list) else ())]
+    return [ref["name"] for ref in refs if isinstance(ref, dict) and isinstance(ref.get("name"), str)]
+
+
+def _conditions(status: object) -> list[dict[str, Any]]:
+    conditions = status.get("conditions") if isinstance(status, dict) else None
+    return (
+        [condition for condition in conditions if isinstance(condition, dict)] if isinstance(conditions, list) else []
+    )

@@ -1,0 +1,190 @@
+"""Manifests of model names from a file, or from the files of a directory, followed while they change.
+
+Rules
+* Followed as `watched_files` says.
+* A directory's files are those with a name in `.yaml`, `.yml` or `.json` that does not begin with a dot (ConfigMap
+  volumes have such beside their files), in the order of their names; what is below it is not looked at.
+* A file with any problem changes nothing: what it said before stays in force, and its problems are reported once.
+  Half of a definition could send a whole model's traffic elsewhere. A file that is gone takes its objects with it;
+  a path that is gone as a whole keeps them, for then something else is wrong.
+* Of an object that stands in two files the first file's counts.
+"""
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from fairlead.config.problems import Problem
+from fairlead.config.schema import Models
+from fairlead.config.yaml import MAX_BYTES
+from fairlead.core.errors import ConfigError
+from fairlead.core.models import InferenceModel, InferenceModelRewrite, InferenceObjective, ModelSet
+from fairlead.pool.model_kinds import Manifests, read_manifests
+from fairlead.pool.watched_files import WatchedFiles
+
+SUFFIXES = (".yaml", ".yml", ".json")
+MAX_FILES = 1000
+
+#: File and what is wrong (or, as a warning, worth knowing) in it.
+Report = Callable[[str, Problem], object]
+
+
+class ModelsFile:
+    """Feeds a `ModelSet` whenever what is defined has changed."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        feed: Callable[[ModelSet], object],
+        report: Report,
+        *,
+        watch: bool = True,
+        poll_s: float = 0.5,
+    ) -> None:
+        self._path = Path(path)
+        self._feed = feed
+        self._report = report
+        self._watch = watch
+        self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s, "model names")
+        #: By file: the content that was last looked at, and the last that could be used.
+        self._texts: dict[str, bytes] = {}
+        self._used: dict[str, Manifests] = {}
+        self._complaint = ""
+        self._models: ModelSet | None = None
+
+    @property
+    def models(self) -> ModelSet | None:
+        """What is in force; `None` until everything was read and understood once."""
+        return self._models
+
+    async def start(self) -> None:
+        """Load, and begin to watch. Whether it worked shows in `models`."""
+        await self._watched.note()
+        await self._load()
+        if self._watch:
+            self._watched.start()
+
+    async def close(self) -> None:
+        """Stop watching. What is defined stays defined."""
+        await self._watched.close()
+
+    async def _load(self) -> None:
+        try:
+            texts = await asyncio.to_thread(read_files, self._path)
+        except OSError as error:
+            self._complain(f"cannot read {error.filename or self._path}: {error.strerror or error}")
+            return
+        self._complaint = ""
+        fresh = {name: text for name, text in texts.items() if self._texts.get(name) != text}
+        read = await asyncio.to_thread(lambda: {name: read_manifests(text) for name, text in fresh.items()})
+        self._texts = dict(texts)
+        self._take(read)
+
+    def _take(self, read: Mapping[str, Manifests]) -> None:
+        used = {name: manifests for name, manifests in self._used.items() if name in self._texts}
+        good = True
+        for name, manifests in read.items():
+            for problem in manifests.problems:
+                self._report(name, problem)
+            for note in manifests.notes:
+                self._report(name, replace(note, warning=True))
+            if manifests.problems:
+                good = False
+            else:
+                used[name] = manifests
+        self._used = used
+        if not good and self._models is None:
+            return
+        models = self._joined()
+        if models != self._models:
+            self._models = models
+            self._feed(models)
+
+    def _joined(self) -> ModelSet:
+        owners: dict[tuple[type, str], str] = {}
+
+        def first(name: str, noun: InferenceModel | InferenceObjective | InferenceModelRewrite) -> bool:
+            owner = owners.setdefault((type(noun), str(noun.origin)), name)
+            if owner != name:
+                message = f"{type(noun).__name__} {noun.origin} stands in {owner} too, which counts"
+                self._report(name, Problem("", 0, message, warning=True))
+            return owner == name
+
+        joined = ModelSet()
+        for name in sorted(self._used):
+            models = self._used[name].models
+            joined += ModelSet(
+                tuple(item for item in models.models if first(name, item)),
+                tuple(item for item in models.objectives if first(name, item)),
+                tuple(item for item in models.rewrites if first(name, item)),
+            )
+        return joined
+
+    def _complain(self, message: str) -> None:
+        if message != self._complaint:
+            self._complaint = message
+            self._report(str(self._path), Problem("", 0, message))
+
+
+def files_of(path: Path) -> list[str]:
+    """The file itself, or those of a directory. Raises `OSError`."""
+    if not stat.S_ISDIR(os.stat(path).st_mode):
+        return [str(path)]
+    names = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES) and not name.startswith("."))
+    if len(names) > MAX_FILES:
+        raise OSError(0, f"more than {MAX_FILES} files", str(path))
+    return [str(path / name) for name in names]
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    """What each of them says. Raises `OSError` when any of them cannot be read."""
+    texts: dict[str, bytes] = {}
+    for name in files_of(path):
+        if not stat.S_ISREG(os.stat(name).st_mode):
+            raise OSError(0, "not a regular file", name)  # opening a pipe would wait for its writer
+        with open(name, "rb") as file:
+            texts[name] = file.read(MAX_BYTES + 1)
+    return texts
+
+
+async def follow_models(
+    stack: AsyncExitStack, settings: Models, feed: Callable[[ModelSet], object], report: Report
+) -> None:
+    """Feed what is defined for the configured pool now, and changes for as long as `stack` is open.
+
+    Raises `ConfigError` with all problems when what is there at the start cannot be used.
+    """
+    if not settings.file:
+        return
+    first: list[str] = []
+
+    def reported(file: str, problem: Problem) -> None:
+        if not problem.warning and models.models is None:
+            first.append(problem.render(file))
+        report(file, problem)
+
+    models = ModelsFile(
+        settings.file,
+        lambda model_set: feed(model_set.of_pool(settings.pool, settings.namespace)),
+        reported,
+        watch=settings.watch,
+    )
+    stack.push_async_callback(models.close)
+    await models.start()
+    if models.models is None:
+        raise ConfigError("; ".join(first), "$.models.file")
+
+
+def check_models(path: str) -> tuple[ModelSet, list[str]]:
+    """Read once: what is defined, and a line for each problem."""
+    try:
+        read = {name: read_manifests(text) for name, text in read_files(Path(path)).items()}
+    except OSError as error:
+        return ModelSet(), [f"{error.filename or path}: cannot be read: {error.strerror or error}"]
+    models = sum((manifests.models for manifests in read.values()), ModelSet())
+    return models, [problem.render(name) for name, manifests in read.items() for problem in manifests.problems]

@@ -1,0 +1,283 @@
+"""An engine is asked for the token ids of a prompt, and whether they are the ones that we make of it.
+
+Two ways, tried in this order for each engine and remembered:
+
+* `POST /v1/…/render` answers with ids, and for media with their identifiers and places. A render server
+  (`vllm launch render`) has it; `vllm serve` only with `--enable-scale-out`, and answers 403 or 404 else.
+* `POST /tokenize` answers with ids only, so a request with media has none.
+
+Rules
+* An answer that does not come within the time, or is no list of ids, is a `PromptTokens` with the reason `engine`: the
+  request goes on without ids. Nothing is asked twice.
+* At most `concurrency` requests are out, on as many connections. What would have to wait for one is not asked at all:
+  an engine that hangs must not gather requests.
+* After `FAILURES` failures in a row an engine is left alone for `PAUSE` seconds.
+* The body goes out as the client sent it (to `/tokenize` only the fields that make the prompt). No redirect is
+  followed, no proxy of the environment is used, and an answer of more than `MAX_ANSWER` bytes is no answer.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from msgspec import DecodeError, Raw, Struct, ValidationError
+
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.request import parse_request
+from fairlead.apis.tokens import PromptTokeniser, PromptTokens
+from fairlead.apis.tokens.chats import GenerateFields
+from fairlead.apis.tokens.pieces import API, ENGINE, MEDIA, TOO_LONG, UNREAD, absent, packed
+from fairlead.core import apis
+
+CONCURRENCY = 32
+FAILURES, PAUSE = 3, 5.0
+#: A million ids take 8 MB.
+MAX_ANSWER = 16 << 20
+#: Longer bodies are not sent twice.
+MAX_BODY = 4 << 20
+#: The least recently used of more engines is forgotten.
+MAX_ENGINES = 1024
+
+_RENDER = {apis.CHAT: "/v1/chat/completions/render", apis.COMPLETIONS: "/v1/completions/render"}
+#: `/tokenize` takes requests of both APIs but refuses fields that it does not know.
+_PROMPT_FIELDS = {
+    apis.CHAT: (
+        "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+        "chat_template_kwargs",
+    ),
+    apis.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
+}  # fmt: skip
+
+
+class _Tokenized(Struct, gc=False):
+    tokens: list[int]
+
+
+class _Salt(Struct, gc=False):
+    cache_salt: str | None = None
+
+
+_decode_rendered = msgspec.json.Decoder(GenerateFields | list[GenerateFields]).decode
+_decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_salt = msgspec.json.Decoder(_Salt).decode
+
+
+class _NoAnswer(Exception):
+    """The message says what came instead."""
+
+
+class _Engine(Struct):
+    #: It refused to render.
+    tokenize: bool = False
+    failures: int = 0
+    rest_until: float = 0.0
+
+
+class RenderClient:
+    """Asks engines. `now` is a monotonic clock, in seconds; `timeout_s` is for one request as a whole."""
+
+    def __init__(self, timeout_s: float, now: Callable[[], float], concurrency: int = CONCURRENCY) -> None:
+        self._timeout_s = timeout_s
+        self._now = now
+        self._concurrency = concurrency
+        self._session: aiohttp.ClientSession | None = None
+        self._engines: dict[str, _Engine] = {}
+        #: Requests that are out.
+        self.rendering = 0
+
+    async def tokens_of(self, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
+        """Ask the engine at `url` (`http://host:port`). Never raises but for cancellation."""
+        if parsed.api not in _RENDER:
+            return absent(API, f"engines do not render '{parsed.api}'")
+        if parsed.unread:
+            return absent(UNREAD, parsed.unread)
+        if len(body) > MAX_BODY:
+            return absent(TOO_LONG, f"a body of more than {MAX_BODY} bytes is not sent to be rendered")
+        engine = self._engine(url)
+        if self._now() < engine.rest_until:
+            return absent(ENGINE, "the engine did not answer before and is left alone for a while")
+        if self.rendering >= self._concurrency:
+            return absent(ENGINE, f"{self.rendering} other prompts are being rendered")
+        self.rendering += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                tokens = await self._ask(engine, parsed, body, url)
+        except TimeoutError:
+            return self._failed(engine, f"no answer within {self._timeout_s:g} s")
+        except (_NoAnswer, aiohttp.ClientError, OSError, ValueError, OverflowError) as error:
+            return self._failed(engine, str(error) or type(error).__name__)
+        finally:
+            self.rendering -= 1
+        engine.failures = 0
+        return tokens
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Engines about which something is remembered, the one asked last at the end."""
+        return tuple(self._engines)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _engine(self, url: str) -> _Engine:
+        engine = self._engines.pop(url, None) or _Engine()
+        self._engines[url] = engine
+        if len(self._engines) > MAX_ENGINES:
+            del self._engines[next(iter(self._engines))]
+        return engine
+
+    def _failed(self, engine: _Engine, why: str) -> PromptTokens:
+        engine.failures += 1
+        if engine.failures >= FAILURES:
+            engine.rest_until = self._now() + PAUSE
+        return absent(ENGINE, why)
+
+    async def _ask(self, engine: _Engine, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
+        if not engine.tokenize:
+            status, answer = await self._post(url + _RENDER[parsed.api], body)
+            if status not in (403, 404, 405):
+                return _rendered(status, answer)
+            engine.tokenize = True
+        if parsed.media:
+            return absent(MEDIA, "the engine does not render, and /tokenize does not tell of media")
+        status, answer = await self._post(url + "/tokenize", _prompt_only(parsed.api, body))
+        return _tokenized(status, answer, body)
+
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        session = self._session or self._open()
+        async with session.post(url, data=body, allow_redirects=False) as response:
+            parts: list[bytes] = []
+            size = 0
+            async for part in response.content.iter_any():
+                size += len(part)
+                if size > MAX_ANSWER:
+                    raise _NoAnswer(f"an answer of more than {MAX_ANSWER} bytes")
+                parts.append(part)
+            return response.status, b"".join(parts)
+
+    def _open(self) -> aiohttp.ClientSession:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._concurrency, keepalive_timeout=30),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self._session
+
+
+def _rendered(status: int, answer: bytes) -> PromptTokens:
+    """From the answer of `…/render`: an object, or for completions a list with one for each prompt."""
+    if status != 200:
+        raise _NoAnswer(f"status {status}: {answer[:100]!r}")
+    try:
+        decoded = _decode_rendered(answer)
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise _NoAnswer(f"an answer without token ids: {error}") from None
+    prompts = decoded if isinstance(decoded, list) else [decoded]
+    if not prompts:
+        raise _NoAnswer("an answer without a prompt")
+    first = prompts[0]
+    total = sum(len(prompt.token_ids) for prompt in prompts)
+    try:
+        media = first.media()
+    except ValueError as error:
+        raise _NoAnswer(str(error)) from None
+    return PromptTokens(packed(first.token_ids), total, salt=first.cache_salt or "", media=media)
+
+
+def _tokenized(status: int, answer: bytes, body: bytes) -> PromptTokens:
+    if status != 200:
+        raise _NoAnswer(f"/tokenize: status {status}: {answer[:100]!r}")
+    try:
+        ids = _decode_tokenized(answer).tokens
+        salt = _decode_salt(body).cache_salt
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise _NoAnswer(f"/tokenize: an answer without tokens: {error}") from None
+    return PromptTokens(packed(ids), len(ids), salt=salt or "")
+
+
+def _prompt_only(api: str, body: bytes) -> bytes:
+    """The members of a body that make the prompt, as they were sent."""
+    try:
+        fields = _decode_fields(body)
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise _NoAnswer(f"a body that cannot be taken apart: {error}") from None
+    kept = {name: fields[name] for name in _PROMPT_FIELDS[api] if name in fields}
+    if api == apis.COMPLETIONS and not bytes(kept.get("prompt", b"")).startswith(b'"'):
+        raise _NoAnswer("/tokenize takes one text only")
+    return msgspec.json.encode(kept)
+
+
+# Whether an engine makes the same ids of a prompt: without that no block ever matches, and nothing else would tell.
+#
+# A few probes are encoded here and by an engine. Which engine, and when, is the caller's: once for each model and
+# engine version is enough.
+
+_TEXT = "Naïve  café: 12345 = 3.14?\n\n\tdef f(x):\n        return x  # 你好 👍🏽\n"
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+_ASKED = {"role": "user", "content": _TEXT}
+_TOLD = {"role": "assistant", "content": "Well."}
+
+#: What is compared, by name: (path, body).
+PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": _TEXT}),
+    "chat": ("/v1/chat/completions", {"messages": [_ASKED]}),
+    "system and turns": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "system", "content": "Be brief."}, _ASKED, _TOLD, _ASKED]},
+    ),
+    "tools": ("/v1/chat/completions", {"messages": [_ASKED], "tools": [_TOOL]}),
+}
+
+
+class TokenCheckResult(Struct, frozen=True):
+    """`agreed` and `differing` are names of probes; a probe that either side could not encode is in neither."""
+
+    agreed: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    #: For people: `agrees`, `differs: …` or `unknown: …`.
+    state: str = ""
+
+
+async def compare(tokeniser: PromptTokeniser, client: RenderClient, url: str, model: str) -> TokenCheckResult:
+    """Ask the engine at `url` (`http://host:port`) for the ids of all probes. Never raises but for cancellation."""
+    agreed: list[str] = []
+    differing: list[str] = []
+    first, why = "", ""
+    for name, (path, fields) in PROBES.items():
+        body = json.dumps({"model": model, "max_tokens": 1, **fields}).encode()
+        parsed = parse_request(path, body)
+        here = tokeniser.tokens_of(parsed, body, model)
+        there = here if here.reason else await client.tokens_of(parsed, body, url)
+        if there.reason:
+            why = why or f"{name}: {there.reason}: {there.detail}"
+        elif here.ids == there.ids:
+            agreed.append(name)
+        else:
+            differing.append(name)
+            first = first or f"{name}: {_difference(here.ids, there.ids)}"
+    if differing:
+        state = f"differs: {first}"
+    else:
+        state = "agrees" if agreed else f"unknown: {why}"
+    return TokenCheckResult(tuple(agreed), tuple(differing), state)
+
+
+def _difference(here: bytes, there: bytes) -> str:
+    ours, theirs = np.frombuffer(here, "<u4"), np.frombuffer(there, "<u4")
+    shared = min(len(ours), len(theirs))
+    unequal = np.flatnonzero(ours[:shared] != theirs[:shared])
+    first = int(unequal[0]) if len(unequal) else shared
+    differing = f"from token {first}: {_shown(ours, first)} and {_shown(theirs, first)}"
+    return f"{len(ours)} tokens here, {len(theirs)} there; {differing}"
+
+
+def _shown(ids: "np.ndarray[Any, Any]", start: int) -> str:
+    return ", ".join(map(str, ids[start : start + 4].tolist())) or "none"

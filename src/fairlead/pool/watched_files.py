@@ -1,0 +1,94 @@
+"""Files that are followed while they change: what discovery, model names and the configuration have in common.
+
+Rules
+* Looked at each `poll_s` by stat, so renames over a file and swapped symlinks (ConfigMap volumes) show like plain
+  writes, and no inotify is needed.
+* The looks are a thread's own business: a hung network mount blocks nothing, not even the end of the process, and the
+  event loop is woken only when something has changed. Handing each look to a pool and back costs four times as much.
+* A change counts once the files held still for `SETTLE_S`: half of a file that is being written can be valid YAML, and
+  taking it at its word would drop endpoints.
+* The next look comes after what was changed has been taken over.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from threading import Event, Thread
+from typing import Any
+
+SETTLE_S = 0.1
+
+_Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+class WatchedFiles:
+    """Awaits `changed()` whenever files of `names()` have changed; `names` runs in a thread and may raise `OSError`."""
+
+    def __init__(
+        self,
+        names: Callable[[], Sequence[str]],
+        changed: Callable[[], Coroutine[Any, Any, object]],
+        poll_s: float,
+        what: str = "files",
+    ) -> None:
+        self._names = names
+        self._changed = changed
+        self._poll_s = poll_s
+        self._what = what
+        self._stamp: _Stamp | None = None
+        self._stop = Event()
+        self._taken = Event()
+        self._task: asyncio.Task[object] | None = None
+
+    async def note(self) -> None:
+        """What is there now is about to be read. Without it, the first look finds a change."""
+        self._stamp = await asyncio.to_thread(self._look)
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        Thread(target=self._follow, args=(loop,), name=f"follows {self._what}", daemon=True).start()
+
+    async def close(self) -> None:
+        """No change is taken over any more. The thread ends by itself: its last look may hang."""
+        self._stop.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._taken.set()
+
+    def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stop.wait(self._poll_s):
+            stamp = self._look()
+            if stamp == self._stamp:
+                continue
+            if self._stop.wait(SETTLE_S):
+                return
+            if self._look() == stamp:
+                self._stamp = stamp
+                self._taken.clear()
+                try:
+                    loop.call_soon_threadsafe(self._take)
+                except RuntimeError:  # the loop has been closed
+                    return
+                self._taken.wait()
+
+    def _take(self) -> None:
+        """On the loop."""
+        if self._stop.is_set():
+            self._taken.set()
+            return
+        self._task = asyncio.create_task(self._changed(), name=self._what)
+        self._task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[object]) -> None:
+        self._taken.set()
+        if not task.cancelled() and (error := task.exception()) is not None:  # following goes on
+            context = {"message": f"taking over {self._what} raised", "exception": error}
+            task.get_loop().call_exception_handler(context)
+
+    def _look(self) -> _Stamp | None:
+        try:
+            files = [(name, os.stat(name)) for name in self._names()]
+        except OSError:
+            return None
+        return tuple((name, status.st_mtime_ns, status.st_ino, status.st_size, status.st_dev) for name, status in files)

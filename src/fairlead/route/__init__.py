@@ -1,1 +1,0 @@
-"""Decision → what the gateway is told: header mutations, metadata, rejections."""

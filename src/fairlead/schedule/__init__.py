@@ -1,1 +1,0 @@
-"""Where a request runs: the Policy contract, and the filter → score → pick profile that keeps it."""

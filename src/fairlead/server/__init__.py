@@ -1,0 +1,1 @@
+"""What runs: wiring, reload, admin pages, metrics, journal, tracing, dashboard."""

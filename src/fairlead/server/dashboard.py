@@ -1,0 +1,258 @@
+"""The dashboard: one static page and the stream of server-sent events that feeds it.
+
+Rules
+* One snapshot per tick for all viewers, encoded once. Without viewers there is no tick.
+* A viewer that reads slowly misses snapshots, never gets old ones; who takes nothing for `PATIENCE` seconds is dropped.
+* At most `viewers` at once; further ones get 503 and are told why.
+* The page loads nothing from elsewhere and runs no inline script: its content security policy allows only its own
+  files. It reads; there is nothing to write to.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from hashlib import blake2s
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+VIEWERS = 16
+PATIENCE = 5.0
+
+PREFIX = "/dashboard/"
+STREAM, SNAPSHOT = PREFIX + "stream", PREFIX + "snapshot"
+PAGE = "index.html"
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SECURE = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Accel-Buffering": "no",
+}
+_TOO_MANY = "{} viewers look already; close one and try again\n"
+
+
+class DashboardSources(Struct, frozen=True, kw_only=True):
+    """Where it all comes from. Values are what msgspec can encode."""
+
+    #: Somebody looks; nobody looks any more.
+    begin: Callable[[], object]
+    end: Callable[[], object]
+    #: For a viewer that has just come; for all viewers, at each tick.
+    beginning: Callable[[], Any]
+    take: Callable[[], Any]
+    #: Seconds between two ticks.
+    tick: float = 0.5
+
+
+class _Viewer:
+    """Holds the newest frame that it has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.frame: bytes | None = None
+        self.wake = asyncio.Event()
+        self.closed = False
+
+    def offer(self, frame: bytes) -> None:
+        self.frame = frame
+        self.wake.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self.wake.set()
+
+
+class Dashboard:
+    """`add_to(app)` before the application starts; it ends with the application."""
+
+    def __init__(
+        self,
+        sources: DashboardSources,
+        *,
+        viewers: int = VIEWERS,
+        patience: float = PATIENCE,
+        on_error: Callable[[str, Exception], object] | None = None,
+    ) -> None:
+        self._sources = sources
+        self._most = viewers
+        self._patience = patience
+        self._on_error = on_error
+        self._viewers: set[_Viewer] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self._files = _read_files()
+        self._shot: tuple[float, bytes] | None = None
+        self._closed = False
+        #: Viewers that were dropped because they took nothing.
+        self.dropped = 0
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get(STREAM, self._stream, allow_head=False)
+        app.router.add_get(SNAPSHOT, self._snapshot)
+        app.router.add_get(PREFIX + "{name}", self._file)
+        app.on_shutdown.append(self._shut)
+
+    def __len__(self) -> int:
+        """Viewers now."""
+        return len(self._viewers)
+
+    async def _shut(self, app: web.Application) -> None:
+        self._closed = True
+        for viewer in self._viewers:
+            viewer.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    # ---- files ----
+
+    def page(self, request: web.Request) -> web.Response:
+        return self._send(request, PAGE)
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._files:
+            raise web.HTTPNotFound(text=f"there is no {name[:80]!r} here\n")
+        return self._send(request, name)
+
+    def _send(self, request: web.Request, name: str) -> web.Response:
+        body, tag = self._files[name]
+        headers = {**_SECURE, "ETag": tag, "Vary": "Accept"}
+        if tag in request.headers.get("If-None-Match", ""):
+            return web.Response(status=304, headers=headers)
+        kind = _TYPES.get(name.rpartition(".")[2], "text/plain")
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+    # ---- one snapshot ----
+
+    async def _snapshot(self, request: web.Request) -> web.Response:
+        """At most one per tick is made, whoever asks how often."""
+        now = asyncio.get_running_loop().time()
+        if self._shot is None or now - self._shot[0] >= self._sources.tick:
+            try:
+                self._shot = now, self._take_once()
+            except Exception as error:
+                self._failed(SNAPSHOT, error)
+                return web.Response(status=500, text=f"{SNAPSHOT} failed: {type(error).__name__}\n")
+        return web.Response(body=self._shot[1], content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    def _take_once(self) -> bytes:
+        sources = self._sources
+        alone = not self._viewers
+        if alone:
+            sources.begin()
+        try:
+            return encode({"about": sources.beginning(), "now": sources.take()})
+        finally:
+            if alone:
+                sources.end()
+
+    # ---- the stream ----
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if self._closed or len(self._viewers) >= self._most:
+            text = _TOO_MANY.format(self._most)
+            return web.Response(status=503, text=text, headers={"Retry-After": "10"})
+        viewer = _Viewer()
+        self._join(viewer)
+        try:
+            response = web.StreamResponse(headers=_STREAM_HEADERS)
+            await response.prepare(request)
+            await self._write(response, b"retry: 1000\n" + frame("beginning", self._sources.beginning()))
+            viewer.offer(frame("now", self._sources.take()))
+            while await viewer.wake.wait() and not viewer.closed:
+                viewer.wake.clear()
+                newest, viewer.frame = viewer.frame, None
+                if newest is not None:
+                    await self._write(response, newest)
+        except TimeoutError:
+            self.dropped += 1
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the viewer left
+        except Exception as error:
+            self._failed(STREAM, error)
+        finally:
+            self._leave(viewer)
+        return response
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        async with asyncio.timeout(self._patience):
+            await response.write(data)
+
+    def _join(self, viewer: _Viewer) -> None:
+        if not self._viewers:
+            self._sources.begin()
+            self._ticking = asyncio.create_task(self._tick())
+        self._viewers.add(viewer)
+
+    def _leave(self, viewer: _Viewer) -> None:
+        self._viewers.discard(viewer)
+        if not self._viewers and self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+            with contextlib.suppress(Exception):
+                self._sources.end()
+
+    def _failed(self, path: str, error: Exception) -> None:
+        if self._on_error is not None:
+            self._on_error(path, error)
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self._sources.tick, loop.time())
+            await asyncio.sleep(due - loop.time())
+            try:
+                made = frame("now", self._sources.take())
+            except Exception as error:
+                made = b"event: broken\ndata: {}\n\n"
+                self._failed(STREAM, error)
+            for viewer in self._viewers:
+                viewer.offer(made)
+
+
+def frame(event: str, value: Any) -> bytes:
+    """One server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), encode(value))
+
+
+def encode(value: Any) -> bytes:
+    """JSON in one line. What is not finite is null; half a surrogate pair (in a model's name, say) becomes `?`."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_cleaned(msgspec.to_builtins(value)))
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _read_files() -> dict[str, tuple[bytes, str]]:
+    """Content and entity tag of each file of the page."""
+    by_name = {}
+    for path in files("fairlead.server.pages").iterdir():
+        if path.name.rpartition(".")[2] in (*_TYPES, "txt"):
+            body = path.read_bytes()
+            by_name[path.name] = body, f'"{blake2s(body, digest_size=12).hexdigest()}"'
+    return by_name

@@ -1,0 +1,1 @@
+"""The prefix index as a service of its own."""

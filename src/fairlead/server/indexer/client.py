@@ -1,0 +1,197 @@
+"""Asking an indexer that runs elsewhere, within a budget of time.
+
+Theory. A question costs a request its time whether it is answered or not, so it must not be asked of an indexer that
+does not answer. Whether it does again is found out beside requests, by asking for its state, which is asked for anyway.
+
+Rules
+* `ask` never raises but for cancellation and never takes longer than the budget. `None`: what was learned serves.
+* `FAILURES` questions in a row that were late or failed make it `down`: nothing is asked until its state was had again,
+  and not before a rest of `REST` seconds, doubled each time that no question was answered since the last one. Then one
+  question that fails is enough.
+* The state is asked for every `POLL` seconds; while it cannot be had, ever later, up to `POLL_MOST`, with jitter.
+* At most `MOST_ASKED` questions are open; what would be one more is not asked. One connection each, kept.
+* No redirect is followed, no proxy of the environment is used, and large answers are none.
+"""
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+from msgspec import Struct
+
+from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write_query
+
+FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
+REST, REST_MOST = 0.5, 8.0
+MOST_ASKED = 64
+MAX_ANSWER, MAX_STATE = 4 << 20, 64 << 20
+#: Ends of questions: late = not within the budget; down = not asked, since it did not answer before; busy = not asked,
+#: since too many were open.
+RESULTS = ("answered", "late", "failed", "down", "busy")
+
+
+class QueryCounts(Struct):
+    """Counts of questions by end, and of states that were had or not."""
+
+    ends: dict[str, int]
+    states: int = 0
+    lost_states: int = 0
+
+
+class IndexClient:
+    """`url`: `http://host:port`. `on_state` gets each state, and `None` when there is none; `say` gets changes."""
+
+    def __init__(
+        self,
+        url: str,
+        budget: float,
+        on_state: Callable[[StateAnswer | None], object],
+        say: Callable[[str, str], object],
+        took: Callable[[float], object] = lambda seconds: None,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
+        """`budget`: seconds for one question."""
+        self.url = url.rstrip("/")
+        self.counts = QueryCounts(dict.fromkeys(RESULTS, 0))
+        #: It answered last time that anything was asked.
+        self.up = False
+        self.budget = budget
+        self._now = now
+        self._on_state, self._say, self._took = on_state, say, took
+        self._failures = self._open = 0
+        self._rest, self._until = REST, -inf
+        self._complained = False
+        self._rng = Random()
+        self._session: aiohttp.ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=MOST_ASKED + 2, keepalive_timeout=30),
+            timeout=aiohttp.ClientTimeout(),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self._task = asyncio.get_running_loop().create_task(self._follow())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def ask(self, **fields: Any) -> Answer | None:
+        """The fields of a `server.indexer.wire.Query`."""
+        ends = self.counts.ends
+        if not self.up or self._session is None:
+            ends["down"] += 1
+            return None
+        if self._open >= MOST_ASKED:
+            ends["busy"] += 1
+            return None
+        self._open += 1
+        started = perf_counter()
+        try:
+            async with asyncio.timeout(self.budget):
+                body = await self._call("POST", "/query", MAX_ANSWER, write_query(fields))
+            answer = read_answer(body)
+        except TimeoutError:
+            ends["late"] += 1
+            self._failed(f"no answer within {self.budget * 1e3:g} ms")
+            return None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            ends["failed"] += 1
+            self._failed(str(error) or type(error).__name__)
+            return None
+        finally:
+            self._open -= 1
+        self._took(perf_counter() - started)
+        ends["answered"] += 1
+        self._failures, self._rest = 0, REST
+        return answer
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES and self.up:
+            self._until = self._now() + self._rest
+            self._rest = min(2 * self._rest, REST_MOST)
+            self._down(why)
+
+    def _down(self, why: str) -> None:
+        was, self.up = self.up, False
+        if was or not self._complained:
+            self._complained = True
+            self._say("the indexer does not answer; learned prefixes count", why)
+            self._on_state(None)
+
+    async def _follow(self) -> None:
+        wait = POLL
+        while True:
+            try:
+                async with asyncio.timeout(POLL_TIMEOUT):
+                    state = read_state(await self._call("GET", "/state", MAX_STATE))
+            except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+                self.counts.lost_states += 1
+                self._down(str(error) or f"no state within {POLL_TIMEOUT:g} s")
+                wait = min(2 * wait, POLL_MOST)
+            else:
+                self._had(state)
+                wait = POLL
+            await asyncio.sleep(wait * (1 - 0.2 * self._rng.random()))
+
+    def _had(self, state: StateAnswer) -> None:
+        self.counts.states += 1
+        if self._now() < self._until:
+            return
+        if not self.up:
+            self._say("the indexer answers", "")
+            self.up, self._complained = True, False
+            self._failures = FAILURES - 1 if self._until > -inf else 0
+        self._on_state(state)
+
+    async def _call(self, method: str, path: str, most: int, body: bytes | None = None) -> bytes:
+        assert self._session is not None, "start comes first"
+        headers = {"Content-Type": MSGPACK} if body is not None else {}
+        async with self._session.request(
+            method, self.url + path, data=body, headers=headers, allow_redirects=False
+        ) as response:
+            received = bytearray()
+            async for part in response.content.iter_any():
+                received += part
+                if len(received) > most:
+                    raise ValueError(f"{path}: more than {most} bytes")
+        if response.status != 200:
+            raise ValueError(f"{path}: status {response.status}: {bytes(received[:100])!r}")
+        return bytes(received)
+
+
+# The index of an indexer that runs already, for one that begins.
+
+TIMEOUT, MAX_SNAPSHOT = 30.0, 1 << 30
+
+
+async def fetch(session: aiohttp.ClientSession, url: str) -> bytes:
+    """`url`: `http://host:port`. Raises `ValueError`, for people: not there, too slow, too large."""
+    try:
+        async with (
+            asyncio.timeout(TIMEOUT),
+            session.get(f"{url.rstrip('/')}/snapshot", allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise ValueError(f"{url}: status {response.status}")
+            received = bytearray()
+            async for part in response.content.iter_any():
+                received += part
+                if len(received) > MAX_SNAPSHOT:
+                    raise ValueError(f"{url}: its snapshot is larger than {MAX_SNAPSHOT} bytes")
+    except TimeoutError:
+        raise ValueError(f"{url}: no snapshot within {TIMEOUT:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise ValueError(f"{url}: {error or type(error).__name__}") from None
+    return bytes(received)

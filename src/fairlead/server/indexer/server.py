@@ -1,0 +1,204 @@
+"""The indexer's HTTP port.
+
+    POST /query      who holds how much of a prompt
+    GET  /state      the ranks of each endpoint, for schedulers that ask here
+    GET  /snapshot   the index as bytes, for a warm start elsewhere
+    PUT  /snapshot   take one in, where that is allowed
+    GET  /healthz, /readyz, /metrics
+
+Rules
+* Every error is JSON, `{"error": {"status": 400, "message": "..."}}`, and says what would be right.
+* Bodies are bounded. What is larger is refused before it is read to its end.
+* A snapshot comes from the process as it is, segment by segment, with the loop running in between; one at a time.
+* Nothing a client sends changes the index, but for `PUT /snapshot`, which is off unless it is switched on.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from fairlead.gateway.accept import TEXT_TYPE
+from fairlead.server.http_port import HttpPort
+from fairlead.server.indexer.service import IndexService
+from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
+
+MAX_QUERY, MAX_SNAPSHOT = 8 << 20, 1 << 30
+
+_PAGES = {
+    "POST /query": 'who holds how much: {"prompt_hash": [...], "pods": [...]}',
+    "GET /state": "the ranks of each endpoint (JSON)",
+    "GET /snapshot": "the index as bytes, for a warm start",
+    "GET /healthz": "200 while the process is alive",
+    "GET /readyz": "200 when the index can be asked, else 503 and why not",
+    "GET /metrics": "Prometheus text",
+}
+
+
+class IndexSources(Struct, frozen=True, kw_only=True):
+    """Where the pages come from."""
+
+    metrics: Callable[[], Iterable[bytes]]
+    #: Why we are not ready; empty = ready.
+    unready: Callable[[], Sequence[str]]
+    #: Pieces of a snapshot.
+    snapshot: Callable[[], Iterable[bytes]]
+    #: Takes a snapshot in and returns how many endpoints it knew of; raises `ValueError`. `None` = not allowed.
+    take: Callable[[bytes], int] | None = None
+    on_error: Callable[[str, Exception], object] = lambda page, error: None
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class IndexServer:
+    """`await start()`, then `port`; `await close()`. Raises `OSError` when the port is taken."""
+
+    def __init__(
+        self, service: IndexService, sources: IndexSources, host: str, port: int, grace_s: float = 5.0
+    ) -> None:
+        self._service = service
+        self._sources = sources
+        self._port = HttpPort(host, port, grace_s)
+        self._saving = asyncio.Lock()
+
+    @property
+    def port(self) -> int:
+        """The port in use, once started."""
+        return self._port.port
+
+    async def start(self) -> None:
+        await self._port.start(self.make_app())
+
+    async def close(self) -> None:
+        """Take no more connections; give those that are being answered their time."""
+        await self._port.close()
+
+    def make_app(self) -> web.Application:
+        """The application, for those who bring their own server."""
+        app = web.Application(client_max_size=MAX_QUERY, middlewares=[self._told])
+        app.router.add_get("/", self._index)
+        app.router.add_post("/query", self._query)
+        app.router.add_get("/state", self._state)
+        app.router.add_get("/snapshot", self._snapshot)
+        app.router.add_put("/snapshot", self._take)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    @web.middleware
+    async def _told(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except QueryError as error:
+            return self._refused(request, error.status, str(error))
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return self._refused(request, error.status, _reason(request, error), error.headers.get("Allow", ""))
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception as error:
+            self._sources.on_error(request.path, error)
+            return self._refused(request, 500, f"{request.path} failed: {type(error).__name__}")
+
+    def _refused(self, request: web.Request, status: int, message: str, allow: str = "") -> web.Response:
+        if request.path == "/query":
+            refused = self._service.asked.refused
+            refused[status] = refused.get(status, 0) + 1
+        response = web.json_response({"error": {"status": status, "message": message}}, status=status)
+        if allow:
+            response.headers["Allow"] = allow
+        return response
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return web.Response(
+            text="fairlead indexer\n\n" + "".join(f"{page:<16}{text}\n" for page, text in _PAGES.items())
+        )
+
+    async def _query(self, request: web.Request) -> web.Response:
+        content_type = MSGPACK if request.content_type == MSGPACK else JSON
+        query = read_query(await request.read(), content_type)
+        return _written(await self._service.answer(query), content_type)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return _written(self._service.state(), JSON)
+
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        async with self._saving:
+            pieces: list[bytes] = []
+            for piece in self._sources.snapshot():
+                if piece:
+                    pieces.append(piece)
+                await asyncio.sleep(0)
+        response.content_length = sum(map(len, pieces))
+        await response.prepare(request)
+        for piece in pieces:
+            for offset in range(0, len(piece), 1 << 20):
+                await response.write(piece[offset : offset + (1 << 20)])
+        await response.write_eof()
+        return response
+
+    async def _take(self, request: web.Request) -> web.Response:
+        take = self._sources.take
+        if take is None:
+            raise QueryError(403, "snapshots are not taken in here; start with --accept-snapshots to allow it")
+        async with self._saving:
+            try:
+                taken = take(await _whole(request, MAX_SNAPSHOT))
+            except QueryError:
+                raise
+            except ValueError as error:
+                raise QueryError(400, str(error)) from None
+        return web.json_response({"endpoints": taken})
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        reasons = self._sources.unready()
+        if reasons:
+            return web.Response(status=503, text="not ready\n" + "".join(f"- {reason}\n" for reason in reasons))
+        return web.Response(text="ready\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        parts = []
+        for part in self._sources.metrics():
+            parts.append(part)
+            await asyncio.sleep(0)
+        return web.Response(body=b"".join(parts), headers={"Content-Type": TEXT_TYPE})
+
+
+def _written(answer: Any, content_type: str) -> web.Response:
+    try:
+        body = write(answer, content_type)
+    except (UnicodeEncodeError, msgspec.MsgspecError):  # half a surrogate pair, in the name of a pod for example
+        raise QueryError(400, "a name in the question cannot be written as UTF-8") from None
+    return web.Response(body=body, content_type=content_type)
+
+
+def _reason(request: web.Request, error: web.HTTPException) -> str:
+    if error.status == 404:
+        return f"there is no page {request.path[:80]}; GET / lists them"
+    if error.status == 405:
+        return f"{request.method} is not for {request.path[:80]}; GET / says what is"
+    if error.status == 413:
+        return f"the body is larger than {MAX_QUERY} bytes"
+    return error.reason
+
+
+async def _whole(request: web.Request, most: int) -> bytes:
+    """Raises `QueryError` for more than `most` bytes."""
+    if (request.content_length or 0) > most:
+        raise QueryError(413, f"the snapshot is larger than {most} bytes")
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > most:
+            raise QueryError(413, f"the snapshot is larger than {most} bytes")
+    return bytes(body)

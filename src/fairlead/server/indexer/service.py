@@ -1,0 +1,220 @@
+"""What an indexer answers: a question's prompt as block keys, and who holds how much of it.
+
+Rules
+* A question never changes the index.
+* Texts that take long to encode, and prompts with many blocks, are prepared in a thread; the index itself is asked on
+  the loop's thread, which is the one that changes it.
+* Pods are named by an endpoint's id, the part of it after the last `/`, or its address; the answer uses the name of the
+  question.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.apis.request import parse_request
+from fairlead.apis.tokens import PromptTokeniser, PromptTokens
+from fairlead.apis.tokens.pieces import packed
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.kv.answered import RankState
+from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.index import keys_of, numbers
+from fairlead.core.kv.match import BlockChain, KvMatch
+from fairlead.core.kv.recipe import ANY_MODEL
+from fairlead.server.indexer.wire import TIERS, Answer, PodAnswer, PodState, Query, QueryError, StateAnswer
+
+_Result = TypeVar("_Result")
+#: Bytes of text and token ids beyond which a prompt is prepared in a thread.
+_LONG_TEXT, _LONG_IDS = 16 << 10, 16_384
+_NOTHING = PodAnswer(matched=0, hit_rate=0.0)
+_TIER_NAMES = tuple(TIERS.values())
+#: Prompts that may wait for the thread.
+_MOST_WAITING = 32
+
+
+class Asked(Struct):
+    """Counts since the start. `looked_up` and `hit` in blocks: of all prompts, and those of the best endpoint."""
+
+    questions: int = 0
+    looked_up: int = 0
+    hit: int = 0
+    #: Of what was not answered, by HTTP status.
+    refused: dict[int, int] = {}
+
+
+class IndexService:
+    """`endpoints` gives slot and endpoint of all; `tokeniser` the tokenisers as they are now."""
+
+    def __init__(
+        self,
+        exact: ExactKnowledge,
+        endpoints: Callable[[], Iterable[tuple[int, Endpoint]]],
+        tokeniser: Callable[[], PromptTokeniser],
+        took: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self.asked = Asked(refused={})
+        self._exact = exact
+        self._endpoints = endpoints
+        self._tokeniser = tokeniser
+        self._took = took
+        self._pool = ThreadPoolExecutor(1, "indexer")
+        self._waiting = 0
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, query: Query) -> Answer:
+        """Raises `QueryError`."""
+        started = perf_counter()
+        tokens = await self._tokens(query)
+        chains = self._chains(query) if tokens is None else await self._named(tokens, query.model)
+        looked_up = self._look_up(query, chains, len(query.prompt_hash or ()))
+        self._took(perf_counter() - started)
+        return looked_up
+
+    def state(self) -> StateAnswer:
+        exact = self._exact
+        pods = {
+            endpoint.id: PodState(address=endpoint.address, ranks=list(map(_state, exact.index.caches_of(slot))))
+            for slot, endpoint in self._endpoints()
+        }
+        adapters, sizes = sorted(exact.adapters), list(exact.sizes)
+        space = exact.index.space.name
+        return StateAnswer(space=space, index_size=exact.index.entries, pods=pods, adapters=adapters, block_sizes=sizes)
+
+    # ---------------------------------------------------------------- the prompt
+
+    async def _tokens(self, query: Query) -> PromptTokens | None:
+        """`None` = the question already names blocks."""
+        if query.token_ids is not None:
+            try:
+                ids = packed(query.token_ids)
+            except (OverflowError, ValueError, TypeError):
+                raise QueryError(400, "token_ids must be integers from 0 to 4294967295") from None
+            return PromptTokens(ids, len(ids) // 4, salt=query.cache_salt)
+        if query.prompt is None and query.messages is None:
+            return None
+        tokens = await self._encoded(query)
+        if tokens.reason:
+            raise QueryError(422, f"the prompt has no token ids: {tokens.reason}: {tokens.detail}")
+        return tokens
+
+    async def _encoded(self, query: Query) -> PromptTokens:
+        chat = query.messages is not None
+        fields = {"messages": query.messages, "tools": query.tools} if chat else {"prompt": query.prompt}
+        given = {"model": query.model, **fields, "cache_salt": query.cache_salt or None}
+        try:
+            body = json.dumps({name: value for name, value in given.items() if value is not None}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise QueryError(400, f"the messages are no JSON: {error}") from None
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        parsed = parse_request(path, body)
+        tokeniser = self._tokeniser()
+        if len(body) <= _LONG_TEXT and not tokeniser.in_thread(parsed, query.model):
+            return tokeniser.tokens_of(parsed, body, query.model)
+        return await self._in_thread(tokeniser.tokens_of, parsed, body, query.model)
+
+    async def _named(self, tokens: PromptTokens, model: str) -> list[BlockChain]:
+        exact = self._exact
+        if tokens.count > _LONG_IDS:
+            prepared = await self._in_thread(exact.prepare, tokens, model)
+        else:
+            prepared = exact.prepare(tokens, model)
+        return list(prepared.chains.values())
+
+    async def _in_thread(self, work: Callable[..., _Result], *arguments: object) -> _Result:
+        if self._waiting >= _MOST_WAITING:
+            raise QueryError(503, f"{self._waiting} other long prompts are waiting; ask again later")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        finally:
+            self._waiting -= 1
+
+    def _chains(self, query: Query) -> list[BlockChain]:
+        if query.keys is not None:
+            return [BlockChain(np.frombuffer(query.keys, "<u8").astype(np.uint64), query.block_size)]
+        try:
+            hashes = numbers(query.prompt_hash or [])
+        except ValueError as error:
+            raise QueryError(400, f"prompt_hash: {error}") from None
+        return [BlockChain(keys_of(self._exact.index, hashes, ANY_MODEL), 0)]
+
+    # ---------------------------------------------------------------- the answer
+
+    def _look_up(self, query: Query, chains: Sequence[BlockChain], given_blocks: int) -> Answer:
+        endpoints = list(self._endpoints())
+        slots = max((slot for slot, _ in endpoints), default=-1) + 1
+        wanted, unknown = _wanted(query.pods, endpoints)
+        if unknown and query.strict:
+            raise QueryError(404, f"unknown pods: {', '.join(unknown[:5])}")
+        index = self._exact.index
+        matches = [(index.look_up(chain, slots), chain) for chain in chains]
+        best = [_columns(match, chain, given_blocks) for match, chain in matches if match is not None]
+        pods = {name: _best(best, slot) for name, slot in wanted.items()}
+        pods |= dict.fromkeys(unknown, _NOTHING)
+        if query.hits_only:
+            pods = {name: pod for name, pod in pods.items() if pod.matched}
+        total, size = max(((max(given_blocks, len(chain.keys)), chain.block_size) for chain in chains), default=(0, 0))
+        self.asked.questions += 1
+        self.asked.looked_up += total
+        self.asked.hit += max((pod.matched for pod in pods.values()), default=0)
+        return Answer(total=total, pods=pods, block_size=size, unknown=unknown)
+
+
+def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]]) -> tuple[dict[str, int], list[str]]:
+    """(slot of each endpoint that is asked for, by the name that was given; names of none)."""
+    if pods is None:
+        return {endpoint.id: slot for slot, endpoint in endpoints}, []
+    known: dict[str, int] = {}
+    for slot, endpoint in endpoints:
+        for name in (endpoint.id.rpartition("/")[2], endpoint.address, endpoint.id):
+            known[name] = slot
+    unknown = [name for name in dict.fromkeys(pods) if name not in known]
+    return {name: known[name] for name in pods if name in known}, unknown
+
+
+class _Columns(NamedTuple):
+    """What was found for one chain, one entry per slot. `size`: tokens of a block, 1 where it is not known."""
+
+    blocks: list[float]
+    tiers: list[list[float]]
+    total: int
+    size: int
+
+
+def _columns(match: KvMatch, chain: BlockChain, given_blocks: int) -> _Columns:
+    total = max(given_blocks, len(chain.keys))
+    return _Columns(match.blocks.tolist(), match.tiers.T.tolist(), total, max(chain.block_size, 1))
+
+
+def _best(matches: Sequence[_Columns], slot: int) -> PodAnswer:
+    """Of an endpoint, in blocks of its own size: those of others have matched nothing."""
+    best, most = _NOTHING, 0.0
+    for columns in matches:
+        blocks = columns.blocks[slot]
+        if blocks * columns.size > most:
+            most = blocks * columns.size
+            tiers = {_TIER_NAMES[tier]: int(count) for tier, count in enumerate(columns.tiers[slot]) if count}
+            best = PodAnswer(matched=int(blocks), hit_rate=round(blocks / columns.total, 4), tiers=tiers)
+    return best
+
+
+def _state(cache: RankCache) -> RankState:
+    return RankState(
+        rank=cache.rank,
+        heard=cache.heard,
+        linked=cache.linked,
+        behind=cache.behind,
+        provisional=cache.provisional,
+        block_size=cache.block_size,
+        lives=cache.lives,
+        blocks=cache.blocks,
+    )

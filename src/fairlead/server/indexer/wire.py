@@ -1,0 +1,160 @@
+"""Questions to a KV-cache indexer and its answers: the HTTP API's bodies, as JSON or (the same fields) as msgpack.
+
+    POST /query {"prompt_hash": [123, 456, 789], "pods": ["pod1", "pod2"]}
+    {"total": 3, "pods": {"pod1": {"matched": 2, "hit_rate": 0.667, "tiers": {"gpu": 2}}, "pod2": {...}}}
+
+A prompt is given in one of five ways: the engine's block hashes (`prompt_hash`), own keys, token ids, a text, messages.
+In JSON bytes are base64. `StateAnswer` is what schedulers that ask elsewhere must know of the index besides.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import DecodeError, Struct, ValidationError
+from msgspec.structs import asdict
+
+from fairlead.core.kv.answered import RankState
+from fairlead.core.kv.tiers import Tier
+
+JSON, MSGPACK = "application/json", "application/msgpack"
+#: Blocks of one prompt (a million tokens in blocks of 16), token ids, and pods of one question.
+MOST_BLOCKS, MOST_TOKENS, MOST_PODS = 65_536, 1 << 20, 10_000
+#: How tiers are called.
+TIERS = {Tier.GPU: "gpu", Tier.HOST: "cpu", Tier.DISK: "disk", Tier.OTHER: "other"}
+#: The fields of which a question has exactly one.
+PROMPTS = ("prompt_hash", "keys", "token_ids", "prompt", "messages")
+
+
+class Query(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A question. `block_size` belongs to `keys`."""
+
+    prompt_hash: list[int | str] | None = None
+    #: Own keys (`core.kv.keys`), little-endian 64-bit integers.
+    keys: bytes | None = None
+    block_size: int = 0
+    token_ids: list[int] | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    #: Which tokeniser and template; a name that is an adapter's is taken as one.
+    model: str = ""
+    cache_salt: str = ""
+    #: Ids, names or addresses of endpoints; absent = all.
+    pods: list[str] | None = None
+    #: Unknown pods are an error.
+    strict: bool = False
+    #: Leave out pods that hold nothing.
+    hits_only: bool = False
+
+
+class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
+    """Of one endpoint. `matched`: blocks from the beginning on; `tiers`: these by where they lie."""
+
+    matched: int
+    hit_rate: float
+    tiers: dict[str, int] = {}
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """`total`: blocks of the prompt; `block_size`: tokens of each, 0 = not known; `unknown`: pods that are none."""
+
+    total: int
+    pods: dict[str, PodAnswer]
+    block_size: int = 0
+    unknown: list[str] = []
+
+
+class PodState(Struct, frozen=True, kw_only=True):
+    """An endpoint as the indexer knows it."""
+
+    address: str = ""
+    ranks: list[RankState] = []
+
+
+class StateAnswer(Struct, frozen=True, kw_only=True):
+    """`space`: how keys are made, which both sides must agree in; `pods`: the ranks of each endpoint, by its id."""
+
+    space: str
+    index_size: int
+    pods: dict[str, PodState] = {}
+    adapters: list[str] = []
+    #: Tokens per block that engines have.
+    block_sizes: list[int] = []
+
+
+class QueryError(ValueError):
+    """`status` is HTTP's; the message says what is wrong and what would be right."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+_json = msgspec.json.Decoder(Query)
+_msgpack = msgspec.msgpack.Decoder(Query)
+_answer = msgspec.msgpack.Decoder(Answer)
+_state = msgspec.json.Decoder(StateAnswer)
+
+
+def read_query(body: bytes, content_type: str = JSON) -> Query:
+    """Raises `QueryError`: 400 for what cannot be read, 413 for too much."""
+    if not body:
+        raise QueryError(400, 'the body is empty; expected {"prompt_hash": [...], "pods": [...]}')
+    try:
+        query = _msgpack.decode(body) if content_type == MSGPACK else _json.decode(body)
+    except (DecodeError, ValidationError) as error:
+        raise QueryError(400, f"the body cannot be read: {error}") from None
+    except (UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise QueryError(400, f"the body cannot be read: {type(error).__name__}") from None
+    _check(query)
+    return query
+
+
+def _check(query: Query) -> None:
+    values = asdict(query)
+    given = [name for name in PROMPTS if values[name] is not None]
+    if len(given) != 1:
+        named = "none of them" if not given else " and ".join(given)
+        raise QueryError(400, f"give exactly one of {', '.join(PROMPTS)}; got {named}")
+    if query.keys is not None:
+        if len(query.keys) % 8:
+            raise QueryError(400, f"keys are 8 bytes each; {len(query.keys)} bytes are no whole number of them")
+        if not 1 <= query.block_size <= 1 << 20:
+            raise QueryError(400, "keys need block_size, the tokens of each block")
+    blocks = len(query.prompt_hash or ()) or len(query.keys or b"") // 8
+    for what, count, most in (
+        ("blocks", blocks, MOST_BLOCKS),
+        ("token ids", len(query.token_ids or ()), MOST_TOKENS),
+        ("pods", len(query.pods or ()), MOST_PODS),
+    ):
+        if count > most:
+            raise QueryError(413, f"{count} {what} are more than {most}")
+
+
+def write(answer: Any, content_type: str = JSON) -> bytes:
+    """Raises nothing that a client could cause."""
+    if content_type == MSGPACK:
+        return msgspec.msgpack.encode(answer)
+    return msgspec.json.encode(answer)
+
+
+def write_query(fields: Mapping[str, Any]) -> bytes:
+    """As msgpack."""
+    return msgspec.msgpack.encode(fields)
+
+
+def read_answer(body: bytes) -> Answer:
+    """From msgpack. Raises `ValueError`."""
+    try:
+        return _answer.decode(body)
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"an answer that cannot be read: {error}") from None
+
+
+def read_state(body: bytes) -> StateAnswer:
+    """Raises `ValueError`."""
+    try:
+        return _state.decode(body)
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"a state that cannot be read: {error}") from None

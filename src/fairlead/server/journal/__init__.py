@@ -1,0 +1,1 @@
+"""The decision journal: its format and its files."""

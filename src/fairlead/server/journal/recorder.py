@@ -1,0 +1,147 @@
+"""Takes down what the pipeline is fed and what it answers, while it does; a thread writes it.
+
+Rules
+* The event loop only appends a tuple to a deque (which is safe between two threads) and never waits: not for the disk,
+  not for the thread, not for a lock. Where the thread does not keep up, or the disk fails, records are dropped and
+  counted; the journal says where (`lost`).
+* Everything that is taken down is immutable by the rules of `model` and `fleet`, so it may be looked at later.
+* The pipeline's clock stands still while it handles an event (`StillClock`): one event has one time, and a replay that
+  is given the same time sees the same world.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.core.clock import Clock, TimerHandle
+from fairlead.core.events import Event
+from fairlead.core.instructions import AdoptConfiguration, Instruction
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.scheduler import Pipeline
+from fairlead.gateway.driver import Driver, Handlers, Observer
+from fairlead.server.journal.records import LOST, Lost
+
+#: Records that wait for the thread, at most: some seconds of full load.
+MAX_WAITING = 20_000
+
+
+class Counts(Struct):
+    """Since the start. Written by one thread each, read by any."""
+
+    #: Given up because too many waited, or because they could not be written.
+    dropped: int = 0
+    unwritten: int = 0
+    records: int = 0
+    bytes: int = 0
+    segments: int = 0
+    #: Bytes of the directory now.
+    size: int = 0
+    #: Failures of the disk.
+    errors: int = 0
+
+
+class StillClock:
+    """Shows one time until it is set to the next."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.now = clock.time()
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> TimerHandle:
+        return self._clock.call_at(when, callback, *args)
+
+
+class Recorder:
+    """The event loop's side. Items are (clock seconds, what), in order."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self.waiting: deque[tuple[float, Any]] = deque()
+        self.counts = Counts()
+        self._max = max_waiting
+        self._gap = 0
+        self._closed = False
+
+    def take(self, now: float, what: Any) -> None:
+        waiting = self.waiting
+        if self._gap or len(waiting) >= self._max:
+            self._squeeze(now, what)
+        else:
+            waiting.append((now, what))
+
+    def close(self) -> None:
+        """Nothing more is taken down."""
+        self._closed = True
+        self._gap = 1
+
+    def _squeeze(self, now: float, what: Any) -> None:
+        """No room, or none a moment ago."""
+        if self._closed:
+            return
+        if len(self.waiting) >= self._max // 2:  # not one record now and one then: a gap, and after it all
+            self._gap += 1
+            self.counts.dropped += 1
+            return
+        self.waiting.append((now, (LOST, Lost(self._gap))))
+        self.waiting.append((now, what))
+        self._gap = 0
+
+
+class RecordedDriver(Driver):
+    """A driver that has everything taken down."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        clock: Clock,
+        still: StillClock,
+        observer: Observer,
+        recorder: Recorder,
+        handlers: Handlers | None = None,
+    ) -> None:
+        all_handlers = dict(handlers or {})
+        adopt = all_handlers.get(AdoptConfiguration)
+
+        def adopted(instruction: AdoptConfiguration) -> None:
+            recorder.take(still.now, instruction)
+            if adopt is not None:
+                adopt(instruction)
+
+        all_handlers[AdoptConfiguration] = adopted
+        super().__init__(pipeline, clock, _Recorded(observer, recorder), all_handlers)
+        self._still = still
+        self._now = clock.time
+        self._take = recorder.take
+        self._handle = self._take_down
+
+    def start(self) -> None:
+        self._still.now = self._clock.time()
+        super().start()
+
+    def _take_down(self, event: Event) -> list[Instruction]:
+        self._still.now = now = self._now()
+        self._take(now, event)
+        return self.pipeline.handle(event)
+
+
+class _Recorded:
+    """The observer, and the recorder beside it."""
+
+    def __init__(self, observer: Observer, recorder: Recorder) -> None:
+        self._observer = observer
+        self._recorder = recorder
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        self._recorder.take(record.at, record)
+        self._observer.on_decision(record, duration_s)
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        self._recorder.take(record.at, record)
+        self._observer.on_outcome(record)
+
+    def on_failure(self, instruction: str) -> None:
+        self._observer.on_failure(instruction)

@@ -1,0 +1,308 @@
+"""What stands in a block: records of (kind, clock seconds, body), as msgpack.
+
+    segment   the first record of every segment: whose it is, and what a replay that begins there needs
+    an event  by its class name (`RequestArrived`, …): what the pipeline was fed, in order
+    decided   what the pipeline answered: one per decision, always
+    detail    why: verdicts, scores and the numbers they were made from; of sampled decisions
+    ended     what came of a routed request
+    policy    the event `Reconfigured`: the scheduling part of its document (`fairlead.compat.recorded`)
+    lost      so many records are missing here, because the disk was too slow or full
+
+Rules
+* A kind that is not known here is passed over, and so are fields: older programs read newer journals.
+* A text that is no Unicode (half a surrogate pair in a model's name) is written with its escapes.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import Event, ModelsChanged, Reconfigured, RequestArrived
+from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace
+from fairlead.core.request import Request
+
+SEGMENT, DECIDED, DETAIL, ENDED, POLICY, LOST = "segment", "decided", "detail", "ended", "policy", "lost"
+VERSION = 1
+_ARRAY = struct.Struct(">BI")
+
+Item = tuple[str, float, Any]
+
+
+class Segment(Struct, frozen=True, kw_only=True):
+    """The head of a segment."""
+
+    version: int = VERSION
+    #: Of the process: the beginning of its decision ids.
+    run: str
+    #: 0 = the first of its run: a replay that begins there repeats the very decisions.
+    number: int = 0
+    #: Seconds since 1970 at clock 0.
+    epoch: float = 0.0
+    #: See `fairlead.compat.recorded`.
+    scheduling: Any = None
+    #: Of the random generator, before anything was decided.
+    chance: Any = None
+    #: Who was there, and what was defined of model names, when the segment began.
+    endpoints: tuple[Endpoint, ...] = ()
+    models: ModelsChanged | None = None
+    #: What decides beside the recorded policy and events, in words: a replay cannot be exact then.
+    beside: tuple[str, ...] = ()
+    #: Share of the decisions that have a detail.
+    sample: float = 1.0
+
+
+class Decided(Struct, frozen=True, array_like=True):
+    """A decision in short. `endpoint` is empty when the request was refused."""
+
+    request_id: int
+    endpoint: str = ""
+    outcome: str = "routed"
+    status: int = 200
+    prefill: str = ""
+    hit_tokens: int = 0
+    best_hit_tokens: int = 0
+    overloaded: bool = False
+    queued_ms: float = 0.0
+    policy: str = ""
+    address: str = ""
+    forecast: Forecast | None = None
+    #: The model it was sent for, where that is another one than asked for, and who said so.
+    target: str = ""
+    rewritten_by: str = ""
+    priority: int = 0
+
+
+class Ended(Struct, frozen=True, array_like=True):
+    """The end of a routed request. -1 = unknown."""
+
+    request_id: int
+    endpoint: str = ""
+    status: int = 0
+    cause: str = "natural"
+    ttft_ms: float = -1.0
+    duration_ms: float = -1.0
+    response_bytes: int = -1
+    prompt_tokens: int = -1
+    completion_tokens: int = -1
+    cached_tokens: int = -1
+
+
+class Lost(Struct, frozen=True):
+    records: int
+
+
+class Unknown(Struct, frozen=True):
+    """A record that this program cannot read."""
+
+    kind: str
+    problem: str = ""
+
+
+EVENTS: dict[str, type[Struct]] = {POLICY if kind is Reconfigured else kind.__name__: kind for kind in get_args(Event)}
+_BODIES: dict[str, Any] = {
+    **EVENTS,
+    POLICY: Any,
+    SEGMENT: Segment,
+    DECIDED: Decided,
+    DETAIL: dict,
+    ENDED: Ended,
+    LOST: Lost,
+}
+_DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in _BODIES.items()}
+_ANYTHING = msgspec.msgpack.Decoder()
+_ROWS = msgspec.msgpack.Decoder(list[tuple[str, float, msgspec.Raw]])
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(item: Item) -> bytes:
+    """One record. Raises `ValueError`, `OverflowError` or `TypeError` when a body holds what msgpack cannot."""
+    kind, time_s, body = item
+    if type(body) is RequestArrived:
+        item = kind, time_s, RequestArrived(recorded(body.request))
+    try:
+        return _ENCODER.encode(item)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_escaped(msgspec.to_builtins(item)))
+
+
+def recorded(request: Request) -> Request:
+    """The request without what journals do not keep."""
+    if request.blocks is None and request.trace is None:
+        return request
+    return msgspec.structs.replace(request, blocks=None, trace=None)
+
+
+def joined(encoded: Iterable[bytes], count: int) -> bytearray:
+    """The content of a block of so many records."""
+    content = bytearray(_ARRAY.pack(0xDD, count))
+    for part in encoded:
+        content += part
+    return content
+
+
+def decode(content: bytes) -> Iterator[Item]:
+    """The records of a block; bodies that cannot be read come as `Unknown`. Raises `msgspec.DecodeError` when the block
+    as a whole is none."""
+    for kind, time_s, raw in _ROWS.decode(content):
+        try:
+            body = _DECODERS.get(kind, _ANYTHING).decode(raw)
+            yield kind, time_s, Reconfigured(body) if kind == POLICY else body
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield kind, time_s, Unknown(kind, str(error))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return value
+
+
+# The detail of a decision ↔ plain values: columns become bytes, and only what changed since the one before is written.
+#
+# Rules
+# * Within a block, a snapshot is the one before with some slots changed: between two decisions few endpoints move. The
+#   first of a block is whole, so every block can be read alone.
+# * Numbers are written as they are (IEEE 754, 64 bits): a decision that is made again from them comes out the same to
+#   the last bit.
+
+
+class Detail(Struct, frozen=True):
+    """What `decided` leaves out."""
+
+    request: Request
+    trace: Trace
+
+
+class Packer:
+    """Details of one block, in order."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._roster: Any = None
+
+    def pack(self, record: DecisionRecord) -> dict[str, Any]:
+        trace = record.trace
+        assert trace is not None
+        known: dict[int, int] = {}
+        arrays: list[Any] = []
+        packed: dict[str, Any] = {
+            "request": recorded(record.request),
+            "filters": [(name, _array(column, known, arrays)) for name, column in trace.filters],
+            "scorers": [(name, float(weight), _array(column, known, arrays)) for name, weight, column in trace.scorers],
+            "total": _array(trace.total, known, arrays),
+            "candidates": _array(trace.candidates, known, arrays),
+            "held": _array(trace.held, known, arrays),
+            "outcome": trace.outcome,
+            "arrays": arrays,
+        }
+        if trace.snapshot is not None:
+            packed["snapshot"] = self._snapshot(trace.snapshot)
+        if trace.snapshot is None or trace.endpoints != _ids(trace.snapshot.endpoints):
+            packed["ids"] = trace.endpoints
+        return packed
+
+    def _snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
+        numbers = np.concatenate((snapshot.floats, snapshot.learned))
+        packed: dict[str, Any] = {"at": snapshot.at, "hold_ms": snapshot.hold_ms, "steps": snapshot.answer_steps}
+        roster = (snapshot.endpoints, snapshot.adapters)
+        if self._before is None or roster != self._roster:
+            packed |= {"endpoints": snapshot.endpoints, "adapters": snapshot.adapters, "all": numbers.tobytes()}
+            packed["rows"] = len(snapshot.floats)
+        else:
+            slots = np.flatnonzero((numbers != self._before).any(axis=0))
+            packed |= {"slots": slots.tolist(), "values": numbers.take(slots, axis=1).tobytes()}
+        self._before, self._roster = numbers, roster
+        return packed
+
+
+class Unpacker:
+    """The way back. Details of one block must come in their order."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._rows = 0
+        self._endpoints: tuple[Endpoint | None, ...] = ()
+        self._adapters: tuple[frozenset[str] | None, ...] = ()
+
+    def unpack(self, packed: dict[str, Any]) -> Detail:
+        """Raises `ValueError` when it is none."""
+        try:
+            snapshot = self._snapshot(packed["snapshot"]) if "snapshot" in packed else None
+            arrays = [_read(array) for array in packed["arrays"]]
+            ids = packed.get("ids")
+            if ids is None:
+                ids = _ids(snapshot.endpoints if snapshot else ())
+            trace = Trace(
+                endpoints=tuple(ids),
+                filters=[(name, _at(arrays, place)) for name, place in packed["filters"]],
+                scorers=[(name, weight, _at(arrays, place)) for name, weight, place in packed["scorers"]],
+                total=_at(arrays, packed["total"]),
+                candidates=_at(arrays, packed["candidates"]),
+                outcome=packed["outcome"],
+                held=_at(arrays, packed["held"]),
+                snapshot=snapshot,
+            )
+            return Detail(msgspec.convert(packed["request"], Request), trace)
+        except (KeyError, IndexError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"no detail of a decision: {error}") from None
+
+    def _snapshot(self, packed: dict[str, Any]) -> Snapshot:
+        if "all" in packed:
+            self._endpoints = msgspec.convert(packed["endpoints"], tuple[Endpoint | None, ...])
+            self._adapters = msgspec.convert(packed["adapters"], tuple[frozenset[str] | None, ...])
+            self._rows = int(packed["rows"])
+            self._before = np.frombuffer(packed["all"]).reshape(-1, len(self._endpoints))
+        else:
+            if self._before is None:
+                raise ValueError("a change without what it changes")
+            numbers = self._before.copy()
+            slots = packed["slots"]
+            numbers[:, slots] = np.frombuffer(packed["values"]).reshape(len(numbers), len(slots))
+            self._before = numbers
+        numbers = self._before
+        return Snapshot(
+            at=packed["at"],
+            endpoints=self._endpoints,
+            adapters=self._adapters,
+            floats=numbers[: self._rows],
+            learned=tuple(numbers[self._rows :]),
+            hold_ms=packed["hold_ms"],
+            answer_steps=packed["steps"],
+        )
+
+
+def _ids(endpoints: tuple[Endpoint | None, ...]) -> tuple[str, ...]:
+    return tuple(endpoint.id if endpoint else "" for endpoint in endpoints)
+
+
+def _array(column: Any, known: dict[int, int], arrays: list[Any]) -> int | None:
+    """Its place among the arrays of this decision; those that stand there twice are written once."""
+    if column is None:
+        return None
+    place = known.get(id(column))
+    if place is None:
+        place = known[id(column)] = len(arrays)
+        values = np.asarray(column)
+        bits = values.dtype == np.bool_
+        arrays.append((len(values), np.packbits(values).tobytes()) if bits else values.astype(np.float64).tobytes())
+    return place
+
+
+def _read(stored: Any) -> Any:
+    if isinstance(stored, bytes):
+        return np.frombuffer(stored)
+    length, bits = stored
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=length).astype(np.bool_)
+
+
+def _at(arrays: list[Any], place: int | None) -> Any:
+    return None if place is None else arrays[place]

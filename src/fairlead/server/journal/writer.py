@@ -1,0 +1,322 @@
+"""The thread that makes blocks of what was taken down, and writes them.
+
+Rules
+* It wakes every `TURN` seconds, encodes a few records at a time and lets go of the interpreter's lock in between: the
+  event loop never waits for more than one small slice (0.2 ms).
+* A block is written when it is large enough or `flush` seconds old. What was written survives the process; at most the
+  last `flush` seconds are lost with it.
+* A record that cannot be encoded, a disk that is full or fails, cost those records: counted, said in the journal where
+  they are missing, and logged once until it works again.
+"""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fairlead.compat.recorded import record
+from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
+from fairlead.core.instructions import AdoptConfiguration
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.server.journal.blocks import MAGIC, block, decided, ended, sampled
+from fairlead.server.journal.recorder import Recorder
+from fairlead.server.journal.records import (
+    DECIDED,
+    DETAIL,
+    ENDED,
+    LOST,
+    POLICY,
+    SEGMENT,
+    Lost,
+    Packer,
+    Segment,
+    encode,
+    joined,
+)
+
+# The directory of segments: one file open, all of them together never larger than the bound.
+#
+# Rules
+# * Room is made before a write, never after it: at no moment is the directory too large. Segments of former runs count,
+#   and go first.
+# * Files can be read by their owner only: they name models, tenants and sessions.
+# * One process writes there at a time: it holds a lock that ends with it. Two would throw away each other's segments.
+# * A name says when and whose: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age.
+
+SUFFIX = ".journal"
+#: A segment is at most this part of the bound, so that dropping one leaves most of the journal.
+_LEAST_SEGMENTS = 4
+
+
+class Full(Exception):
+    """The bound is reached, and nothing may be dropped."""
+
+
+class Directory:
+    """Bytes are those of files. Raises `OSError` where the disk does."""
+
+    def __init__(self, path: Path, max_bytes: int, segment_bytes: int, keep_oldest: bool, label: str) -> None:
+        self.path = path
+        self._max = max_bytes
+        self._segment = min(segment_bytes, max_bytes // _LEAST_SEGMENTS)
+        self._keep_oldest = keep_oldest
+        self._label = label
+        self._file = -1
+        self._size = 0
+        #: Segments begun by this run.
+        self.number = 0
+        self._sizes: dict[Path, int] = {}
+        self._current: Path | None = None
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise OSError("another scheduler writes its journal there; each needs a directory of its own") from None
+        for old in sorted(path.glob(f"*{SUFFIX}")):
+            self._sizes[old] = old.stat().st_size
+
+    @property
+    def size(self) -> int:
+        """Of all segments."""
+        return sum(self._sizes.values())
+
+    def wants_segment(self, size: int) -> bool:
+        """A block of this size should begin a new segment."""
+        return self._file < 0 or (self._size + size > self._segment and self._size > len(MAGIC))
+
+    def begin(self, head: bytes) -> None:
+        """A new segment with this block in it. Raises `Full`."""
+        self.close()
+        self._make_room(len(MAGIC) + len(head))
+        path = self.path / f"{self._label}-{self.number:06d}{SUFFIX}"
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.number += 1
+        self._current, self._size = path, 0
+        self._sizes[path] = 0
+        self._write(MAGIC + head)
+
+    def write(self, block: bytes) -> None:
+        """Raises `Full`."""
+        self._make_room(len(block))
+        self._write(block)
+
+    def sync(self) -> None:
+        if self._file >= 0:
+            os.fsync(self._file)
+
+    def release(self) -> None:
+        """Close it, and let others write there."""
+        self.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def close(self) -> None:
+        """The segment at hand is done."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._current = None
+
+    def _write(self, data: bytes) -> None:
+        """All of it. A disk that takes only a part leaves a torn block, which readers skip."""
+        assert self._current is not None
+        left = memoryview(data)
+        while left:
+            written = os.write(self._file, left)
+            self._size += written
+            self._sizes[self._current] += written
+            left = left[written:]
+
+    def _make_room(self, size: int) -> None:
+        total = self.size
+        if size > self._max - len(MAGIC):
+            raise Full
+        while total + size > self._max:
+            oldest = next((path for path in self._sizes if path != self._current), None)
+            if oldest is None or self._keep_oldest:
+                raise Full
+            oldest.unlink(missing_ok=True)
+            total -= self._sizes.pop(oldest)
+
+
+TURN = 0.05
+#: Records per slice; bytes after which a block is closed.
+_SLICE = 16
+_BLOCK = 256 << 10
+#: Seconds that the last records get to reach the disk when the process ends.
+_STOPPED_AFTER = 5.0
+
+
+class Writer:
+    """`start()`, then `close()`. `head`: the first segment's; its roster is kept up to date for later ones."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        directory: Directory,
+        head: Segment,
+        *,
+        flush_s: float = 0.25,
+        fsync: str = "never",
+        on_trouble: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._recorder = recorder
+        self._directory = directory
+        self._head = head
+        self._flush_s = flush_s
+        self._fsync = fsync
+        self._on_trouble = on_trouble
+        self._endpoints = {endpoint.id: endpoint for endpoint in head.endpoints}
+        self._models = head.models
+        self._scheduling = head.scheduling
+        self._packer = Packer()
+        self._encoded: list[bytes] = []
+        self._bytes = 0
+        self._began = 0.0
+        self._synced = 0.0
+        self._missing = 0
+        self._troubled = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+
+    def start(self) -> None:
+        """Raises `OSError` when the directory cannot be written."""
+        self.begin()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what was taken down so far, and end."""
+        self._recorder.close()
+        self._stop.set()
+        self._thread.join(_STOPPED_AFTER)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._stop.wait(TURN):
+            self.turn(False)
+        self.turn(True)
+        self._directory.release()
+
+    def turn(self, last: bool) -> None:
+        """One round of the thread. `last`: everything is written now."""
+        waiting = self._recorder.waiting
+        while waiting:
+            for _ in range(min(len(waiting), _SLICE)):
+                self._add(*waiting.popleft())
+            if self._bytes >= _BLOCK:
+                self._write()
+            time.sleep(0)
+        now = time.monotonic()
+        if self._encoded and (last or now - self._began >= self._flush_s):
+            self._write()
+        if last and self._fsync != "never":
+            self._try(self._directory.sync)
+
+    def _add(self, now: float, what: Any) -> None:
+        kind = type(what)
+        if kind is DecisionRecord:
+            self._put(DECIDED, now, decided(what))
+            if what.trace is not None and sampled(what.request.id, self._head.sample):
+                self._put(DETAIL, now, self._packer.pack(what))
+        elif kind is OutcomeRecord:
+            self._put(ENDED, now, ended(what))
+        elif kind is tuple:
+            name, body = what
+            self._put(name, now, body)
+        elif kind is Reconfigured:
+            self._put(POLICY, now, record(what.document))
+        elif kind is AdoptConfiguration:
+            self._scheduling = record(what.document)
+        elif kind is not ShadowsJudged:  # it changes nothing
+            self._note(what)
+            self._put(kind.__name__, now, what)
+
+    def _note(self, event: Any) -> None:
+        """Keep up with what a later segment must begin with."""
+        if isinstance(event, EndpointUp):
+            self._endpoints[event.endpoint.id] = event.endpoint
+        elif isinstance(event, EndpointDown):
+            self._endpoints.pop(event.endpoint_id, None)
+        elif isinstance(event, ModelsChanged):
+            self._models = event
+
+    def _put(self, kind: str, now: float, body: Any) -> None:
+        try:
+            encoded = encode((kind, now, body))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            self._trouble(f"a {kind} cannot be written: {error}", 1)
+            return
+        if not self._encoded:
+            self._began = time.monotonic()
+        self._encoded.append(encoded)
+        self._bytes += len(encoded)
+
+    def _write(self) -> None:
+        """What has come together becomes a block."""
+        encoded, self._encoded, self._bytes = self._encoded, [], 0
+        self._packer = Packer()
+        if self._missing:
+            encoded.insert(0, encode((LOST, 0.0, Lost(self._missing))))
+        data = block(joined(encoded, len(encoded)))
+        if not self._try(self._store, data):
+            self._missing += len(encoded) - bool(self._missing)
+            self._recorder.counts.unwritten += len(encoded)
+            return
+        self._missing = 0
+        self._troubled = False
+        counts = self._recorder.counts
+        counts.records += len(encoded)
+        counts.bytes += len(data)
+        counts.size = self._directory.size
+        now = time.monotonic()
+        if self._fsync == "always" or (self._fsync == "second" and now - self._synced >= 1.0):
+            self._synced = now
+            self._try(self._directory.sync)
+
+    def _store(self, data: bytes) -> None:
+        if self._directory.wants_segment(len(data)):
+            self.begin()
+        self._directory.write(data)
+
+    def begin(self) -> None:
+        """Begin a segment. `start` does this first, and so must whoever takes the turns without the thread."""
+        first = self._directory.number == 0
+        head = Segment(
+            run=self._head.run,
+            number=self._directory.number,
+            epoch=self._head.epoch,
+            scheduling=self._scheduling,
+            chance=self._head.chance if first else None,
+            endpoints=tuple(self._endpoints.values()),
+            models=self._models,
+            beside=self._head.beside,
+            sample=self._head.sample,
+        )
+        self._directory.begin(block(joined([encode((SEGMENT, 0.0, head))], 1)))
+        self._recorder.counts.segments += 1
+
+    def _try(self, act: Callable[..., object], *args: Any) -> bool:
+        try:
+            act(*args)
+        except Full:
+            self._trouble("it is as large as it may be, and writing ends", 0)
+            return False
+        except OSError as error:
+            self._recorder.counts.errors += 1
+            self._trouble(str(error), 0)
+            return False
+        return True
+
+    def _trouble(self, text: str, missing: int) -> None:
+        self._missing += missing
+        self._recorder.counts.unwritten += missing
+        if not self._troubled:
+            self._troubled = True
+            self._on_trouble(text)

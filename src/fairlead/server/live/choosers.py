@@ -1,0 +1,96 @@
+"""Connections to schedulers in other processes that decide here: one for each name that the configuration gives.
+
+Rules
+* A scheduler whose settings have not changed keeps its connection through a reload.
+* A name stands for one connection: `scheduler` (the primary), `canary`, and the names of shadows.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from fairlead.config.building import schedulers
+from fairlead.config.schema import Config, SchedulerSettings
+from fairlead.core.events import Event
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import AskRemote
+from fairlead.server.observe.log import get
+from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.stream import ClientTls
+
+log = get("scheduler")
+
+
+class Connections:
+    """`follow(config)` at the start and after each reload, then `await close()`."""
+
+    def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._open: dict[str, tuple[SchedulerSettings, RemoteClient]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def ask(self, question: AskRemote) -> None:
+        """Without a connection of that name nobody answers, and the deadline comes."""
+        connection = self._open.get(question.remote)
+        if connection is not None:
+            connection[1].ask(question)
+
+    def follow(self, config: Config) -> None:
+        """Connect to those that are new, and leave those that are gone. `check_schedulers` has passed."""
+        wanted = schedulers(config)
+        for name, (settings, _) in list(self._open.items()):
+            if wanted.get(name) != settings:
+                self._leave(name)
+        for name, settings in wanted.items():
+            if name not in self._open:
+                options = remote_options(name, settings, config)
+                client = RemoteClient(options, self._fleet, self._feed, _teller(name))
+                self._open[name] = settings, client
+                client.start()
+
+    async def close(self) -> None:
+        for name in list(self._open):
+            self._leave(name)
+        if self._closing:
+            await asyncio.gather(*self._closing)
+
+    def _leave(self, name: str) -> None:
+        _, client = self._open.pop(name)
+        task = asyncio.ensure_future(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+def _teller(name: str) -> Callable[[str, str], None]:
+    def told(what: str, why: str) -> None:
+        tell = log.info if "is connected" in what else log.warning
+        tell(what, scheduler=name, reason=why)
+
+    return told
+
+
+def check_schedulers(config: Config) -> None:
+    """Raises `ConfigError` when TLS files of any scheduler cannot be used: no connection is tried without them."""
+    for name, settings in schedulers(config).items():
+        remote_options(name, settings, config)
+    for shadow in config.shadows.policies:
+        if shadow.scheduler is not None:
+            remote_options(shadow.label, shadow.scheduler, config)
+
+
+def remote_options(name: str, settings: SchedulerSettings, config: Config) -> RemoteOptions:
+    """The settings of a scheduler in the client's terms. Raises `ConfigError` when TLS files cannot be used."""
+    tls = None
+    if settings.tls is not None:
+        named = settings.tls
+        tls = ClientTls(
+            ca_file=named.ca_file, verify=named.verify, server_name=named.server_name, cert_dir=named.cert_dir
+        )
+        tls.check()
+    return RemoteOptions(
+        name=name,
+        address=settings.address,
+        budget=settings.budget,
+        pool=config.models.pool or config.kubernetes.pool or "default",
+        tls=tls,
+    )

@@ -1,0 +1,127 @@
+"""An indexer: subscriber and index alone, with an HTTP port, for schedulers and others that ask.
+
+Started in this order, stopped in the reverse one: subscriptions, endpoints, the port that answers. On SIGTERM or SIGINT
+readiness goes off first, then questions that are being answered are finished.
+"""
+
+import asyncio
+import contextlib
+import signal
+from typing import Any
+
+from fairlead.config.schema import Config, KvIndexer
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.fleet import Fleet
+from fairlead.pool.endpoints_file import follow_endpoints
+from fairlead.server.indexer.server import IndexServer, IndexSources
+from fairlead.server.indexer.service import IndexService
+from fairlead.server.live.knowledge import exact_knowledge
+from fairlead.server.live.kube import Kube
+from fairlead.server.live.kv import KvListening
+from fairlead.server.live.memory import keep_heap, settle_memory
+from fairlead.server.observe.component_metrics import KubeMetrics
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.kv_metrics import IndexerMetrics
+from fairlead.server.observe.log import get
+
+log = get("indexer")
+
+
+class LiveIndexer:
+    """`await run()` returns after `stop()` or a signal. `port` 0 = any; `port` tells which."""
+
+    def __init__(self, config: Config, host: str, port: int, accept_snapshots: bool = False) -> None:
+        self.config = config = alone(config)
+        self._host = host
+        self.port = port
+        self._stopping = asyncio.Event()
+        self._unready = {"start": "starting"}
+        self.fleet = Fleet(exact=exact_knowledge(config))
+        self._registry = Registry()
+        self.kv = KvListening(config, self.fleet, self._registry)
+        metrics = IndexerMetrics(self._registry, self.kv.exact.index)
+        self.service = IndexService(
+            self.kv.exact, self.fleet.table.slots, lambda: self.kv.prompts.tokeniser, metrics.took
+        )
+        metrics.watch(self.service.asked)
+        self._kube_metrics = KubeMetrics(self._registry)
+        self._take = self.kv.take if accept_snapshots else None
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises `ConfigError` when something that the configuration names cannot be used, e.g. a taken port."""
+        loop = asyncio.get_running_loop()
+        keep_heap()
+        async with contextlib.AsyncExitStack() as stack:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+                stack.callback(loop.remove_signal_handler, number)
+            stack.callback(self.service.close)
+            await self.kv.start(stack)
+            await self._follow(stack)
+            await self._serve(stack)
+            settle_memory()
+            self._set_ready("start", "")
+            log.info("ready", url=f"http://{self._host}:{self.port}/", endpoints=self.fleet.table.count)
+            await self._stopping.wait()
+            self._set_ready("stop", "shutting down")
+            log.info("stopping")
+
+    async def _follow(self, stack: contextlib.AsyncExitStack) -> None:
+        config = self.config
+        await follow_endpoints(stack, config.endpoints, self._endpoint, self._problem)
+        if config.kubernetes.on:
+            kube = Kube(config.kubernetes, self._endpoint, lambda found: None, self._set_ready, self._kube_metrics)
+            await kube.start(stack)
+
+    async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
+        sources = IndexSources(
+            metrics=self._registry.parts,
+            unready=self._reasons,
+            snapshot=self.kv.snapshot,
+            take=self._take,
+            on_error=lambda page, error: log.error("a page failed", exc=error, page=page),
+        )
+        server = IndexServer(self.service, sources, self._host, self.port)
+        try:
+            await server.start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self._host}:{self.port}: {error.strerror or error}") from None
+        self.port = server.port
+        stack.push_async_callback(server.close)
+
+    def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        if isinstance(event, EndpointUp):
+            self.fleet.up(event.endpoint)
+            log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
+        else:
+            self.fleet.down(event.endpoint_id)
+            log.info("endpoint down", endpoint=event.endpoint_id)
+        self.kv.endpoint(event)
+
+    def _problem(self, problem: Any) -> None:
+        log.warning("the list of endpoints has a problem", problem=str(problem))
+
+    def _reasons(self) -> list[str]:
+        reasons = list(self._unready.values())
+        if not self.fleet.table.count:
+            reasons.append("no endpoints")
+        return reasons
+
+    def _set_ready(self, part: str, reason: str) -> None:
+        self._unready.pop(part, None)
+        if reason:
+            self._unready[part] = reason
+
+
+def alone(config: Config) -> Config:
+    """With what a scheduler's configuration says that an indexer does not do: asking another one, leading, models."""
+    events = config.kv_events
+    indexer = KvIndexer(warm_from=events.indexer.warm_from)
+    election = config.kubernetes.leader_election.model_copy(update={"enabled": False})
+    kubernetes = config.kubernetes.model_copy(update={"models": False, "status": False, "leader_election": election})
+    events = events.model_copy(update={"enabled": True, "indexer": indexer})
+    return config.model_copy(update={"kv_events": events, "kubernetes": kubernetes})

@@ -1,0 +1,315 @@
+"""What decisions know of prompts beyond their bytes: token ids, and where there are KV events, who holds their blocks.
+
+`Knowledge` alone reads prompts with the tokenisers of `tokens:`, so that their tokens are counted instead of estimated.
+With an `ExactKnowledge` the prompts are offered to it, and what answers report is compared with what it predicted.
+Subclasses say where the blocks are known: here (`live.kv`), or in another process (`live.kv_lookup`).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from fairlead.apis.tokens import PromptTokeniser
+from fairlead.config.schema import Config, KvEvents
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.core.kv.answered import AnsweredIndex
+from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
+from fairlead.core.trust import TEMPLATE, TOKENISER, Finding, Verdict
+from fairlead.pool.render import PROBES, RenderClient, TokenCheckResult, compare
+from fairlead.server.live.prompts import Asker, PromptReading
+from fairlead.server.observe.component_metrics import TokenMetrics
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.log import get
+
+log = get("kv-events")
+
+#: Answers that are followed for their cached tokens until one reports them.
+_FOLLOWED = 200
+
+
+class Knowledge:
+    """Made before the first endpoint is known, of a fleet with what `exact_knowledge(config)` gives.
+
+    `start` loads tokenisers; all on the loop's thread. `asker`: see `PromptReading`.
+    """
+
+    def __init__(self, config: Config, fleet: Fleet, registry: Registry, asker: Asker | None = None) -> None:
+        self._settings = config.kv_events
+        self._fleet = fleet
+        self.exact = exact = fleet.exact
+        self.prompts = PromptReading(config.tokens, exact, self._some_engine, asker)
+        self.token_check = TokenCheck(lambda: self.prompts.tokeniser, self.prompts.asks, self._suspect)
+        without = self.prompts.without if exact is None else None  # else `KvMetrics` shows it
+        TokenMetrics(registry, lambda: self.prompts.tokeniser, self.token_check.states, without)
+        self._budget = _FOLLOWED
+        self._turn = 0
+        if exact is not None:
+            exact.check.tell(self._verdict, self._heard)
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Raises `ConfigError` when something that is configured cannot be used."""
+        await self.prompts.start()
+        if self.exact is not None and not self.prompts.configured:
+            log.warning("KV events serve only requests that carry token ids: no model has a tokeniser under tokens:")
+        stack.push_async_callback(self.prompts.close)
+        if self.prompts.configured:
+            self.token_check.start()
+            stack.push_async_callback(self.token_check.close)
+
+    def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        """An endpoint came, changed or went. To be called after the pipeline was told, before anything else happens."""
+        if isinstance(event, EndpointUp) and self.prompts.configured:
+            self.token_check.up(event.endpoint)
+
+    def inspecting(self, usual: Callable[[bool], bool]) -> Callable[[bool], bool]:
+        """Which responses are followed to their end: as usual, and so that predictions can be compared.
+
+        While an endpoint has not proved itself, all; but no more than `_FOLLOWED` in vain, since engines may not report
+        cached tokens at all, and streams only if the client asks for usage.
+        """
+        exact, share, rng = self.exact, self._settings.check, Random()
+        if exact is None:
+            return usual
+
+        def inspect(stream: bool) -> bool:
+            if exact.curious and self._budget > 0:
+                self._budget -= 1
+                return True
+            return usual(stream) or (not stream and rng.random() < share)
+
+        return inspect
+
+    def page(self) -> dict[str, Any]:
+        """For people: tokenisers, whether engines agree, and how far each endpoint's events are relied on."""
+        exact = self.exact
+        content: dict[str, Any] = {
+            "tokenisers": {
+                name: {"state": model.state, "template": model.template_state}
+                for name, model in self.prompts.tokeniser.states().items()
+            },
+            "token_check": self.token_check.results,
+            "prompts_without_tokens": self.prompts.without,
+        }
+        if exact is not None:
+            content["index"] = {
+                "blocks": exact.index.entries,
+                "bytes": exact.index.nbytes,
+                "keys": exact.index.space.name,
+            }
+            content["endpoints"] = {
+                name: {
+                    "source": exact.source(slot),
+                    "trust": exact.check.trust(slot).level,
+                    "finding": exact.check.finding(slot),
+                }
+                for slot, name in self._endpoints()
+            }
+        return content
+
+    def _suspect(self, finding: Finding) -> None:
+        if self.exact is not None:
+            self.exact.check.suspects(finding)
+
+    def _heard(self) -> None:
+        self._budget = _FOLLOWED
+
+    def _some_engine(self, model: str) -> str:
+        """An endpoint that can be asked for the tokens of a prompt; in turn, so that none is asked for all."""
+        endpoints = [endpoint for _, endpoint in self._fleet.table.slots()]
+        # Where endpoints are labelled with models, one that serves this one; an adapter's name is on no label.
+        endpoints = [candidate for candidate in endpoints if candidate.labels.get(MODEL_LABEL) == model] or endpoints
+        self._turn += 1
+        return endpoints[self._turn % len(endpoints)].address if endpoints else ""
+
+    def _endpoints(self) -> Iterator[tuple[int, str]]:
+        for slot, endpoint in self._fleet.table.slots():
+            yield slot, endpoint.id
+
+    def _scraped_sizes(self) -> tuple[int, ...]:
+        """Tokens per block, as metrics pages say."""
+        return tuple({sample.block_size for sample in self._fleet.table.samples if sample and sample.block_size})
+
+    def _verdict(self, verdict: Verdict) -> None:
+        endpoint = self._fleet.table.endpoints[verdict.slot]
+        name = endpoint.id if endpoint is not None else ""
+        if verdict.trusted:
+            log.info("KV events of an endpoint agree with its cached tokens and are relied on", endpoint=name)
+            return
+        finding = verdict.finding
+        log.warning(
+            "KV events of an endpoint disagree with its cached tokens; until they agree, learned prefixes count",
+            endpoint=name,
+            cause=finding.cause if finding else "unknown",
+            detail=finding.detail if finding else "",
+            predicted=verdict.predicted,
+            reported=verdict.reported,
+        )
+
+
+def exact_knowledge(config: Config) -> ExactKnowledge | None:
+    """For a scheduler's fleet, with the index that is kept here or asked elsewhere; `None` = there are no KV events.
+
+    Raises `ConfigError`.
+    """
+    events = config.kv_events
+    if not events.enabled:
+        return None
+    recipe = recipe_of(events)
+    if events.indexer.url:
+        return ExactKnowledge(recipe, AnsweredIndex(ANY_MODEL, recipe.space()))
+    return ExactKnowledge(recipe, new_index(recipe, events.max_blocks))
+
+
+def recipe_of(settings: KvEvents) -> Recipe:
+    """Raises `ConfigError`."""
+    try:
+        return Recipe(settings.keys, settings.hash_algorithm, settings.hash_seed, settings.block_size)
+    except ValueError as error:
+        raise ConfigError(str(error), "$.kvEvents.hashAlgorithm") from None
+
+
+# Whether engines make the same token ids as we do, found out once for each model that they serve.
+#
+# A tokeniser or template that differs makes no error anywhere: blocks just never match. So the first endpoint that
+# serves a model is asked for the ids of a few probes (`pool.render`), beside all requests.
+#
+# Rules
+# * One endpoint at a time is asked, each question within `TIMEOUT` seconds. A model that was compared is not compared
+#   again; one that could not be is tried again with each endpoint that comes, and `TRIES` times later on.
+# * At most `MOST_MODELS` models. Adapters have their base model's tokens and are left out.
+
+TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
+MOST_MODELS, _MOST_QUEUED, _MOST_BYTES = 64, 256, 1 << 20
+AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
+
+
+class _Model(Struct):
+    id: str = ""
+    parent: str | None = None
+
+
+class _Models(Struct):
+    data: list[_Model] = []
+
+
+class TokenCheck:
+    """`asks(model)`: whether an engine itself is asked for that model's ids, so that there is nothing to compare.
+
+    `found` hears why predictions of blocks will fail, where token ids differ.
+    """
+
+    def __init__(
+        self,
+        tokeniser: Callable[[], PromptTokeniser],
+        asks: Callable[[str], bool],
+        found: Callable[[Finding], object] = lambda finding: None,
+        later: float = LATER,
+    ) -> None:
+        #: By model, as engines call it.
+        self.results: dict[str, TokenCheckResult] = {}
+        self._tokeniser, self._asks, self._found = tokeniser, asks, found
+        self._later = later
+        self._waiting: dict[str, tuple[Endpoint, int]] = {}
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def up(self, endpoint: Endpoint) -> None:
+        """An endpoint came, or changed."""
+        if len(self._waiting) < _MOST_QUEUED:
+            self._waiting[endpoint.id] = endpoint, TRIES
+            self._wake.set()
+
+    def states(self) -> Mapping[str, str]:
+        """`agrees`, `differs` or `unknown`, by model."""
+        return {model: result.state.partition(":")[0] for model, result in self.results.items()}
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        client = RenderClient(TIMEOUT, loop.time, 4)
+        try:
+            async with aiohttp.ClientSession() as session:
+                while True:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    while self._waiting:
+                        endpoint, tries = self._waiting.pop(next(iter(self._waiting)))
+                        if not await self._check(session, client, endpoint) and tries > 1:
+                            loop.call_later(self._later, self._again, endpoint, tries - 1)
+        finally:
+            await client.close()
+
+    def _again(self, endpoint: Endpoint, tries: int) -> None:
+        self._waiting.setdefault(endpoint.id, (endpoint, tries))
+        self._wake.set()
+
+    async def _check(self, session: aiohttp.ClientSession, client: RenderClient, endpoint: Endpoint) -> bool:
+        """Whether nothing is left to be found out there."""
+        url = f"http://{endpoint.address}"
+        settled = True
+        names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
+        for model in sorted(names):
+            before = self.results.get(model)
+            if before is not None and not before.state.startswith(UNKNOWN):
+                continue
+            if self._asks(model) or not self._tokeniser().knows(model):
+                continue
+            if before is None and len(self.results) >= MOST_MODELS:
+                continue
+            result = self.results[model] = await compare(self._tokeniser(), client, url, model)
+            self._tell(model, endpoint, result)
+            settled &= not result.state.startswith(UNKNOWN)
+        return settled and bool(names)
+
+    def _tell(self, model: str, endpoint: Endpoint, result: TokenCheckResult) -> None:
+        if result.differing:
+            finding = Finding(cause_of(result), f"{model} at {endpoint.id} {result.state}")
+            log.warning(
+                "an engine makes other token ids than we do; its KV blocks will not match",
+                model=model,
+                endpoint=endpoint.id,
+                cause=finding.cause,
+                detail=result.state,
+            )
+            self._found(finding)
+        elif result.agreed:
+            log.info("an engine makes the same token ids", model=model, endpoint=endpoint.id)
+        else:
+            log.info("token ids could not be compared", model=model, endpoint=endpoint.id, reason=result.state)
+
+
+def cause_of(result: TokenCheckResult) -> str:
+    """Chats that differ where plain texts agree are the template's fault."""
+    plain = {name for name, (path, _) in PROBES.items() if path == "/v1/completions"}
+    return TEMPLATE if plain & {*result.agreed} and not plain & {*result.differing} else TOKENISER
+
+
+async def _served(session: aiohttp.ClientSession, url: str) -> set[str]:
+    """Names of the base models that the engine says it serves; none if it does not say."""
+    try:
+        async with asyncio.timeout(TIMEOUT), session.get(f"{url}/v1/models", allow_redirects=False) as response:
+            body = await response.content.read(_MOST_BYTES) if response.status == 200 else b""
+            while not response.content.at_eof() and len(body) < _MOST_BYTES:
+                body += await response.content.read(_MOST_BYTES - len(body))
+        models = msgspec.json.decode(body, type=_Models).data if body else []
+    except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return set()
+    return {model.id for model in models if model.id and not model.parent}

@@ -1,0 +1,299 @@
+"""At home in Kubernetes: a pool's endpoints and models from the API server, and which replica leads.
+
+Readiness: not before pool, pods and definitions were read once, and with leader election only while we lead. Losing the
+API server later changes neither: routing goes on with what was known. Liveness depends on none of it.
+
+Handing over. Gateways must find the next leader before they lose the last one, and they look in ways of their own:
+health checks, each at its own pace, whose results Envoy delivers to its workers at most once a second
+(`update_merge_window`; measured: with no overlap 300 of 960 requests found no healthy picker for that second); or
+addresses that a control plane tells them. So both answer for `overlap`, and the last one goes on until that has been
+noticed.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from ipaddress import ip_address
+from random import Random
+
+from fairlead.config.schema import Kubernetes
+from fairlead.core.errors import ConfigError
+from fairlead.core.models import ModelSet
+from fairlead.pool.kube.auth import find_access
+from fairlead.pool.kube.client import KubeClient
+from fairlead.pool.kube.elector import ElectionSettings, Elector
+from fairlead.pool.kube.endpoint_slice import EndpointSlicePublisher, Place
+from fairlead.pool.kube.models import PoolModels
+from fairlead.pool.kube.objects import Pool
+from fairlead.pool.kube.pods import Feed, PoolEndpoints
+from fairlead.pool.kube.reflector import Reflector
+from fairlead.pool.kube.status import StatusWriter
+from fairlead.server.observe.component_metrics import Followed, KubeMetrics
+from fairlead.server.observe.log import get
+
+log = get("kubernetes")
+
+#: Seconds that the start waits for the first lists; later ones make ready later.
+START_S = 5.0
+#: Seconds that a leader which ends waits for another one, and after the overlap for gateways to notice that it is out.
+SUCCESSOR_S, NOTICE_S = 3.0, 3.0
+
+
+class Kube:
+    """One pool. `set_ready(part, reason)`: an empty reason clears it."""
+
+    def __init__(
+        self,
+        settings: Kubernetes,
+        feed: Feed,
+        models: Callable[[ModelSet], object],
+        set_ready: Callable[[str, str], object],
+        metrics: KubeMetrics,
+    ) -> None:
+        """Raises `ConfigError` when nothing says where the API server is."""
+        self._settings = settings
+        self._set_ready = set_ready
+        self._metrics = metrics
+        self._rng = Random()
+        self._synced = asyncio.Event()
+        #: The lease is given back on purpose: readiness lasts until the other one is known.
+        self._ending = False
+        self._troubles: dict[str, str] = {}
+        self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
+        self.namespace = namespace_of(settings, self.client)
+        self.endpoints = PoolEndpoints(
+            self.client,
+            wanted_pool(settings, self.namespace),
+            settings.group,
+            feed,
+            self._rng,
+            on_trouble=self._on_trouble,
+            report=_report,
+            changed=self._judge,
+        )
+        self.writer = StatusWriter(self.client, self._may_write, lambda trouble: log.warning(trouble))
+        self.models: PoolModels | None = None
+        if settings.models and settings.pool:
+            self.models = PoolModels(
+                self.client,
+                settings.pool,
+                self.namespace,
+                lambda model_set: self._defined(models, model_set),
+                self.writer,
+                self._rng,
+                on_trouble=self._on_trouble,
+                report=_report,
+            )
+        self.elector: Elector | None = None
+        self.slice_publisher: EndpointSlicePublisher | None = None
+        if settings.leader_election.enabled:
+            self.elector = self._elector()
+            if settings.leader_election.service:
+                self.slice_publisher = self._slice_publisher(settings.leader_election.service)
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Follow everything for as long as `stack` is open."""
+        stack.push_async_callback(self.client.close)
+        self._judge()
+        log.info("following", server=self.client.server, namespace=self.namespace, pool=self._settings.pool)
+        self._run(stack, self.endpoints.run(), "kubernetes endpoints")
+        if self.models is not None:
+            self._run(stack, self.models.run(), "kubernetes models")
+        if self._settings.status:
+            self._run(stack, self.writer.run(), "kubernetes status")
+        if self.slice_publisher is not None:
+            self._run(stack, self.slice_publisher.run(), "kubernetes leader's service")
+        if self.elector is not None:
+            self._set_ready("leader", "standby: no leader is known yet")
+            self._run(stack, self.elector.run(), "kubernetes lease")
+        self._metrics.follow(self._followed)
+        try:
+            async with asyncio.timeout(START_S):
+                await self._synced.wait()
+        except TimeoutError:
+            log.warning("not ready: Kubernetes was not read yet", reason="; ".join(self._troubles.values()) or "")
+
+    async def hand_over(self) -> None:
+        """We are about to end: let another replica lead, and gateways find it before they lose us.
+
+        Both are ready for a moment. The other way round a gateway that asks for health in the wrong order has nobody.
+        """
+        elector = self.elector
+        if elector is None or not elector.leading:
+            return
+        self._ending = True
+        await elector.release()
+        successor = await elector.successor(SUCCESSOR_S)
+        log.info("the lease was given back", successor=successor)
+        if successor:
+            await asyncio.sleep(self._settings.leader_election.overlap)
+        elif self.slice_publisher is not None:
+            await self.slice_publisher.withdraw()
+        self._set_ready("leader", f"{successor or 'nobody'} leads, this replica ends")
+        if successor:
+            await asyncio.sleep(NOTICE_S)
+
+    def _run(self, stack: AsyncExitStack, work: object, name: str) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("following Kubernetes broke", exc=error, part=name)
+
+        task.add_done_callback(ended)
+        stack.push_async_callback(end)
+
+    def _elector(self) -> Elector:
+        wanted = self._settings.leader_election
+        name = wanted.lease_name or f"epp-{self.namespace}-{self._settings.pool or 'pods'}.fairlead"
+        self._lease = name
+        settings = ElectionSettings(
+            namespace=self.namespace,
+            name=name,
+            identity=f"{socket.gethostname()}_{secrets.token_hex(4)}",
+            duration_s=wanted.lease_duration,
+            renew_s=wanted.renew_deadline,
+            retry_s=wanted.retry_period,
+        )
+        return Elector(
+            self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
+        )
+
+    def _slice_publisher(self, service: str) -> EndpointSlicePublisher:
+        return EndpointSlicePublisher(
+            self.client,
+            self.namespace,
+            service,
+            own_place(),
+            self._rng,
+            on_trouble=lambda why: self._on_trouble("endpointslices", why),
+        )
+
+    # ---- what happens ----
+
+    def _leads(self, leading: bool, holder: str) -> None:
+        if self.slice_publisher is not None:
+            self.slice_publisher.lead(leading)
+        self._metrics.leader.child(self._lease).set(leading)
+        if not self._ending:
+            self._set_ready("leader", "" if leading else f"standby: {holder or 'nobody'} leads")
+        if leading:
+            log.info("this replica leads", lease=self._lease)
+        else:
+            log.info("this replica stands by", lease=self._lease, leader=holder)
+        self.writer.wake()
+
+    def _may_write(self) -> bool:
+        return self.elector is None or self.elector.leading
+
+    def _defined(self, models: Callable[[ModelSet], object], model_set: ModelSet) -> None:
+        models(model_set)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Is everything known that is needed to be ready?"""
+        missing = self.endpoints.missing or (self.models.missing if self.models is not None else "")
+        if missing and self._troubles:
+            missing = f"{missing}: {'; '.join(dict.fromkeys(self._troubles.values()))}"
+        self._set_ready("kubernetes", missing)
+        if not missing:
+            self._synced.set()
+
+    def _on_trouble(self, resource: str, trouble: str) -> None:
+        before = self._troubles.pop(resource, "")
+        if trouble:
+            self._troubles[resource] = trouble
+            if trouble != before:
+                log.warning("no contact to Kubernetes; what is known stays", resource=resource, reason=trouble)
+        elif before:
+            log.info("in touch with Kubernetes again", resource=resource)
+        self._judge()
+
+    def _followed(self) -> dict[str, Followed]:
+        reflectors: dict[str, Reflector[object]] = dict(self.endpoints.reflectors)  # type: ignore[arg-type]
+        if self.models is not None:
+            reflectors |= self.models.reflectors  # type: ignore[arg-type]
+        if self.elector is not None:
+            reflectors["leases"] = self.elector.reflector  # type: ignore[assignment]
+        if self.slice_publisher is not None:
+            reflectors["endpointslices"] = self.slice_publisher.reflector  # type: ignore[assignment]
+        self._metrics.wrote(self._settings.pool, self.writer.writes)
+        return {name: _as_followed(reflector) for name, reflector in reflectors.items()}
+
+
+def _as_followed(reflector: Reflector[object]) -> Followed:
+    stats = reflector.stats
+    return Followed(
+        connected=stats.connected,
+        objects=len(reflector.items),
+        lists=stats.lists,
+        watches=stats.watches,
+        failures=stats.failures,
+        events=stats.events,
+        unreadable=stats.unreadable,
+    )
+
+
+def _report(problem: str) -> None:
+    log.warning("an object is left as it was known", problem=problem)
+
+
+def own_place() -> Place:
+    """This pod, as the chart's environment tells. Raises `ConfigError`."""
+    path = "$.kubernetes.leaderElection.service"
+    try:
+        address = str(ip_address(os.environ.get("POD_IP", "")))
+    except ValueError:
+        raise ConfigError("the service cannot lead here: $POD_IP must be the address of this pod", path) from None
+    return Place(address, os.environ.get("POD_NAME", ""), os.environ.get("NODE_NAME", ""))
+
+
+def namespace_of(settings: Kubernetes, client: KubeClient) -> str:
+    return settings.namespace or os.environ.get("NAMESPACE", "") or client.namespace or "default"
+
+
+def wanted_pool(settings: Kubernetes, namespace: str) -> Pool:
+    """With a selector where the configuration has one; else only a name."""
+    return Pool(namespace, settings.pool, settings.selector, settings.target_ports)
+
+
+async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -> str:
+    """Endpoints only, for who balances on its own. Returns the pool's `appProtocol`, `http` while that is unknown.
+
+    Raises `ConfigError` as `Kube` does.
+    """
+    client = KubeClient(find_access(settings.kubeconfig, settings.context))
+    stack.push_async_callback(client.close)
+    pool = wanted_pool(settings, namespace_of(settings, client))
+    protocols: list[str] = []
+    read = asyncio.Event()
+
+    def changed() -> None:
+        if endpoints.pool is None:
+            return
+        protocol = endpoints.pool.app_protocol
+        if protocols and protocol != protocols[-1]:
+            log.error(
+                "the gateway goes on as before: restart it to follow", app_protocol=protocol, before=protocols[-1]
+            )
+        if not protocols or protocol != protocols[-1]:
+            protocols.append(protocol)
+        read.set()
+
+    endpoints = PoolEndpoints(client, pool, settings.group, feed, Random(), changed=changed)
+    task = asyncio.create_task(endpoints.run(), name="pool")
+    stack.callback(task.cancel)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(START_S):
+            await read.wait()
+    if not protocols:
+        protocols.append(pool.app_protocol)
+    return protocols[0]

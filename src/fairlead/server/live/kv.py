@@ -1,0 +1,326 @@
+"""KV events of a running scheduler: where they come from, and what they are good for.
+
+    follow      endpoints come and go → their publishers are found (asked, or by configured ports) and subscribed to
+    refresh     ten times a second the state of the feeds is taken over into `fleet.exact`
+    keep        the index is saved now and then, and loaded endpoint by endpoint after a restart
+
+Events reach the index in small steps between two events of the pipeline (`pool.kv_events.pump`). They are the one thing
+that changes what decisions see without going through `Pipeline.handle`: twenty thousand a second would cost more there
+than the decisions do.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import zmq
+
+from fairlead.config.schema import Config, KvCurve
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.exact import ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.recipe import ANY_MODEL
+from fairlead.core.kv.snapshot import Place, Shelved, save
+from fairlead.pool.kv_events import discovery
+from fairlead.pool.kv_events.discovery import Curve, KvSource
+from fairlead.pool.kv_events.feed import Sync
+from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
+from fairlead.server.indexer.client import fetch
+from fairlead.server.live.knowledge import Knowledge
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
+from fairlead.server.observe.log import get
+
+# The index in a file, so that a restarted scheduler starts warm: written now and then and at the end, atomically.
+
+#: Index, slot → endpoint id, and up to where each rank is true.
+What = tuple[KvIndex, Mapping[int, str], Callable[[RankCache], Place]]
+
+
+class Keeper:
+    """`what` is asked whenever it is time; `trouble` is told why a file could not be read or written."""
+
+    def __init__(self, path: Path, interval: float, what: Callable[[], What], trouble: Callable[[str], None]) -> None:
+        self._path = path
+        self._interval = interval
+        self._what = what
+        self._trouble = trouble
+        self._task: asyncio.Task[None] | None = None
+
+    async def read(self) -> bytes:
+        """What was written last; empty = nothing was, or it cannot be read."""
+        try:
+            return await asyncio.to_thread(self._path.read_bytes)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            self._trouble(f"{self._path}: {error.strerror or error}")
+            return b""
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Write once more, and end."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self.save()
+
+    async def save(self) -> None:
+        """Write what is known now. The event loop is held for one segment at a time (1,024 blocks)."""
+        pieces = []
+        for piece in save(*self._what()):
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        try:
+            await asyncio.to_thread(_write, self._path, b"".join(pieces))
+        except OSError as error:
+            self._trouble(f"{self._path}: {error.strerror or error}")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            await self.save()
+
+
+def _write(path: Path, content: bytes) -> None:
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_bytes(content)
+    os.replace(fresh, path)
+
+
+log = get("kv-events")
+
+_REFRESH = 0.1
+#: Seconds between two questions to an engine for its publisher: while it has none, and later.
+_ASK_AGAIN = (1.0, 15.0)
+_STILL_THERE = 10.0
+
+
+class KvListening(Knowledge):
+    """`start` opens sockets too."""
+
+    exact: ExactKnowledge
+
+    def __init__(self, config: Config, fleet: Fleet, registry: Registry) -> None:
+        super().__init__(config, fleet, registry)
+        #: By endpoint id: slot and address; the task that looks after its publisher; what is listened to.
+        self._known: dict[str, tuple[int, str]] = {}
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._sources: dict[str, KvSource] = {}
+        self._shelved: Shelved | None = None
+        KvMetrics(registry, self.exact, self._endpoints, self._feeds, self._rejected, self.prompts.without)
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Raises `ConfigError` when something that is configured cannot be used."""
+        settings = self._settings
+        self._loop = asyncio.get_running_loop()
+        self._curve, clients = _keys(settings.curve)
+        await super().start(stack)
+        self._session = await stack.enter_async_context(aiohttp.ClientSession())
+        self._events = await stack.enter_async_context(KvSubscriber(self.exact.index))
+        if settings.snapshot:
+            keeper = Keeper(Path(settings.snapshot), settings.snapshot_interval, self._saved, _trouble)
+            content = await keeper.read()
+            if content:
+                self._load(content)
+            keeper.start()
+            stack.push_async_callback(keeper.close)
+        if settings.indexer.warm_from:
+            await self._warm(settings.indexer.warm_from)
+        if settings.bind:
+            self._bind(settings.bind, clients)
+        stack.push_async_callback(self._end)
+        self._timer = self._loop.call_later(_REFRESH, self._refresh)
+        stack.callback(lambda: self._timer.cancel())
+
+    def _bind(self, address: str, clients: list[str] | None) -> None:
+        try:
+            bound = self._events.bind(address, self._curve, clients)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}", "$.kvEvents.bind") from None
+        log.info("publishers of KV events may dial in", address=bound)
+
+    async def _end(self) -> None:
+        tasks = list(self._followed.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---------------------------------------------------------------- endpoints
+
+    def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        """An endpoint came, changed or went. To be called after the pipeline was told, before anything else happens."""
+        super().endpoint(event)
+        name = event.endpoint.id if isinstance(event, EndpointUp) else event.endpoint_id
+        address = event.endpoint.address if isinstance(event, EndpointUp) else ""
+        known = self._known.get(name)
+        if known is not None and known[1] == address:
+            return
+        if known is not None:
+            self._leave(name, known[0])
+        slot = self._fleet.table.slot(name)
+        if isinstance(event, EndpointUp) and slot is not None:
+            self._known[name] = slot, address
+            if not self._settings.bind:
+                self._followed[name] = self._loop.create_task(self._follow(event.endpoint, slot))
+        if self._settings.bind:
+            self._events.allow(self._allowed())
+
+    def _leave(self, name: str, slot: int) -> None:
+        self._known.pop(name)
+        task = self._followed.pop(name, None)
+        if task is not None:
+            task.cancel()
+        self._sources.pop(name, None)
+        self._events.unwatch(slot)
+
+    def _allowed(self) -> dict[str, Publisher]:
+        """Pods are named in topics by address, or by what else the endpoint is called."""
+        allowed = {}
+        for slot, endpoint in self._fleet.table.slots():
+            for pod in (endpoint.address, endpoint.id, endpoint.id.rpartition("/")[2]):
+                allowed[pod] = Publisher(slot, ANY_MODEL)
+        return allowed
+
+    async def _follow(self, endpoint: Endpoint, slot: int) -> None:
+        """Find its publisher, enter what was kept of it, listen; and look again whether it is still the same."""
+        places: dict[int, Place] = {}
+        if self._shelved is not None:
+            for _ in self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place})):
+                await asyncio.sleep(0)
+        wait = _ASK_AGAIN[0]
+        while True:
+            source = await self._source(endpoint)
+            if source is None:
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _ASK_AGAIN[1])
+                continue
+            if source != self._sources.get(endpoint.id):
+                self._watch(endpoint, slot, source, places)
+                places = {}
+            await asyncio.sleep(_STILL_THERE)
+
+    async def _source(self, endpoint: Endpoint) -> KvSource | None:
+        settings = self._settings
+        if settings.port:
+            ports = settings.port, settings.replay_port, settings.ranks
+            return discovery.at(endpoint.address, *ports, ANY_MODEL, self._curve)
+        return await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
+
+    def _watch(self, endpoint: Endpoint, slot: int, source: KvSource, places: dict[int, Place]) -> None:
+        self._sources[endpoint.id] = source
+        if not places:  # its history will be told from the beginning
+            self.exact.index.clear(slot)
+        try:
+            self._events.watch(slot, source, places)
+        except (ConfigError, zmq.ZMQError) as error:
+            log.warning(
+                "KV events cannot be listened to", endpoint=endpoint.id, address=source.events, reason=str(error)
+            )
+            return
+        log.info("listening to KV events", endpoint=endpoint.id, address=source.events, replay=source.replay)
+
+    # ---------------------------------------------------------------- state
+
+    def subscriptions(self, slot: int) -> list[Subscription]:
+        """One per rank."""
+        return self._events.subscriptions(slot)
+
+    def _refresh(self) -> None:
+        for slot, _ in self._fleet.table.slots():
+            for feed in self._events.feeds(slot):
+                feed.cache.mark_behind(feed.sync is not Sync.LIVE)
+        self.exact.refresh(self._scraped_sizes())
+        self._timer = self._loop.call_later(_REFRESH, self._refresh)
+
+    def _rejected(self) -> int:
+        return self._events.rejected
+
+    def _feeds(self) -> Iterator[KvFeedStatus]:
+        for slot, endpoint in self._endpoints():
+            for feed in self._events.feeds(slot):
+                cache, count = feed.cache, feed.count
+                yield KvFeedStatus(
+                    endpoint, slot, cache.rank, cache.linked, feed.sync is not Sync.LIVE, cache.provisional,
+                    cache.blocks, count.batches, count.events, count.bad_events + count.bad_batches, count.lost,
+                    count.gaps, count.restarts, count.replays, count.failed_replays,
+                )  # fmt: skip
+
+    # ---------------------------------------------------------------- snapshot
+
+    async def _warm(self, url: str) -> None:
+        try:
+            self._shelved = Shelved(self.exact.index, await fetch(self._session, url))
+        except ValueError as error:
+            log.warning("no warm start from another indexer", reason=str(error))
+        else:
+            log.info("warm start from another indexer", url=url)
+
+    def snapshot(self) -> Iterator[bytes]:
+        """The index as bytes, in pieces to be joined, one segment at a time."""
+        return save(*self._saved())
+
+    def take(self, content: bytes) -> int:
+        """Enter a snapshot. Raises `ValueError` for bytes that are none.
+
+        Endpoints of which nothing was heard have it soon, later ones when they come; those that were heard know better.
+        Returns how many of the former there are.
+        """
+        self._shelved = Shelved(self.exact.index, content)
+        taken = 0
+        for name, (slot, _) in list(self._known.items()):
+            endpoint = self._fleet.table.endpoints[slot]
+            task = self._followed.get(name)
+            if task is None or endpoint is None or any(cache.heard for cache in self.exact.index.caches_of(slot)):
+                continue
+            task.cancel()
+            self._sources.pop(name, None)
+            self._events.unwatch(slot)
+            self._followed[name] = self._loop.create_task(self._follow(endpoint, slot))
+            taken += 1
+        return taken
+
+    def _load(self, content: bytes) -> None:
+        try:
+            self._shelved = Shelved(self.exact.index, content)
+        except ValueError as error:
+            _trouble(str(error))
+
+    def _saved(self) -> What:
+        return self.exact.index, dict(self._endpoints()), self._events.place_of
+
+
+def _trouble(reason: str) -> None:
+    log.warning("the snapshot of the KV index cannot be used", reason=reason)
+
+
+def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
+    """Our own keys, and those that may dial in. Raises `ConfigError`."""
+    if settings is None:
+        return None, None
+    public, secret = (
+        _words(settings.public_key_file, "publicKeyFile"),
+        _words(settings.secret_key_file, "secretKeyFile"),
+    )
+    try:
+        curve = Curve("".join(public), "".join(secret), settings.server_key)
+    except ConfigError as error:
+        raise ConfigError(str(error), "$.kvEvents.curve") from None
+    return curve, _words(settings.clients_file, "clientsFile") if settings.clients_file else None
+
+
+def _words(path: str, field: str) -> list[str]:
+    try:
+        return Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", f"$.kvEvents.curve.{field}") from None

@@ -1,0 +1,144 @@
+"""Exact knowledge that another process has: an indexer is asked for each prompt before its request arrives.
+
+    read        a prompt's token ids become block keys; the indexer is asked who holds them, within the budget
+    offer       the answer stands beside the request; without one (late, broken, down) what was learned serves it
+    follow      twice a second the indexer tells the state of each endpoint's feed, and which adapters it has seen
+
+The pipeline stays as it is: it reads an index (`core.kv.answered`) whose blocks are those of the answer. Trust and
+sources, prompts that were just sent, and the comparison with what answers report are this process's own.
+"""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fairlead.config.schema import Config
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.exact import ExactKnowledge, Prepared
+from fairlead.core.fleet import Fleet
+from fairlead.core.kv.answered import AnsweredIndex, bounded
+from fairlead.core.kv.match import BlockChain, Held
+from fairlead.server.indexer.client import IndexClient
+from fairlead.server.indexer.wire import MOST_BLOCKS, TIERS, Answer, StateAnswer
+from fairlead.server.live.knowledge import Knowledge
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.kv_metrics import KvMetrics, QueryMetrics
+from fairlead.server.observe.log import get
+
+log = get("kv-events")
+
+_REFRESH = 0.1
+_TIER_NAMES = tuple(TIERS.values())
+
+
+class KvLookup(Knowledge):
+    """`start` opens the connection too; an indexer that is not there yet is waited for beside requests."""
+
+    exact: ExactKnowledge
+
+    def __init__(self, config: Config, fleet: Fleet, registry: Registry) -> None:
+        super().__init__(config, fleet, registry, self._ask)
+        assert isinstance(self.exact.index, AnsweredIndex), "the fleet has what `exact_knowledge` gives"
+        self._index = self.exact.index
+        metrics = QueryMetrics(registry)
+        indexer = config.kv_events.indexer
+        self.client = IndexClient(indexer.url, indexer.budget, self._on_state, self._say, metrics.took)
+        metrics.watch(self.client)
+        KvMetrics(registry, self.exact, self._endpoints, list, lambda: 0, self.prompts.without)
+        #: What the indexer said last; how it calls our endpoints, with slot and tenure of each.
+        self._state: StateAnswer | None = None
+        self._named: dict[str, tuple[int, int]] = {}
+        self._complaint = ""
+        self._sizes: tuple[int, ...] = ()
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        await super().start(stack)
+        self._loop = asyncio.get_running_loop()
+        self.client.start()
+        stack.push_async_callback(self.client.close)
+        log.info("asking an indexer for KV blocks", url=self.client.url)
+        self._timer = self._loop.call_later(_REFRESH, self._refresh)
+        stack.callback(lambda: self._timer.cancel())
+
+    def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        super().endpoint(event)
+        if self._state is not None:
+            self._take(self._state)
+
+    def page(self) -> dict[str, Any]:
+        client, state = self.client, self._state
+        indexer = {
+            "url": client.url,
+            "up": client.up,
+            "complaint": self._complaint,
+            "index_size": state.index_size if state is not None else None,
+            "questions": client.counts.ends,
+        }
+        return super().page() | {"indexer": indexer}
+
+    def _refresh(self) -> None:
+        self.exact.refresh((*self._scraped_sizes(), *self._sizes))
+        self._timer = self._loop.call_later(_REFRESH, self._refresh)
+
+    # ---------------------------------------------------------------- one prompt
+
+    async def _ask(self, prepared: Prepared) -> Prepared | None:
+        """With an answer in every chain; `None` = there is none."""
+        chains = {size: chain for size, chain in prepared.chains.items() if len(chain.keys)}
+        if not chains or self._complaint or any(len(chain.keys) > MOST_BLOCKS for chain in chains.values()):
+            return None
+        answers = await asyncio.gather(*map(self._question, chains.values()))
+        held_chains: dict[int, BlockChain] = {}
+        for (size, chain), answer in zip(chains.items(), answers, strict=True):
+            if answer is None:
+                return None
+            held_chains[size] = chain._replace(held=self._held(answer, len(chain.keys)))
+        return msgspec.structs.replace(prepared, chains=held_chains)
+
+    def _question(self, chain: BlockChain) -> "asyncio.Task[Answer | None]":
+        keys = np.ascontiguousarray(chain.keys, "<u8").tobytes()
+        return self._loop.create_task(self.client.ask(keys=keys, block_size=chain.block_size, hits_only=True))
+
+    def _held(self, answer: Answer, total: int) -> tuple[Held, ...]:
+        held = []
+        for name, pod in answer.pods.items():
+            where = self._named.get(name)
+            if where is not None and pod.matched > 0:
+                tiers = bounded([pod.tiers.get(tier, 0) for tier in _TIER_NAMES], total)
+                held.append(Held(*where, tiers))
+        return tuple(held)
+
+    # ---------------------------------------------------------------- state
+
+    def _on_state(self, state: StateAnswer | None) -> None:
+        self._state = state
+        if state is None:
+            self._index.silent()
+            return
+        ours = self._index.space.name
+        complaint = f"its keys are of '{state.space}', ours of '{ours}'" if state.space != ours else ""
+        if not complaint:
+            self._take(state)
+            if not self._named and state.pods and self._fleet.table.count:
+                complaint = "it knows none of our endpoints, neither by name nor by address"
+        if complaint and complaint != self._complaint:
+            log.warning("the indexer is of no use; learned prefixes count", url=self.client.url, reason=complaint)
+        self._complaint = complaint
+
+    def _take(self, state: StateAnswer) -> None:
+        index = self._index
+        by_address = {pod.address: name for name, pod in state.pods.items() if pod.address}
+        self._named = {}
+        for slot, endpoint in self._fleet.table.slots():
+            name = endpoint.id if endpoint.id in state.pods else by_address.get(endpoint.address)
+            if name is not None:
+                index.told(slot, state.pods[name].ranks)
+                self._named[name] = slot, index.tenure(slot)
+        self.exact.know_adapters(state.adapters)
+        self._sizes = tuple(size for size in state.block_sizes if size > 0)[:8]
+
+    def _say(self, what: str, why: str) -> None:
+        (log.warning if why else log.info)(what, url=self.client.url, reason=why)

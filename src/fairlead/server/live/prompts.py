@@ -1,0 +1,142 @@
+"""Prompts of requests to token ids, before the requests arrive.
+
+At once; in a thread if that would hold the loop; by an engine where the model is configured so.
+
+A request whose prompt is being read waits for it, `PATIENCE` seconds at most; then it goes on without ids, and what was
+learned of its bytes serves it. So do those that would have to queue for the thread.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.tokens import PromptTokeniser, PromptTokens
+from fairlead.apis.tokens.pieces import ENGINE, TOO_LONG, absent
+from fairlead.config.schema import Tokens
+from fairlead.core.exact import ExactKnowledge, Prepared, PromptBlocks
+from fairlead.core.kv.recipe import Recipe
+from fairlead.gateway.understand import PromptKnown, Reading
+from fairlead.pool.model_files import load_tokeniser
+from fairlead.pool.render import RenderClient
+
+PATIENCE = 1.0
+#: Prompts that are being read, in the thread and by engines.
+_MOST_READING = 32
+_OTHERS = "*"
+
+
+Asker = Callable[[Prepared], Awaitable[Prepared | None]]
+
+
+class PromptReading:
+    """`exact` is offered the ids of each prompt; without it tokens are only counted, and no engine is asked for that.
+
+    `engine` names an endpoint (`host:port`) to ask; empty = none. `asker`: where blocks are known in another process,
+    adds its answer to a prompt's chains; where it has none, the prompt is not offered.
+    """
+
+    def __init__(
+        self, settings: Tokens, exact: ExactKnowledge | None, engine: Callable[[str], str], asker: Asker | None = None
+    ) -> None:
+        self.tokeniser = PromptTokeniser()
+        #: Prompts that are being read.
+        self.reading: set[Reading] = set()
+        #: Prompts that came without ids, by reason.
+        self.without: dict[str, int] = {}
+        #: There are models whose texts can be tokenised.
+        self.configured = bool(settings.models)
+        self._settings = settings
+        self._asker = asker
+        self._exact = exact
+        self._long = exact.recipe.long if exact is not None else Recipe().long
+        self._engine = engine
+        self._asked = {name for name, model in settings.models.items() if model.render == "engine"}
+        self._render: RenderClient | None = None
+        self._pool = ThreadPoolExecutor(1, "prompts")
+
+    async def start(self) -> None:
+        """Load the tokenisers: seconds for each large vocabulary."""
+        loop = asyncio.get_running_loop()
+        self.tokeniser = await asyncio.to_thread(load_tokeniser, self._settings)
+        if self._asked and self._exact is not None:
+            self._render = RenderClient(self._settings.engine_timeout, loop.time)
+
+    async def close(self) -> None:
+        tasks = list(self.reading)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._render is not None:
+            await self._render.close()
+
+    def read(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptKnown | Reading:
+        """Nothing is known of a prompt that cannot be read, or not in time."""
+        if self._render is not None and not parsed.prompt_tokens and self.asks(model):
+            return self._later(model, partial(self._ask, parsed, body, model))
+        long = self._long
+        if parsed.prompt_tokens > long or parsed.prompt_bytes > 4 * long or self.tokeniser.in_thread(parsed, model):
+            return self._later(model, partial(self._in_thread, parsed, body, model))
+        tokens = self.tokeniser.tokens_of(parsed, body, model)
+        if self._asker is None or tokens.reason:
+            return self._known(tokens)
+        if len(self.reading) < _MOST_READING:
+            return self._later(model, partial(_ready, tokens))
+        return PromptKnown(tokens.total)
+
+    def offer(self, known: PromptKnown) -> PromptBlocks | None:
+        """The request of a prompt that was read is about to arrive. Returns its `blocks`."""
+        return None if self._exact is None else self._exact.offer(*known.blocks)
+
+    def asks(self, model: str) -> bool:
+        """Whether an engine is asked for the ids of its prompts."""
+        return model in self._asked or (_OTHERS in self._asked and model not in self._settings.models)
+
+    def _known(self, tokens: PromptTokens, prepared: Prepared | None = None) -> PromptKnown:
+        if tokens.reason:
+            self.without[tokens.reason] = self.without.get(tokens.reason, 0) + 1
+            return PromptKnown()
+        return PromptKnown(tokens.total, (tokens, prepared) if self._exact is not None else None)
+
+    def _later(self, model: str, tokens: Callable[[], Awaitable[PromptTokens]]) -> PromptKnown | Reading:
+        if len(self.reading) >= _MOST_READING:
+            return self._known(absent(TOO_LONG, "other prompts are being read"))
+        task = asyncio.get_running_loop().create_task(self._wait(model, tokens))
+        self.reading.add(task)
+        task.add_done_callback(self.reading.discard)
+        return task
+
+    async def _wait(self, model: str, tokens: Callable[[], Awaitable[PromptTokens]]) -> PromptKnown:
+        prepared, total = None, 0
+        try:
+            async with asyncio.timeout(PATIENCE):
+                prompt = await tokens()
+                total = prompt.total
+                exact = self._exact
+                if exact is not None and prompt.count > self._long:
+                    loop = asyncio.get_running_loop()
+                    prepared = await loop.run_in_executor(self._pool, exact.prepare, prompt, model)
+                if exact is not None and self._asker is not None and not prompt.reason:
+                    prepared = await self._asker(prepared or exact.prepare(prompt, model))
+                    if prepared is None:
+                        return PromptKnown(total)
+        except TimeoutError:
+            self._known(absent(TOO_LONG, f"not read within {PATIENCE:g} s"))
+            return PromptKnown(total)
+        return self._known(prompt, prepared)
+
+    def _in_thread(self, parsed: ParsedRequest, body: bytes, model: str) -> Awaitable[PromptTokens]:
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._pool, self.tokeniser.tokens_of, parsed, body, model)
+
+    async def _ask(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptTokens:
+        address = self._engine(model)
+        if not address or self._render is None:
+            return absent(ENGINE, "there is no engine to ask")
+        return await self._render.tokens_of(parsed, body, f"http://{address}")
+
+
+async def _ready(tokens: PromptTokens) -> PromptTokens:
+    return tokens

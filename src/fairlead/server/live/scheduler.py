@@ -1,0 +1,352 @@
+"""One running scheduler: started, told of changes, stopped.
+
+Started in this order, stopped in the reverse one, whatever happens in between: knowledge (scraper, endpoints), the port
+that answers, the admin page. On SIGTERM or SIGINT readiness goes off first, then running streams finish, then the rest
+goes. The embedded gateway is not in here: it must outlive a scheduler that dies, see `embedded`.
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from fairlead.apis.engine_metrics import unknown_engine
+from fairlead.config.endpoint_list import Listing, join
+from fairlead.config.problems import Problem
+from fairlead.config.reload import plan_reload
+from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, StopAsked
+from fairlead.core.instructions import AdoptConfiguration, RefuseConfiguration
+from fairlead.core.models import ModelRules, ModelSet
+from fairlead.core.scheduling import Scheduling
+from fairlead.gateway.envoy.admin import EnvoyAdmin
+from fairlead.gateway.envoy.clusters import PoolWriter
+from fairlead.gateway.health import HealthService
+from fairlead.gateway.server import Server
+from fairlead.gateway.tls import ServerTls
+from fairlead.pool.endpoints_file import follow_endpoints
+from fairlead.pool.models_file import follow_models
+from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.config_file import ConfigFile
+from fairlead.server.dashboard import DashboardSources
+from fairlead.server.live.choosers import check_schedulers
+from fairlead.server.live.kube import Kube
+from fairlead.server.live.memory import LoopLag, keep_heap, settle_memory
+from fairlead.server.live.wiring import start_tracing, wire
+from fairlead.server.observe.component_metrics import show_unscheduled
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.log import get
+from fairlead.server.observe.log import setup as setup_log
+from fairlead.server.observe.snapshot import TICK, SnapshotMaker
+from fairlead.server.observe.watch import POOL
+from fairlead.server.supervise import DRAIN_SECONDS, ENDING
+
+log = get("serve")
+
+_POLL = 0.05
+#: Problems of a changed configuration that are logged; `fairlead validate` prints all.
+_SHOWN = 5
+
+
+class Live:
+    """A scheduler in this process: `await run()` returns after `stop()` or a signal. `gateway`: where the embedded
+    gateway's admin page is, if one runs beside us (see `watch_gateway`); `pool`: the file with the endpoints that it
+    balances over by itself."""
+
+    def __init__(self, config: Config, gateway: str = "", pool: str = "") -> None:
+        self.config = config
+        self._gateway = gateway
+        self._pool = PoolWriter(Path(pool)) if pool else None
+        self._stopping = asyncio.Event()
+        #: What keeps us from being ready, by part.
+        self._unready = {"start": "starting"}
+        #: The embedded gateway's own word that it asks us, as far as its admin page is known.
+        self._is_asked = False
+        self.kube: Kube | None = None
+        self.health = HealthService()
+        self._definitions: dict[str, ModelSet] = {}
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises `ConfigError` when something that the configuration names cannot be used, e.g. a taken port."""
+        loop = asyncio.get_running_loop()
+        keep_heap()
+        async with contextlib.AsyncExitStack() as stack:
+            tracing = start_tracing(stack, self.config, loop)
+            self.core = core = wire(self.config, loop, tracing, self._adopt, self._refuse)
+            self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
+            self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
+            if core.journal is not None:
+                core.journal.begin()
+                stack.callback(core.journal.close)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+                stack.callback(loop.remove_signal_handler, number)
+            loop.add_signal_handler(ENDING, self._empty_queue)
+            stack.callback(loop.remove_signal_handler, ENDING)
+            await self._start(stack, loop)
+            settle_memory()
+            self._set_ready("start", "")
+            if self._gateway:
+                waiting = asyncio.create_task(self._wait_for_gateway(gateway_admin(self._gateway)))
+                stack.callback(waiting.cancel)
+            if self.fleet.table.count:
+                log.info("ready", **self._whereabouts())
+            else:
+                log.warning("up, but there are no endpoints yet", **self._whereabouts())
+            await self._stopping.wait()
+            log.info("stopping", grace_s=DRAIN_SECONDS)
+            if self.kube is not None:
+                await self.kube.hand_over()
+            self._set_ready("stop", "shutting down")
+            self._empty_queue()
+
+    def _empty_queue(self) -> None:
+        """We end, or all of us do: nobody waits any longer."""
+        self.driver.feed(StopAsked())
+
+    async def _start(self, stack: contextlib.AsyncExitStack, loop: asyncio.AbstractEventLoop) -> None:
+        config, core = self.config, self.core
+        self.driver.start()
+        stack.callback(self.driver.close)
+        stack.push_async_callback(core.connections.close)
+        stack.push_async_callback(core.shadows.close)
+        self._follow(config, core.builder.scheduling)
+        stack.push_async_callback(self.scraper.close)
+        stack.callback(LoopLag(loop, self._turned).close)
+        if core.kv is not None:
+            await core.kv.start(stack)
+        self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        await follow_models(
+            stack, config.models, lambda model_set: self._defined("files", model_set), self._models_problem
+        )
+        if config.kubernetes.on:
+            self.kube = Kube(
+                config.kubernetes,
+                self._endpoint,
+                lambda model_set: self._defined("kubernetes", model_set),
+                self._set_ready,
+                self.watch.kube,
+            )
+            await self.kube.start(stack)
+        tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
+        server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
+        stack.push_async_callback(self._finish, server)
+        log_port = config.als.port if config.als.enabled else 0
+        await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
+        await self._start_admin(stack)
+        if config.source:
+            file = ConfigFile(config.source, self._changed, _unusable, flags=config.flags)
+            stack.push_async_callback(file.close)
+            await file.start()
+
+    # ---- a changed configuration ----
+
+    def _changed(self, new: Config) -> None:
+        """The file changed: what only a restart can change stays, the rest is put to the pipeline."""
+        changes, refused = plan_reload(self.config, new)
+        for problem in refused:
+            log.warning("a change of the configuration is refused", file=new.source, problem=str(problem))
+        if not changes.paths:
+            return
+        config = changes.config
+        try:
+            check_schedulers(config)
+        except ConfigError as error:
+            _unusable([str(error)])
+            return
+        self.driver.feed(Reconfigured(config))
+        if self.config is not config:
+            return
+        if any(path.startswith("$.log") for path in changes.paths):
+            setup_log(config.log.level, config.log.format)
+        if changes.endpoints and self._listed is not None:
+            self._listed.apply(Listing(config.endpoints.static))
+        log.info("the configuration changed", file=config.source, applied=" ".join(changes.paths))
+
+    def _adopt(self, instruction: AdoptConfiguration) -> None:
+        self.config = config = instruction.document
+        self._follow(config, instruction.scheduling)
+        self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
+        self.core.inspection.follow(config.inspect.usage_sampling)
+
+    def _refuse(self, instruction: RefuseConfiguration) -> None:
+        _unusable([instruction.problem])
+
+    def _follow(self, config: Config, scheduling: Scheduling) -> None:
+        """Connect to whom the configuration names, show shadows what they are to judge."""
+        self.core.connections.follow(config)
+        self.core.shadows.follow(config, scheduling.on_trial)
+        self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
+
+    # ---- the end of requests ----
+
+    async def _finish(self, server: Server) -> None:
+        """Give requests in flight their time. A gateway's access log tells their ends and has none itself: it ends with
+        the last of them."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + DRAIN_SECONDS
+        server.drain()
+        while len(self.fleet.ledger) and loop.time() < until:
+            await asyncio.sleep(_POLL)
+        self.host.logs.end()
+        self.health.end_watches()
+        await server.close(max(until - loop.time(), 0.0))
+
+    # ---- what becomes known ----
+
+    def _turned(self, late_s: float) -> None:
+        """The event loop turned, so much later than it should."""
+        self.watch.metrics.families.loop_lag.child().observe(late_s)
+        self.host.pulse.beat()
+
+    def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        """An endpoint came, changed or went: everybody who knows endpoints is told."""
+        self.driver.feed(event)
+        if self._pool is not None:
+            self._pool.changed(event)
+        if self.core.kv is not None:
+            self.core.kv.endpoint(event)
+        if isinstance(event, EndpointUp):
+            self.watch.on_endpoint(event.endpoint)
+            self.scraper.up(event.endpoint)
+            engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
+            if engine:
+                read_as = self.config.metrics.default_engine
+                log.warning("nobody described this engine", endpoint=event.endpoint.id, engine=engine, read_as=read_as)
+            log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
+        else:
+            self.scraper.down(event.endpoint_id)
+            self.watch.on_endpoint_gone(event.endpoint_id)
+            log.info("endpoint down", endpoint=event.endpoint_id)
+
+    def _defined(self, where: str, models: ModelSet) -> None:
+        self._definitions[where] = models
+        self._models(sum(self._definitions.values(), ModelSet()))
+
+    def _models(self, models: ModelSet) -> None:
+        """What is defined of model names has changed."""
+        settings = self.config.models
+        sticky = settings.sticky == "session"
+        rules = ModelRules(reject_unmatched=settings.unmatched == "reject", sticky_sessions=sticky)
+        self.driver.feed(ModelsChanged(models, rules))
+        catalogue = self.pipeline.models
+        self.watch.on_models(catalogue.known, catalogue.conflicts)
+        counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
+        log.info("model names defined", **counts)
+
+    def _models_problem(self, file: str, problem: Problem) -> None:
+        log.warning("a definition of model names has a problem", file=file, problem=str(problem))
+
+    def _file_problem(self, problem: Any) -> None:
+        source = self.config.endpoints.file or self.config.source
+        log.warning("the list of endpoints has a problem", file=source, problem=str(problem))
+
+    async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
+        sources = AdminSources(
+            metrics=self.watch.exposition,
+            refresh=watch_gateway(self._gateway, self.watch.metrics.registry),
+            openmetrics=lambda: self.watch.exposition(openmetrics=True),
+            unready=self._reasons,
+            endpoints=self.watch.endpoints,
+            decisions=self.watch.decisions,
+            decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
+            knowledge=self.core.kv.page if self.core.kv is not None else lambda: None,
+            dashboard=self._dashboard(asyncio.get_running_loop().time),
+        )
+        settings = self.config.admin
+        self.admin = Admin(
+            sources,
+            host=settings.host,
+            port=settings.port,
+            debug=settings.debug,
+            on_error=self.watch.on_admin_error,
+        )
+        try:
+            await self.admin.start()
+        except OSError as error:
+            where = f"{settings.host}:{settings.port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", "$.admin.port") from None
+        stack.push_async_callback(self.admin.close)
+
+    def _dashboard(self, now: Callable[[], float]) -> DashboardSources:
+        maker = SnapshotMaker(
+            self.watch,
+            now,
+            time.time() - now(),
+            pool=self.config.kubernetes.pool or POOL,
+            policy=lambda: self.pipeline.policy.name,
+            reasons=self._reasons,
+        )
+        return DashboardSources(begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=TICK)
+
+    def _reasons(self) -> list[str]:
+        reasons = list(self._unready.values())
+        if not self.fleet.table.count:
+            reasons.append("no endpoints")
+        if self.config.gateway.mode == "embedded" and not (self._is_asked if self._gateway else self.health.asked):
+            reasons.append("the embedded gateway has not asked yet")
+        return reasons
+
+    async def _wait_for_gateway(self, admin: EnvoyAdmin) -> None:
+        """A busy machine may answer Envoy's health check too late, and then Envoy asks nothing until the next one."""
+        while not await admin.asks_scheduler():
+            await asyncio.sleep(_POLL)
+        self._is_asked = True
+
+    def _set_ready(self, part: str, reason: str) -> None:
+        """Note why a part is not ready; an empty reason clears it."""
+        self._unready.pop(part, None)
+        if reason:
+            self._unready[part] = reason
+        self.health.set_ready(not self._unready, warm=self._unready.keys() <= {"leader"})
+
+    def _whereabouts(self) -> dict[str, object]:
+        config = self.config
+        places: dict[str, object] = {
+            "policy": config.policy.name,
+            "endpoints": self.fleet.table.count,
+            "ext_proc": join(config.ext_proc.host, config.ext_proc.port),
+            "admin": f"http://{join(config.admin.host, self.admin.port)}/",
+        }
+        if config.gateway.mode == "embedded":
+            places["gateway"] = f"http://{join(config.gateway.host, config.gateway.port)}/"
+        return places
+
+
+def _unusable(problems: list[str]) -> None:
+    for problem in problems[:_SHOWN]:
+        log.error("the changed configuration cannot be used; the old one stays", problem=problem)
+
+
+def gateway_admin(where: str) -> EnvoyAdmin:
+    """`where`: a socket's path or a port of 127.0.0.1."""
+    return EnvoyAdmin(port=int(where)) if where.isdigit() else EnvoyAdmin(where)
+
+
+def watch_gateway(where: str, registry: Registry) -> Callable[[], Awaitable[None]] | None:
+    """Show how many requests the embedded gateway balanced by itself, by its own count. Returns what to await before
+    the metrics page is made; `None` = nothing to ask.
+
+    The access log tells of most of them, one by one and with the endpoint, but of none that ended while no scheduler
+    was there to be told. Envoy counts them all, and a scheduler that dies takes nothing of that along.
+
+    `where`: the gateway's admin page, a socket's path or a port of 127.0.0.1; empty = it is not ours.
+    """
+    if not where:
+        return None
+    admin = gateway_admin(where)
+    shown = show_unscheduled(registry)
+
+    async def ask() -> None:
+        count = await admin.unscheduled()
+        if count is not None:
+            shown.take({(): count})
+
+    return ask

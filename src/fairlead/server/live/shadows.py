@@ -1,0 +1,193 @@
+"""Policies on trial in a running scheduler: built-in ones in a thread, schedulers in other processes over their stream.
+
+Rules
+* Nothing here can raise into a decision, and nothing waits: what is too much is left out and counted.
+* A shadow that cannot be made stops the start, like every wrong setting; one that misbehaves later is cut off.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from random import Random
+
+from fairlead.config.building import able_by
+from fairlead.config.registry import build_policy
+from fairlead.config.schema import Config, SchedulerSettings
+from fairlead.core.events import Event, RemotePicked, ShadowsJudged
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import AskRemote, JudgeShadows
+from fairlead.core.policy import Policy
+from fairlead.core.records import ShadowCase, ShadowRecord
+from fairlead.core.shadow import Bench, Opened
+from fairlead.plugins.policies.cost_model import CostModel
+from fairlead.server.live.choosers import remote_options
+from fairlead.server.observe.log import get
+from fairlead.server.remote.client import RemoteClient
+from fairlead.server.shadow_runner import MAX_FAILURES, PASSED, ShadowRunner
+
+log = get("shadow")
+
+#: Questions to one scheduler that may be open at once; with one more it is cut off.
+_MAX_OPEN = 256
+_BURST = 0.05
+
+
+class LiveShadows:
+    """`follow(config, …)` at the start and after each reload; `close()` at the end. `feed` takes what was judged."""
+
+    def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
+        self._fleet, self._feed = fleet, feed
+        #: As they were built; the same ones again change nothing.
+        self._on_trial: Mapping[str, Policy] | None = None
+        self._runner: ShadowRunner | None = None
+        self._remotes: list[RemoteShadow] = []
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def follow(self, config: Config, on_trial: Mapping[str, Policy]) -> None:
+        """`on_trial`: the policies that were built of `config`. `check_schedulers` has passed."""
+        if on_trial is self._on_trial:
+            return
+        settings = config.shadows
+        schedulers = {policy.label: policy.scheduler for policy in settings.policies if policy.scheduler is not None}
+        self._stop()
+        self._on_trial = on_trial
+        if on_trial:
+            self._runner = ShadowRunner(
+                on_trial,
+                lambda: make_bench(config),
+                self._judged,
+                lambda shadow, why: log.error("a shadow is cut off", shadow=shadow, reason=why),
+                cpu=settings.cpu,
+                limit=settings.limit,
+            )
+        for name, scheduler in schedulers.items():
+            remote = RemoteShadow(name, scheduler, config, self._fleet, make_bench(config), self._judged, settings.cpu)
+            self._remotes.append(remote)
+
+    async def close(self) -> None:
+        self._stop()
+        if self._closing:
+            await asyncio.gather(*self._closing)
+
+    def _stop(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+        for remote in self._remotes:
+            task = asyncio.ensure_future(remote.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._remotes = []
+
+    def judge(self, instruction: JudgeShadows) -> None:
+        case = instruction.case
+        if self._runner is not None:
+            self._runner.judge(case)
+        loop = asyncio.get_running_loop()
+        for remote in self._remotes:
+            loop.call_soon(remote.ask, case)
+
+    def _judged(self, record: ShadowRecord) -> None:
+        self._feed(ShadowsJudged((record,)))
+
+    def cut(self) -> dict[str, str]:
+        """Shadows that are cut off, with the reason."""
+        counts = {} if self._runner is None else dict(self._runner.stats.cut)
+        return counts | {remote.name: remote.cut for remote in self._remotes if remote.cut}
+
+    def skipped(self) -> dict[str, int]:
+        """Cases that were left out, by reason."""
+        runner = self._runner
+        counts = {} if runner is None else {"crowded": runner.stats.crowded, "budget": runner.stats.over_budget}
+        for remote in self._remotes:
+            for reason, count in remote.skipped.items():
+                counts[reason] = counts.get(reason, 0) + count
+        return counts
+
+
+class RemoteShadow:
+    """A scheduler in another process on trial: asked in a turn of the loop of its own, about the moment before."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: SchedulerSettings,
+        config: Config,
+        fleet: Fleet,
+        bench: Bench,
+        judged: Callable[[ShadowRecord], None],
+        cpu: float,
+    ) -> None:
+        self.skipped = {"down": 0, "budget": 0}
+        self.name = name
+        #: Why it is cut off; empty = it is not.
+        self.cut = ""
+        self._failures = 0
+        self._bench = bench
+        self._judged = judged
+        self._cpu, self._used, self._began = cpu, 0.0, time.monotonic()
+        #: By request id, oldest first.
+        self._open: dict[int, tuple[Opened, float]] = {}
+        self._closing: asyncio.Task[None] | None = None
+        self.client = RemoteClient(
+            remote_options(name, settings, config),
+            fleet,
+            self._heard,
+            lambda what, why: log.info(what.replace("; the built-in policy decides", ""), shadow=name, reason=why),
+        )
+        self.client.start()
+
+    def ask(self, case: ShadowCase) -> None:
+        if self.cut:
+            return
+        if self._used > _BURST + self._cpu * (time.monotonic() - self._began):
+            self.skipped["budget"] += 1
+            return
+        began = time.perf_counter()
+        if self.client.welcome is None:
+            self.skipped["down"] += 1
+            return
+        fleet = self._bench.open(case)
+        opened = self._bench.opened
+        able = opened[1].able
+        question = AskRemote(self.name, case.request, case.held, able, case.expected_output)
+        if not self.client.ask_as_of(question, fleet, case.snapshot):
+            self.skipped["down"] += 1
+            return
+        self._open[case.request.id] = (opened, time.monotonic())
+        self._used += time.perf_counter() - began
+        if len(self._open) > _MAX_OPEN:
+            self._cut_off(f"{_MAX_OPEN} questions are unanswered")
+
+    def _heard(self, event: Event) -> None:
+        if not isinstance(event, RemotePicked):
+            self._open.clear()
+            return
+        for pick in event.picks:
+            opened, asked_at = self._open.pop(pick.request_id, (None, 0.0))
+            if opened is None:
+                continue
+            self._bench.reopen(opened)
+            verdict = self._bench.answered(self.name, pick, (time.monotonic() - asked_at) * 1e6)
+            self._judged(self._bench.record((verdict,)))
+            self._failures = self._failures + 1 if verdict.error and verdict.error != PASSED else 0
+            if self._failures >= MAX_FAILURES:
+                self._cut_off(f"failed {MAX_FAILURES} times in a row: {verdict.error}")
+
+    def _cut_off(self, why: str) -> None:
+        if not self.cut:
+            self.cut = why
+            self._open.clear()
+            log.error("a shadow is cut off", shadow=self.name, reason=why)
+            self._closing = asyncio.ensure_future(self.client.close())
+
+    async def close(self) -> None:
+        if self._closing is not None:
+            await self._closing
+        await self.client.close()
+
+
+def make_bench(config: Config) -> Bench:
+    """For one thread: everything in it is its own. Choices are compared by the default policy's cost."""
+    reference = CostModel()
+    return Bench(reference.cost, able_by(config, build_policy(config)), Random())

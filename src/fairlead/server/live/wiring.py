@@ -1,0 +1,325 @@
+"""All parts of a running scheduler, made of a configuration in the order in which they need each other.
+
+What is told what
+* The gateway's sessions, the scraper, connections to other schedulers, and shadows feed events to the driver.
+* The driver has the pipeline handle them, and carries out what it answers: routes and rejections go back to the
+  sessions, questions to the connections, cases to the shadows, records to the watch (metrics, journal page, log).
+* A reload is an event too (`Reconfigured`). What the pipeline makes of it is carried out by `Live`.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from random import Random
+
+from msgspec import Struct
+
+from fairlead.compat.recorded import beside, record
+from fairlead.config.building import SchedulingBuilder, build_pipeline
+from fairlead.config.checks import engine_table
+from fairlead.config.registry import build_hasher, build_measure, build_parse
+from fairlead.config.schema import Config
+from fairlead.core.clock import Clock
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import Event
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import AdoptConfiguration, AskRemote, JudgeShadows, RefuseConfiguration
+from fairlead.core.records import ShadowRecord
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.answers import Answers
+from fairlead.gateway.driver import Driver, Handlers
+from fairlead.gateway.host import Host
+from fairlead.gateway.understand import Understanding
+from fairlead.pool.scrape import ScrapeOptions, Scraper
+from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
+from fairlead.server.journal.records import Segment
+from fairlead.server.journal.writer import Directory, Full, Writer
+from fairlead.server.live.choosers import Connections, check_schedulers
+from fairlead.server.live.knowledge import Knowledge, exact_knowledge
+from fairlead.server.live.kv import KvListening
+from fairlead.server.live.kv_lookup import KvLookup
+from fairlead.server.live.shadows import LiveShadows
+from fairlead.server.observe.component_metrics import show_journal
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.log import get
+from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
+from fairlead.server.observe.watch import POOL, Watch
+
+# The journal of a running scheduler: `begin` before the first event, `close` after the last.
+
+
+class LiveJournal:
+    """`clock` is the pipeline's, `rng` its randomness. `begin` opens the files; `close` ends it."""
+
+    def __init__(self, config: Config, clock: Clock, run: str, rng: Random, registry: Registry) -> None:
+        self._config = config
+        self._outer = clock
+        self._run = run
+        self._rng = rng
+        self.clock = StillClock(clock)
+        self.recorder = Recorder()
+        self._writer: Writer | None = None
+        show_journal(registry, self.recorder.counts)
+
+    def begin(self) -> None:
+        """Raises `ConfigError`. Nothing may have been decided yet: the state of chance is taken down here."""
+        settings = self._config.journal
+        wall = time.time()
+        head = Segment(
+            run=self._run,
+            epoch=wall - self._outer.time(),
+            scheduling=record(self._config),
+            chance=self._rng.getstate(),
+            beside=beside(self._config),
+            sample=settings.sample,
+        )
+        label = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall))}-{self._run}"
+        stop = settings.when_full == "stop"
+        try:
+            directory = Directory(Path(settings.path), settings.max_bytes, settings.segment_bytes, stop, label)
+            writer = Writer(
+                self.recorder,
+                directory,
+                head,
+                flush_s=settings.flush,
+                fsync=settings.fsync,
+                on_trouble=lambda text: log.error("the journal lacks records", path=settings.path, reason=text),
+            )
+            writer.start()
+        except Full:
+            raise ConfigError(f"{settings.path} holds maxBytes already, and whenFull is stop", "$.journal") from None
+        except OSError as error:
+            raise ConfigError(f"cannot write to {settings.path}: {error.strerror or error}", "$.journal.path") from None
+        self._writer = writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+#: Streamed answers that are followed to their end at first, before sampling sets in; seconds between two later on.
+FIRST_INSPECTED = 20
+STREAM_GAP = 60.0
+#: Seconds beyond the timeout that sending the last spans may take at the end.
+_GRACE = 1.0
+
+log = get("tracing")
+
+
+class Core(Struct):
+    """Complete when it is made. Nothing in it listens on a port, is connected or has handled an event."""
+
+    fleet: Fleet
+    scraper: Scraper
+    watch: Watch
+    kv: Knowledge | None
+    builder: SchedulingBuilder
+    journal: LiveJournal | None
+    pipeline: Pipeline
+    connections: Connections
+    shadows: LiveShadows
+    driver: Driver
+    inspection: "Inspection"
+    host: Host
+
+
+def wire(
+    config: Config,
+    loop: asyncio.AbstractEventLoop,
+    tracing: Tracing | None,
+    adopt: Callable[[AdoptConfiguration], object],
+    refuse: Callable[[RefuseConfiguration], object],
+) -> Core:
+    """`adopt` and `refuse` hear what became of a `Reconfigured`. Raises `ConfigError` or `PluginError`."""
+    check_schedulers(config)
+    rng, run = Random(config.seed), secrets.token_hex(4)
+    inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), loop.time)
+    fleet = Fleet(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config))
+
+    def feed(event: Event) -> None:  # for those that the driver needs
+        driver.feed(event)
+
+    connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
+    scraper, watch = _observers(config, loop, fleet, feed, shadows, tracing)
+    kv = knowledge(config, fleet, watch.metrics.registry)
+    builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
+    journal = LiveJournal(config, loop, run, rng, watch.metrics.registry) if config.journal.path else None
+    tokens = TokenEstimator()
+    pipeline = build_pipeline(
+        config,
+        loop if journal is None else journal.clock,
+        rng,
+        build=builder,
+        fleet=fleet,
+        tokens=tokens,
+        on_plugin_error=watch.on_plugin_error,
+        snapshots=bool(config.journal.path or config.journal.explain),
+    )
+    watch.watch_queue(pipeline.flow_controller)
+    handlers: Handlers = {
+        AskRemote: connections.ask,
+        JudgeShadows: shadows.judge,
+        ShadowRecord: watch.shadows.on_shadow,
+        AdoptConfiguration: adopt,
+        RefuseConfiguration: refuse,
+    }
+    if journal is None:
+        driver = Driver(pipeline, loop, watch, handlers)
+    else:
+        driver = RecordedDriver(pipeline, loop, journal.clock, watch, journal.recorder, handlers)
+    understanding = _understanding(config, loop.time, tokens, watch, kv, tracing)
+    host = _host(
+        config, loop.time, run, driver, understanding, watch, inspection if kv is None else kv.inspecting(inspection)
+    )
+    return Core(fleet, scraper, watch, kv, builder, journal, pipeline, connections, shadows, driver, inspection, host)
+
+
+def _observers(
+    config: Config,
+    loop: asyncio.AbstractEventLoop,
+    fleet: Fleet,
+    feed: Callable[[Event], None],
+    shadows: LiveShadows,
+    tracing: Tracing | None,
+) -> tuple[Scraper, Watch]:
+    """The scraper, and the watch that wakes it for each routed request and tells what it says."""
+    scraper = Scraper(
+        loop,
+        feed,
+        engine_table(config.metrics),
+        scrape_options(config),
+        default_engine=config.metrics.default_engine,
+        report=lambda endpoint, lacks: watch.on_page(endpoint, lacks),
+        measure=build_measure(config, lambda error: watch.on_plugin_error(error)),
+        silence=lambda endpoint, reason: watch.on_silence(endpoint, reason),
+    )
+    watch = Watch(
+        fleet,
+        loop.time,
+        config.kubernetes.pool or POOL,
+        on_routed=scraper.wake,
+        tracing=tracing,
+        scrapes=scraper.stats,
+        skipped=shadows.skipped,
+        cut=shadows.cut,
+    )
+    return scraper, watch
+
+
+def _understanding(
+    config: Config,
+    now: Callable[[], float],
+    tokens: TokenEstimator,
+    watch: Watch,
+    kv: Knowledge | None,
+    tracing: Tracing | None,
+) -> Understanding:
+    return Understanding(
+        tokens,
+        build_hasher(config),
+        now,
+        conversations=config.parsing.conversations,
+        trusted=config.headers.trust,
+        parse=build_parse(config, watch.on_plugin_error),
+        prompts=kv.prompts if kv is not None else None,
+        trace=tracing.arrived if tracing is not None else None,
+    )
+
+
+def _host(
+    config: Config,
+    now: Callable[[], float],
+    run: str,
+    driver: Driver,
+    understanding: Understanding,
+    watch: Watch,
+    inspect: Callable[[bool], bool],
+) -> Host:
+    answers = Answers(run)
+    watch.naming(answers.lease)
+    served = "test-selection" in config.headers.trust
+    return Host(driver, understanding, answers, watch, now, config.parsing.max_body_bytes, inspect, tells_served=served)
+
+
+def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | None:
+    """What is known of prompts; `None` = their bytes only."""
+    if config.kv_events.enabled:
+        return (KvLookup if config.kv_events.indexer.url else KvListening)(config, fleet, registry)
+    return Knowledge(config, fleet, registry) if config.tokens.models else None
+
+
+class Inspection:
+    """Decides which responses are followed to their end, to learn token counts: `share` of them, none when it is 0.
+
+    A stream costs work for every chunk: after the first `FIRST_INSPECTED` of them at most one in `STREAM_GAP` seconds
+    is followed. The argument says whether the response is a stream.
+    """
+
+    def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
+        self._share = share
+        self._rng = rng
+        self._now = now
+        self._left = FIRST_INSPECTED
+        self._next_at = 0.0
+
+    def __call__(self, stream: bool) -> bool:
+        if self._share <= 0:
+            return False
+        if not stream:
+            return self._rng.random() < self._share
+        if self._left > 0:
+            self._left -= 1
+            return True
+        if self._rng.random() >= self._share or self._now() < self._next_at:
+            return False
+        self._next_at = self._now() + STREAM_GAP
+        return True
+
+    def follow(self, share: float) -> None:
+        """Another share from now on; it begins with the first ones again."""
+        if share != self._share:
+            self._share, self._left, self._next_at = share, FIRST_INSPECTED, 0.0
+
+
+def scrape_options(config: Config) -> ScrapeOptions:
+    metrics = config.metrics
+    return ScrapeOptions(
+        fast_s=metrics.interval,
+        idle_s=metrics.idle_interval,
+        timeout_s=metrics.timeout,
+        backoff_cap_s=metrics.backoff_cap,
+        max_rate=metrics.max_rate,
+        max_page=metrics.max_page_bytes,
+        token_file=metrics.token_file,
+        ca_file=metrics.tls.ca_file,
+        verify=metrics.tls.verify,
+    )
+
+
+def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractEventLoop) -> Tracing | None:
+    """`None` = it is off. Raises `ConfigError` when tracing is asked for and OpenTelemetry is not there."""
+    settings = config.tracing
+    if not settings.endpoint:
+        return None
+    try:
+        provider = make_provider(settings.endpoint, settings.service_name, settings.timeout)
+    except ImportError as error:
+        why = f"tracing needs OpenTelemetry ({error}): pip install 'fairlead[tracing]'"
+        raise ConfigError(why, "$.tracing.endpoint") from None
+    sampling = Sampling(settings.sample, settings.follow_parent, settings.max_rate)
+    epoch = time.time() - loop.time()
+    tracing = Tracing(provider.get_tracer("fairlead"), sampling, Random(), loop.time, epoch)
+
+    async def close() -> None:
+        tracing.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(provider.shutdown), settings.timeout + _GRACE)
+
+    stack.push_async_callback(close)
+    log.info("requests are traced", endpoint=settings.endpoint, sample=settings.sample)
+    return tracing

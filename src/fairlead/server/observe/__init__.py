@@ -1,0 +1,1 @@
+"""Metrics, records, logs and traces."""

@@ -1,0 +1,315 @@
+"""Metrics of parts that not everybody runs: schedulers elsewhere, shadows, Kubernetes, tokenisers, the journal.
+
+Gauges and sums are set at each rendering.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from fairlead.apis.tokens import PromptTokeniser
+from fairlead.core.policy import Policy
+from fairlead.core.records import ShadowRecord, ShadowVerdict
+from fairlead.core.remote import STATES, Canary, RemotePolicy
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
+
+#: Seconds.
+BOUNDS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_SUMS = ("asked", "queued", "answered", "refused", "late", "alternatives")
+
+
+class ChooserMetrics:
+    """`follow` says what there is."""
+
+    def __init__(self, registry: Registry) -> None:
+        #: Schedulers in other processes, by name.
+        self.remotes: Mapping[str, RemotePolicy] = {}
+        self._decides: Canary | None = None
+        self._sums = counters("scheduler", "event")
+        self._fallbacks = counters("scheduler", "reason")
+        self._connected = gauges("scheduler")
+        self._breaker = gauges("scheduler", "state")
+        self._opened = counters("scheduler")
+        self._took = histograms("scheduler", bounds=BOUNDS)
+        self._canary = counters("side")
+        registry.before(self._refresh)
+        show = registry.show
+        show("fairlead_scheduler_requests_total", "Requests of a scheduler in another process, by event.", self._sums)
+        show("fairlead_scheduler_fallbacks_total", "Requests decided by the policy behind it, by why.", self._fallbacks)
+        show("fairlead_scheduler_connected", "1 while the scheduler is connected.", self._connected)
+        show("fairlead_scheduler_breaker", "1 for the state that the circuit breaker is in.", self._breaker)
+        show("fairlead_scheduler_breaker_opened_total", "How often the circuit breaker opened.", self._opened)
+        show("fairlead_scheduler_answer_seconds", "Time from question to answer, of answers in time.", self._took)
+        show("fairlead_canary_decisions_total", "Decisions made here, by the side that made them.", self._canary)
+
+    def follow(self, remotes: Mapping[str, RemotePolicy], policy: Policy) -> None:
+        """At the start and after each reload. `policy` is the one that decides, perhaps a canary."""
+        self.remotes = remotes
+        self._decides = policy if isinstance(policy, Canary) else None
+
+    def took(self, scheduler: str) -> Histogram:
+        """For the seconds that its answers take."""
+        return self._took.child(scheduler)
+
+    def _refresh(self) -> None:
+        for family in (self._connected, self._breaker):
+            family.children.clear()
+        for name, policy in self.remotes.items():
+            stats = policy.stats
+            sums = asdict(stats)
+            for event in _SUMS:
+                self._sums.child(name, event).value = sums[event]
+            for reason, count in stats.fallbacks.items():
+                self._fallbacks.child(name, reason).value = count
+            self._connected.child(name).set(policy.connected)
+            for state in STATES:
+                self._breaker.child(name, state).set(policy.breaker.state == state)
+            self._opened.child(name).value = policy.breaker.opened
+        if self._decides is not None:
+            for side, count in self._decides.decided.items():
+                self._canary.child(side).value = count
+
+
+# How policies on trial differ from the one that decides. All milliseconds are forecasts.
+
+REGRET_BOUNDS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
+
+
+class ShadowMetrics:
+    """`skipped` gives the cases left out by reason, `cut` the shadows that are cut off with the reason."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        skipped: Callable[[], Mapping[str, int]] = dict,
+        cut: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self.skipped = skipped
+        self.cut = cut
+        #: Records, one per shadow and decision or one per decision.
+        self.judged = 0
+        self._decisions = counters("shadow", "verdict")
+        self._regret = counters("shadow")
+        self._gain = counters("shadow", "sign")
+        self._primary = counters()
+        self._took = histograms("shadow", bounds=REGRET_BOUNDS)
+        self._skipped = counters("reason")
+        self._cut = gauges("shadow")
+        registry.before(self._refresh)
+        show = registry.show
+        text = "What shadows would have done: agree, differ, refuse, error."
+        show("fairlead_shadow_decisions_total", text, self._decisions)
+        text = "Reference cost of a shadow's choices above the lowest possible."
+        show("fairlead_shadow_regret_milliseconds_total", text, self._regret)
+        text = "The same of the choices that were made."
+        show("fairlead_shadow_primary_regret_milliseconds_total", text, self._primary)
+        text = "Forecast TTFT where requests went, less that of the shadow's choice, by sign."
+        show("fairlead_shadow_predicted_gain_milliseconds_total", text, self._gain)
+        show("fairlead_shadow_seconds", "Time that a shadow took for a decision.", self._took)
+        show("fairlead_shadow_skipped_total", "Decisions that shadows were not shown, by why.", self._skipped)
+        show("fairlead_shadow_cut_off", "1 for a shadow that was cut off.", self._cut)
+
+    def on_shadow(self, record: ShadowRecord) -> None:
+        self.judged += 1
+        self._primary.child().value += record.regret_ms
+        for verdict in record.verdicts:
+            name = verdict.shadow
+            self._decisions.child(name, _kind(verdict)).value += 1
+            self._took.child(name).observe(verdict.took_us * 1e-6)
+            if verdict.endpoint:
+                self._regret.child(name).value += verdict.regret_ms
+                sign = "gain" if verdict.gain_ms >= 0 else "loss"
+                self._gain.child(name, sign).value += abs(verdict.gain_ms)
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """By shadow: decisions by verdict, and milliseconds of regret, predicted gain and predicted loss."""
+        by_shadow: dict[str, dict[str, float]] = {}
+        for (name, verdict), counter in self._decisions.children.items():
+            by_shadow.setdefault(name, {})[verdict] = counter.value
+        for (name,), counter in self._regret.children.items():
+            by_shadow.setdefault(name, {})["regret_ms"] = counter.value
+        for (name, sign), counter in self._gain.children.items():
+            by_shadow.setdefault(name, {})[f"{sign}_ms"] = counter.value
+        return by_shadow
+
+    @property
+    def primary_regret_ms(self) -> float:
+        """The same of the choices that were made, of all decisions that shadows judged."""
+        return self._primary.child().value
+
+    def _refresh(self) -> None:
+        for reason, count in self.skipped().items():
+            self._skipped.child(reason).value = count
+        self._cut.children.clear()
+        for name in self.cut():
+            self._cut.child(name).set(1)
+
+
+def _kind(verdict: ShadowVerdict) -> str:
+    if verdict.error:
+        return "error"
+    if not verdict.endpoint:
+        return "refuse"
+    return "agree" if verdict.agrees else "differ"
+
+
+# What the embedded gateway counts by itself, on the metrics page.
+
+
+def show_unscheduled(registry: Registry) -> Readings:
+    """Whose values whoever asks the gateway sets, `{(): count}`; without any nothing is shown."""
+    unscheduled = Readings("counter")
+    text = "Requests that the embedded gateway balanced by itself, by its own count: also while no scheduler ran."
+    registry.show("fairlead_unscheduled_requests_total", text, unscheduled)
+    return unscheduled
+
+
+# What is known of the link to Kubernetes, as metrics.
+
+
+class Followed(Struct, frozen=True, kw_only=True):
+    """One resource that is listed and watched; counts since the start."""
+
+    connected: bool
+    objects: int
+    lists: int
+    watches: int
+    failures: int
+    events: int
+    unreadable: int
+
+
+class KubeMetrics:
+    """Empty until there is something to `follow`."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.followed: Callable[[], Mapping[str, Followed]] = dict
+        self._connected = gauges("resource")
+        self._objects = gauges("resource")
+        self._counts = {name: counters("resource") for name in ("lists", "watches", "failures", "events", "unreadable")}
+        self.leader = gauges("lease")
+        self._writes = counters("pool")
+        registry.before(self._refresh)
+        registry.show("fairlead_kube_connected", "1 while the API server answers for this resource.", self._connected)
+        registry.show("fairlead_kube_objects", "Objects that are known.", self._objects)
+        helps = {
+            "lists": "Whole lists that were read.",
+            "watches": "Watches that were begun.",
+            "failures": "Requests that found no answer or were refused.",
+            "events": "Changes that were watched.",
+            "unreadable": "Objects that could not be read.",
+        }
+        for name, family in self._counts.items():
+            registry.show(f"fairlead_kube_{name}_total", helps[name], family)
+        registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
+        registry.show("fairlead_kube_status_writes_total", "Conditions that were written.", self._writes)
+
+    def follow(self, source: Callable[[], Mapping[str, Followed]]) -> None:
+        """`source` says, by plural, what is listed and watched."""
+        self.followed = source
+
+    def wrote(self, pool: str, conditions: int) -> None:
+        """So many conditions were written since the start."""
+        self._writes.child(pool).value = conditions
+
+    def _refresh(self) -> None:
+        for resource, followed in self.followed().items():
+            self._connected.child(resource).set(followed.connected)
+            self._objects.child(resource).set(followed.objects)
+            values = asdict(followed)
+            for name, family in self._counts.items():
+                family.child(resource).value = values[name]
+
+
+# Tokenisers, the pieces of prompts that they keep, and whether engines agree, on the metrics page.
+
+_STATES = ("agrees", "differs", "unknown")
+
+
+class TokenMetrics:
+    """`tokeniser` gives what is loaded now; `check_states` the result for each compared model."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        tokeniser: Callable[[], PromptTokeniser],
+        check_states: Callable[[], Mapping[str, str]],
+        without: Mapping[str, int] | None = None,
+    ) -> None:
+        self._tokeniser, self._check_states, self._without = tokeniser, check_states, without
+        self._loaded = gauges("model", "tokeniser", "template")
+        self._agreement = gauges("model", "state")
+        self._bytes, self._asked, self._found = gauges(), counters(), counters()
+        self._unread = counters("reason")
+        registry.before(self._refresh)
+        show = registry.show
+        text = "1 for the library and the template that a model's prompts are read with; none = they are not."
+        show("fairlead_tokens_model", text, self._loaded)
+        text = "1 for whether an engine was found to make the same token ids of probes as we do."
+        show("fairlead_tokens_parity", text, self._agreement)
+        show("fairlead_tokens_cache_bytes", "Pieces of prompts whose tokens are kept.", self._bytes)
+        show("fairlead_tokens_cache_asked_total", "Characters that were looked for among them.", self._asked)
+        show("fairlead_tokens_cache_found_total", "Characters that were found among them.", self._found)
+        if without is not None:
+            text = "Prompts whose token ids are not known, so that their tokens were estimated, by reason."
+            show("fairlead_tokens_missing_total", text, self._unread)
+
+    def _refresh(self) -> None:
+        self._loaded.children.clear()
+        self._agreement.children.clear()
+        tokeniser = self._tokeniser()
+        for name, model in tokeniser.states().items():
+            library = model.tokeniser.library if model.tokeniser is not None else "none"
+            template = "ok" if model.templates else "none"
+            self._loaded.child(name, library, template).set(1)
+        for served, result in self._check_states().items():
+            for state in _STATES:
+                self._agreement.child(served, state).set(float(result == state))
+        cache = tokeniser.cache
+        if cache is not None:
+            self._bytes.child().set(cache.bytes)
+            self._asked.child().value = cache.asked
+            self._found.child().value = cache.found
+        for reason, count in (self._without or {}).items():
+            self._unread.child(reason).value = count
+
+
+# What the journal on disk tells of itself, on the metrics page.
+
+
+class JournalCounts(Protocol):
+    """Totals since the start; `size` is now."""
+
+    dropped: int
+    unwritten: int
+    records: int
+    bytes: int
+    segments: int
+    size: int
+    errors: int
+
+
+def show_journal(registry: Registry, counts: JournalCounts) -> None:
+    """Read when somebody looks."""
+    written, lost = counters(), counters("why")
+    volume, segments, errors, size = counters(), counters(), counters(), gauges()
+
+    def refresh() -> None:
+        written.child().value = counts.records
+        lost.child("busy").value = counts.dropped
+        lost.child("disk").value = counts.unwritten
+        volume.child().value = counts.bytes
+        segments.child().value = counts.segments
+        errors.child().value = counts.errors
+        size.child().value = counts.size
+
+    registry.before(refresh)
+    registry.show("fairlead_journal_records_total", "Records written to the journal.", written)
+    registry.show("fairlead_journal_lost_total", "Records that are missing in the journal.", lost)
+    registry.show("fairlead_journal_bytes_total", "Bytes written to the journal.", volume)
+    registry.show("fairlead_journal_segments_total", "Segments that were begun.", segments)
+    registry.show("fairlead_journal_errors_total", "Failures of the journal's disk.", errors)
+    registry.show("fairlead_journal_size_bytes", "Bytes of all segments in the journal's directory.", size)

@@ -1,0 +1,283 @@
+"""The last decisions with all that led to them, and what came of each: for "why this endpoint?".
+
+Rules
+* A ring of `size` decisions in memory. Traces have a cell per endpoint and step; together they hold at most
+  `max_cells`, so a large fleet keeps fewer decisions rather than more memory.
+* Recording keeps references only (0.4 us); all rendering happens when somebody asks.
+* Never a prompt: a request is its model, sizes and ids.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from math import isfinite
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.errors import FairleadError
+from fairlead.core.explain import Explanation, explain
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace
+
+#: Candidates shown per decision, the best first; the chosen one always.
+MAX_SHOWN = 100
+
+
+class _Entry(Struct):
+    decision: DecisionRecord
+    cells: int
+    outcome: OutcomeRecord | None = None
+
+
+class Journal:
+    """Takes records, in any number; gives the newest back."""
+
+    def __init__(self, size: int = 1000, max_cells: int = 200_000) -> None:
+        """Raises `ValueError` unless both are positive."""
+        if size < 1 or max_cells < 1:
+            raise ValueError("a journal needs room for at least one decision and one cell")
+        self._entries: deque[_Entry] = deque()
+        self._by_id: dict[int, _Entry] = {}
+        self._size = size
+        self._max_cells = max_cells
+        self._cells = 0
+        self._dropped = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def cells(self) -> int:
+        """Cells of all traces held."""
+        return self._cells
+
+    def on_decisions(self, records: Iterable[DecisionRecord]) -> None:
+        entries, by_id = self._entries, self._by_id
+        for record in records:
+            cells = 0
+            if (trace := record.trace) is not None:
+                columns = 1 + len(trace.filters) + len(trace.scorers)
+                if (snapshot := trace.snapshot) is not None:
+                    columns += len(snapshot.floats) + len(snapshot.learned)
+                cells = len(trace.endpoints) * columns
+            entry = by_id[record.request.id] = _Entry(record, cells)
+            entries.append(entry)
+            self._cells += cells
+        while len(self._entries) > self._size or (self._cells > self._max_cells and len(self._entries) > 1):
+            self._drop_oldest()
+
+    def on_outcomes(self, records: Iterable[OutcomeRecord]) -> None:
+        """Each is joined with its decision, if that is still held."""
+        for record in records:
+            entry = self._by_id.pop(record.request.id, None)
+            if entry is not None:
+                entry.outcome = record
+
+    def last(self, count: int, max_shown: int = MAX_SHOWN) -> list[dict[str, Any]]:
+        """The newest `count` decisions, newest first, as plain values that JSON can hold."""
+        newest = list(self._entries)[-count:] if count > 0 else []
+        return [render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest)]
+
+    def newest(self, count: int) -> list[tuple[DecisionRecord, OutcomeRecord | None]]:
+        """The newest `count`, newest first, as they were recorded."""
+        return [(entry.decision, entry.outcome) for entry in islice(reversed(self._entries), count)]
+
+    @property
+    def full(self) -> bool:
+        """Older ones were let go."""
+        return self._dropped
+
+    def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
+        """The newest decision of that name: our number for the request, a decision id, or the client's x-request-id."""
+        number = request_number(wanted)
+        for entry in reversed(self._entries):
+            request = entry.decision.request
+            if request.id == number or (wanted and request.external_id == wanted):
+                return entry.decision, entry.outcome
+        return None
+
+    def _drop_oldest(self) -> None:
+        entry = self._entries.popleft()
+        self._dropped = True
+        self._cells -= entry.cells
+        if self._by_id.get(entry.decision.request.id) is entry:
+            del self._by_id[entry.decision.request.id]
+
+
+def request_number(wanted: str) -> int:
+    """The request that a decision id (`run.number`, hexadecimal) or a plain number names; -1 = it is neither."""
+    _, dot, number = wanted.rpartition(".")
+    try:
+        return int(number, 16) if dot else int(number)
+    except ValueError:
+        return -1
+
+
+def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: int = MAX_SHOWN) -> dict[str, Any]:
+    """One decision as plain values. Times in clock seconds or, where named so, milliseconds; unknown = null."""
+    request = decision.request
+    return {
+        "request_id": request.id,
+        "external_id": request.external_id,
+        "at": decision.at,
+        "waited_ms": round((decision.at - request.arrived) * 1000, 3),
+        "queued_ms": round(decision.queued_ms, 3),
+        "model": request.model,
+        "target_model": request.target_model,
+        "rewritten_by": request.rewritten_by or None,
+        "api": request.api,
+        "stream": request.stream,
+        "priority": request.priority,
+        "fairness_id": request.fairness_id,
+        "prompt_tokens": request.prompt_tokens,
+        "policy": decision.policy,
+        "outcome": decision.outcome,
+        "status": decision.status,
+        "endpoint": decision.endpoint or None,
+        "address": decision.address or None,
+        "predicted_hit_tokens": decision.hit_tokens,
+        "best_hit_tokens": decision.best_hit_tokens,
+        "overloaded": decision.overloaded,
+        "forecast": None if decision.forecast is None else _forecast(decision.forecast),
+        "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
+        "result": None if outcome is None else _result(outcome),
+    }
+
+
+def _trace(trace: Trace, chosen: str, max_shown: int) -> dict[str, Any]:
+    endpoints = trace.endpoints
+    totals = _values(trace.total, len(endpoints))
+    kept = _values(trace.candidates, len(endpoints), True)
+    order = sorted(range(len(endpoints)), key=lambda i: (endpoints[i] != chosen, not kept[i], -_rank(totals[i]), i))
+    shown = order[:max_shown]
+    filters = [(name, _values(column, len(endpoints))) for name, column in trace.filters]
+    scorers = [(name, weight, _values(column, len(endpoints))) for name, weight, column in trace.scorers]
+    return {
+        "outcome": trace.outcome,
+        "weights": {name: _plain(weight) for name, weight, _ in scorers},
+        "left_out": len(order) - len(shown),
+        "candidates": [
+            {
+                "endpoint": endpoints[i],
+                "chosen": endpoints[i] == chosen,
+                "kept": _plain(kept[i]),
+                "filters": {name: _plain(column[i]) for name, column in filters},
+                "scores": {name: _plain(column[i]) for name, _, column in scorers},
+                "total": _plain(totals[i]),
+            }
+            for i in shown
+        ],
+    }
+
+
+def _forecast(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "ttft_ms": round(forecast.ttft_ms, 3),
+        "band_ms": [round(forecast.low_ms, 3), round(forecast.high_ms, 3)],
+        "tpot_ms": round(forecast.tpot_ms, 3),
+    }
+
+
+def _result(outcome: OutcomeRecord) -> dict[str, Any]:
+    return {
+        "at": outcome.at,
+        "endpoint": outcome.endpoint,
+        "status": outcome.status or None,
+        "cause": outcome.cause,
+        "ttft_ms": _known(outcome.ttft_ms),
+        "duration_ms": _known(outcome.duration_ms),
+        "request_bytes": _known(outcome.request_bytes),
+        "response_bytes": _known(outcome.response_bytes),
+        "prompt_tokens": _known(outcome.prompt_tokens),
+        "completion_tokens": _known(outcome.completion_tokens),
+        "cached_tokens": _known(outcome.cached_tokens),
+    }
+
+
+def _values(column: Any, length: int, default: Any = None) -> Sequence[Any]:
+    """A column as a list; one that is missing, or of another length, is `default` throughout."""
+    values = [] if column is None else np.asarray(column).tolist()
+    return values if len(values) == length else [default] * length
+
+
+def _rank(total: Any) -> float:
+    return total if isinstance(total, float) and isfinite(total) else float("-inf")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinities; a score that was filtered out is null."""
+    if isinstance(value, float):
+        return round(value, 6) if isfinite(value) else None
+    return value
+
+
+def _known(value: float) -> float | None:
+    return value if value >= 0 else None
+
+
+# One decision in full, as plain values: what the journal page shows, with the reasons in milliseconds.
+#
+# Shape: that of `journal.render`, and beside it `explanation` (see `fairlead.core.explain`; null where the numbers
+# were not kept), `prediction` (forecast against what came), `decision_id`.
+
+
+def explained(
+    decision: DecisionRecord, outcome: OutcomeRecord | None, make_policy: Callable[[], Any] | None
+) -> dict[str, Any]:
+    """`make_policy` gives a fresh copy of the policy that decided."""
+    explanation, problem = _explanation(decision, make_policy)
+    return {
+        **render(decision, outcome),
+        "session": decision.request.session or None,
+        "max_tokens": decision.request.max_tokens or None,
+        "prediction": prediction(decision, outcome),
+        "explanation": None if explanation is None else plain(explanation),
+        "unexplained": problem or None,
+    }
+
+
+def _explanation(decision: DecisionRecord, make_policy: Callable[[], Any] | None) -> tuple[Explanation | None, str]:
+    trace = decision.trace
+    if trace is None:
+        return None, "it was bound by the queue, chosen elsewhere, or refused: no policy rated it"
+    if trace.snapshot is None or make_policy is None:
+        return None, "the numbers were not kept; set journal.explain or journal.path"
+    try:
+        return explain(make_policy, decision.request, trace, decision.endpoint), ""
+    except (FairleadError, ValueError) as error:
+        return None, str(error)
+
+
+def plain(explanation: Explanation) -> dict[str, Any]:
+    """Numbers rounded to what is meant; totals and terms keep enough digits to add up."""
+    made: dict[str, Any] = msgspec.to_builtins(explanation)
+    for candidate in made["candidates"]:
+        for name in ("queued_requests", "queued_tokens", "running_requests", "kv_usage"):
+            candidate[name] = round(candidate[name], 4)
+    return made
+
+
+def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
+    """How good it was. Ratios are actual / predicted; unknown = null."""
+    forecast = decision.forecast
+    if forecast is None:
+        return None
+    ttft = outcome.ttft_ms if outcome is not None and outcome.ttft_ms >= 0 else None
+    cached = outcome.cached_tokens if outcome is not None and outcome.cached_tokens >= 0 else None
+    tpot = None
+    if outcome is not None and outcome.completion_tokens > 1 and outcome.duration_ms > outcome.ttft_ms >= 0:
+        tpot = (outcome.duration_ms - outcome.ttft_ms) / (outcome.completion_tokens - 1)
+    streamed = decision.request.stream
+    return {
+        "ttft_ms": {
+            "predicted": round(forecast.ttft_ms, 3),
+            "band": [round(forecast.low_ms, 3), round(forecast.high_ms, 3)],
+            "actual": ttft,
+            "ratio": round(ttft / forecast.ttft_ms, 4) if streamed and ttft and forecast.ttft_ms > 0 else None,
+            "within": forecast.low_ms <= ttft <= forecast.high_ms if streamed and ttft is not None else None,
+        },
+        "tpot_ms": {"predicted": round(forecast.tpot_ms, 3), "actual": None if tpot is None else round(tpot, 3)},
+        "cached_tokens": {"predicted": decision.hit_tokens, "actual": cached},
+    }

@@ -1,0 +1,211 @@
+"""Instruments to the Prometheus text format 0.0.4, or to OpenMetrics 1.0.
+
+Rules
+* A view shows a family under a name: with all of its labels, or some of them (children are summed), or renamed, and for
+  histograms with all of its bounds or some of them (cumulative counts stay exact). One family can have several views,
+  so a name and its deprecated twin cost one update, not two.
+* The constant part of each line is made once per child, and the text of `Readings` that have not changed is kept.
+  bench/metrics.py measures the whole page.
+* Labels are sorted by name, as Go's client does; published tools match on that.
+* Children of labelled histograms appear with their first observation.
+* OpenMetrics adds examples to buckets (which decision was the last one in there). Series are the same in both formats:
+  `le="1"` stays so, though OpenMetrics would rather have `1.0`. Prometheus 2 takes the label as it stands, and a pool
+  whose series change their names because a scraper was updated is worse.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from fairlead.server.observe.instruments import Counter, Family, Gauge, Histogram, Readings
+
+#: Of a request's number, the labels that tell which one it was.
+Naming = Callable[[int], Mapping[str, str]]
+
+_SPECIAL = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf", "-0": "0"}
+_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}
+_HELP_ESCAPES = {ord("\\"): "\\\\", ord("\n"): "\\n"}
+
+
+def number(value: float) -> str:
+    """A sample value; whole numbers without a fraction."""
+    if type(value) is int:
+        return str(value)
+    text = repr(float(value))  # numpy's floats would show their type
+    if text.endswith(".0"):
+        text = text[:-2]
+    return _SPECIAL.get(text, text)
+
+
+def label_text(names: Iterable[str], values: Iterable[str]) -> str:
+    """`a="1",b="2"`, escaped and sorted by name."""
+    pairs = sorted(zip(names, values, strict=True))
+    return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs)
+
+
+class View:
+    """A family under a name. `labels`: shown name by the family's own; `None` = all. `bounds`: a subset of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        family: Family[Any] | Readings,
+        labels: Mapping[str, str] | None = None,
+        bounds: tuple[float, ...] | None = None,
+        constant: Mapping[str, str] | None = None,
+    ) -> None:
+        shown = {label: label for label in family.labels} if labels is None else dict(labels)
+        self.name = name
+        self._family = family
+        self._constant = dict(constant or {})
+        self._names = (*shown.values(), *self._constant)
+        self._indexes = tuple(family.labels.index(label) for label in shown)
+        self._whole = self._indexes == tuple(range(len(family.labels)))
+        self.help = help_text
+        self.kind = family.kind
+        self.shown_labels = (*sorted(self._names),)
+        self._head = self._heading(name)
+        # In OpenMetrics a counter's name is that of its samples without the ending.
+        self._open_head = self._heading(name.removesuffix("_total") if family.kind == "counter" else name)
+        self._prefixes: dict[tuple[str, ...], str] = {}
+        self._last: tuple[Mapping[tuple[str, ...], float], str] = {}, ""
+        bounds = family.bounds if bounds is None else bounds
+        self._stops = [family.bounds.index(bound) + 1 for bound in bounds]
+        self._suffixes = [f'="{number(bound)}"}} ' for bound in bounds]
+
+    def _heading(self, name: str) -> str:
+        return f"# HELP {name} {self.help.translate(_HELP_ESCAPES)}\n# TYPE {name} {self.kind}\n"
+
+    def lines(self, out: list[str], naming: Naming | None = None) -> None:
+        """Append the family's text to `out`; with `naming`, as OpenMetrics."""
+        out.append(self._head if naming is None else self._open_head)
+        family = self._family
+        if isinstance(family, Readings):
+            out.append(self._readings(family.values))
+            return
+        rows = family.children if self._whole else self._summed(family)
+        self._trim(len(rows))
+        if self.kind == "histogram":
+            for values, histogram in rows.items():
+                self._histogram(out, values, histogram, naming)
+            return
+        out += [f"{self._prefix(values)}{number(child.value)}\n" for values, child in rows.items()]
+
+    def _readings(self, values: Mapping[tuple[str, ...], float]) -> str:
+        if values != self._last[0]:
+            self._trim(len(values))
+            self._last = values, "".join([f"{self._prefix(key)}{number(value)}\n" for key, value in values.items()])
+        return self._last[1]
+
+    def _trim(self, rows: int) -> None:
+        if len(self._prefixes) > 2 * rows + 64:
+            self._prefixes.clear()
+
+    def _prefix(self, values: tuple[str, ...]) -> str:
+        prefix = self._prefixes.get(values)
+        if prefix is None:
+            text = self._labels(values)
+            prefix = self._prefixes[values] = f"{self.name}{{{text}}} " if text else f"{self.name} "
+        return prefix
+
+    def _labels(self, values: tuple[str, ...]) -> str:
+        return label_text(self._names, (*values, *self._constant.values()))
+
+    def _histogram(self, out: list[str], values: tuple[str, ...], histogram: Histogram, naming: Naming | None) -> None:
+        reached = list(accumulate(histogram.counts))
+        total = reached[-1]
+        if not total and self._names:
+            return
+        text = self._prefixes.get(values)
+        if text is None:
+            text = self._prefixes[values] = self._labels(values)
+        head = f"{self.name}_bucket{{{text},le" if text else f"{self.name}_bucket{{le"
+        braces = f"{{{text}}}" if text else ""
+        if naming is None or histogram.examples is None:
+            stops = zip(self._stops, self._suffixes, strict=True)
+            out += [f"{head}{suffix}{reached[stop - 1]}\n" for stop, suffix in stops]
+            out.append(f'{head}="+Inf"}} {total}\n')
+        else:
+            self._with_examples(out, head, reached, histogram.examples, naming)
+        out.append(f"{self.name}_sum{braces} {number(histogram.sum)}\n{self.name}_count{braces} {total}\n")
+
+    def _with_examples(
+        self, out: list[str], head: str, reached: list[int], examples: list[tuple[float, int] | None], naming: Naming
+    ) -> None:
+        start = 0
+        stops = (*self._stops, len(reached))
+        for stop, suffix in zip(stops, (*self._suffixes, '="+Inf"} '), strict=True):
+            example = next((candidate for candidate in reversed(examples[start:stop]) if candidate is not None), None)
+            start = stop
+            beside = ""
+            if example is not None:
+                labels = naming(example[1])
+                beside = f" # {{{label_text(labels, labels.values())}}} {number(example[0])}"
+            out.append(f"{head}{suffix}{reached[stop - 1]}{beside}\n")
+
+    def _summed(self, family: Family[Any]) -> dict[tuple[str, ...], Any]:
+        """Children that the shown labels do not tell apart, added up."""
+        rows: dict[tuple[str, ...], Any] = {}
+        for values, child in family.children.items():
+            key = tuple(values[i] for i in self._indexes)
+            row = rows.get(key)
+            if row is None:
+                row = rows[key] = _blank(child)
+            _add(row, child)
+        return rows
+
+
+def _blank(child: Any) -> Any:
+    return Histogram(child.bounds) if isinstance(child, Histogram) else type(child)()
+
+
+def _add(row: Counter | Gauge | Histogram, child: Any) -> None:
+    if isinstance(row, Histogram):
+        row.counts = [mine + theirs for mine, theirs in zip(row.counts, child.counts, strict=True)]
+        row.sum += child.sum
+    else:
+        row.value += child.value
+
+
+class Registry:
+    """Everything that is shown."""
+
+    def __init__(self) -> None:
+        self._views: list[View] = []
+        self._names: set[str] = set()
+        #: Tells an observation's request in OpenMetrics.
+        self.naming: Naming = lambda request_id: {}
+        self._before: list[Callable[[], object]] = []
+
+    def show(self, name: str, help_text: str, family: Family[Any] | Readings, **how: Any) -> None:
+        """Show a family under a name; `how` as for `View`. Raises `ValueError` for a name that is taken."""
+        if name in self._names:
+            raise ValueError(f"metric {name} is shown twice")
+        self._names.add(name)
+        self._views.append(View(name, help_text, family, **how))
+
+    def before(self, refresh: Callable[[], object]) -> None:
+        """Call `refresh` at the beginning of every rendering, to set gauges that nobody keeps up to date."""
+        self._before.append(refresh)
+
+    @property
+    def views(self) -> Sequence[View]:
+        """All that is shown, in its order."""
+        return self._views
+
+    def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
+        """The exposition, in pieces of one refreshing or name, so that a server can serve others in between."""
+        for refresh in self._before:
+            refresh()
+            yield b""
+        naming = self.naming if openmetrics else None
+        for view in self._views:
+            out: list[str] = []
+            view.lines(out, naming)
+            yield "".join(out).encode("utf-8", "replace")
+        if openmetrics:
+            yield b"# EOF\n"
+
+    def render(self) -> bytes:
+        return b"".join(self.parts())

@@ -1,0 +1,165 @@
+"""What the fleet looks like at one moment, for debug pages and as gauges. Made by whoever knows, read by all."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
+from statistics import fmean, stdev
+from typing import Protocol
+
+from msgspec import Struct
+
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.instruments import Counter, Family, Gauge, Readings, counters, gauges
+
+
+class EndpointStatus(Struct, frozen=True, kw_only=True):
+    """One endpoint. `None` = never reported."""
+
+    id: str
+    address: str
+    labels: Mapping[str, str] = {}
+    #: Whether its last good scrape is recent enough to be believed.
+    fresh: bool = False
+    #: Seconds since that scrape.
+    age_s: float | None = None
+    #: Why scrapes fail now; empty = they do not, or only just began to.
+    last_error: str = ""
+    #: As the engine reported.
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    #: Our own requests in flight, and their prompt tokens that are not prefilled yet.
+    leases: int = 0
+    pending_tokens: float = 0
+    adapters: Sequence[str] = ()
+
+
+class ScrapeTotals(Protocol):
+    """Totals of scraping since the start; `fairlead.pool.scrape.ScrapeStats` is one."""
+
+    ok: int
+    failed: int
+    suppressed: int
+    bytes: int
+    seconds: float
+
+
+class FleetStatus(Struct, frozen=True, kw_only=True):
+    """The whole pool."""
+
+    endpoints: Sequence[EndpointStatus] = ()
+    #: Entries of the prefix index.
+    index_size: int = 0
+    leases: int = 0
+    scrapes: ScrapeTotals | None = None
+
+
+# Gauges about the pool, set anew from a `FleetStatus` at every rendering.
+
+_STATES = ("kv_cache_utilization", "queue_size", "running_requests")
+
+
+class FleetGauges:
+    """`pool`: the value of the label `name` in the published names.
+
+    Means and deviations are over fresh endpoints only; with none (or, for deviations, one) they are NaN, which neither
+    fires nor hides behind an old value.
+    """
+
+    def __init__(self, registry: Registry, pool: str, status: Callable[[], FleetStatus]) -> None:
+        self._status = status
+        self._mean = {state: gauges() for state in _STATES}
+        self._deviation = {state: gauges() for state in _STATES}
+        self._ready = gauges()
+        self._queue = Readings("gauge", "model_server_endpoint")
+        self._stale = Readings("gauge", "endpoint")
+        self._age = Readings("gauge", "endpoint")
+        self._endpoint_leases = Readings("gauge", "endpoint")
+        self._inflight = Readings("gauge", "endpoint_name", "namespace")
+        self._tokens = Readings("gauge", "endpoint_name", "namespace")
+        self._leases = gauges()
+        self._index = gauges()
+        self._scrapes = counters("result")
+        self._failed = counters()
+        self._scrape_bytes = counters()
+        self._scrape_seconds = counters()
+        registry.before(self.refresh)
+        self._show_pool(registry, pool)
+        self._show_own(registry)
+
+    def refresh(self) -> None:
+        status = self._status()
+        fresh = [endpoint for endpoint in status.endpoints if endpoint.fresh]
+        columns = {
+            "kv_cache_utilization": _known(endpoint.kv_usage for endpoint in fresh),
+            "queue_size": _known(endpoint.waiting for endpoint in fresh),
+            "running_requests": _known(endpoint.running for endpoint in fresh),
+        }
+        for state, values in columns.items():
+            self._mean[state].child().set(fmean(values) if values else nan)
+            self._deviation[state].child().set(stdev(values) if len(values) > 1 else nan)
+        self._ready.child().set(len(fresh))
+        self._leases.child().set(status.leases)
+        self._index.child().set(status.index_size)
+        self._set_endpoints(status.endpoints)
+        if status.scrapes is not None:
+            self._scrapes.child("ok").value = status.scrapes.ok
+            self._scrapes.child("failed").value = status.scrapes.failed
+            self._failed.child().value = status.scrapes.failed
+            self._scrape_bytes.child().value = status.scrapes.bytes
+            self._scrape_seconds.child().value = status.scrapes.seconds
+
+    def _set_endpoints(self, endpoints: Sequence[EndpointStatus]) -> None:
+        self._queue.values = {(status.id,): status.waiting for status in endpoints if status.waiting is not None}
+        self._stale.values = {(status.id,): 0 if status.fresh else 1 for status in endpoints}
+        self._age.values = {(status.id,): round(status.age_s, 3) for status in endpoints if status.age_s is not None}
+        self._endpoint_leases.values = {(status.id,): status.leases for status in endpoints}
+        names = [(name, namespace) for namespace, _, name in (status.id.rpartition("/") for status in endpoints)]
+        self._inflight.values = dict(zip(names, (status.leases for status in endpoints), strict=True))
+        self._tokens.values = dict(zip(names, (status.pending_tokens for status in endpoints), strict=True))
+
+    def _show_pool(self, registry: Registry, pool: str) -> None:
+        named = {"constant": {"name": pool}}
+        for state in _STATES:
+            text = f"[ALPHA] Mean {state.replace('_', ' ')} of the pool's fresh endpoints."
+            registry.show(f"llm_d_epp_average_{state}", text, self._mean[state], **named)
+            registry.show(f"inference_pool_average_{state}", text, self._mean[state], **named)
+            text = f"[ALPHA] Standard deviation of {state.replace('_', ' ')} over the pool's fresh endpoints."
+            registry.show(f"llm_d_epp_std_dev_{state}", text, self._deviation[state], **named)
+        text = "[ALPHA] Endpoints with fresh metrics."
+        registry.show("llm_d_epp_ready_endpoints", text, self._ready, **named)
+        registry.show("inference_pool_ready_pods", text, self._ready, **named)
+        text = "[ALPHA] Requests waiting in an endpoint's own queue."
+        registry.show("llm_d_epp_per_endpoint_queue_size", text, self._queue, **named)
+        pod = {"model_server_endpoint": "model_server_pod"}
+        registry.show("inference_pool_per_pod_queue_size", text, self._queue, labels=pod, **named)
+        ours = {"constant": {"producer_name": "fairlead"}}
+        text = "[ALPHA] Requests in flight that are charged to an endpoint."
+        registry.show("llm_d_epp_inflight_requests", text, self._inflight, **ours)
+        text = "[ALPHA] Their prompt tokens that are not computed yet."
+        registry.show("llm_d_epp_inflight_tokens", text, self._tokens, **ours)
+        source = {"labels": {}, "constant": {"source_type": "metrics-data-source"}}
+        text = "[ALPHA] Scrapes of model servers that failed."
+        for prefix in ("llm_d_epp_", "llm_d_inference_scheduler_"):
+            registry.show(prefix + "datalayer_poll_errors_total", text, self._failed, **source)
+        learned = {"constant": {"plugin_name": "prefix-index", "plugin_type": "prefix-cache-scorer"}}
+        text = "[ALPHA] Entries of the prefix index."
+        for prefix in ("llm_d_epp_", "inference_extension_"):
+            registry.show(prefix + "prefix_indexer_size", text, self._index, **learned)
+
+    def _show_own(self, registry: Registry) -> None:
+        rows: tuple[tuple[str, str, Family[Gauge] | Family[Counter] | Readings], ...] = (
+            ("index_size", "Entries of the prefix index.", self._index),
+            ("fairlead_leases", "Requests in flight that are charged to an endpoint.", self._leases),
+            ("fairlead_endpoint_leases", "Of those, per endpoint.", self._endpoint_leases),
+            ("fairlead_endpoint_stale", "1 while an endpoint's metrics are too old to be believed.", self._stale),
+            ("fairlead_endpoint_age_seconds", "Time since an endpoint's last good scrape.", self._age),
+            ("fairlead_scrape_total", "Scrapes of metrics pages, by result.", self._scrapes),
+            ("fairlead_scrape_bytes_total", "Bytes of metrics pages read.", self._scrape_bytes),
+            ("fairlead_scrape_seconds_total", "Time from asking for a page to having it.", self._scrape_seconds),
+        )
+        for name, text, family in rows:
+            registry.show(name, text, family)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

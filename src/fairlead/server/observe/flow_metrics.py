@@ -1,0 +1,171 @@
+"""What waits, for how long, and what became of it. Nothing is shown while flow control is off.
+
+Rules
+* Gauges are set anew from the queues at every rendering; the counter and the histogram with each decision.
+* Tenants and models are the clients' words: past `CAP` label sets they become `other`.
+* `requests_total` and the histogram count every request that flow control has seen, also those that went at once.
+* Published names and their deprecated twins as in `request_families`; `fairlead_flow_*` are our own.
+"""
+
+from collections.abc import Callable, Iterable
+from math import inf, nan
+
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Flow, Limit
+from fairlead.core.flow_control import FlowController
+from fairlead.core.queues import Band
+from fairlead.core.records import DecisionRecord
+from fairlead.server.observe import instruments as buckets
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.instruments import counters, gauges, histograms
+
+CAP = 1000
+_CLIENTS = ("fairness_id", "model_name", "target_model_name")
+_FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
+_MAX_LABEL = 200
+_PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
+
+#: Reason → the published outcome of a request that had not waited, and of one that had.
+_OUTCOMES = {
+    "routed": ("Dispatched", "Dispatched"),
+    "rejected-saturated": ("RejectedCapacity", "EvictedOther"),
+    "rejected-no-endpoints": ("RejectedNoEndpoints", "EvictedNoEndpoints"),
+    "rejected-ttl-expired": ("EvictedTTL", "EvictedTTL"),
+    "rejected-context-cancelled": ("EvictedContextCancelled", "EvictedContextCancelled"),
+    "rejected-shutting-down": ("RejectedOther", "EvictedOther"),
+}
+_OTHERWISE = ("RejectedOther", "EvictedOther")
+
+
+class FlowMetrics:
+    """`flow_controller` is set once there is flow control."""
+
+    def __init__(self, registry: Registry, pool: str, fleet: Fleet, now: Callable[[], float]) -> None:
+        self.flow_controller: FlowController | None = None
+        self._fleet = fleet
+        self._now = now
+        self._requests = counters("outcome", "priority", cap=256, fold=("priority",))
+        self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE, cap=CAP, fold=_CLIENTS)
+        self._size = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._bytes = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._saturation = gauges("stage")
+        self._used = {kind: gauges("priority", cap=256, fold=("priority",)) for kind in ("requests", "bytes")}
+        self._used_all = {kind: gauges("unused", cap=2) for kind in ("requests", "bytes")}
+        self._age = gauges("priority", cap=256, fold=("priority",))
+        self._jain = gauges("priority", cap=256, fold=("priority",))
+        self._flow_age = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._delays = gauges("priority", cap=256, fold=("priority",))
+        self._waiting = gauges("unused", cap=2)
+        self._stale = gauges("unused", cap=2)
+        self._delay = gauges("unused", cap=2)
+        self._wanted = gauges("unused", cap=2)
+        registry.before(self._refresh)
+        self._show(registry, {"constant": {"inference_pool": pool}})
+
+    def on_decisions(self, records: Iterable[DecisionRecord]) -> None:
+        if self.flow_controller is not None:
+            for record in records:
+                self._decided(record)
+
+    def _decided(self, record: DecisionRecord) -> None:
+        request = record.request
+        outcome = _OUTCOMES.get(record.outcome, _OTHERWISE)[record.queued_ms > 0.0]
+        priority = str(request.priority)
+        self._requests.child(outcome, priority).value += 1
+        model, target = request.model[:_MAX_LABEL], request.target_model[:_MAX_LABEL]
+        labels = request.fairness_id[:_MAX_LABEL], priority, model, target, outcome
+        self._waits.child(*labels).observe(record.queued_ms * 1e-3)
+
+    def _refresh(self) -> None:
+        flow_controller = self.flow_controller
+        if flow_controller is None:
+            return
+        flows, bands = (self._size, self._bytes, self._flow_age), (self._age, self._delays, self._jain)
+        for family in (*flows, *bands, *self._used.values()):
+            family.children.clear()
+        now, queues = self._now(), flow_controller.flow.queues
+        for band in queues.bands():
+            self._band(band, band.limit, flow_controller.drain_s(band.priority), now)
+        total = queues.limits.total
+        for kind, count, most in (("requests", len(queues), total.requests), ("bytes", queues.bytes, total.bytes)):
+            self._used_all[kind].child("").set(_share(count, most))
+        self._saturation.child("effective").set(self._saturated(flow_controller, now))
+        endpoints = self._fleet.table.count
+        table = self._fleet.table
+        stale = table.alive & (now - table.sampled_at > self._fleet.staleness)
+        self._stale.child("").set(float(stale.sum()))
+        self._waiting.child("").set(len(queues))
+        self._delay.child("").set(flow_controller.drain_s())
+        self._wanted.child("").set(flow_controller.wanted(endpoints, now))
+
+    def _band(self, band: Band, limit: Limit, delay: float, now: float) -> None:
+        priority = str(band.priority)
+        self._delays.child(priority).set(delay)
+        self._used["requests"].child(priority).set(_share(band.count, limit.requests))
+        self._used["bytes"].child(priority).set(_share(band.bytes, limit.bytes))
+        oldest = band.oldest()
+        self._age.child(priority).set(0.0 if oldest == inf else now - oldest)
+        served = [flow.served for flow in band.flows.values() if flow.served > 0.0 or len(flow)]
+        self._jain.child(priority).set(jains_index(served))
+        for flow in band.flows.values():
+            if len(flow):
+                labels = _labels(flow)
+                self._size.child(*labels).inc(len(flow))
+                self._bytes.child(*labels).inc(flow.bytes)
+                age = self._flow_age.child(*labels)
+                age.set(max(age.value, now - min(entry[2].since for entry in flow.waiting)))
+
+    def saturation(self) -> float | None:
+        """As the gauge shows it; `None` = flow control is off."""
+        return None if self.flow_controller is None else self._saturated(self.flow_controller, self._now())
+
+    def _saturated(self, flow_controller: FlowController, now: float) -> float:
+        return flow_controller.flow.gate.level(self._fleet, now)
+
+    def _show(self, registry: Registry, pool: dict[str, dict[str, str]]) -> None:
+        show = registry.show
+        for prefix in _PREFIXES:
+            text = "[ALPHA] Time from a request's arrival at flow control to its outcome."
+            show(prefix + "request_queue_duration_seconds", text, self._waits, **pool)
+            show(prefix + "queue_size", "[ALPHA] Requests that wait, by flow.", self._size, **pool)
+            show(prefix + "queue_bytes", "[ALPHA] Bytes of their bodies, by flow.", self._bytes, **pool)
+            text = "[ALPHA] 1 = no endpoint may be sent one more request; above, oversubscribed."
+            show(prefix + "pool_saturation", text, self._saturation, **pool)
+        prefix = _PREFIXES[0]
+        show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
+        for kind in ("requests", "bytes"):
+            text = f"[ALPHA] Share of the limit of {kind} that is used, by band."
+            show(f"{prefix}capacity_utilization_{kind}", text, self._used[kind], **pool)
+            text = f"[ALPHA] Share of the global limit of {kind} that is used."
+            show(f"{prefix}global_capacity_utilization_{kind}", text, self._used_all[kind], labels={}, **pool)
+        text = "[ALPHA] Endpoints whose metrics are too old to be believed."
+        show(f"{prefix}stale_endpoints", text, self._stale, labels={}, constant={"detector": "fairlead"})
+        text = "Age of the request that waits longest, by band."
+        show("fairlead_flow_head_age_seconds", text, self._age)
+        text = "Age of the request that waits longest, by flow."
+        show("fairlead_flow_queue_age_seconds", text, self._flow_age)
+        text = "Jain's index of the work that the flows of a band were given out of the queue; 1 = all the same."
+        show("fairlead_flow_fairness_index", text, self._jain)
+        text = "How long the queue will take at the pace of the last dispatches."
+        show("fairlead_flow_delay_seconds", text, self._delay, labels={})
+        text = "The same of those of a band and the bands above: what Retry-After says."
+        show("fairlead_flow_band_delay_seconds", text, self._delays)
+        show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
+        text = "Endpoints with which requests would wait no longer than the target."
+        show("fairlead_desired_replicas", text, self._wanted, labels={})
+
+
+def _labels(flow: Flow) -> tuple[str, ...]:
+    key = flow.key
+    target = flow.waiting[0][2].request.target_model
+    return key.tenant[:_MAX_LABEL], str(key.priority), key.model[:_MAX_LABEL], target[:_MAX_LABEL]
+
+
+def _share(used: float, limit: float) -> float:
+    return 0.0 if limit == inf else used / limit
+
+
+def jains_index(work: list[float]) -> float:
+    """(Σx)² / (n·Σx²), 1/n..1; NaN where nobody got anything."""
+    squares = sum(x * x for x in work)
+    return sum(work) ** 2 / (len(work) * squares) if squares else nan

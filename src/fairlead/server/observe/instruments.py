@@ -1,0 +1,188 @@
+"""Counters, gauges and histograms that cost next to nothing to update.
+
+Rules
+* Whoever counts often holds on to the child (`family.child("m", "t")`) and calls it: 45 ns for a counter, 130 ns for a
+  histogram (prometheus_client: 310-370 and 960-1,360, and 1,144 for `labels()`). All on one thread.
+* Label cardinality is bounded: past `cap` children the labels in `fold`, whose values clients choose, become `other`;
+  past four times `cap` all of them do. Counts are never lost, only merged.
+"""
+
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+OTHER = "other"
+
+
+class Counter:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def inc(self, amount: float = 1) -> None:
+        """`amount` must not be negative."""
+        self.value += amount
+
+
+class Gauge:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def inc(self, amount: float = 1) -> None:
+        self.value += amount
+
+    def dec(self, amount: float = 1) -> None:
+        self.value -= amount
+
+
+class Histogram:
+    """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last one is above all bounds.
+
+    `examples`: by bucket, the last observation whose request was told and that request's number; `None` = none was.
+    """
+
+    __slots__ = ("bounds", "counts", "examples", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum: float = 0
+        self.examples: list[tuple[float, int] | None] | None = None
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Sequence[float], request_ids: Sequence[int] = ()) -> None:
+        """Many at once. The last request of each bucket is shown beside it where the format can, if ids are given."""
+        buckets = list(map(partial(bisect_left, self.bounds), values))
+        for bucket, number in Counts(buckets).items():
+            self.counts[bucket] += number
+        self.sum += sum(values)
+        if request_ids:
+            if self.examples is None:
+                self.examples = [None] * len(self.counts)
+            for bucket, example in dict(zip(buckets, zip(values, request_ids, strict=True), strict=True)).items():
+                self.examples[bucket] = example
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+Child = TypeVar("Child", bound=Counter | Gauge | Histogram)
+
+
+class Family(Generic[Child]):
+    """All children of one instrument, by label values. Made by `counters`, `gauges` and `histograms`."""
+
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[[], Child],
+        labels: Iterable[str],
+        bounds: tuple[float, ...] = (),
+        cap: int = 1000,
+        fold: Iterable[str] = (),
+    ) -> None:
+        self.kind = kind
+        self.labels = tuple(labels)
+        self.bounds = bounds
+        self.children: dict[tuple[str, ...], Child] = {}
+        self._make = make
+        self._cap = cap
+        self._folded = frozenset(self.labels.index(label) for label in fold if label in self.labels)
+        if not self.labels:
+            self.child()
+
+    def child(self, *values: str) -> Child:
+        """The child for these label values, in the order of `labels`. Raises `ValueError` for a wrong number."""
+        existing = self.children.get(values)
+        if existing is not None:
+            return existing
+        if len(values) != len(self.labels):
+            raise ValueError(f"expected values for {self.labels}, got {values}")
+        if len(self.children) >= self._cap:
+            values = tuple(OTHER if i in self._folded else value for i, value in enumerate(values))
+            if len(self.children) >= 4 * self._cap and values not in self.children:
+                values = (OTHER,) * len(values)
+            existing = self.children.get(values)
+            if existing is not None:
+                return existing
+        made = self.children[values] = self._make()
+        return made
+
+    def keep(self, label: str, wanted: Iterable[str]) -> None:
+        """Drop children whose `label` has none of the `wanted` values."""
+        index, values = self.labels.index(label), set(wanted)
+        for key in [key for key in self.children if key[index] not in values]:
+            del self.children[key]
+
+
+class Readings:
+    """A gauge or counter whose values somebody else keeps: read when somebody looks, and replaced as a whole."""
+
+    bounds: tuple[float, ...] = ()
+
+    def __init__(self, kind: str, *labels: str) -> None:
+        self.kind = kind
+        self.labels = labels
+        #: By label values. Never change the mapping, put another one in its place.
+        self.values: Mapping[tuple[str, ...], float] = {}
+
+    def take(self, values: Mapping[tuple[str, ...], float]) -> None:
+        """Show these instead."""
+        self.values = values
+
+
+def counters(*labels: str, cap: int = 1000, fold: Iterable[str] = ()) -> Family[Counter]:
+    return Family("counter", Counter, labels, cap=cap, fold=fold)
+
+
+def gauges(*labels: str, cap: int = 1000, fold: Iterable[str] = ()) -> Family[Gauge]:
+    return Family("gauge", Gauge, labels, cap=cap, fold=fold)
+
+
+def histograms(*labels: str, bounds: tuple[float, ...], cap: int = 1000, fold: Iterable[str] = ()) -> Family[Histogram]:
+    """`bounds`: strictly increasing upper bounds without infinity. Raises `ValueError` otherwise."""
+    if not bounds or any(low >= high for low, high in zip(bounds, (*bounds[1:], float("inf")), strict=True)):
+        raise ValueError("histogram bounds must be finite and strictly increasing")
+    return Family("histogram", partial(Histogram, bounds), labels, bounds, cap, fold)
+
+
+# Histogram bounds (seconds, bytes, tokens) as the Gateway API Inference Extension publishes them.
+#
+# Where a name and its deprecated twin differ in bounds, the family has the union and each view shows its own.
+
+GENERAL = (
+    *(0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0),
+    *(30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0),
+)
+TTFT = tuple(bound for bound in GENERAL if bound <= 120.0)
+SIZE = tuple(float(1 << power) for power in range(6, 31))
+#: 32778 is a slip for 32768 that became part of what dashboards query.
+RESPONSE = (
+    *(1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32778.0, 65536.0),
+)
+TOKENS = (*RESPONSE, 131072.0, 262144.0, 524288.0, 1048576.0)
+OUTPUT = RESPONSE[:12]
+NTPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+TPOT = (0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 2.0)
+TPOT_TWIN = (
+    *(*TPOT[:-1], 1.5, 2.0, 3.0, 4.5, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 48.0, 60.0, 90.0, 120.0, 180.0, 270.0, 360.0),
+)
+SCHEDULING = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+#: The published ones end at 100 ms, where trouble only begins.
+SCHEDULING_LONG = (*SCHEDULING, 0.2, 0.5, 1.0)
+#: Observed over predicted.
+RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0)
+LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+QUEUE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

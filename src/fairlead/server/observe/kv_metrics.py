@@ -1,0 +1,251 @@
+"""Metrics of KV events (what is known, how far it is relied on) and of the indexer. Set anew at each rendering."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from fairlead.core.exact import SOURCES, ExactKnowledge
+from fairlead.core.kv.index import KvIndex
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.instruments import Readings, counters, gauges, histograms
+
+
+class KvFeedStatus(Struct, frozen=True):
+    """One rank's feed. Counts are batches, unless they say otherwise."""
+
+    endpoint: str
+    slot: int
+    rank: int
+    linked: bool
+    behind: bool
+    provisional: bool
+    blocks: int
+    batches: int
+    events: int
+    bad: int
+    lost: int
+    gaps: int
+    restarts: int
+    replays: int
+    failed_replays: int
+
+
+#: Metric, its text, and the field that it shows.
+_COUNTERS = (
+    ("batches", "Batches of KV events that were applied.", "batches"),
+    ("events", "KV events that were applied.", "events"),
+    ("bad_events", "KV events that could not be read.", "bad"),
+    ("lost_batches", "Batches that were missed for good.", "lost"),
+    ("gaps", "Times that batches were missing.", "gaps"),
+    ("restarts", "Times that an engine was found to be another one.", "restarts"),
+    ("replays", "Replays that were begun.", "replays"),
+    ("failed_replays", "Replays that brought nothing, or not all.", "failed_replays"),
+)
+_GAUGES = (
+    ("connected", "1 while the publisher is connected.", "linked"),
+    ("behind", "1 while missed batches are being fetched.", "behind"),
+    ("provisional", "1 while part of the history is missing.", "provisional"),
+    ("blocks", "Blocks that the rank is known to hold, over groups and tiers.", "blocks"),
+)
+_VERDICTS = ("equal", "close", "off", "idle")
+
+
+class KvMetrics:
+    """`feeds` tells all feeds as they are now, `endpoints` the slot and id of each endpoint.
+
+    `rejected` counts batches of strangers, `without` prompts without token ids by reason.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        exact: ExactKnowledge,
+        endpoints: Callable[[], Iterable[tuple[int, str]]],
+        feeds: Callable[[], Iterable[KvFeedStatus]],
+        rejected: Callable[[], int],
+        without: Mapping[str, int],
+    ) -> None:
+        self._exact = exact
+        self._endpoints = endpoints
+        self._feeds = feeds
+        self._rejected = rejected
+        self._without = without
+        self._counters = {field: Readings("counter", "endpoint", "rank") for _, _, field in _COUNTERS}
+        self._gauges = {field: Readings("gauge", "endpoint", "rank") for _, _, field in _GAUGES}
+        self._trust = Readings("gauge", "endpoint")
+        self._source = Readings("gauge", "endpoint", "source")
+        self._checked = Readings("counter", "endpoint", "verdict")
+        self._tokens = Readings("counter", "endpoint", "by")
+        self._causes = Readings("counter", "endpoint", "cause")
+        self._publishers = Readings("counter", "pod_identifier")
+        self._subscribers = gauges()
+        self._index = gauges("what")
+        self._refused = counters()
+        self._unread = counters("reason")
+        registry.before(self._refresh)
+        self._show(registry)
+
+    def _refresh(self) -> None:
+        """Anew each time: endpoints come and go."""
+        feeds = [(feed, (feed.endpoint, str(feed.rank))) for feed in self._feeds()]
+        read = [(asdict(feed), labels) for feed, labels in feeds]
+        for field, counter in self._counters.items():
+            counter.values = {labels: values[field] for values, labels in read}
+        for field, gauge in self._gauges.items():
+            gauge.values = {labels: int(values[field]) for values, labels in read}
+        batches: dict[tuple[str, ...], int] = {}
+        for feed, (endpoint, _) in feeds:
+            batches[(endpoint,)] = batches.get((endpoint,), 0) + feed.batches
+        self._publishers.values = batches
+        self._subscribers.child().set(sum(feed.linked for feed, _ in feeds))
+        self._check()
+        index = self._exact.index
+        self._index.child("blocks").set(index.entries)
+        self._index.child("bytes").set(index.nbytes)
+        self._index.child("orphans").set(len(index.orphans))
+        self._index.child("just_sent").set(len(index.speculation))
+        self._refused.child().value = self._rejected()
+        for reason, count in self._without.items():
+            self._unread.child(reason).value = count
+
+    def _check(self) -> None:
+        exact, check = self._exact, self._exact.check
+        slots = list(self._endpoints())
+        judged = [(endpoint, check.judged(slot)) for slot, endpoint in slots]
+        self._trust.values = {(endpoint,): check.trust(slot).level for slot, endpoint in slots}
+        sources = [(endpoint, exact.source(slot)) for slot, endpoint in slots]
+        self._source.values = {(endpoint, label): int(label == now) for endpoint, now in sources for label in SOURCES}
+        verdicts = [(endpoint, asdict(verdict)) for endpoint, verdict in judged]
+        self._checked.values = {
+            (endpoint, label): counts[label] for endpoint, counts in verdicts for label in _VERDICTS
+        }
+        tokens: dict[tuple[str, ...], float] = {}
+        for endpoint, verdict in judged:
+            tokens[endpoint, "predicted"] = verdict.predicted_tokens
+            tokens[endpoint, "reported"] = verdict.reported_tokens
+        self._tokens.values = tokens
+        self._causes.values = {
+            (endpoint, cause): count for endpoint, verdict in judged for cause, count in verdict.causes.items()
+        }
+
+    def _show(self, registry: Registry) -> None:
+        show = registry.show
+        for name, text, field in _COUNTERS:
+            show(f"fairlead_kv_{name}_total", text, self._counters[field])
+        for name, text, field in _GAUGES:
+            show(f"fairlead_kv_feed_{name}", text, self._gauges[field])
+        show("fairlead_kv_trust", "Share of the last compared answers whose prediction came true.", self._trust)
+        text = "1 for how far an endpoint's events are relied on: learned = not at all, exact = in everything."
+        show("fairlead_kv_source", text, self._source)
+        text = "Answers whose reported cached tokens were compared with the prediction from KV events."
+        show("fairlead_kv_checked_total", text, self._checked)
+        show("fairlead_kv_checked_tokens_total", "Their cached tokens, predicted and reported.", self._tokens)
+        text = "Answers whose prediction was wrong, by likely cause."
+        show("fairlead_kv_disagreements_total", text, self._causes)
+        show(
+            "fairlead_kv_index", "The index of KV blocks: copies, bytes, blocks without a parent, leases.", self._index
+        )
+        text = "Prompts whose token ids are not known, so that learned knowledge served them, by reason."
+        show("fairlead_kv_prompts_without_tokens_total", text, self._unread)
+        text = "[ALPHA] Publishers of KV events that are connected."
+        show("llm_d_epp_kv_cache_events_active_subscribers", text, self._subscribers)
+        text = "[ALPHA] Batches of KV events, by publisher."
+        show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
+        show("fairlead_kv_rejected_batches_total", "Batches of publishers that are not of the pool.", self._refused)
+
+
+# Asking an indexer, and being one, on the metrics page.
+
+#: Seconds.
+_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
+
+
+class _Counts(Protocol):
+    ends: dict[str, int]
+    states: int
+    lost_states: int
+
+
+class Asker(Protocol):
+    """`fairlead.server.indexer.client.IndexClient` is one."""
+
+    up: bool
+
+    @property
+    def counts(self) -> _Counts: ...
+
+
+class QueryMetrics:
+    """Of a scheduler that asks an indexer."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._asker: Asker | None = None
+        self._ends = counters("result")
+        self._up = gauges()
+        self._seconds = histograms(bounds=_BOUNDS)
+        #: Observes how long an answer took, in seconds.
+        self.took = self._seconds.child().observe
+        registry.before(self._refresh)
+        text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
+        registry.show("fairlead_indexer_questions_total", text, self._ends)
+        registry.show("fairlead_indexer_up", "1 while the indexer answers.", self._up)
+        registry.show("fairlead_indexer_answer_seconds", "How long answers of the indexer took.", self._seconds)
+
+    def watch(self, asker: Asker) -> None:
+        self._asker = asker
+
+    def _refresh(self) -> None:
+        if self._asker is None:
+            return
+        for result, count in self._asker.counts.ends.items():
+            self._ends.child(result).value = count
+        self._up.child().set(float(self._asker.up))
+
+
+class Questions(Protocol):
+    """`fairlead.server.indexer.service.Asked` is one."""
+
+    questions: int
+    looked_up: int
+    hit: int
+
+    @property
+    def refused(self) -> Mapping[int, int]: ...
+
+
+class IndexerMetrics:
+    """Of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts."""
+
+    def __init__(self, registry: Registry, index: KvIndex) -> None:
+        self._index = index
+        self._questions: Questions | None = None
+        self._size = gauges()
+        self._asked, self._hit, self._looked_up = counters(), counters(), counters()
+        self._refused = counters("status")
+        self._seconds = histograms(bounds=_BOUNDS)
+        #: Observes how long a question took, in seconds, without reading and writing it.
+        self.took = self._seconds.child().observe
+        registry.before(self._refresh)
+        show = registry.show
+        show("index_size", "Block copies in the index.", self._size)
+        show("kv_cache_lookup_total", "Blocks of prompts that were looked up.", self._looked_up)
+        show("kv_cache_hit_total", "Of these, blocks that the best endpoint holds.", self._hit)
+        show("fairlead_indexer_queries_total", "Questions that were answered.", self._asked)
+        show("fairlead_indexer_refused_total", "Questions that were refused, by status.", self._refused)
+        show("fairlead_indexer_query_seconds", "How long the answers took to make.", self._seconds)
+
+    def watch(self, questions: Questions) -> None:
+        self._questions = questions
+
+    def _refresh(self) -> None:
+        self._size.child().set(self._index.entries)
+        asked = self._questions
+        if asked is None:
+            return
+        self._asked.child().value = asked.questions
+        self._looked_up.child().value = asked.looked_up
+        self._hit.child().value = asked.hit
+        for status, count in asked.refused.items():
+            self._refused.child(str(status)).value = count

@@ -1,0 +1,173 @@
+"""Structured logs: one event per line, as logfmt or JSON, to stderr.
+
+    log = get("scrape")
+    log.warning("endpoint cannot be scraped", endpoint="default/vllm-0", reason="timeout")
+
+    time=2026-01-02T03:04:05.678Z level=warning component=scrape msg="endpoint cannot be scraped" endpoint=vllm-0 …
+
+Rules
+* The message is a constant; what varies goes into fields. That makes lines searchable, and it makes repetition visible:
+  a message (of one logger, about one endpoint) is written `BURST` times per `WINDOW_S`; the first after that says how
+  many were left out. Below warning nothing is left out.
+* Never a prompt, a body or a credential: fields of such names are replaced, all values are cut at `MAX_VALUE`.
+* It is the standard library's logging underneath, so what libraries log comes out the same way.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+BURST = 5
+WINDOW_S = 60.0
+MAX_VALUE = 400
+_MAX_TRACEBACK = 4000
+_MAX_KEYS = 1000
+_ROOT = "fairlead"
+#: Fields that would carry what users said or what keeps others out.
+_SECRET = frozenset(
+    {
+        "prompt",
+        "body",
+        "messages",
+        "content",
+        "input",
+        "text",
+        "authorization",
+        "token",
+        "api_key",
+        "password",
+        "cookie",
+    }
+)
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Log:
+    """A named logger that takes fields. Cheap when the level is off."""
+
+    __slots__ = ("_logger",)
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, message: str, **fields: object) -> None:
+        self._write(logging.DEBUG, message, fields)
+
+    def info(self, message: str, **fields: object) -> None:
+        self._write(logging.INFO, message, fields)
+
+    def warning(self, message: str, **fields: object) -> None:
+        self._write(logging.WARNING, message, fields)
+
+    def error(self, message: str, exc: BaseException | None = None, **fields: object) -> None:
+        """`exc` adds its traceback."""
+        self._write(logging.ERROR, message, fields, exc)
+
+    def _write(self, level: int, message: str, fields: Mapping[str, object], exc: BaseException | None = None) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", message, extra={"fields": fields}, exc_info=exc)
+
+
+def get(component: str) -> Log:
+    """The logger of one component, e.g. `scrape`."""
+    return Log(logging.getLogger(f"{_ROOT}.{component}"))
+
+
+def setup(level: str = "info", form: str = "logfmt", stream: TextIO | None = None) -> None:
+    """Send everything to `stream` (stderr). Replaces what was set up before. Raises `ValueError` for unknown names."""
+    if level not in _LEVELS:
+        raise ValueError(f"unknown log level {level!r}, expected one of {', '.join(_LEVELS)}")
+    formatters: dict[str, Callable[[], logging.Formatter]] = {"logfmt": LogfmtFormatter, "json": JsonFormatter}
+    if form not in formatters:
+        raise ValueError(f"unknown log format {form!r}, expected one of {', '.join(formatters)}")
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(formatters[form]())
+    handler.addFilter(RepeatFilter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    # Libraries speak up when something is wrong; their chatter is theirs.
+    root.setLevel(max(_LEVELS[level], logging.WARNING))
+    logging.getLogger(_ROOT).setLevel(_LEVELS[level])
+
+
+class RepeatFilter(logging.Filter):
+    """Lets a repeating warning or error through `BURST` times per `WINDOW_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        #: Key to (start of its window, seen in it).
+        self._seen: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        fields: Mapping[str, object] = vars(record).get("fields", {})
+        # Ours come as an argument of "%s"; of a library's line the part that does not vary is its format.
+        message = record.args[0] if record.msg == "%s" and isinstance(record.args, tuple) else record.msg
+        key = (record.name, str(message)[:MAX_VALUE], str(fields.get("endpoint", "")))
+        now = self._clock()
+        began, count = self._seen.pop(key, (now, 0))
+        left_out = 0
+        if now - began >= WINDOW_S:
+            left_out = max(count - BURST, 0)
+            began, count = now, 0
+        self._seen[key] = (began, count + 1)
+        if len(self._seen) > _MAX_KEYS:
+            self._seen.popitem(last=False)
+        if left_out:
+            record.left_out = left_out
+        return count < BURST
+
+
+def _entry(record: logging.LogRecord) -> dict[str, Any]:
+    """The line's fields in order, values not yet formatted."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    entry: dict[str, Any] = {
+        "time": f"{stamp}.{int(record.msecs):03d}Z",
+        "level": record.levelname.lower(),
+        "component": record.name.removeprefix(_ROOT + "."),
+        "msg": record.getMessage()[:MAX_VALUE],
+    }
+    fields: Mapping[str, object] = vars(record).get("fields", {})
+    for name, value in fields.items():
+        entry[f"{name}_" if name in entry else name] = "[redacted]" if name.lower() in _SECRET else _short(value)
+    left_out = vars(record).get("left_out")
+    if left_out is not None:
+        entry["left_out"] = left_out
+    if record.exc_info and record.exc_info[0] is not None:
+        entry["exc"] = logging.Formatter().formatException(record.exc_info)[-_MAX_TRACEBACK:]
+    return entry
+
+
+def _short(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "…"
+
+
+class LogfmtFormatter(logging.Formatter):
+    """`key=value` pairs, ASCII only; values are quoted as in JSON when they need it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{name}={_logfmt(value)}" for name, value in _entry(record).items())
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line, ASCII only."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_entry(record), separators=(",", ":"))
+
+
+def _logfmt(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = str(value)
+    plain = text.isascii() and text.isprintable() and text and not any(char in ' "=\\' for char in text)
+    return text if plain else json.dumps(text)

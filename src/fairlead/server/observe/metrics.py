@@ -1,0 +1,345 @@
+"""Counts what was decided and what came of it: many records at once, column by column, so each costs next to nothing.
+
+Rules
+* Each decision is told once to `on_decisions`, each routed request's end once to `on_outcomes`, and not before.
+* Cache figures are in prompt tokens: `kv_cache_lookup_total` grows by the prompt of each routed request,
+  `kv_cache_hit_total` by what was predicted to be cached at the chosen endpoint. Their ratio is the hit rate.
+* At most `cap` label sets of requests are told apart, whatever clients send; after that new ones are `other`. Models in
+  `pinned` always keep their name.
+* `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
+"""
+
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from fairlead import __version__
+from fairlead.core.models import MODEL_NOT_FOUND
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.fleet_gauges import FleetGauges, FleetStatus
+from fairlead.server.observe.instruments import OTHER, Counter, Histogram, gauges
+from fairlead.server.observe.request_families import RequestFamilies
+
+SCALE_UP_HOLD_S = 60.0
+_MAX_LABEL = 200
+#: Children per label set of requests: error codes, streaming or not, endpoints.
+_FAMILY_ROOM = 10
+#: Endpoints' counters are kept for as many departed endpoints before they are swept, and how often that is looked at.
+_DEPARTED_KEPT = 256
+_SWEEP_S = 30.0
+_POLICIES = 64
+
+#: HTTP status to the published `error_code` values; others by their hundreds.
+_ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
+
+
+_REQUEST_ID, _ENDPOINT, _OVERLOADED = attrgetter("request.id"), attrgetter("endpoint"), attrgetter("overloaded")
+_POLICY, _PLACE, _PREFILL = attrgetter("policy"), attrgetter("endpoint", "address"), attrgetter("prefill")
+_REWRITTEN_BY = attrgetter("request.rewritten_by")
+_LABELS = attrgetter("request.model", "request.target", "request.fairness_id", "request.priority")
+_LABELS_AND_STREAM = attrgetter(
+    "request.model", "request.target", "request.fairness_id", "request.priority", "request.stream"
+)
+_END, _UNREACHED, _SLO = attrgetter("status", "cause"), attrgetter("unreached"), attrgetter("request.slo_ttft_ms")
+_DURATION, _TTFT = attrgetter("duration_ms"), attrgetter("ttft_ms")
+_REQUEST_BYTES, _RESPONSE_BYTES = attrgetter("request_bytes"), attrgetter("response_bytes")
+_PROMPT_TOKENS, _HIT_TOKENS = attrgetter("request.prompt_tokens"), attrgetter("hit_tokens")
+_INPUT_TOKENS, _COMPLETION_TOKENS = attrgetter("prompt_tokens"), attrgetter("completion_tokens")
+_CACHED_TOKENS = attrgetter("cached_tokens")
+
+V = TypeVar("V")
+
+
+def _grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequence[V]]]:
+    """Values by their keys, each group in the order of the values. Mostly all have the same key."""
+    if keys and keys.count(keys[0]) == len(keys):
+        return ((keys[0], values),)
+    groups: dict[Any, list[V]] = {}
+    for key, value in zip(keys, values, strict=True):
+        groups.setdefault(key, []).append(value)
+    return groups.items()
+
+
+def _told(
+    records: Sequence[OutcomeRecord], column: Callable[[OutcomeRecord], Any]
+) -> tuple[Sequence[OutcomeRecord], list[Any]]:
+    """Those records of which a figure is known (not negative), and the figures."""
+    figures = list(map(column, records))
+    if not figures or min(figures) >= 0:
+        return records, figures
+    if max(figures) < 0:
+        return (), []
+    known = [record for record, figure in zip(records, figures, strict=True) if figure >= 0]
+    return known, list(map(column, known))
+
+
+class _Bundle:
+    """The instruments of one set of request labels, looked up once."""
+
+    __slots__ = (
+        "attempts", "cached", "duration", "families", "hits", "input", "labels", "lookups", "ntpot", "output",
+        "predicted", "reported", "request_size", "requests", "response_size", "running", "tpot", "ttft", "ttft_stream",
+    )  # fmt: skip
+
+    def __init__(self, families: RequestFamilies, labels: tuple[str, str, str, str]) -> None:
+        model = labels[:2]
+        self.families = families
+        self.labels = labels
+        self.requests = families.requests.child(*labels)
+        self.running = families.running.child(*labels)
+        self.duration = families.duration.child(*labels)
+        self.request_size = families.request_size.child(*labels)
+        self.response_size = families.response_size.child(*labels)
+        self.input = families.input_tokens.child(*labels)
+        self.output = families.output_tokens.child(*labels)
+        self.cached = families.cached_tokens.child(*labels)
+        self.ntpot = families.ntpot.child(*labels)
+        self.tpot = families.tpot.child(*labels)
+        self.ttft: Histogram = families.ttft.child(*labels, "false")
+        self.ttft_stream: Histogram = families.ttft.child(*labels, "true")
+        self.lookups = families.lookups.child(*model)
+        self.hits = families.hits.child(*model)
+        self.predicted = families.predicted_hits.child(*model)
+        self.reported = families.reported_hits.child(*model)
+        #: By endpoint id and address.
+        self.attempts: dict[tuple[str, str], Counter] = {}
+
+    def attempt(self, endpoint: str, address: str) -> Counter:
+        key = (endpoint, address)
+        counter = self.attempts.get(key)
+        if counter is None:
+            namespace, _, name = endpoint.rpartition("/")
+            port = address.rpartition(":")[2]
+            counter = self.families.attempts.child("success", self.labels[1], name, namespace, port)
+            self.attempts[key] = counter
+        return counter
+
+
+class SchedulerMetrics:
+    """`now` is the clock that records' `at` come from; `status` tells about the fleet when metrics are rendered."""
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        status: Callable[[], FleetStatus],
+        *,
+        pool: str = "default",
+        pinned: Iterable[str] = (),
+        cap: int = 200,
+    ) -> None:
+        self._pinned = frozenset(pinned)
+        self.registry = Registry()
+        self.families = RequestFamilies(_FAMILY_ROOM * (cap + len(self._pinned)))
+        self._now = now
+        self._status = status
+        self._cap = cap
+        self._bundles: dict[tuple[str, str, str, int], _Bundle] = {}
+        self._overloaded_at: float | None = None
+        self._swept_at = -inf
+        self._splitting: set[str] = set()
+        self._scale_up = gauges()
+        families = self.families
+        self._scheduling = families.scheduling.child()
+        self._overloaded = families.overloaded.child()
+        families.show(self.registry)
+        self.registry.before(self._refresh)
+        self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
+        FleetGauges(self.registry, pool, status)
+        info = gauges("commit", "build_ref")
+        info.child("", __version__).set(1)
+        for name in ("llm_d_epp_info", "inference_extension_info"):
+            self.registry.show(name, "[ALPHA] What is running.", info)
+
+    def pin(self, model: str) -> None:
+        """Let this model keep its name however many others clients make up."""
+        if model and model not in self._pinned:
+            self._pinned |= {model}
+
+    def render(self) -> bytes:
+        """The exposition as a whole; `registry.parts()` gives it piece by piece."""
+        return self.registry.render()
+
+    # ---------------- per request ----------------
+
+    def on_decisions(self, records: Sequence[DecisionRecord], durations: Sequence[float]) -> None:
+        """Decisions were made; `durations` are the seconds that each took."""
+        self._scheduling.observe_all(durations, list(map(_REQUEST_ID, records)))
+        for policy, spent in _grouped(list(map(_POLICY, records)), durations):
+            self.families.plugin.child("Schedule", policy, policy).observe_all(spent)
+        if any(map(_OVERLOADED, records)):
+            overloaded = [record for record in records if record.overloaded]
+            self._overloaded.value += len(overloaded)
+            self._overloaded_at = overloaded[-1].at
+        if not all(map(_ENDPOINT, records)):
+            for record in records:
+                if not record.endpoint:
+                    self._refused(record)
+            records = [record for record in records if record.endpoint]
+        for labels, group in _grouped(list(map(_LABELS, records)), records):
+            self._routed(self._bundle(*labels), group)
+
+    def _routed(self, bundle: _Bundle, records: Sequence[DecisionRecord]) -> None:
+        bundle.requests.value += len(records)
+        bundle.running.value += len(records)
+        bundle.lookups.value += sum(map(_PROMPT_TOKENS, records))
+        bundle.hits.value += sum(map(_HIT_TOKENS, records))
+        for place, number in Counts(map(_PLACE, records)).items():
+            attempt = bundle.attempts.get(place)
+            if attempt is None:
+                attempt = bundle.attempt(*place)
+            attempt.value += number
+        if any(map(_REWRITTEN_BY, records)):
+            for name, number in Counts(map(_REWRITTEN_BY, records)).items():
+                if name:
+                    self.families.rewrites.child(name, *bundle.labels[:2]).value += number
+        if self._splitting or any(map(_PREFILL, records)):
+            for record in records:
+                if record.prefill or record.policy in self._splitting:
+                    self._split(record, bundle)
+
+    def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
+        """Routed requests ended."""
+        for (*labels, stream), group in _grouped(list(map(_LABELS_AND_STREAM, records)), records):
+            bundle = self._bundle(*labels)
+            bundle.running.value = max(bundle.running.value - len(group), 0)
+            for (status, cause), number in Counts(map(_END, group)).items():
+                if status >= 400 or cause != "natural":
+                    self._ended_badly(bundle, status, cause, number)
+                else:
+                    self.families.ends.child(cause).value += number
+            for name, number in Counts(map(_UNREACHED, group)).items():
+                if name:
+                    self.families.repeated.child(name).value += number
+            self._times(bundle, group, stream)
+            self._sizes(bundle, group)
+
+    def _times(self, bundle: _Bundle, records: Sequence[OutcomeRecord], stream: bool) -> None:
+        known, milliseconds = _told(records, _DURATION)
+        bundle.duration.observe_all([ms / 1000 for ms in milliseconds], list(map(_REQUEST_ID, known)))
+        counted, _ = _told(known, _COMPLETION_TOKENS)
+        finished = [r for r in counted if r.completion_tokens > 0]
+        bundle.ntpot.observe_all([r.duration_ms / 1000 / r.completion_tokens for r in finished])
+        known, milliseconds = _told(records, _TTFT)
+        ttft = bundle.ttft_stream if stream else bundle.ttft
+        ttft.observe_all([ms / 1000 for ms in milliseconds], list(map(_REQUEST_ID, known)))
+        missed = {"ttft": sum(0.0 < r.request.slo_ttft_ms < r.ttft_ms for r in known) if any(map(_SLO, known)) else 0}
+        if stream:
+            paced = [r for r in finished if r.completion_tokens > 1 and r.duration_ms >= r.ttft_ms >= 0]
+            tpot_ms = [(r.duration_ms - r.ttft_ms) / (r.completion_tokens - 1) for r in paced]
+            bundle.tpot.observe_all([ms / 1000 for ms in tpot_ms])
+            missed["tpot"] = sum(0.0 < r.request.slo_tpot_ms < ms for r, ms in zip(paced, tpot_ms, strict=True))
+            for record in known:
+                if record.forecast is not None:
+                    self._judge(bundle, record.forecast, record.ttft_ms)
+        for which, number in missed.items():
+            if number:
+                self.families.slo_violations.child(*bundle.labels[:2], which).value += number
+
+    def _sizes(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> None:
+        bundle.request_size.observe_all(_told(records, _REQUEST_BYTES)[1])
+        bundle.response_size.observe_all(_told(records, _RESPONSE_BYTES)[1])
+        bundle.input.observe_all(_told(records, _INPUT_TOKENS)[1])
+        bundle.output.observe_all(_told(records, _COMPLETION_TOKENS)[1])
+        known, cached = _told(records, _CACHED_TOKENS)
+        bundle.cached.observe_all(cached)
+        bundle.reported.value += sum(cached)
+        bundle.predicted.value += sum(map(_HIT_TOKENS, known))
+
+    def _judge(self, bundle: _Bundle, forecast: Forecast, ttft_ms: float) -> None:
+        """How good the forecast was. Only of streams: in other answers the first byte is the last."""
+        if forecast.ttft_ms <= 0.0:
+            return
+        self.families.predicted_ttft.child(*bundle.labels[:2]).observe(forecast.ttft_ms / 1e3)
+        if forecast.tpot_ms > 0.0:
+            self.families.predicted_tpot.child(*bundle.labels[:2]).observe(forecast.tpot_ms / 1e3)
+        place = "below" if ttft_ms < forecast.low_ms else "above" if ttft_ms > forecast.high_ms else "inside"
+        self.families.forecasts.child(place).value += 1
+        self.families.forecast_ratio.child().observe(ttft_ms / forecast.ttft_ms)
+
+    def on_client_error(self, model: str, status: int) -> None:
+        """A request was refused before it was understood; it counts as an error, not as a request."""
+        self._error(self._bundle(model, model, "", 0), error_code(status))
+
+    def on_fallback(self, address: str) -> None:
+        """The gateway served a request at this address without asking."""
+        self.families.fallbacks.child(address).value += 1
+
+    # ---------------- seldom ----------------
+
+    def _split(self, record: DecisionRecord, bundle: _Bundle) -> None:
+        """A policy that ever split a request does so on purpose: those that it does not split are counted too."""
+        if len(self._splitting) < _POLICIES:
+            self._splitting.add(record.policy)
+        kind = "prefill-decode" if record.prefill else "decode-only"
+        self.families.pairs.child(record.policy, bundle.labels[0], kind).value += 1
+
+    def _refused(self, record: DecisionRecord) -> None:
+        # Nobody defined the model: names that clients make up get no labels.
+        unknown = record.outcome == MODEL_NOT_FOUND
+        bundle = self._bundle(OTHER, OTHER, "", 0) if unknown else self._bundle(*_LABELS(record))
+        bundle.requests.value += 1
+        families = self.families
+        families.rejected.child(record.outcome).value += 1
+        self._error(bundle, error_code(record.status))
+        families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
+        if record.outcome == "rejected-saturated":
+            self._overloaded_at = record.at
+
+    def _ended_badly(self, bundle: _Bundle, status: int, cause: str, number: int) -> None:
+        self.families.ends.child(cause).value += number
+        if cause == "expired":
+            self.families.expired.child().value += number
+        # A client that went away is nobody's error.
+        if status >= 400 or cause in ("stream-lost", "endpoint-gone"):
+            code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
+            self._error(bundle, code, number)
+
+    def _error(self, bundle: _Bundle, code: str, number: int = 1) -> None:
+        self.families.errors.child(*bundle.labels, code).value += number
+
+    def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:
+        """The bundle for these labels; past the cap, the one for all others."""
+        key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
+        bundles = self._bundles
+        if key not in bundles and len(bundles) >= self._cap:
+            key = (self._pinned_or_other(key[0]), self._pinned_or_other(key[1]), OTHER, 0)
+        bundle = bundles.get(key)
+        if bundle is None:
+            labels = (*key[:3], str(key[3]))
+            bundle = bundles[key] = _Bundle(self.families, labels)
+        return bundle
+
+    def _pinned_or_other(self, model: str) -> str:
+        return model if model in self._pinned else OTHER
+
+    def _refresh(self) -> None:
+        self._scale_up.child().set(1 if self.scale_up_wanted() else 0)
+        self._forget_departed()
+
+    def scale_up_wanted(self) -> bool:
+        since = self._overloaded_at
+        return since is not None and self._now() - since < SCALE_UP_HOLD_S
+
+    def _forget_departed(self) -> None:
+        """Endpoints come and go under ever new names; their counters must not pile up."""
+        attempts = self.families.attempts
+        if len(attempts.children) <= _DEPARTED_KEPT or self._now() - self._swept_at < _SWEEP_S:
+            return
+        self._swept_at = self._now()
+        names = {key[2] for key in attempts.children}
+        if len(names) <= _DEPARTED_KEPT:
+            return
+        present = {endpoint.id.rpartition("/")[2] for endpoint in self._status().endpoints}
+        if len(names) > 2 * len(present) + _DEPARTED_KEPT:
+            attempts.keep("endpoint_name", present | {"", OTHER})
+            for bundle in self._bundles.values():
+                bundle.attempts.clear()
+
+
+def error_code(status: int) -> str:
+    """The published `error_code` for a status that we answered ourselves."""
+    code = _ERROR_CODES.get(status)
+    return code or ("BadRequest" if 400 <= status < 500 else "Internal")

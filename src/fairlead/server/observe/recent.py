@@ -1,0 +1,209 @@
+"""What was decided and answered in the last seconds, as sums that move with the time.
+
+Rules
+* It hears of records only while somebody looks; what it missed it takes from the decision journal, as far back as that
+  goes (`covered_since`).
+* Adding a record is O(1). Sums fall by whole bins, so a look costs nothing for what did not change.
+* Whatever clients send, at most `MAX_KEYS` keys are told apart in a window and `MAX_VALUES` times are kept for
+  percentiles: the newest.
+* Times to first token are those of streamed answers: in others the first byte is the last.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from math import ceil, inf
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from fairlead.core.models import MODEL_NOT_FOUND
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.server.observe.instruments import OTHER
+
+#: Seconds over which rates and percentiles are taken, and sums per endpoint.
+SHORT, LONG = 10.0, 60.0
+MAX_KEYS = 1000
+MAX_VALUES = 5000
+_MAX_LABEL = 200
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Window(Generic[Key]):
+    """Sums of `width` columns per key over the last `seconds`, in bins of `bin_s`."""
+
+    def __init__(self, seconds: float, bin_s: float, width: int, folded: Key) -> None:
+        self._span = round(seconds / bin_s)
+        self._bin_s = bin_s
+        self._width = width
+        self._other = folded
+        self._bins: deque[tuple[int, dict[Key, list[float]]]] = deque()
+        self.sums: dict[Key, list[float]] = {}
+
+    def add(self, key: Key, now: float, values: Sequence[float]) -> None:
+        """Records come in the order of their time, nearly; one that is late counts for the newest bin."""
+        number = int(now // self._bin_s)
+        if not self._bins or number > self._bins[-1][0]:
+            self._bins.append((number, {}))
+            self._expire(number)
+        if key not in self.sums and len(self.sums) >= MAX_KEYS:
+            key = self._other
+        for rows in (self._bins[-1][1], self.sums):
+            row = rows.get(key)
+            if row is None:
+                row = rows[key] = [0.0] * self._width
+            for i, value in enumerate(values):
+                row[i] += value
+
+    def move(self, now: float) -> None:
+        """Let go of what is too old."""
+        self._expire(int(now // self._bin_s))
+
+    def _expire(self, newest: int) -> None:
+        while self._bins and self._bins[0][0] <= newest - self._span:
+            for key, values in self._bins.popleft()[1].items():
+                row = self.sums[key]
+                row[:] = [mine - old for mine, old in zip(row, values, strict=True)]
+                if row[0] <= 0.0:
+                    del self.sums[key]
+
+
+class EndpointSums(Struct, frozen=True):
+    """Of one endpoint over the last `LONG` seconds; all are sums."""
+
+    #: Records of any kind; keeps the row alive.
+    records: float = 0.0
+    routed: float = 0.0
+    prompt_tokens: float = 0.0
+    hit_tokens: float = 0.0
+    #: Streamed answers with a forecast, their predicted and actual times, and how many came within the 90 % band.
+    judged: float = 0.0
+    predicted_ms: float = 0.0
+    actual_ms: float = 0.0
+    inside: float = 0.0
+    #: Answers that reported cached tokens: predicted, reported, and how far apart.
+    predicted_hit: float = 0.0
+    reported_hit: float = 0.0
+    hit_error: float = 0.0
+    failed: float = 0.0
+
+
+_NOTHING = EndpointSums()
+_OUTCOME_ZEROS = (0.0,) * 8
+Traffic = tuple[str, str, int]
+
+
+class Recent:
+    """`seed`, then `on_decision` and `on_outcome`; `move(now)` before each look. `now` and `at` are one clock."""
+
+    def __init__(self) -> None:
+        #: Clock seconds since when everything was heard of.
+        self.covered_since = inf
+        self._endpoints: Window[str] = Window(LONG, 5.0, len(EndpointSums.__struct_fields__), OTHER)
+        self.traffic: Window[Traffic] = Window(SHORT, 1.0, 2, (OTHER, OTHER, 0))
+        #: (clock seconds, milliseconds): to the first token as it was and as it was predicted, of whole answers; and
+        #: (clock seconds, microseconds) of decisions.
+        self.ttft: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
+        self.predicted: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
+        self.answers: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
+        self.deciding: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
+
+    def seed(
+        self,
+        records: Iterable[tuple[DecisionRecord, OutcomeRecord | None]],
+        since: float,
+        tell: Callable[[float], object],
+        every: float,
+    ) -> None:
+        """Begin with records of which there are none older, or that are complete since then, the oldest first.
+
+        `tell` is called with each multiple of `every` seconds that they pass, after what came before it.
+        """
+        known = list(records)
+        self.covered_since = since
+        events: list[tuple[float, DecisionRecord | OutcomeRecord]] = []
+        for decision, outcome in known:
+            events.append((decision.at, decision))
+            if outcome is not None:
+                events.append((outcome.at, outcome))
+        until = inf
+        for time_s, record in sorted(events, key=lambda event: event[0]):
+            while until <= time_s:
+                self.move(until)
+                tell(until)
+                until += every
+            if until == inf:
+                until = time_s - time_s % every + every
+            if isinstance(record, OutcomeRecord):
+                self.on_outcome(record)
+            else:
+                self.on_decision(record, -1.0)
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        """`duration_s` < 0 = not known."""
+        request, now = record.request, record.at
+        if duration_s >= 0.0:
+            self.deciding.append((now, duration_s * 1e6))
+        refused = not record.endpoint
+        self.traffic.add(_traffic(record), now, (1.0, float(refused)))
+        if not refused:
+            decided = (1.0, 1.0, request.prompt_tokens, record.hit_tokens)
+            self._endpoints.add(record.endpoint, now, decided + _OUTCOME_ZEROS)
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        now, forecast, ttft = record.at, record.forecast, record.ttft_ms
+        judged = predicted = actual = inside = 0.0
+        if record.duration_ms >= 0.0 and record.status < 400:
+            self.answers.append((now, record.duration_ms))
+        if record.request.stream and ttft >= 0.0:
+            self.ttft.append((now, ttft))
+            if forecast is not None and forecast.ttft_ms > 0.0:
+                self.predicted.append((now, forecast.ttft_ms))
+                judged, predicted, actual = 1.0, forecast.ttft_ms, ttft
+                inside = float(forecast.low_ms <= ttft <= forecast.high_ms)
+        expected = reported = apart = 0.0
+        if record.cached_tokens >= 0:
+            expected, reported = record.hit_tokens, record.cached_tokens
+            apart = abs(expected - reported)
+        failed = float(record.status >= 500 or record.cause in ("stream-lost", "endpoint-gone"))
+        sums = (1.0, 0.0, 0.0, 0.0, judged, predicted, actual, inside, expected, reported, apart, failed)
+        self._endpoints.add(record.endpoint, now, sums)
+
+    def move(self, now: float) -> None:
+        self._endpoints.move(now)
+        self.traffic.move(now)
+        for values in (self.ttft, self.predicted, self.answers, self.deciding):
+            while values and values[0][0] < now - SHORT:
+                values.popleft()
+
+    def endpoint(self, name: str) -> EndpointSums:
+        row = self._endpoints.sums.get(name)
+        return _NOTHING if row is None else EndpointSums(*row)
+
+    def rates(self, now: float) -> tuple[float | None, float | None]:
+        """Requests, and refusals, per second."""
+        asked = refused = 0.0
+        for row in self.traffic.sums.values():
+            asked += row[0]
+            refused += row[1]
+        return self.per_second(asked, now), self.per_second(refused, now)
+
+    def per_second(self, count: float, now: float) -> float | None:
+        """Of a count of `traffic`; `None` = it was not watched long enough to tell."""
+        # The newest bin has only begun: in the mean the window holds half a bin less than its span.
+        span = min(SHORT - 0.5, now - self.covered_since)
+        return count / span if span >= 1.0 else None
+
+
+def percentiles(values: Iterable[tuple[float, float]], shares: Sequence[float]) -> list[float | None]:
+    """Nearest rank; `None` where there are no values."""
+    ordered = sorted(value for _, value in values)
+    return [ordered[max(ceil(share * len(ordered)) - 1, 0)] if ordered else None for share in shares]
+
+
+def _traffic(record: DecisionRecord) -> Traffic:
+    """As `SchedulerMetrics` labels it."""
+    request = record.request
+    if record.outcome == MODEL_NOT_FOUND:
+        return OTHER, OTHER, 0
+    return request.model[:_MAX_LABEL], request.target_model[:_MAX_LABEL], request.priority

@@ -1,0 +1,354 @@
+"""Everything that the dashboard shows, read where the metrics page reads it."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from math import inf, isfinite
+
+from msgspec import structs
+
+from fairlead import __version__
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.server.observe import snapshot_shape as shape
+from fairlead.server.observe.fleet_gauges import EndpointStatus
+from fairlead.server.observe.instruments import Counter, Family, Gauge
+from fairlead.server.observe.recent import Recent, percentiles
+from fairlead.server.observe.snapshot_shape import Happened, notices
+from fairlead.server.observe.watch import Watch
+
+
+def endpoint_rows(watch: Watch, recent: Recent, now: float) -> list[shape.EndpointRow]:
+    table = watch.fleet.table
+    rows = zip(table.slots(), watch.endpoints(), strict=True)
+    return [_endpoint(watch, slot, status, recent, now) for (slot, _), status in rows]
+
+
+def _endpoint(watch: Watch, slot: int, status: EndpointStatus, recent: Recent, now: float) -> shape.EndpointRow:
+    table, sums = watch.fleet.table, recent.endpoint(status.id)
+    source, trust = _knowledge(watch, slot)
+    most = max(sums.predicted_hit, sums.reported_hit)
+    if trust is None and most > 0.0:
+        trust = max(1.0 - sums.hit_error / most, 0.0)
+    return shape.EndpointRow(
+        id=status.id,
+        address=status.address,
+        model=status.labels.get(MODEL_LABEL, ""),
+        role=status.labels.get(ROLE_LABEL, ""),
+        fresh=status.fresh,
+        age_s=_rounded(status.age_s, 2),
+        waiting=status.waiting,
+        running=status.running,
+        kv=_rounded(status.kv_usage if status.fresh else float(table.kv[slot]), 4),
+        queue=float(table.queue[slot]),
+        active=float(table.active[slot]),
+        leases=status.leases,
+        avoided_s=_left(float(table.ejected_until[slot]) - now),
+        sent=int(sums.routed),
+        hit_rate=_share(sums.hit_tokens, sums.prompt_tokens),
+        predicted_ms=_share(sums.predicted_ms, sums.judged),
+        actual_ms=_share(sums.actual_ms, sums.judged),
+        judged=int(sums.judged),
+        inside=_share(sums.inside, sums.judged),
+        failed=int(sums.failed),
+        source=source,
+        trust=_rounded(trust, 4),
+    )
+
+
+def _knowledge(watch: Watch, slot: int) -> tuple[str, float | None]:
+    exact = watch.fleet.exact
+    if exact is None:
+        return "learned", None
+    source, judged = exact.source(slot), exact.check.judged(slot)
+    compared = judged.equal + judged.close + judged.off
+    return source, exact.check.trust(slot).level if compared else None
+
+
+def traffic_of(watch: Watch, recent: Recent, now: float) -> list[shape.TrafficRow]:
+    """By model and band, tenants added up; the busiest first."""
+    families = watch.metrics.families
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    families_of = ((families.requests, 0), (families.errors, 1), (families.running, 2))
+    for family, column in families_of:
+        for (model, target, _, priority, *_), child in family.children.items():
+            sums.setdefault((model, target, priority), [0.0] * 3)[column] += child.value
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    for (model, target, band), row in recent.traffic.sums.items():
+        rates[model, target, str(band)] = row
+    rows = []
+    for key, (requests, errors, running) in sums.items():
+        model, target, priority = key
+        asked, refused = rates.get(key, (0.0, 0.0))
+        looked_up, hit = families.lookups.children.get(key[:2]), families.hits.children.get(key[:2])
+        rows.append(
+            shape.TrafficRow(
+                model=model,
+                target="" if target == model else target,
+                priority=priority,
+                requests=int(requests),
+                errors=int(errors),
+                running=int(running),
+                per_s=recent.per_second(asked, now),
+                refused_per_s=recent.per_second(refused, now),
+                hit_rate=_share(hit.value, looked_up.value) if looked_up and hit else None,
+            )
+        )
+    return sorted(rows, key=lambda row: (-(row.per_s or 0.0), -row.requests, row.model))
+
+
+def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
+    flow_controller, saturation = watch.queue.flow_controller, watch.queue.saturation()
+    if flow_controller is None or saturation is None:
+        return None
+    queues = flow_controller.flow.queues
+    return shape.Queues(
+        waiting=len(queues),
+        saturation=saturation,
+        delay_s=flow_controller.drain_s(),
+        wanted_endpoints=flow_controller.wanted(watch.fleet.table.count, now),
+        bands=[
+            shape.BandRow(
+                priority=band.priority,
+                waiting=band.count,
+                bytes=band.bytes,
+                flows=sum(1 for flow in band.flows.values() if len(flow)),
+                oldest_s=_left(now - band.oldest()),
+                delay_s=flow_controller.drain_s(band.priority),
+                used=band.count / band.limit.requests if isfinite(band.limit.requests) else 0.0,
+            )
+            for band in queues.bands()
+        ],
+    )
+
+
+def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | None) -> shape.DecisionRow:
+    request, forecast = decision.request, decision.forecast
+    return shape.DecisionRow(
+        id=request.id,
+        at=decision.at + wall,
+        model=request.model,
+        priority=request.priority,
+        endpoint=decision.endpoint,
+        outcome=decision.outcome,
+        status=decision.status,
+        stream=request.stream,
+        prompt_tokens=request.prompt_tokens,
+        hit_tokens=decision.hit_tokens,
+        queued_ms=round(decision.queued_ms, 1),
+        predicted_ms=None if forecast is None else round(forecast.ttft_ms, 1),
+        ttft_ms=outcome.ttft_ms if outcome is not None and request.stream and outcome.ttft_ms >= 0 else None,
+        duration_ms=outcome.duration_ms if outcome is not None and outcome.duration_ms >= 0 else None,
+        ended=outcome.status if outcome is not None else 0,
+        cause=outcome.cause if outcome is not None else "",
+    )
+
+
+def shadows(watch: Watch) -> list[shape.ShadowRow]:
+    shadows = watch.shadows
+    cut = shadows.cut()
+    totals = shadows.totals()
+    rows = []
+    for name in dict.fromkeys([*totals, *cut]):
+        counts = totals.get(name, {})
+        agree, differ, refuse, error = (int(counts.get(v, 0)) for v in ("agree", "differ", "refuse", "error"))
+        chosen = agree + differ
+        rows.append(
+            shape.ShadowRow(
+                name=name,
+                agree=agree,
+                differ=differ,
+                refuse=refuse,
+                error=error,
+                regret_ms=_share(counts.get("regret_ms", 0.0), chosen),
+                primary_regret_ms=_share(shadows.primary_regret_ms, shadows.judged),
+                cut=cut.get(name, ""),
+            )
+        )
+    return rows
+
+
+def _share(part: float, total: float) -> float | None:
+    return round(part / total, 4) if total > 0.0 else None
+
+
+def _left(seconds: float) -> float:
+    """At least 0; 0 where there is none."""
+    return round(max(seconds, 0.0), 2) if isfinite(seconds) else 0.0
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+# Rules
+# * Nothing is kept or computed while nobody looks. `begin` starts listening, with what the decision journal still
+#   holds; `end` stops it. `take` is called once per tick, however many look.
+# * Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both say the
+#   same at the same moment.
+# * Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
+# * The charts' points stay for a quarter of an hour after the last viewer left, and the gap stays a gap.
+
+#: Seconds between two snapshots, between two points of the charts, and for how long points are kept.
+TICK, POINT, HISTORY = 0.5, 2.0, 900.0
+DECISIONS = 30
+TRAFFIC_ROWS = 40
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+class SnapshotMaker:
+    """`begin`, then `take` once per tick, then `end`.
+
+    `wall_offset`: seconds to add to the clock of records for the time of day. `reasons`: why we are not ready.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        now: Callable[[], float],
+        wall_offset: float,
+        *,
+        pool: str,
+        policy: Callable[[], str],
+        reasons: Callable[[], Sequence[str]],
+    ) -> None:
+        self._watch = watch
+        self._now = now
+        self._wall = wall_offset
+        self._policy = policy
+        self._reasons = reasons
+        self._happened = Happened()
+        self._history: deque[shape.Point] = deque(maxlen=int(HISTORY / POINT))
+        self._next_point = 0.0
+        self.about = shape.About(
+            version=__version__, pool=pool, started=now() + wall_offset, tick_s=TICK, point_s=POINT
+        )
+
+    def begin(self) -> None:
+        """Somebody looks."""
+        watch, now = self._watch, self._now()
+        watch.count()
+        recent = Recent()
+        known = watch.journal.newest(len(watch.journal))[::-1]
+        since = (known[0][0].at if known else now) if watch.journal.full else -inf
+        last_point = self._history[-1].at - self._wall if self._history else max(since, now - HISTORY)
+
+        def tell(time_s: float) -> None:
+            if last_point + POINT <= time_s <= now:
+                per_s, refused_per_s = recent.rates(time_s)
+                latency = _latency(recent)
+                self._history.append(_history_point(time_s + self._wall, latency, per_s, refused_per_s))
+
+        recent.seed(known, since, tell, POINT)
+        watch.recent = recent
+
+    def end(self) -> None:
+        """Nobody looks any more."""
+        self._watch.recent = None
+
+    def beginning(self) -> shape.Beginning:
+        """For a viewer that has just come."""
+        return shape.Beginning(about=self.about, history=list(self._history))
+
+    def take(self) -> shape.Snapshot:
+        """Everything now. Call `begin` first."""
+        watch = self._watch
+        watch.count()
+        recent = watch.recent
+        assert recent is not None, "somebody looks"
+        now = self._now()
+        recent.move(now)
+        endpoints = endpoint_rows(watch, recent, now)
+        queues = queue_rows(watch, now)
+        totals = self._totals(recent, now)
+        latency = _latency(recent)
+        traffic = traffic_of(watch, recent, now)
+        return shape.Snapshot(
+            at=now + self._wall,
+            policy=self._policy(),
+            notices=notices(watch, endpoints, queues, self._reasons(), self._happened, now),
+            endpoints=endpoints,
+            totals=totals,
+            traffic=traffic[:TRAFFIC_ROWS],
+            traffic_left_out=max(len(traffic) - TRAFFIC_ROWS, 0),
+            latency=latency,
+            queues=queues,
+            decisions=[decision(self._wall, *entry) for entry in watch.journal.newest(DECISIONS)],
+            shadows=shadows(watch),
+            leases=len(watch.fleet.ledger),
+            index_size=watch.fleet.prefix.entries,
+            kv_events=watch.fleet.exact is not None,
+            point=self._point(now, endpoints, totals, latency, queues),
+        )
+
+    def _totals(self, recent: Recent, now: float) -> shape.Totals:
+        families = self._watch.metrics.families
+        per_s, refused_per_s = recent.rates(now)
+        places = {key[0]: counter.value for key, counter in families.forecasts.children.items()}
+        return shape.Totals(
+            requests=int(_sum(families.requests)),
+            errors=int(_sum(families.errors)),
+            refused=int(_sum(families.rejected)),
+            running=int(_sum(families.running)),
+            per_s=per_s,
+            refused_per_s=refused_per_s,
+            prompt_tokens=_sum(families.lookups),
+            hit_tokens=_sum(families.hits),
+            forecasts=int(sum(places.values())),
+            inside=int(places.get("inside", 0)),
+        )
+
+    # ---- charts ----
+
+    def _point(
+        self,
+        now: float,
+        endpoints: Sequence[shape.EndpointRow],
+        totals: shape.Totals,
+        latency: shape.Latency,
+        queues: shape.Queues | None,
+    ) -> shape.Point:
+        point = _history_point(now + self._wall, latency, totals.per_s, totals.refused_per_s)
+        point = structs.replace(
+            point,
+            waiting=None if queues is None else queues.waiting,
+            engines_waiting=sum(row.queue for row in endpoints),
+            engines_running=sum(row.active for row in endpoints),
+            saturation=None if queues is None else queues.saturation,
+        )
+        if now >= self._next_point:
+            self._history.append(point)
+            self._next_point = now - now % POINT + POINT
+        return point
+
+
+def _history_point(
+    time_s: float, latency: shape.Latency, per_s: float | None, refused_per_s: float | None
+) -> shape.Point:
+    """A point of what records tell."""
+    ttft, answer = latency.ttft, latency.answer
+    return shape.Point(
+        at=time_s,
+        ttft=(ttft.p50, ttft.p95, ttft.p99),
+        predicted=latency.predicted.p50,
+        answer=(answer.p50, answer.p95, answer.p99),
+        per_s=per_s,
+        refused_per_s=refused_per_s,
+    )
+
+
+def _latency(recent: Recent) -> shape.Latency:
+    return shape.Latency(
+        ttft=_quantiles(recent.ttft),
+        predicted=_quantiles(recent.predicted),
+        answer=_quantiles(recent.answers),
+        deciding=_quantiles(recent.deciding),
+    )
+
+
+def _quantiles(values: Collection[tuple[float, float]]) -> shape.Quantiles:
+    quantiles = percentiles(values, _QUANTILES)
+    return shape.Quantiles(len(values), *(None if value is None else round(value, 2) for value in quantiles))
+
+
+def _sum(family: Family[Counter] | Family[Gauge]) -> float:
+    return sum(child.value for child in family.children.values())

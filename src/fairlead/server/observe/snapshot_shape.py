@@ -1,0 +1,419 @@
+"""What the dashboard and `fairlead top` are told: plain structs, and notices of what is not as it should be.
+
+Field names say units; `None` = not known.
+
+Times of day are seconds since 1970. Counts run since the start, rates are of the last ten seconds, sums per endpoint of
+the last minute.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+from msgspec import Struct
+
+from fairlead.core.fleet import ERRORS_TO_EJECT
+from fairlead.core.remote import CLOSED
+from fairlead.server.observe.watch import Watch
+
+
+class Notice(Struct, frozen=True):
+    """Something that is not as it should be, in a sentence. `level`: `bad` (requests suffer) or `watch`."""
+
+    level: str
+    text: str
+
+
+class EndpointRow(Struct, frozen=True, kw_only=True):
+    """One endpoint, in the order in which they joined."""
+
+    id: str
+    address: str
+    model: str
+    role: str
+    fresh: bool
+    #: Seconds since its last good scrape.
+    age_s: float | None
+    #: As the engine reported.
+    waiting: float | None
+    running: float | None
+    #: Share of its blocks in use: as reported, or estimated while it is not fresh.
+    kv: float | None
+    #: What decisions go by: the report, corrected by our own requests since.
+    queue: float
+    active: float
+    #: Our own requests in flight.
+    leases: int
+    #: Failed responses in a row keep it out for so many seconds.
+    avoided_s: float
+    #: Last minute: requests sent, share of their prompt tokens that was predicted to be cached.
+    sent: int
+    hit_rate: float | None
+    #: Mean times to first token of streamed answers, how many they are, and the share within the forecast's 90 % band.
+    predicted_ms: float | None
+    actual_ms: float | None
+    judged: int
+    inside: float | None
+    failed: int
+    #: Where knowledge of its cache comes from (`learned`, or how far KV events are relied on), and how often that came
+    #: true: of events the share of compared answers, else how well predicted and reported tokens agree.
+    source: str
+    trust: float | None
+
+
+class TrafficRow(Struct, frozen=True, kw_only=True):
+    """Requests for one model in one band."""
+
+    model: str
+    #: Where it is another name than the model's.
+    target: str
+    priority: str
+    requests: int
+    errors: int
+    running: int
+    per_s: float | None
+    refused_per_s: float | None
+    hit_rate: float | None
+
+
+class BandRow(Struct, frozen=True, kw_only=True):
+    """What waits in one band."""
+
+    priority: int
+    waiting: int
+    bytes: int
+    flows: int
+    oldest_s: float
+    #: How long it will take at the present pace.
+    delay_s: float
+    #: Share of the band's limit of requests; 0 = it has none.
+    used: float
+
+
+class Queues(Struct, frozen=True, kw_only=True):
+    """Flow control; absent where it is off."""
+
+    waiting: int
+    #: 1 = no endpoint may be sent one more request.
+    saturation: float
+    delay_s: float
+    wanted_endpoints: int
+    bands: list[BandRow]
+
+
+class Quantiles(Struct, frozen=True):
+    """Of the last ten seconds; `n` values."""
+
+    n: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class Latency(Struct, frozen=True, kw_only=True):
+    """Milliseconds, of streamed answers (`ttft`, and what was predicted for them) and of all that went well."""
+
+    ttft: Quantiles
+    predicted: Quantiles
+    answer: Quantiles
+    #: Microseconds.
+    deciding: Quantiles
+
+
+class DecisionRow(Struct, frozen=True, kw_only=True):
+    """One of the last decisions. `endpoint` is empty when it was refused."""
+
+    #: Names it on `/debug/decisions/ID`.
+    id: int
+    at: float
+    model: str
+    priority: int
+    endpoint: str
+    outcome: str
+    status: int
+    stream: bool
+    prompt_tokens: int
+    hit_tokens: int
+    queued_ms: float
+    predicted_ms: float | None
+    ttft_ms: float | None
+    duration_ms: float | None
+    #: Status of the answer; 0 = it has not ended.
+    ended: int
+    cause: str
+
+
+class ShadowRow(Struct, frozen=True, kw_only=True):
+    """A policy on trial. Milliseconds are forecasts, in the mean per decision."""
+
+    name: str
+    agree: int
+    differ: int
+    refuse: int
+    error: int
+    regret_ms: float | None
+    primary_regret_ms: float | None
+    #: Why it is cut off; empty = it is not.
+    cut: str
+
+
+class Totals(Struct, frozen=True, kw_only=True):
+    """Since the start, but for what is said to be now."""
+
+    requests: int
+    errors: int
+    refused: int
+    #: Now.
+    running: int
+    per_s: float | None
+    refused_per_s: float | None
+    prompt_tokens: float
+    hit_tokens: float
+    #: Forecasts of times to first token, and those within their 90 % band.
+    forecasts: int
+    inside: int
+
+
+class Point(Struct, frozen=True, kw_only=True):
+    """One moment of the charts. Latencies are milliseconds; `None` = not known."""
+
+    at: float
+    ttft: tuple[float | None, float | None, float | None]
+    predicted: float | None
+    answer: tuple[float | None, float | None, float | None]
+    per_s: float | None
+    refused_per_s: float | None
+    waiting: int | None = None
+    engines_waiting: float | None = None
+    engines_running: float | None = None
+    saturation: float | None = None
+
+
+class About(Struct, frozen=True, kw_only=True):
+    """What does not change from moment to moment."""
+
+    version: str
+    pool: str
+    #: Seconds since 1970.
+    started: float
+    #: Seconds between two snapshots, and between two points of the charts.
+    tick_s: float
+    point_s: float
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """Everything at one moment."""
+
+    at: float
+    policy: str
+    notices: list[Notice]
+    endpoints: list[EndpointRow]
+    totals: Totals
+    traffic: list[TrafficRow]
+    #: Rows that were too many; their requests are in `totals`.
+    traffic_left_out: int
+    latency: Latency
+    queues: Queues | None
+    decisions: list[DecisionRow]
+    shadows: list[ShadowRow]
+    #: Requests in flight that are charged to an endpoint.
+    leases: int
+    #: Entries of the prefix index, and whether KV events are listened to.
+    index_size: int
+    kv_events: bool
+    #: The newest point of the charts.
+    point: Point
+
+
+class Beginning(Struct, frozen=True, kw_only=True):
+    """What a viewer is told first."""
+
+    about: About
+    history: list[Point]
+
+
+# What is not as it should be, in sentences that say what follows from it. The gravest first; empty = all is well.
+#
+# Rules
+# * One sentence per cause, not per endpoint: a hundred silent endpoints are one sentence with a count.
+# * Only what is so now, or was within the last minute.
+
+BAD, WATCH = "bad", "watch"
+#: Names in one sentence.
+_NAMED = 3
+#: Forecasts of a minute from which on their share within the band is judged, and what it must be. They promise 0.9.
+_ENOUGH, _LEAST_INSIDE = 50, 0.6
+#: Seconds that somebody waits before it is worth a sentence.
+_LONG_WAIT = 5.0
+
+
+class Happened:
+    """Counters that only ever grow, watched for growth within the last minute."""
+
+    def __init__(self, minute: float = 60.0) -> None:
+        self._minute = minute
+        #: By name: the count last seen, and when it last grew.
+        self._seen: dict[str, tuple[float, float]] = {}
+
+    def lately(self, name: str, count: float, now: float) -> bool:
+        """Whether `count` grew within the last minute, as far as was looked."""
+        before, grew = self._seen.get(name, (count, -inf))
+        if count > before:
+            grew = now
+        self._seen[name] = count, grew
+        return now - grew < self._minute
+
+
+def notices(
+    watch: Watch,
+    endpoints: Sequence[EndpointRow],
+    queues: Queues | None,
+    reasons: Sequence[str],
+    happened: Happened,
+    now: float,
+) -> list[Notice]:
+    """`reasons`: why we are not ready."""
+    listed = [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
+    listed += _silent(endpoints)
+    listed += _avoided(endpoints)
+    listed += _pressure(watch, queues)
+    listed += _choosers(watch)
+    listed += _failing(watch, happened, now)
+    listed += _events(watch)
+    listed += _forecasts(endpoints)
+    listed += _kubernetes(watch)
+    return sorted(listed, key=lambda notice: notice.level != BAD)
+
+
+def _silent(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
+    rows = list(endpoints)
+    silent = [row for row in rows if not row.fresh and row.age_s is not None]
+    never = [row for row in rows if not row.fresh and row.age_s is None]
+    level = BAD if rows and len(silent) + len(never) == len(rows) else WATCH
+    if len(silent) == 1:
+        row = silent[0]
+        yield Notice(
+            level,
+            f"Endpoint {row.id} has not answered a scrape for {_seconds(row.age_s or 0.0)}; "
+            "its load is estimated from our own requests.",
+        )
+    elif silent:
+        age = _seconds(min(row.age_s or 0.0 for row in silent))
+        yield Notice(
+            level,
+            f"{_some(silent, len(rows))} have not answered a scrape for {age} or more; "
+            "their load is estimated from our own requests.",
+        )
+    if never:
+        verb = "has" if len(never) == 1 else "have"
+        yield Notice(
+            level, f"{_some(never, len(rows))} {verb} never answered a scrape; nothing is known but what we sent there."
+        )
+
+
+def _avoided(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
+    rows = list(endpoints)
+    avoided = [row for row in rows if row.avoided_s > 0.0]
+    if avoided:
+        verb = "is" if len(avoided) == 1 else "are"
+        yield Notice(
+            BAD, f"{_some(avoided, len(rows))} {verb} avoided for now after {ERRORS_TO_EJECT} failed answers in a row."
+        )
+
+
+def _pressure(watch: Watch, queues: Queues | None) -> Iterable[Notice]:
+    if watch.metrics.scale_up_wanted():
+        yield Notice(BAD, "All endpoints were overloaded within the last minute; more replicas are wanted.")
+    if queues is not None and queues.waiting:
+        oldest = max(band.oldest_s for band in queues.bands)
+        if oldest >= _LONG_WAIT:
+            wait = "1 request waits" if queues.waiting == 1 else f"{queues.waiting:,} requests wait"
+            yield Notice(
+                WATCH, f"{wait} in the queue, the longest for {_seconds(oldest)}; no endpoint has room for more."
+            )
+
+
+def _choosers(watch: Watch) -> Iterable[Notice]:
+    for name, policy in watch.choosers.remotes.items():
+        if not policy.connected:
+            yield Notice(BAD, f"The external scheduler '{name}' is not connected; the built-in policy decides.")
+        elif policy.breaker.state != CLOSED:
+            yield Notice(BAD, f"The external scheduler '{name}' failed too often; the built-in policy decides for now.")
+    for name, reason in watch.shadows.cut().items():
+        yield Notice(WATCH, f"The shadow '{name}' is cut off ({reason}); traffic is not affected.")
+
+
+def _events(watch: Watch) -> Iterable[Notice]:
+    fleet = watch.fleet
+    exact = fleet.exact
+    if exact is None:
+        return
+    for slot, endpoint in fleet.table.slots():
+        trust, finding = exact.check.trust(slot), exact.check.finding(slot)
+        if trust.distrusted:
+            cause = f" Likely cause: {finding.detail or finding.cause}." if finding else ""
+            yield Notice(
+                WATCH,
+                f"KV events of endpoint {endpoint.id} are not believed: predictions came true in {trust.level:.0%} of "
+                f"the last answers; learned knowledge is used instead.{cause}",
+            )
+        elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
+            yield Notice(WATCH, f"KV events of endpoint {endpoint.id} have stopped; its cache is known up to then.")
+
+
+def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
+    rows = [row for row in endpoints if row.judged]
+    judged = sum(row.judged for row in rows)
+    if judged < _ENOUGH:
+        return
+    inside = sum(row.judged * (row.inside or 0.0) for row in rows) / judged
+    if inside < _LEAST_INSIDE:
+        yield Notice(
+            WATCH,
+            f"Only {inside:.0%} of the last minute's first tokens came within their forecast's 90 % band; "
+            "decisions rest on forecasts that are off.",
+        )
+
+
+def _kubernetes(watch: Watch) -> Iterable[Notice]:
+    lost = [resource for resource, followed in watch.kube.followed().items() if not followed.connected]
+    if lost:
+        yield Notice(BAD, f"The API server does not answer for {', '.join(lost)}; the last known state stays in force.")
+
+
+def _some(rows: Sequence[EndpointRow], of: int) -> str:
+    names = ", ".join(row.id for row in rows[:_NAMED])
+    if len(rows) == 1:
+        return f"Endpoint {names}"
+    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    return f"{len(rows)} of {of} endpoints ({names}{more})"
+
+
+def _seconds(value: float) -> str:
+    if value < 120.0:
+        return f"{value:.0f} s"
+    return f"{value / 60.0:.0f} min" if value < 7200.0 else f"{value / 3600.0:.0f} h"
+
+
+def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
+    """Of counters of things that should not happen."""
+    families = watch.metrics.families
+    rows: tuple[tuple[str, float, str, Callable[[float], str]], ...] = (
+        (
+            "unscheduled", sum(c.value for c in families.fallbacks.children.values()), BAD,
+            lambda n: f"The gateway serves requests without asking us ({n:,.0f} since the start); it could not reach "
+            "the scheduler, or not in time.",
+        ),
+        (
+            "expired", families.expired.child().value, WATCH,
+            lambda n: f"The end of some requests is never told ({n:,.0f} since the start); check the gateway's access "
+            "log.",
+        ),
+    )  # fmt: skip
+    for name, count, level, text in rows:
+        if happened.lately(name, count, now):
+            yield Notice(level, text(count))
+    for (plugin,), counter in families.plugin_errors.children.items():
+        if happened.lately(f"plugin {plugin}", counter.value, now):
+            yield Notice(
+                BAD, f"The plugin '{plugin}' fails ({counter.value:,.0f} times since the start) and is left out."
+            )

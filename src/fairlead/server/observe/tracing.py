@@ -1,0 +1,310 @@
+"""Spans of requests, by OpenTelemetry, which is loaded with the first `Tracing`.
+
+    gateway.request                 SERVER; from the request's arrival to the end of its response
+    ├── fairlead.queue              while it waited in flow control; absent if it did not
+    └── fairlead.decision           choosing the endpoint
+
+Rules
+* Whether a request is traced is decided before anything is made for it. Measured: 0.4 us without a header, 1.2 us with
+  one that says no, 79 us for two spans with their attributes.
+* The caller's trace is continued, and the model server's spans become children of `gateway.request`: it gets our
+  `traceparent`. A request that is not traced keeps its caller's headers as they are.
+* Callers cannot make us work without bound: at most `max_rate` requests a second are traced, at most `_OPEN` at a time.
+* Never a prompt: attributes are names, sizes, counts and times.
+* Names are those of OpenTelemetry's conventions for `gen_ai`, `http`, `server`, `error`; ours begin with `fairlead.`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from fairlead import __version__
+from fairlead.core import apis
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.gateway import traceparent as w3c
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+#: Requests whose span is open. Beyond that, and after `_LONGEST` seconds, the oldest are ended: nobody told their end.
+_OPEN = 10_000
+_LONGEST = 3600.0
+#: Requests whose trace can still be named after their end.
+_REMEMBERED = 4096
+_MAX_NAME = 200
+_CHAT = dict.fromkeys((apis.CHAT, apis.MESSAGES, apis.RESPONSES), "chat")
+_TEXT = dict.fromkeys((apis.COMPLETIONS, apis.GENERATE, apis.SGLANG, apis.GRPC), "text_completion")
+_OPERATIONS = {**_CHAT, **_TEXT, apis.EMBEDDINGS: "embeddings", apis.GRPC_EMBED: "embeddings"}
+
+Attribute = str | bool | int | float
+
+
+class Sampling(Struct, frozen=True):
+    """See the section `tracing` of the configuration."""
+
+    share: float = 0.1
+    follow_parent: bool = True
+    max_rate: float = 100.0
+
+
+class RequestTrace:
+    """The open span of a request: its `Request.trace`. Made by `Tracing`."""
+
+    __slots__ = ("began", "span", "trace_id", "traceparent")
+
+    def __init__(self, span: "Span", began: float) -> None:
+        context = span.get_span_context()
+        self.span = span
+        #: Clock seconds.
+        self.began = began
+        self.trace_id = context.trace_id
+        #: What the model server is told.
+        self.traceparent = w3c.render(context.trace_id, context.span_id, True)
+
+    def __repr__(self) -> str:
+        return f"<trace {self.trace_id:032x}>"
+
+
+class Tracing:
+    """`arrived` when a request is understood, then the records, whose requests carry what it gave.
+
+    `now` is the clock of records; `epoch` what to add to it for seconds since 1970.
+    """
+
+    def __init__(
+        self, tracer: "Tracer", sampling: Sampling, rng: Random, now: Callable[[], float], epoch: float
+    ) -> None:
+        import opentelemetry.trace as apis
+
+        self._api = apis
+        self._tracer = tracer
+        self._sampling = sampling
+        self._rng = rng
+        self._now = now
+        self._epoch = epoch
+        self._allowed = sampling.max_rate
+        self._refilled = now()
+        #: Oldest first.
+        self._open: dict[RequestTrace, None] = {}
+        #: Of the last traced requests, by their number: metrics' examples name them when somebody looks.
+        self._traces: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Spans that are open."""
+        return len(self._open)
+
+    # ---------------- before the decision ----------------
+
+    def arrived(self, request: Request, headers: Mapping[str, str]) -> RequestTrace | None:
+        """What the request is to carry; `None` = it is not traced."""
+        parent = w3c.parse(headers.get(w3c.HEADER, ""))
+        if parent is not None and self._sampling.follow_parent:
+            wanted = parent.sampled
+        else:
+            wanted = self._rng.random() < self._sampling.share
+        if not (wanted and self._within_rate()):
+            return None
+        return self._begin(request, parent, headers.get(w3c.STATE_HEADER, ""))
+
+    def trace_id(self, request_id: int) -> str:
+        """Of one of the last traced requests; empty = it is none of them."""
+        trace = self._traces.get(request_id)
+        return "" if trace is None else f"{trace:032x}"
+
+    def _within_rate(self) -> bool:
+        now, rate = self._now(), self._sampling.max_rate
+        self._allowed = min(self._allowed + (now - self._refilled) * rate, max(rate, 1.0))
+        self._refilled = now
+        if self._allowed < 1.0:
+            return False
+        self._allowed -= 1.0
+        return True
+
+    def _begin(self, request: Request, parent: w3c.TraceParent | None, state: str) -> RequestTrace:
+        api, context = self._api, None
+        if parent is not None:
+            flags = api.TraceFlags(api.TraceFlags.SAMPLED if parent.sampled else api.TraceFlags.DEFAULT)
+            states = api.TraceState.from_header([state]) if state else None
+            caller = api.SpanContext(parent.trace_id, parent.span_id, True, flags, states)
+            context = api.set_span_in_context(api.NonRecordingSpan(caller))
+        span = self._tracer.start_span(
+            "gateway.request",
+            context,
+            api.SpanKind.SERVER,
+            attributes=_asked(request),
+            start_time=self._nanoseconds(request.arrived),
+        )
+        trace = RequestTrace(span, request.arrived)
+        self._open[trace] = None
+        self._traces[request.id] = trace.trace_id
+        if len(self._traces) > _REMEMBERED:
+            self._traces.popitem(last=False)
+        self._drop_old(request.arrived)
+        return trace
+
+    def _drop_old(self, now: float) -> None:
+        while self._open:
+            oldest = next(iter(self._open))
+            if len(self._open) <= _OPEN and now - oldest.began <= _LONGEST:
+                return
+            del self._open[oldest]
+            self._fail(oldest.span, "abandoned", now)
+
+    # ---------------- records ----------------
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        trace = record.request.trace
+        if trace not in self._open:
+            return
+        span = trace.span
+        parent = self._api.set_span_in_context(span)
+        decided, queued = record.at, record.queued_ms * 1e-3
+        if queued > 0.0:
+            waited = self._tracer.start_span(
+                "fairlead.queue", parent, start_time=self._nanoseconds(decided - queued), attributes=_waited(record)
+            )
+            waited.end(self._nanoseconds(decided))
+        decision = self._tracer.start_span(
+            "fairlead.decision", parent, start_time=self._nanoseconds(decided), attributes=_chosen(record)
+        )
+        decision.end(self._nanoseconds(decided + duration_s))
+        if not record.endpoint:
+            del self._open[trace]
+            span.set_attribute("http.response.status_code", record.status)
+            span.set_attribute("fairlead.outcome", record.outcome)
+            self._fail(span, record.outcome, max(self._now(), decided), failed=record.status >= 500)
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        trace = record.request.trace
+        if trace not in self._open:
+            return
+        del self._open[trace]
+        span, began = trace.span, trace.began
+        span.set_attributes(_answered(record))
+        if record.ttft_ms >= 0.0:
+            span.add_event("first token", timestamp=self._nanoseconds(began + record.ttft_ms * 1e-3))
+        end = began + record.duration_ms * 1e-3 if record.duration_ms >= 0.0 else record.at
+        if record.status >= 500:
+            self._fail(span, str(record.status), end)
+        elif record.cause not in ("natural", "client-disconnect"):
+            self._fail(span, record.cause, end)
+        else:
+            span.end(self._nanoseconds(end))
+
+    def close(self) -> None:
+        """End what is open."""
+        while self._open:
+            trace, _ = self._open.popitem()
+            self._fail(trace.span, "shutdown", self._now())
+
+    def _fail(self, span: "Span", why: str, now: float, failed: bool = True) -> None:
+        span.set_attribute("error.type", why)
+        if failed:
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR, why))
+        span.end(self._nanoseconds(now))
+
+    def _nanoseconds(self, time_s: float) -> int:
+        return int((time_s + self._epoch) * 1e9)
+
+
+def _asked(request: Request) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": _OPERATIONS.get(request.api, request.api),
+        "gen_ai.request.model": request.model[:_MAX_NAME],
+        "gen_ai.request.stream": request.stream,
+        "fairlead.request.body_bytes": request.body_bytes,
+        "fairlead.request.prompt_tokens_estimated": request.prompt_tokens,
+    }
+    if request.external_id:
+        attributes["gen_ai.request.id"] = request.external_id
+    if request.max_tokens:
+        attributes["gen_ai.request.max_tokens"] = request.max_tokens
+    return attributes
+
+
+def _waited(record: DecisionRecord) -> dict[str, Attribute]:
+    return {"fairlead.queued_ms": record.queued_ms, "fairlead.priority": record.request.priority}
+
+
+def _chosen(record: DecisionRecord) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "fairlead.policy": record.policy,
+        "fairlead.outcome": record.outcome,
+        "fairlead.priority": record.request.priority,
+        "fairlead.overloaded": record.overloaded,
+    }
+    if record.endpoint:
+        host, _, port = record.address.rpartition(":")
+        attributes |= {
+            "fairlead.endpoint": record.endpoint,
+            "server.address": host,
+            "fairlead.hit_tokens": record.hit_tokens,
+            "fairlead.best_hit_tokens": record.best_hit_tokens,
+        }
+        if port.isdigit():
+            attributes["server.port"] = int(port)
+    if record.prefill:
+        attributes["fairlead.prefill_endpoint"] = record.prefill
+    if record.forecast is not None:
+        attributes["fairlead.predicted_ttft_ms"] = record.forecast.ttft_ms
+    return attributes
+
+
+def _answered(record: OutcomeRecord) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "gen_ai.response.model": record.request.target_model[:_MAX_NAME],
+        "fairlead.endpoint": record.endpoint,
+        "fairlead.end_cause": record.cause,
+    }
+    counts = {
+        "http.response.status_code": record.status or -1,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+    }
+    attributes |= {name: value for name, value in counts.items() if value >= 0}
+    if record.ttft_ms >= 0.0:
+        attributes["gen_ai.response.time_to_first_chunk"] = record.ttft_ms * 1e-3
+    return attributes
+
+
+# Sends spans to a collector, by OTLP over HTTP. OpenTelemetry is loaded with the first provider.
+#
+# A thread of OpenTelemetry's sends them in batches. A collector that is slow or away costs spans, never a request: the
+# queue is bounded, and what finds no place in it is dropped. Headers for the collector and further attributes of this
+# process come from OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`,
+# `OTEL_RESOURCE_ATTRIBUTES`).
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+_QUEUE = 4096
+_BATCH = 512
+_EVERY_MS = 1000.0
+
+
+def make_provider(endpoint: str, service_name: str, timeout_s: float) -> "TracerProvider":
+    """Its `shutdown()` sends what is left, and may take that long: call it in a thread. Raises `ImportError`."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+    resource = Resource.create({"service.name": service_name, "service.version": __version__})
+    # Which requests are traced is decided before spans are made, see `tracing`.
+    provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout_s)
+    processor = BatchSpanProcessor(
+        exporter,
+        max_queue_size=_QUEUE,
+        schedule_delay_millis=_EVERY_MS,
+        max_export_batch_size=_BATCH,
+        export_timeout_millis=timeout_s * 1e3,
+    )
+    provider.add_span_processor(processor)
+    return provider

@@ -1,0 +1,261 @@
+"""All observers of the scheduler behind one: metrics, the decision journal, the log."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf, isfinite
+from typing import Any, Protocol
+
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint
+from fairlead.core.errors import PluginError
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow_control import FlowController
+from fairlead.core.policy import Policy
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics
+from fairlead.server.observe.decisions import Journal, explained
+from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus, ScrapeTotals
+from fairlead.server.observe.flow_metrics import FlowMetrics
+from fairlead.server.observe.log import get
+from fairlead.server.observe.metrics import SchedulerMetrics
+from fairlead.server.observe.recent import Recent
+
+log = get("schedule")
+#: The pool's name in published metrics.
+POOL = "default"
+
+
+#: Decisions, and outcomes, that wait to be counted, at most.
+_BATCH = 64
+#: Seconds between two lines about requests that went past us: while we are away that is every request.
+_FALLBACK_GAP = 15.0
+
+
+class Traces(Protocol):
+    """Who makes spans of records."""
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None: ...
+
+    def on_outcome(self, record: OutcomeRecord) -> None: ...
+
+    def trace_id(self, request_id: int) -> str:
+        """The trace of a request; empty = it has none."""
+
+
+class Watch:
+    """Hears of every decision and outcome. `now` is the clock of their `at`.
+
+    `on_routed` is told the endpoint of every routed request; `tracing` hears of every record at once; `scrapes` are the
+    scraper's totals; `skipped` and `cut` tell of shadows, see `ShadowMetrics`.
+
+    Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
+    cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
+    counted at once.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        now: Callable[[], float],
+        pool: str = POOL,
+        *,
+        on_routed: Callable[[str], object] = lambda endpoint_id: None,
+        tracing: Traces | None = None,
+        scrapes: ScrapeTotals | None = None,
+        skipped: Callable[[], Mapping[str, int]] = dict,
+        cut: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self.fleet = fleet
+        self._now = now
+        self.journal = Journal()
+        self.metrics = SchedulerMetrics(now, self.status, pool=pool)
+        self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now)
+        self.choosers = ChooserMetrics(self.metrics.registry)
+        self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
+        self.kube = KubeMetrics(self.metrics.registry)
+        #: What waits to be counted, and how long each decision took.
+        self._decisions: list[DecisionRecord] = []
+        self._durations: list[float] = []
+        self._outcomes: list[OutcomeRecord] = []
+        self._unscheduled = 0
+        self._unscheduled_logged_at = -inf
+        #: By endpoint, why its load cannot be read.
+        self._silent: dict[str, str] = {}
+        self._on_routed = on_routed
+        self._tracing = tracing
+        self._scrapes = scrapes
+        #: Hears of every counted record too; `None` = nobody looks at the dashboard.
+        self.recent: Recent | None = None
+
+    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
+        if record.endpoint:
+            self._on_routed(record.endpoint)
+        if self._tracing is not None:
+            self._tracing.on_decision(record, duration_s)
+        self._decisions.append(record)
+        self._durations.append(duration_s)
+        if record.overloaded or not record.endpoint:
+            self.count()
+            _log_shortage(record)
+        elif len(self._decisions) >= _BATCH:
+            self.count()
+
+    def on_outcome(self, record: OutcomeRecord) -> None:
+        if self._tracing is not None:
+            self._tracing.on_outcome(record)
+        self._outcomes.append(record)
+        if len(self._outcomes) >= _BATCH:
+            self.count()
+
+    def count(self) -> None:
+        """Count what waits to be counted."""
+        decisions, durations, outcomes = self._decisions, self._durations, self._outcomes
+        self._decisions, self._durations, self._outcomes = [], [], []
+        if decisions:
+            self.metrics.on_decisions(decisions, durations)
+            self.queue.on_decisions(decisions)
+            self.journal.on_decisions(decisions)
+        if outcomes:
+            self.metrics.on_outcomes(outcomes)
+            self.journal.on_outcomes(outcomes)
+        if self.recent is not None:
+            events: list[tuple[DecisionRecord | OutcomeRecord, float]] = list(zip(decisions, durations, strict=True))
+            events += [(record, 0.0) for record in outcomes]
+            for record, duration_s in sorted(events, key=lambda event: event[0].at):
+                if isinstance(record, OutcomeRecord):
+                    self.recent.on_outcome(record)
+                else:
+                    self.recent.on_decision(record, duration_s)
+
+    def naming(self, decision_id: Callable[[int], str]) -> None:
+        """Let OpenMetrics tell which decision an observation belongs to, and which trace."""
+
+        def name(request_id: int) -> dict[str, str]:
+            names = {"decision_id": decision_id(request_id)}
+            trace = self._tracing.trace_id(request_id) if self._tracing is not None else ""
+            return names | {"trace_id": trace} if trace else names
+
+        self.metrics.registry.naming = name
+
+    def exposition(self, openmetrics: bool = False) -> Iterable[bytes]:
+        """The metrics page, piece by piece."""
+        self.count()
+        return self.metrics.registry.parts(openmetrics)
+
+    def decisions(self, count: int) -> Sequence[dict[str, Any]]:
+        """The newest `count` decisions, as the journal renders them."""
+        self.count()
+        return self.journal.last(count)
+
+    def decision(self, name: str, make_policy: Callable[[], Policy] | None = None) -> dict[str, Any] | None:
+        """One decision in full, by its id or the client's; `None` = not among the last ones.
+
+        `make_policy` gives a fresh copy of the policy in force, to ask why; `None` = only what was recorded is told.
+        """
+        self.count()
+        recorded = self.journal.find(name)
+        return None if recorded is None else explained(*recorded, make_policy)
+
+    def watch_queue(self, flow_controller: FlowController | None) -> None:
+        """Show what waits there; `None` = flow control is off."""
+        self.queue.flow_controller = flow_controller
+
+    def on_endpoint(self, endpoint: Endpoint) -> None:
+        """An endpoint joined or changed."""
+        self.metrics.pin(endpoint.labels.get(MODEL_LABEL, ""))
+
+    def on_models(self, names: Iterable[str], conflicts: Iterable[tuple[str, str]]) -> None:
+        """Model names were defined (again): they keep their labels. `conflicts`: who lost its name to whom."""
+        for name in names:
+            self.metrics.pin(name)
+        for loser, owner in conflicts:
+            log.warning("a model name is defined twice; the older definition counts", unused=loser, used=owner)
+
+    def on_page(self, endpoint_id: str, lacks: Sequence[str]) -> None:
+        """What an endpoint's metrics page lacks has changed; empty = nothing any more."""
+        if lacks:
+            log.warning("a metrics page lacks something", endpoint=endpoint_id, problems="; ".join(lacks))
+        else:
+            log.info("a metrics page is complete again", endpoint=endpoint_id)
+
+    def on_silence(self, endpoint_id: str, reason: str) -> None:
+        """Why an endpoint's load cannot be read has changed; empty = it is read again."""
+        if reason:
+            self._silent[endpoint_id] = reason
+            log.warning(
+                "the metrics of an endpoint cannot be read; our own accounting stands in",
+                endpoint=endpoint_id,
+                reason=reason,
+            )
+        elif self._silent.pop(endpoint_id, ""):
+            log.info("the metrics of an endpoint are read again", endpoint=endpoint_id)
+
+    def on_endpoint_gone(self, endpoint_id: str) -> None:
+        self._silent.pop(endpoint_id, None)
+
+    def on_admin_error(self, page: str, error: Exception) -> None:
+        log.error("an admin page failed", exc=error, page=page)
+
+    def on_client_error(self, api: str, status: int) -> None:
+        self.metrics.on_client_error("", status)
+
+    def on_failure(self, instruction: str) -> None:
+        """An instruction of the pipeline could not be carried out; whoever carries it out logs why."""
+        self.metrics.families.failed_instructions.child(instruction).inc()
+
+    def on_fallback(self, address: str, status: int) -> None:
+        """The gateway served a request without asking us."""
+        self.metrics.on_fallback(address)
+        self._unscheduled += 1
+        now = self._now()
+        if now - self._unscheduled_logged_at >= _FALLBACK_GAP:
+            self._unscheduled_logged_at = now
+            # No field names the endpoint: that would make as many lines as there are endpoints.
+            log.warning(
+                "the gateway served requests without asking the scheduler", requests=self._unscheduled, last=address
+            )
+            self._unscheduled = 0
+
+    def on_plugin_error(self, error: PluginError) -> None:
+        self.metrics.families.plugin_errors.child(error.plugin).inc()
+        log.error("a plugin failed and was left out of a decision", plugin=error.plugin, reason=str(error))
+
+    def endpoints(self) -> Sequence[EndpointStatus]:
+        """One entry per endpoint, in the order in which they joined."""
+        fleet, table = self.fleet, self.fleet.table
+        # A value at a time out of numpy's arrays would take three times as long.
+        ages = (self._now() - table.sampled_at).tolist()
+        leases, pending = table.inflight.tolist(), table.pending_tokens.tolist()
+        statuses = []
+        for slot, endpoint in table.slots():
+            age, sample = ages[slot], table.samples[slot]
+            statuses.append(
+                EndpointStatus(
+                    id=endpoint.id,
+                    address=endpoint.address,
+                    labels=dict(endpoint.labels),
+                    fresh=age <= fleet.staleness,
+                    age_s=age if isfinite(age) else None,
+                    last_error=self._silent.get(endpoint.id, ""),
+                    waiting=sample.waiting if sample else None,
+                    running=sample.running if sample else None,
+                    kv_usage=sample.kv_usage if sample else None,
+                    leases=int(leases[slot]),
+                    pending_tokens=pending[slot],
+                    adapters=sorted(table.adapters[slot] or ()),
+                )
+            )
+        return statuses
+
+    def status(self) -> FleetStatus:
+        return FleetStatus(
+            endpoints=self.endpoints(),
+            index_size=self.fleet.prefix.entries,
+            leases=len(self.fleet.ledger),
+            scrapes=self._scrapes,
+        )
+
+
+def _log_shortage(record: DecisionRecord) -> None:
+    if record.overloaded:
+        log.warning("all endpoints are overloaded; more replicas are wanted")
+    elif record.status not in (400, 404):  # those are the client's own fault
+        log.warning("a request was refused", reason=record.outcome, status=record.status)

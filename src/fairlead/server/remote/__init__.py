@@ -1,0 +1,1 @@
+"""Schedulers in other processes: the contract and its client."""

@@ -1,0 +1,222 @@
+"""One gRPC stream to a scheduler: messages both ways, in order, until one side ends it.
+
+Rules
+* `on_message` is called for each message, then `on_end` once, with the reason. Nothing is called after it.
+* What the peer does not take yet waits, up to `MAX_PENDING` bytes: a scheduler that does not read is gone, its requests
+  are decided elsewhere.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from fairlead.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+MAX_PENDING = 8 << 20
+
+
+class SchedulerStream:
+    """Opened at once, on a running loop; `send` may be called before the connection stands."""
+
+    def __init__(
+        self,
+        channel: "grpc.aio.Channel",
+        path: str,
+        address: str,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """`address` is for messages only."""
+        self._call = channel.stream_stream(path)()
+        self._address = address
+        self._on_message, self._on_end = on_message, on_end
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._ended = False
+        self._writer: asyncio.Task[None] | None = None
+        self._reader = asyncio.create_task(self._read(), name="scheduler stream")
+
+    def send(self, message: bytes) -> None:
+        """Queue one message. Ignored after the end."""
+        if self._ended:
+            return
+        self._pending.append(message)
+        self._pending_bytes += len(message)
+        if self._pending_bytes > MAX_PENDING:
+            self.end("the peer does not read")
+        elif self._writer is None:
+            self._writer = asyncio.create_task(self._write(), name="scheduler stream's writer")
+
+    def end(self, why: str) -> None:
+        """Close, and tell why. Once."""
+        if self._ended:
+            return
+        self._ended = True
+        self._call.cancel()
+        self._pending.clear()
+        self._on_end(why)
+
+    async def closed(self) -> None:
+        """Returns once both directions have come to rest after the end."""
+        await asyncio.wait([task for task in (self._reader, self._writer) if task is not None])
+
+    async def _write(self) -> None:
+        from grpc.aio import AioRpcError
+
+        try:
+            while self._pending:
+                pending, self._pending = self._pending, []
+                for message in pending:
+                    await self._call.write(message)
+                    self._pending_bytes -= len(message)
+        except (AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            pass  # the call is over, and the reader is told why
+        finally:
+            self._writer = None
+
+    async def _read(self) -> None:
+        from grpc import StatusCode
+        from grpc.aio import EOF, AioRpcError
+
+        call, why, heard = self._call, "it was cancelled", False
+        try:
+            while (message := await call.read()) is not EOF:
+                heard = True
+                self._on_message(message)
+                if self._ended:
+                    return
+            why = "the peer ended the stream: gRPC status 0"
+        except AioRpcError as error:
+            code, text = error.code(), (error.details() or "")[:200]
+            if code is StatusCode.UNAVAILABLE and not heard:
+                why = f"cannot connect to {self._address}: {text}"
+            else:
+                why = f"the peer ended the stream: gRPC status {code.value[0]} {text}".rstrip()
+        except asyncio.CancelledError:
+            pass  # ours or the channel's
+        finally:
+            self.end(why)
+
+
+# Where a scheduler is (`host:port` or `unix:/path`), and a gRPC channel to it.
+#
+# Rules
+# * gRPC is imported here and nowhere else on the client's side, and only once a channel is opened.
+# * The peer must answer a ping every `KEEPALIVE` seconds. gRPC asks less often where a server finds that too often.
+# * A connection is tried again for as long as the channel lives, after pauses of 0.1 up to 1 s.
+
+UNIX = "unix:"
+#: Seconds.
+KEEPALIVE = 5.0
+CONNECT_WITHIN = 5.0
+#: One message of the peer; a batch of 4096 picks with alternatives is well below.
+MAX_MESSAGE = 4 << 20
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", round(KEEPALIVE * 1000)),
+    ("grpc.keepalive_timeout_ms", round(KEEPALIVE * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # What gRPC calls the shortest back-off is also the longest that one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", round(CONNECT_WITHIN * 1000)),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config_disable_resolution", 1),
+)
+
+
+class ClientTls(Struct, frozen=True, kw_only=True):
+    """How the scheduler's certificate is checked, and our own. PEM files; empty = the system's, or none."""
+
+    ca_file: str = ""
+    #: False takes whatever certificate the server shows.
+    verify: bool = True
+    #: Name in the certificate; empty = the host of the address.
+    server_name: str = ""
+    #: Directory with `tls.crt` and `tls.key`.
+    cert_dir: str = ""
+
+    def check(self) -> None:
+        """Raises `ConfigError` when a file cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.cert_dir:
+                base = Path(self.cert_dir)
+                context.load_cert_chain(base / "tls.crt", base / "tls.key")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"TLS files of the scheduler's connection: {error}", "$.scheduler.tls") from error
+
+
+async def open_channel(address: str, tls: ClientTls | None = None) -> "grpc.aio.Channel":
+    """A channel, which connects once it is used. Raises `ConfigError`; `OSError` when a certificate that shall be taken
+    unchecked cannot be had."""
+    import grpc
+    import grpc.aio
+
+    if not address.startswith(UNIX):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"{address!r} is neither host:port nor unix:/path", "$.scheduler.address")
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    tls.check()
+    roots, name = _roots(tls), tls.server_name
+    if not tls.verify:
+        roots, name = await _certificate(address)
+    elif not name and address.startswith(UNIX):
+        name = "localhost"
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _OPTIONS
+    key = chain = None
+    if tls.cert_dir:
+        key, chain = (Path(tls.cert_dir, file).read_bytes() for file in ("tls.key", "tls.crt"))
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots, key, chain), options=options)
+
+
+def _roots(tls: ClientTls) -> bytes | None:
+    """The authorities that are believed. Without the system's list gRPC has one of its own."""
+    file = tls.ca_file or ssl.get_default_verify_paths().cafile
+    return Path(file).read_bytes() if file else None
+
+
+async def _certificate(address: str) -> tuple[bytes, str]:
+    """The server's certificate as PEM, and a name that it is for. gRPC in Python always checks both: whoever asks for
+    no check believes what the server shows when the channel is opened."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    shown = await _handshake(address, context)
+    pem = ssl.DER_cert_to_PEM_cert(shown.getpeercert(binary_form=True))
+    # Only a certificate that was verified is decoded: it vouches for itself.
+    context = ssl.create_default_context(cadata=pem)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    decoded = (await _handshake(address, context)).getpeercert()
+    names = [value for kind, value in decoded.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    names += [value for part in decoded.get("subject", ()) for key, value in part if key == "commonName"]
+    return pem.encode(), names[0].replace("*", "any") if names else ""
+
+
+async def _handshake(address: str, context: ssl.SSLContext) -> Any:
+    """The `ssl` object of a connection that is closed again."""
+    context.set_alpn_protocols(["h2"])
+    async with asyncio.timeout(CONNECT_WITHIN):
+        if address.startswith(UNIX):
+            _, writer = await asyncio.open_unix_connection(
+                address.removeprefix(UNIX), ssl=context, server_hostname="localhost"
+            )
+        else:
+            host, _, port = address.rpartition(":")
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+    shown = writer.get_extra_info("ssl_object")
+    writer.transport.abort()
+    return shown

@@ -1,0 +1,403 @@
+"""`fairlead scheduler check`: whether a scheduler keeps the contract, rule by rule. Any implementation can be checked.
+
+A scheduler may pass (or refuse) wherever it likes; what it picks must exist and be allowed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.errors import FairleadError, ProtocolError
+from fairlead.core.events import Outcome, RemotePick
+from fairlead.core.request import Request
+from fairlead.gateway.protobuf import field
+from fairlead.server.remote.ask import encode_ask
+from fairlead.server.remote.messages import (
+    COLUMNS,
+    PATH,
+    Answer,
+    Ask,
+    Asked,
+    Batch,
+    EndpointState,
+    Floats,
+    Forecast,
+    Hello,
+    Speeds,
+    State,
+    decode_answer,
+)
+from fairlead.server.remote.stream import ClientTls, SchedulerStream, open_channel
+
+# Talks to a scheduler by hand: for checks and benchmarks of one that may be wrong.
+
+#: Seconds that one answer may take before a check gives up.
+PATIENCE = 5.0
+
+
+class Failed(FairleadError):
+    """What was expected did not come; the text says what came."""
+
+
+class Dialogue:
+    """One stream. State versions, batch and request numbers are counted here."""
+
+    def __init__(self) -> None:
+        self.stream: SchedulerStream | None = None
+        self.batch = 0
+        self.ended: str | None = None
+        self._version = 0
+        self._request = 0
+        self._answers: asyncio.Queue[Answer | str] = asyncio.Queue()
+
+    # ---- the stream ----
+
+    def message(self, data: bytes) -> None:
+        try:
+            self._answers.put_nowait(decode_answer(data))
+        except ProtocolError as error:
+            self._answers.put_nowait(f"an answer that cannot be read: {error}")
+
+    def over(self, why: str) -> None:
+        self.ended = why
+        self._answers.put_nowait(why if why.startswith("cannot connect") else f"the stream ended: {why}")
+
+    def send_bytes(self, data: bytes) -> None:
+        assert self.stream is not None
+        self.stream.send(data)
+
+    def send(self, ask: Ask) -> None:
+        self.send_bytes(encode_ask(ask))
+
+    async def answer(self) -> Answer:
+        """The next one. Raises `Failed`."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                received = await self._answers.get()
+        except TimeoutError:
+            raise Failed(f"no answer within {PATIENCE:g} s") from None
+        if isinstance(received, str):
+            raise Failed(received)
+        return received
+
+    # ---- what is said ----
+
+    async def greet(self, endpoints: Sequence[EndpointState], **columns: Sequence[float]) -> Answer:
+        """Hello and everything; returns the welcome, checked."""
+        state = self.state(endpoints, (), **columns)
+        self.send(Ask(hello=Hello(gateway="fairlead check", budget_us=5000), state=state))
+        answer = await self.answer()
+        if answer.welcome is None or answer.picks is not None:
+            raise Failed("the first answer is not a welcome alone")
+        if answer.welcome.version != 1:
+            raise Failed(f"the welcome says version {answer.welcome.version}, expected 1")
+        return answer
+
+    def state(
+        self, endpoints: Sequence[EndpointState] = (), gone: Iterable[int] = (), **columns: Sequence[float]
+    ) -> State:
+        """The next version. `columns` by name are parallel to `endpoints`; those of idle endpoints where not given."""
+        self._version += 1
+        state = State(version=self._version, full=self._version == 1, endpoints=list(endpoints), gone=list(gone))
+        state.settled = self.batch
+        if endpoints:
+            state.slots = np.array([endpoint.slot for endpoint in endpoints], dtype=np.intp)
+            numbers = {name: number for number, name in COLUMNS.items()}
+            idle: dict[str, Any] = {"sampled_at": [1000.0] * len(endpoints)}
+            for name, values in {**idle, **columns}.items():
+                state.columns[numbers[name]] = np.array(values, dtype=np.float64)
+        if state.full:
+            state.speeds = Speeds(c0=13.0, c_pf=0.043, c_attn=1.6e-6, c_seq=0.026, c_kv=4.5e-5, hold_ms=1e4)
+        return state
+
+    def opened(self, stream: SchedulerStream) -> None:
+        """What is said goes there."""
+        self.stream = stream
+
+    def batched(self) -> None:
+        """One more batch is about to be sent."""
+        self.batch += 1
+
+    def ask(self, count: int = 1, state: State | None = None, **fields: Any) -> list[int]:
+        """Send a batch; returns the ids of its requests. `fields` are those of `Asked`."""
+        self.batched()
+        requests = []
+        for _ in range(count):
+            self._request += 1
+            request = Request(
+                id=self._request, arrived=0.0, api="chat", model="m", stream=True, prompt_tokens=500, prompt_bytes=2000
+            )
+            requests.append(Asked(request=request, expected_output=200.0, **fields))
+        self.send(Ask(state=state, batch=Batch(number=self.batch, now=1000.0 + self.batch, requests=requests)))
+        return [asked.request.id for asked in requests]
+
+    async def picks(self, wanted: Sequence[int]) -> list[RemotePick]:
+        """The picks for these requests, in their order. Raises `Failed` when one is missing, twice or not asked for."""
+        received: dict[int, RemotePick] = {}
+        while len(received) < len(wanted):
+            answer = await self.answer()
+            if answer.welcome is not None:
+                raise Failed("a second welcome")
+            for pick in answer.picks.picks if answer.picks is not None else ():
+                if pick.request_id not in wanted:
+                    raise Failed(f"a pick for request {pick.request_id}, which was not asked for (or not any more)")
+                if pick.request_id in received:
+                    raise Failed(f"two picks for request {pick.request_id}")
+                received[pick.request_id] = pick
+        return [received[number] for number in wanted]
+
+
+@asynccontextmanager
+async def talk(address: str, tls: ClientTls | None = None) -> AsyncIterator[Dialogue]:
+    """A `Dialogue`. Where nobody is there its first answer, or this, raises `Failed`."""
+    dialogue = Dialogue()
+    try:
+        channel = await open_channel(address, tls)
+    except (OSError, TimeoutError) as error:
+        raise Failed(f"cannot connect to {address}: {error or 'timed out'}") from None
+    try:
+        stream = SchedulerStream(channel, PATH, address, dialogue.message, dialogue.over)
+        dialogue.opened(stream)
+        yield dialogue
+        stream.end("done")
+        await stream.closed()
+    finally:
+        await channel.close()
+
+
+#: Sequential batches that the latency is taken from.
+_ROUNDS = 300
+
+
+class Result(Struct, frozen=True):
+    name: str
+    rule: str
+    ok: bool
+    #: What came instead, or a figure.
+    detail: str = ""
+
+
+class Checker:
+    """`budget_ms`: what the 99th percentile of answers may take."""
+
+    def __init__(self, address: str, tls: ClientTls | None = None, budget_ms: float = 100.0) -> None:
+        self._address = address
+        self._tls = tls
+        self._budget_ms = budget_ms
+
+    async def run(self) -> list[Result]:
+        """All checks, each on a stream of its own. When nobody is there the others are left out."""
+        results = []
+        for check in CHECKS:
+            result = await self._one(check)
+            results.append(result)
+            if not result.ok and check is CHECKS[0]:
+                break
+        return results
+
+    async def _one(self, check: "Check") -> Result:
+        name = check.__name__.removeprefix("_").replace("_", "-")
+        rule = (check.__doc__ or "").strip()
+        try:
+            async with talk(self._address, self._tls) as dialogue:
+                detail = await check(self, dialogue)
+        except FairleadError as error:
+            return Result(name, rule, False, str(error))
+        return Result(name, rule, True, detail or "")
+
+    # ---- the checks ----
+
+    async def _welcomes(self, say: Dialogue) -> str:
+        """answers the hello with a welcome of version 1, and nothing else"""
+        welcome = (await say.greet(_pool(3))).welcome
+        assert welcome is not None
+        return " ".join(part for part in (welcome.scheduler, welcome.policy) if part)
+
+    async def _picks(self, say: Dialogue) -> str:
+        """answers a request with an endpoint that exists, a refusal or no opinion"""
+        await say.greet(_pool(3))
+        (pick,) = await say.picks(_ask(say, 3))
+        _allowed(pick, _names(3))
+        if pick.outcome == Outcome.PICKED:
+            return f"picked {pick.endpoint}"
+        return "did not pick"
+
+    async def _every_request_once(self, say: Dialogue) -> None:
+        """answers each of 64 requests of one batch exactly once"""
+        await say.greet(_pool(3))
+        _all_allowed(await say.picks(_ask(say, 3, 64)), _names(3))
+        await _nothing_more(say)
+
+    async def _batches_in_flight(self, say: Dialogue) -> None:
+        """answers 32 batches that come without waiting"""
+        await say.greet(_pool(3))
+        wanted = [number for _ in range(32) for number in _ask(say, 3, 4)]
+        _all_allowed(await say.picks(wanted), _names(3))
+        await _nothing_more(say)
+
+    async def _candidates(self, say: Dialogue) -> None:
+        """picks only endpoints that the request names as candidates"""
+        await say.greet(_pool(8))
+        for slot in (5, 0, 7):
+            picks = await say.picks(_ask(say, 8, 8, candidates=np.array([slot], dtype=np.intp)))
+            _all_allowed(picks, {f"e{slot}"})
+        _all_allowed(await say.picks(_ask(say, 8, 4, candidates=np.zeros(0, dtype=np.intp))), set())
+
+    async def _empty_pool(self, say: Dialogue) -> None:
+        """picks nothing while there are no endpoints, and goes on when there are"""
+        await say.greet(())
+        _all_allowed(await say.picks(_ask(say, 0, 2)), set())
+        _all_allowed(await say.picks(say.ask(4, say.state(_pool(2)), forecast=_forecast(2))), _names(2))
+
+    async def _departures(self, say: Dialogue) -> None:
+        """does not pick endpoints that have left"""
+        await say.greet(_pool(4))
+        await say.picks(_ask(say, 4, 8))
+        picks = await say.picks(say.ask(32, say.state(gone=[1, 2]), forecast=_forecast(4)))
+        _all_allowed(picks, {"e0", "e3"})
+
+    async def _slots_are_reused(self, say: Dialogue) -> None:
+        """names the endpoint that stands at a slot now, not the one before"""
+        await say.greet(_pool(2))
+        newcomer = EndpointState(slot=0, id="newcomer", address="10.9.9.9:1")
+        state = say.state([newcomer], gone=[0, 1])
+        _all_allowed(await say.picks(say.ask(16, state, forecast=_forecast(2))), {"newcomer"})
+
+    async def _labels_change(self, say: Dialogue) -> None:
+        """takes an endpoint that is told again as changed, not as a second one"""
+        await say.greet(_pool(2))
+        changed = EndpointState(slot=1, id="e1", address="10.0.0.1:8000", labels={"zone": "ü"}, adapters=("a", ""))
+        _all_allowed(await say.picks(say.ask(16, say.state([changed]), forecast=_forecast(2))), _names(2))
+
+    async def _unknown_fields(self, say: Dialogue) -> None:
+        """skips fields that it does not know"""
+        await say.greet(_pool(2))
+        unknown = field(2000, b"later versions add fields") + b"\x98\x7d\x01"
+        say.batched()
+        asked = field(3, b"\x08\x01" + field(3, b"\x08\x07\x28\x10" + unknown) + unknown)
+        say.send_bytes(asked + unknown)
+        _all_allowed(await say.picks([7]), _names(2))
+
+    async def _odd_requests(self, say: Dialogue) -> None:
+        """answers requests at the edge: no prompt, a huge one, all of it cached, endpoints never heard of"""
+        endpoints = _pool(2)
+        await say.greet(endpoints, sampled_at=[float("-inf")] * 2, queue=[1e9, 0.0], kv=[1.0, 0.0])
+        share = {"hit_slots": np.array([0, 1], dtype=np.intp), "hit_shares": np.array([1.0, 0.5])}
+        wanted = _ask(say, 2, 2, **share) + _ask(say, 2, 1)
+        _all_allowed(await say.picks(wanted), _names(2))
+
+    async def _large_pool(self, say: Dialogue) -> None:
+        """answers 100 requests over 1,000 endpoints"""
+        await say.greet(_pool(1000))
+        _all_allowed(await say.picks(_ask(say, 1000, 100)), _names(1000))
+
+    async def _streams_are_apart(self, say: Dialogue) -> None:
+        """keeps what one stream told from another"""
+        await say.greet(_pool(2))
+        async with talk(self._address, self._tls) as dialogue:
+            await dialogue.greet([EndpointState(slot=0, id="theirs", address="10.1.1.1:1")])
+            theirs = dialogue.ask(8, forecast=_forecast(1))
+            ours = _ask(say, 2, 8)
+            _all_allowed(await dialogue.picks(theirs), {"theirs"})
+            _all_allowed(await say.picks(ours), _names(2))
+
+    async def _hello_first(self, say: Dialogue) -> None:
+        """answers no batch on a stream that did not begin with a hello"""
+        say.send(Ask(state=say.state(_pool(2))))
+        say.ask(1, forecast=_forecast(2))
+        try:
+            answer = await say.answer()
+        except Failed:
+            return
+        if answer.picks is not None:
+            raise Failed("it answered a batch without a hello")
+        raise Failed("it welcomed a stream without a hello")
+
+    async def _survives_garbage(self, say: Dialogue) -> None:
+        """serves others after a stream that sent what is no message"""
+        say.send_bytes(b"\xff" * 64)
+        async with talk(self._address, self._tls) as dialogue:
+            await dialogue.greet(_pool(2))
+            _all_allowed(await dialogue.picks(_ask(dialogue, 2, 2)), _names(2))
+
+    async def _in_time(self, say: Dialogue) -> str:
+        """answers 99 of 100 batches within the budget"""
+        await say.greet(_pool(8))
+        took = []
+        for _ in range(_ROUNDS):
+            began = perf_counter()
+            await say.picks(_ask(say, 8))
+            took.append((perf_counter() - began) * 1e3)
+        took.sort()
+        middle, high = took[len(took) // 2], took[int(len(took) * 0.99)]
+        figures = f"p50 {middle:.2f} ms, p99 {high:.2f} ms"
+        if high > self._budget_ms:
+            raise Failed(f"{figures}; the budget is {self._budget_ms:g} ms")
+        return figures
+
+
+Check = Callable[[Checker, Dialogue], Awaitable[str | None]]
+CHECKS: tuple[Check, ...] = (
+    Checker._welcomes,
+    Checker._picks,
+    Checker._every_request_once,
+    Checker._batches_in_flight,
+    Checker._candidates,
+    Checker._empty_pool,
+    Checker._departures,
+    Checker._slots_are_reused,
+    Checker._labels_change,
+    Checker._unknown_fields,
+    Checker._odd_requests,
+    Checker._large_pool,
+    Checker._streams_are_apart,
+    Checker._hello_first,
+    Checker._survives_garbage,
+    Checker._in_time,
+)
+
+
+def _pool(count: int) -> list[EndpointState]:
+    return [EndpointState(slot=i, id=f"e{i}", address=f"10.0.{i // 250}.{i % 250}:8000") for i in range(count)]
+
+
+def _names(count: int) -> set[str]:
+    return {f"e{i}" for i in range(count)}
+
+
+def _forecast(slots: int) -> Forecast:
+    column: Floats = np.linspace(10.0, 20.0, slots)
+    return Forecast(ttft_ms=column, prefill_ms=column, step_ms=column, used=column * 0.0)
+
+
+def _ask(say: Dialogue, slots: int, count: int = 1, **fields: Any) -> list[int]:
+    """A batch whose requests carry forecasts, as for a scheduler that asked for them."""
+    return say.ask(count, None, forecast=_forecast(slots), **fields)
+
+
+def _allowed(pick: RemotePick, names: set[str]) -> None:
+    if pick.outcome in (Outcome.PASSED, Outcome.REFUSED):
+        return
+    if pick.outcome != Outcome.PICKED:
+        raise Failed(f"outcome {pick.outcome}; known are 1 (picked), 2 (refused), 3 (passed)")
+    wrong = [name for name in (pick.endpoint, *(name for name, _ in pick.alternatives)) if name not in names]
+    if wrong:
+        expected = ", ".join(sorted(names)[:4]) if names else "nothing"
+        raise Failed(f"it picked {wrong[0]!r}; allowed: {expected}{' …' if len(names) > 4 else ''}")
+
+
+def _all_allowed(picks: Sequence[RemotePick], names: set[str]) -> None:
+    for pick in picks:
+        _allowed(pick, names)
+
+
+async def _nothing_more(say: Dialogue) -> None:
+    """No further pick comes for what was answered."""
+    await asyncio.sleep(0.02)
+    (number,) = say.ask(1, forecast=_forecast(3))
+    await say.picks([number])

@@ -1,0 +1,271 @@
+"""Serves a policy to gateways, the other end of `scheduler:` in their configuration: loading, listening, sessions."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead import __version__
+from fairlead.compat.load import load
+from fairlead.config.registry import build_policy
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ConfigError, PluginError, ProtocolError
+from fairlead.core.events import Outcome, RemotePick
+from fairlead.core.mirror import MirrorFleet
+from fairlead.core.policy import Context, Picked, Policy, Refused
+from fairlead.core.profile import runner_up
+from fairlead.core.request import Request
+from fairlead.gateway.grpc_frames import Status
+from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.health import HealthService
+from fairlead.gateway.stream import ServerStream
+from fairlead.gateway.tls import ServerTls
+from fairlead.server.remote.ask import decode_ask
+from fairlead.server.remote.messages import (
+    COLUMNS,
+    PATH,
+    Answer,
+    Ask,
+    Asked,
+    Batch,
+    Picks,
+    State,
+    Welcome,
+    encode_answer,
+)
+from fairlead.server.sdk.simple import PASSED, Scheduler, SimplePolicy
+
+UNIX = "unix:"
+
+
+class SchedulerServer:
+    """`await start(address)`, then `await close()`. `make` gives a policy per stream."""
+
+    def __init__(self, make: Callable[[], Policy], tls: ServerTls | None = None) -> None:
+        self.stats = SchedulerStats()
+        self._health = HealthService()
+        routes = {
+            PATH: lambda stream, metadata: Session(stream, metadata, make, self.stats),
+            **self._health.routes(),
+        }
+        self._server = H2Server(routes, H2Limits(max_message=16 << 20, keepalive=20.0), tls=tls)
+
+    async def start(self, address: str) -> str:
+        """Listen on `host:port` (0 = any free one) or `unix:/path`. Returns the address to connect to.
+
+        Raises `ConfigError`.
+        """
+        try:
+            if address.startswith(UNIX):
+                await self._server.listen_unix(address.removeprefix(UNIX))
+                bound = address
+            else:
+                host, _, port = address.rpartition(":")
+                bound = f"{host}:{await self._server.listen(host.strip('[]'), int(port))}"
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot listen on {address!r} (host:port or unix:/path): {error}") from None
+        self._health.set_ready(True)
+        return bound
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        self._health.set_ready(False)
+        await self._server.close(grace_s)
+
+
+# One stream of a gateway, on the scheduler's side: its fleet mirrored, its batches decided.
+#
+# Rules (those of the contract, seen from here)
+# * The first message brings the hello and everything; versions of the state and numbers of batches rise by one. A peer
+#   that breaks this is told so with a gRPC status, and may connect again.
+# * Every request of a batch is answered in one `Answer`, before the next message is looked at. A policy that raises has
+#   no opinion on that request.
+# * Own picks are charged in the mirror until the gateway's figures include them.
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerStats(Struct):
+    """Sums over all streams of a server."""
+
+    streams: int = 0
+    batches: int = 0
+    requests: int = 0
+    failures: int = 0
+
+
+class Session:
+    """A handler for `gateway.h2_server`."""
+
+    def __init__(
+        self, stream: ServerStream, metadata: Mapping[str, str], make: Callable[[], Policy], stats: SchedulerStats
+    ) -> None:
+        self._stream = stream
+        self._policy = make()
+        self._stats = stats
+        self._fleet = MirrorFleet()
+        self._rng = Random()
+        self._greeted = False
+        self._version = 0
+        self._batch = 0
+        stats.streams += 1
+
+    def on_message(self, message: bytes) -> None:
+        try:
+            self._take(decode_ask(message))
+        except (ProtocolError, ValueError) as error:
+            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
+
+    def on_half_close(self) -> None:
+        self._stream.finish()
+
+    def on_lost(self, why: str) -> None:
+        """Nothing is held but the mirror, which goes with us."""
+
+    def _take(self, ask: Ask) -> None:
+        if not self._greeted:
+            if ask.hello is None or ask.hello.version < 1:
+                raise ProtocolError("the first message has no hello with a version")
+            self._greeted = True
+            welcome = Welcome(scheduler=f"fairlead {__version__}", policy=self._policy.name)
+            self._stream.send(encode_answer(Answer(welcome=welcome)))
+        elif ask.hello is not None:
+            raise ProtocolError("a second hello")
+        if ask.state is not None:
+            self._learn(ask.state)
+        if ask.batch is not None:
+            self._decide(ask.batch)
+
+    def _learn(self, state: State) -> None:
+        if state.version != self._version + 1 or not (state.full or self._version):
+            raise ProtocolError(f"state {state.version} after state {self._version}")
+        self._version = state.version
+        fleet = self._fleet
+        if state.full:
+            fleet.forget()
+        for slot in state.gone:
+            fleet.leave(slot)
+        for endpoint in state.endpoints:
+            adapters = None if endpoint.adapters is None else frozenset(endpoint.adapters)
+            fleet.join(endpoint.slot, Endpoint(endpoint.id, endpoint.address, endpoint.labels), adapters)
+        if len(state.slots):
+            columns = {COLUMNS[number]: column for number, column in state.columns.items()}
+            fleet.load(state.slots.tolist(), columns)
+        if state.speeds is not None:
+            fleet.learned(state.speeds.hold_ms, state.speeds.answer_steps)
+        fleet.settle(state.settled)
+
+    def _decide(self, batch: Batch) -> None:
+        if batch.number != self._batch + 1:
+            raise ProtocolError(f"batch {batch.number} after batch {self._batch}")
+        self._batch = batch.number
+        self._stats.batches += 1
+        self._stats.requests += len(batch.requests)
+        context = Context(batch.now, self._rng)
+        picks = tuple(self._pick(asked, context) for asked in batch.requests)
+        self._stream.send(encode_answer(Answer(picks=Picks(batch=batch.number, picks=picks))))
+
+    def _pick(self, asked: Asked, context: Context) -> RemotePick:
+        fleet = self._fleet
+        request = asked.request
+        if asked.candidates is not None:
+            here = fleet.slots_of(asked.candidates.tolist())
+            allowed = (fleet.table.endpoints[slot] for slot in here.tolist())
+            request = replace(
+                request, subset=frozenset(endpoint.address for endpoint in allowed if endpoint is not None)
+            )
+        if len(asked.hit_slots):
+            column = np.zeros(len(fleet.table))
+            column[fleet.slots_of(asked.hit_slots.tolist())] = asked.hit_shares
+            request = replace(request, blocks=column)
+        try:
+            pick = self._policy.choose(request, fleet, context)
+            return self._answer(request, asked.expected_output, pick)
+        except Exception:
+            self._stats.failures += 1
+            log.exception("policy %s failed; the gateway's own policy decides", self._policy.name)
+            return RemotePick(request.id, Outcome.PASSED)
+
+    def _answer(self, request: Request, expected_output: float, pick: Picked | Refused) -> RemotePick:
+        fleet = self._fleet
+        if isinstance(pick, Refused):
+            if pick.reason == PASSED:
+                return RemotePick(request.id, Outcome.PASSED)
+            return RemotePick(request.id, Outcome.REFUSED, reason=pick.message or pick.reason)
+        endpoint = fleet.table.endpoints[pick.slot]
+        if endpoint is None:
+            raise IndexError(f"slot {pick.slot} has no endpoint")
+        hits = fleet.match(request)
+        share = 0.0 if hits is None else float(hits[pick.slot])
+        fallback_slot = runner_up(pick, fleet.table)
+        fleet.take(request, pick.slot, share, expected_output, self._batch)
+        prefiller = fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
+        alternatives = ((fleet.table.ids[fallback_slot], 0.0),) if fallback_slot >= 0 else ()
+        prefill = prefiller.id if prefiller else ""
+        return RemotePick(request.id, Outcome.PICKED, endpoint.id, alternatives=alternatives, prefill=prefill)
+
+
+# `my.module:Name`, or the name of a built-in policy → something that makes policies.
+
+_FORMS = "give the name of a built-in policy, a configuration file (.yaml), or MODULE:NAME"
+
+
+def policy_maker(target: str, report: Callable[[PluginError], None] | None = None) -> Callable[[], Policy]:
+    """One policy per stream. Raises `ConfigError` that says what to give; everything is tried once right here."""
+    if ":" in target:
+        make = _from_module(*target.rsplit(":", 1))
+    elif target.endswith((".yaml", ".yml", ".json")):
+        config = load(Path(target), need_endpoints=False)
+        make = lambda: build_policy(config, report)  # noqa: E731
+    else:
+        try:
+            named = load(f"policy: {target}", need_endpoints=False)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {_FORMS}") from None
+        make = lambda: build_policy(named, report)  # noqa: E731
+    make()
+    return make
+
+
+@runtime_checkable
+class _Chooses(Protocol):
+    """Perhaps a policy."""
+
+    def choose(self, request: Any, fleet: Any, context: Any) -> Any: ...
+
+
+def _from_module(module: str, name: str) -> Callable[[], Policy]:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        loaded = importlib.import_module(module)
+    except Exception as error:
+        raise ConfigError(f"module {module!r} cannot be imported: {type(error).__name__}: {error}; {_FORMS}") from error
+    thing = getattr(loaded, name, None)
+    if thing is None:
+        raise ConfigError(f"module {module!r} has no {name!r}")
+    return lambda: _as_policy(thing, name)
+
+
+def _as_policy(thing: Any, name: str) -> Policy:
+    if isinstance(thing, type):
+        try:
+            thing = thing()
+        except Exception as error:
+            raise ConfigError(f"{name} could not be made: {type(error).__name__}: {error}") from error
+    if isinstance(thing, Policy) and isinstance(thing.name, str):
+        return thing
+    if isinstance(thing, _Chooses):
+        raise ConfigError(f"{name} has the method choose, but no name")
+    if isinstance(thing, Scheduler):
+        return SimplePolicy(thing.pick, name)
+    if callable(thing):
+        return SimplePolicy(thing, name)
+    raise ConfigError(f"{name} has neither the method choose (a Policy) nor pick (a Scheduler), and is no function")

@@ -1,0 +1,98 @@
+"""The short way to write a scheduler: one method, plain objects. It becomes a `Policy` like any other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.cost import cost
+from fairlead.core.policy import Answer, Context, Picked, Refused
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+
+#: An endpoint's id, or several, the best first; `None` or nothing = no opinion.
+Choice = str | Sequence[str] | None
+
+#: `Refused.reason` of "no opinion".
+PASSED = "passed"
+
+
+class RefusedRequest(Exception):
+    """Raise it in `pick` when nobody may serve the request; the client reads the text."""
+
+
+class EndpointView(Struct, frozen=True):
+    """What is known of one endpoint that can serve the request."""
+
+    id: str
+    address: str
+    labels: Mapping[str, str]
+    #: Requests before, and past, their first token; share of the KV memory in use (0..1).
+    queue: float
+    active: float
+    kv: float
+    #: Prompt tokens of the request that it is believed to have cached.
+    hit_tokens: float
+    #: Milliseconds to the request's first token there, as Fairlead would expect.
+    ttft_ms: float
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """What `fairlead scheduler serve` takes, beside any `Policy`."""
+
+    def pick(self, request: Request, endpoints: Sequence[EndpointView]) -> Choice:
+        """The id of one of the endpoints, or of several, the best first: the next one gets the request if the first
+        has left or cannot be reached. `None` or nothing = no opinion, Fairlead's own policy decides.
+
+        May raise `RefusedRequest`. Anything else that it raises counts as no opinion, and is logged.
+        """
+        ...
+
+
+class SimplePolicy:
+    """A `Policy` that asks a `Scheduler`, or a function of the same arguments."""
+
+    def __init__(self, pick: Callable[[Request, Sequence[EndpointView]], Choice], name: str) -> None:
+        self.name = name
+        self._pick = pick
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        try:
+            chosen = self._pick(request, views(request, fleet, context.now))
+        except RefusedRequest as why:
+            return Refused(reason="refused", message=str(why))
+        names = [chosen] if isinstance(chosen, str) else chosen
+        if not names:
+            return Refused(reason=PASSED)
+        slot, *alternatives = map(fleet.table.slot, names)
+        if slot is None:
+            raise ValueError(f"pick returned {names[0]!r}, which is no endpoint")
+        return Picked(
+            slot,
+            fallback_slot=next((alternative for alternative in alternatives if alternative not in (slot, None)), -1),
+        )
+
+
+def views(request: Request, fleet: FleetView, now: float) -> list[EndpointView]:
+    """Of the endpoints that can serve the request."""
+    table = fleet.table
+    share = fleet.match(request)
+    hits = np.zeros(len(table)) if share is None else share * request.prompt_tokens
+    terms = cost(request.prompt_tokens, None if share is None else hits, fleet, now)
+    ttft = np.broadcast_to(terms.ttft, (len(table),))
+    return [
+        EndpointView(
+            endpoint.id,
+            endpoint.address,
+            endpoint.labels,
+            float(table.queue[slot]),
+            float(table.active[slot]),
+            float(table.kv[slot]),
+            float(hits[slot]),
+            float(ttft[slot]),
+        )
+        for slot, endpoint in table.slots()
+        if request.subset is None or endpoint.address in request.subset
+    ]

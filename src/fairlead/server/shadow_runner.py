@@ -1,0 +1,232 @@
+"""Runs policies on trial in a thread beside the event loop.
+
+Rules
+* The event loop hands cases over and takes verdicts back; it never waits. More than `MAX_WAITING` cases, or more CPU
+  than the budget: the case is left out and counted.
+* A shadow that does not come back within the limit is cut off: its thread is told to end (which it does in the next
+  line of Python that it runs), and a new one goes on without that shadow. One that took longer than the limit, or
+  failed `MAX_FAILURES` times in a row, is cut off as well. Cut off means: until the configuration changes.
+* The thread gives the interpreter away after every policy, and the switch interval is lowered, so that the event loop
+  waits for tens of microseconds at most, and for `SWITCH` where a shadow computes without end.
+"""
+
+import asyncio
+import ctypes
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict
+
+MAX_WAITING = 64
+MAX_FAILURES = 20
+#: The `error` of a shadow that had no opinion; nothing is wrong with it.
+PASSED = "passed"
+#: Seconds: of the interpreter's thread switch while there are shadows.
+SWITCH = 0.0005
+#: Seconds of CPU that may be used at once.
+_BURST = 0.05
+
+
+class Bench(Protocol):
+    """What judges; see `core.shadow.Bench`."""
+
+    def open(self, case: ShadowCase) -> object: ...
+
+    def decide(self, name: str, policy: Any) -> ShadowVerdict: ...
+
+    def record(self, verdicts: Sequence[ShadowVerdict]) -> ShadowRecord: ...
+
+
+class RunnerStats(Struct):
+    judged: int = 0
+    #: Cases left out: too many waited, no CPU left.
+    crowded: int = 0
+    over_budget: int = 0
+    cpu_s: float = 0.0
+    #: Shadow → why it is cut off.
+    cut: dict[str, str] = field(default_factory=dict)
+
+
+class ShadowRunner:
+    """`policies` by name, `make_bench` one per thread. `judged` is called on the event loop with each record."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, Any],
+        make_bench: Callable[[], Bench],
+        judged: Callable[[ShadowRecord], None],
+        cut: Callable[[str, str], None] = lambda shadow, why: None,
+        *,
+        cpu: float = 0.2,
+        limit: float = 0.1,
+    ) -> None:
+        self.stats = RunnerStats()
+        self._policies = dict(policies)
+        self._make_bench = make_bench
+        self._judged = judged
+        self._cut = cut
+        self._cpu, self._limit = cpu, limit
+        self._loop = asyncio.get_running_loop()
+        self._cases: deque[ShadowCase] = deque()
+        self._failures: dict[str, int] = {}
+        self._thread: _Worker | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._began = self._loop.time()
+        self._switch = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH, self._switch))
+
+    def close(self) -> None:
+        sys.setswitchinterval(self._switch)
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+        self._policies.clear()
+
+    def judge(self, case: ShadowCase) -> None:
+        """Take it, if there is room."""
+        if not self._policies:
+            return
+        if len(self._cases) >= MAX_WAITING:
+            self.stats.crowded += 1
+        elif self.stats.cpu_s > _BURST + self._cpu * (self._loop.time() - self._began):
+            self.stats.over_budget += 1
+        else:
+            self._cases.append(case)
+            if self._thread is None:
+                self._thread = _Worker(self._make_bench(), dict(self._policies), self._cases, self._loop, self._done)
+            self._thread.wake()
+            if self._watch is None:
+                self._watch = self._loop.call_later(self._limit, self._look)
+
+    # ---- on the event loop ----
+
+    def _done(self, worker: "_Worker", record: ShadowRecord, cpu_s: float) -> None:
+        if worker is not self._thread:
+            return  # left to itself a while ago
+        self.stats.judged += 1
+        self.stats.cpu_s += cpu_s
+        for verdict in record.verdicts:
+            self._tally(verdict)
+        self._judged(record)
+
+    def _tally(self, verdict: ShadowVerdict) -> None:
+        name = verdict.shadow
+        failed = bool(verdict.error) and verdict.error != PASSED
+        self._failures[name] = self._failures.get(name, 0) + 1 if failed else 0
+        if verdict.took_us > self._limit * 1e6:
+            self._cut_off(name, f"took {verdict.took_us / 1e3:.0f} ms for one decision")
+        elif self._failures[name] >= MAX_FAILURES:
+            self._cut_off(name, f"failed {MAX_FAILURES} times in a row: {verdict.error}")
+
+    def _look(self) -> None:
+        """Is a shadow still at it that began long ago?"""
+        self._watch = None
+        worker = self._thread
+        if worker is None:
+            return
+        doing = worker.doing
+        if doing is not None and time.monotonic() - doing[1] > self._limit:
+            worker.abandon()
+            self._thread = None
+            self._cases = deque()
+            self._cut_off(doing[0], f"did not come back within {self._limit * 1e3:.0f} ms")
+        elif doing is not None or self._cases:
+            self._watch = self._loop.call_later(self._limit / 2, self._look)
+
+    def _cut_off(self, name: str, why: str) -> None:
+        if self._policies.pop(name, None) is None:
+            return
+        self.stats.cut[name] = why
+        if self._thread is not None:
+            self._thread.drop(name)
+        self._cut(name, why)
+
+
+class _Abandoned(BaseException):
+    """Raised in a thread by another one."""
+
+
+class _Worker:
+    """A thread and the bench that it works at."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        policies: dict[str, Any],
+        cases: deque[ShadowCase],
+        loop: asyncio.AbstractEventLoop,
+        done: Callable[["_Worker", ShadowRecord, float], None],
+    ) -> None:
+        #: (shadow, monotonic seconds when it was asked) while one is at it.
+        self.doing: tuple[str, float] | None = None
+        self._bench = bench
+        self._policies = policies
+        self._cases = cases
+        self._loop = loop
+        self._done = done
+        self._wanted = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="shadows", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wanted.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wanted.set()
+
+    def abandon(self) -> None:
+        """End it from outside: else a policy that computes without end would do so as long as the process lives."""
+        self.stop()
+        ident = self._thread.ident
+        if ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Abandoned))
+
+    def drop(self, name: str) -> None:
+        self._policies.pop(name, None)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._wanted.wait()
+                self._wanted.clear()
+                while self._cases and not self._stopped:
+                    self._judge(self._cases.popleft())
+        except _Abandoned:
+            return
+
+    def _judge(self, case: ShadowCase) -> None:
+        before = time.thread_time()
+        try:
+            self._bench.open(case)
+            verdicts = [self._ask(name, policy) for name, policy in list(self._policies.items())]
+            record = self._bench.record(verdicts)
+        except Exception as error:  # the bench is ours, but nothing here may end the thread
+            failed = ShadowVerdict("reference", error=f"{type(error).__name__}: {error}"[:200])
+            record = ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, verdicts=(failed,))
+        if not self._stopped:
+            try:
+                self._loop.call_soon_threadsafe(self._done, self, record, time.thread_time() - before)
+            except RuntimeError:
+                self._stopped = True  # the loop is closed
+
+    def _ask(self, name: str, policy: Any) -> ShadowVerdict:
+        began = time.monotonic()
+        self.doing = (name, began)
+        try:
+            verdict = self._bench.decide(name, policy)
+        finally:
+            self.doing = None
+        time.sleep(0)
+        return replace(verdict, took_us=(time.monotonic() - began) * 1e6)

@@ -1,0 +1,211 @@
+"""The parent of the embedded gateway: keeps Envoy and the scheduler running, and does nothing else.
+
+It lives as long as the gateway, so it imports what supervising needs and nothing more: neither the configuration nor
+numpy nor an HTTP library. The process that has read the configuration becomes this one by exec, when the first
+scheduler is its child already; see `embedded`, which also says what the hand-over holds.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fairlead.core.errors import FairleadError
+from fairlead.gateway.envoy import launcher
+from fairlead.gateway.envoy.admin import EnvoyAdmin
+from fairlead.gateway.envoy.process import GatewayProcess
+from fairlead.server.observe.log import get, setup
+
+log = get("serve")
+
+#: Tells a scheduler that the gateway is about to end, and itself after that.
+ENDING = signal.SIGUSR1
+#: Seconds that requests in flight get to finish at shutdown.
+DRAIN_SECONDS = 30.0
+#: Seconds before a scheduler that died is started again; doubled up to the cap while it keeps dying early.
+_BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
+_HEALTHY_SECONDS = 10.0
+#: Seconds after which a new scheduler has listened, and the gateway has noticed.
+_ASKED_AGAIN_S = 3.0
+#: Exit code of a scheduler that cannot use its configuration: starting it again helps only once the file has changed.
+_WRONG_CONFIG = 2
+_FAILED, _INTERRUPTED = 1, 130
+
+
+class SchedulerFailed(FairleadError):
+    """The scheduler ended at its start; it has said why."""
+
+
+class Outage:
+    """Counts the requests that the gateway balances from a scheduler's death until another one is asked again."""
+
+    def __init__(self, admin: EnvoyAdmin) -> None:
+        self._admin = admin
+        self._before: int | None = None
+
+    async def begin(self) -> None:
+        """A scheduler died. If the one before had not been told of, they are one outage."""
+        if self._before is None:
+            self._before = await self._admin.unscheduled()
+
+    @contextlib.asynccontextmanager
+    async def over(self) -> AsyncIterator[None]:
+        """A scheduler runs for as long as this lasts. Tells of the outage once it has surely been asked again."""
+        teller = asyncio.create_task(self._tell())
+        try:
+            yield
+        finally:
+            teller.cancel()
+
+    async def _tell(self) -> None:
+        if self._before is None:
+            return
+        await asyncio.sleep(_ASKED_AGAIN_S)
+        now = await self._admin.unscheduled()
+        if now is not None and now > self._before:
+            log.warning("the gateway balanced without the scheduler", requests=now - self._before)
+        self._before = None
+
+
+class Child:
+    """A process of ours, however it was started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def runs(self) -> bool:
+        return not self._ended.done()
+
+    async def wait(self) -> int:
+        """The exit code; that of a signal is negative."""
+        return await asyncio.shield(self._ended)
+
+    def reap(self) -> None:
+        """Some child has ended: is it this one?"""
+        if self.runs:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._ended.set_result(os.waitstatus_to_exitcode(status))
+
+    def signal(self, number: int) -> None:
+        # A child that was not reaped keeps its number, so nobody else can be hit.
+        if self.runs:
+            os.kill(self.pid, number)
+
+
+class Parent:
+    """`await run()` until a signal. Raises `FairleadError` when a child cannot be started at all."""
+
+    def __init__(self, gateway: GatewayProcess, scheduler: int, again: list[str]) -> None:
+        """`scheduler`: the process id of the first one. `again`: the command for the next."""
+        self._gateway = gateway
+        self._first = scheduler
+        self._again = again
+        self._stopping = asyncio.Event()
+        self._scheduler: Child | None = None
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            stop = self._stopping.set
+            for number, handler in ((signal.SIGTERM, stop), (signal.SIGINT, stop), (signal.SIGCHLD, self._reap)):
+                loop.add_signal_handler(number, handler)
+                stack.callback(loop.remove_signal_handler, number)
+            self._scheduler = Child(self._first)
+            self._reap()  # it may have ended before the handler stood
+            stack.push_async_callback(self._gateway.stop, 0.0)
+            stack.push_async_callback(self._end_scheduler)
+            started = asyncio.create_task(self._gateway.start(), name="gateway")
+            keeper = asyncio.create_task(self._keep_scheduler(), name="scheduler supervisor")
+            stopped = asyncio.create_task(self._stopping.wait())
+            for task in (started, keeper, stopped):
+                stack.push_async_callback(_cancelled, task)
+            await asyncio.wait((started, keeper, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+                await asyncio.wait((keeper, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if keeper.done():
+                keeper.result()
+            # Clients first: while they finish, the scheduler still answers the gateway. Whoever waits is told to go.
+            if self._scheduler is not None:
+                self._scheduler.signal(ENDING)
+            if started.done():
+                await self._gateway.stop(DRAIN_SECONDS)
+
+    def _reap(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.reap()
+
+    async def _keep_scheduler(self) -> None:
+        """One scheduler after another. Returns never; raises when the first start fails for good. Later ones may fail
+        too, for the file may have changed since: then the gateway goes on without, until one can be started."""
+        loop = asyncio.get_running_loop()
+        pause = _BACKOFF_FIRST
+        outage = Outage(self._gateway.admin)
+        first = True
+        while True:
+            started = loop.time()
+            if not first:
+                self._scheduler = Child(await asyncio.to_thread(self._spawn))
+                self._reap()
+            assert self._scheduler is not None
+            log.info("the scheduler runs", pid=self._scheduler.pid)
+            async with outage.over():
+                code = await self._scheduler.wait()
+            if self._stopping.is_set():
+                return
+            if code == _WRONG_CONFIG and first:
+                raise SchedulerFailed("the scheduler could not start, see above")
+            first = False
+            pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
+            what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
+            log.error(f"the scheduler {what}; the gateway balances without it", exit_code=code, restart_in_s=pause)
+            await outage.begin()
+            await asyncio.sleep(pause)
+
+    def _spawn(self) -> int:
+        tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *self._again)
+        # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
+        return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
+
+    async def _end_scheduler(self) -> None:
+        child = self._scheduler
+        if child is None or not child.runs:
+            return
+        child.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS + 5.0):
+                await child.wait()
+        except TimeoutError:
+            child.signal(signal.SIGKILL)
+            await child.wait()
+
+
+async def _cancelled(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _run(handover: dict[str, Any]) -> None:
+    gateway = GatewayProcess(**handover["gateway"])
+    await Parent(gateway, handover["scheduler"], handover["again"]).run()
+
+
+def main(handover: dict[str, Any]) -> int:
+    """Returns the exit code of the command."""
+    setup(*handover["log"])
+    try:
+        asyncio.run(_run(handover))
+    except FairleadError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0

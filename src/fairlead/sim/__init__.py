@@ -1,4 +1,0 @@
-"""The simulator: the unmodified pipeline against simulated model servers, an hour of traffic in seconds.
-
-`fairlead.sim.run.simulate` is the door.
-"""

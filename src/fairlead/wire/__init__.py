@@ -1,1 +1,0 @@
-"""Codecs: bytes ↔ values. No sockets, no clock."""

@@ -1,0 +1,81 @@
+"""Prompts of the Messages API as clients grow them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fairlead.apis.prompt import MEDIA_BYTES
+from fairlead.apis.request import ParsedRequest, parse_request
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+LONG_MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value} | more
+
+
+def turn(role: str, *content: dict[str, Any]) -> dict[str, Any]:
+    return {"role": role, "content": list(content)}
+
+
+def parse(separators: tuple[str, str] | None = None, **members: Any) -> ParsedRequest:
+    return parse_request("/v1/messages", json.dumps({"model": "m"} | members, separators=separators).encode())
+
+
+def joined(parsed: ParsedRequest) -> bytes:
+    return b"".join(parsed.prompt)
+
+
+@pytest.mark.parametrize("separators", [None, (",", ":")])
+@pytest.mark.parametrize("mark", [MARK, LONG_MARK])
+def test_cache_marks_that_move_do_not_break_the_prefix(
+    separators: tuple[str, str] | None, mark: dict[str, Any]
+) -> None:
+    system = [text("You are kind."), text("Be brief.", **mark)]
+    first = parse(separators, system=system, messages=[turn("user", text("one", **mark))])
+    messages = [turn("user", text("one")), turn("assistant", text("two")), turn("user", text("three", **mark))]
+    second = parse(separators, system=system, messages=messages)
+    assert joined(second).startswith(joined(first))
+    assert joined(second) != joined(first)
+    assert b"cache_control" not in joined(second)
+    assert second.root == first.root
+    assert first.prompt_bytes == len(joined(first))
+
+
+def test_marks_inside_of_text_stay() -> None:
+    said = 'they sent ,"cache_control":{"type":"ephemeral"} to me'
+    parsed = parse(messages=[turn("user", text(said))])
+    assert json.loads(joined(parsed) + b"]")[0]["content"][0]["text"] == said
+
+
+def test_a_shared_system_prompt_is_a_shared_beginning() -> None:
+    one = parse(system="x" * 1000, messages=[turn("user", text("a"))])
+    other = parse(system="x" * 1000, messages=[turn("user", text("b"))])
+    assert one.root == other.root
+    assert joined(one)[:1000] == joined(other)[:1000]
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "n"}, {"tools": [{"name": "t"}]}, {"thinking": {"type": "enabled"}}, {"cache_salt": "s"}]
+)
+def test_what_scopes_the_prefix(change: dict[str, Any]) -> None:
+    messages = [turn("user", text("a"))]
+    assert parse(messages=messages, **change).root != parse(messages=messages).root
+
+
+def test_tools_are_part_of_the_prompt() -> None:
+    tools = [{"name": "f" * 500, **MARK}]
+    plain = parse(messages=[turn("user", text("a"))])
+    counted = len(json.dumps([{"name": "f" * 500}]))
+    assert parse(messages=[turn("user", text("a"))], tools=tools).prompt_bytes == plain.prompt_bytes + counted
+
+
+def test_inline_images_are_not_measured_by_their_length() -> None:
+    def picture(size: int) -> ParsedRequest:
+        source = {"type": "base64", "media_type": "image/png", "data": "A" * size}
+        return parse(messages=[turn("user", text("What?"), {"type": "image", "source": source})])
+
+    assert picture(300).media == picture(300_000).media == 1
+    assert picture(300).prompt_bytes == picture(300_000).prompt_bytes < MEDIA_BYTES + 200

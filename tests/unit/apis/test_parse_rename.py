@@ -1,0 +1,115 @@
+"""The model's name in responses. tests/property/test_model_names.py has the many; here are the ones to read."""
+
+import tracemalloc
+
+import pytest
+
+from fairlead.apis.rename import ModelRenamer
+
+
+def one_by_one(renamer: ModelRenamer, body: bytes) -> bytes:
+    pieces = [renamer.feed(body[i : i + 1]) for i in range(len(body))]
+    return b"".join(pieces) + renamer.feed(b"", end=True)
+
+
+CHUNK = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"%b","choices":[{"index":0,"text":"x"}]}'
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
+def test_stream(ends: bytes) -> None:
+    def body(name: bytes) -> bytes:
+        events = [
+            b": keep-alive",
+            b"event: x" + ends + b"data: " + CHUNK % name,
+            b"data:" + CHUNK % name,
+            b"data: [DONE]",
+        ]
+        return b"".join(event + 2 * ends for event in events)
+
+    assert ModelRenamer("tiny", "big/one", True).feed(body(b"tiny")) == body(b"big/one")
+    assert one_by_one(ModelRenamer("tiny", "big/one", True), body(b"tiny")) == body(b"big/one")
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (b'{"model":"t"}', b'{"model":"c"}'),
+        (b'{ "model" : "\\u0074" }', b'{ "model" : "c" }'),
+        (b'{"mod\\u0065l":"t"}', b'{"mod\\u0065l":"c"}'),
+        # Anthropic's and the Responses API's events
+        (b'{"type":"message_start","message":{"model":"t"}}', b'{"type":"message_start","message":{"model":"c"}}'),
+        (b'{"response":{"a":[{}],"model":"t"},"model":"t"}', b'{"response":{"a":[{}],"model":"c"},"model":"c"}'),
+        # several documents one after another
+        (b'{"model":"t"}\n{"model":"t"}\n', b'{"model":"c"}\n{"model":"c"}\n'),
+        (b'{"model":"t","model":"x","model":"t"}', b'{"model":"c","model":"x","model":"c"}'),
+    ],
+)
+def test_names(body: bytes, wanted: bytes) -> None:
+    assert ModelRenamer("t", "c", False).feed(body) == wanted
+    assert one_by_one(ModelRenamer("t", "c", False), body) == wanted
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"model":"tt"}',
+        b'{"model":["t"]}',
+        b'{"models":"t"}',
+        b'{"x":{"model":"t"}}',
+        b'[{"model":"t"}]',
+        b'{"choices":[{"message":{"model":"t"}}]}',
+        b'{"message":[{"model":"t"}]}',
+        b'{"content":"{\\"model\\":\\"t\\"}"}',
+        b'{"model":"t',
+        b'RIFF\x00{"model":"t"}',
+        b'{"model","t"}',
+        b'{"error":{"message":"The model `t` does not exist.","param":"model"}}',
+    ],
+)
+def test_what_stays(body: bytes) -> None:
+    assert one_by_one(ModelRenamer("t", "c", False), body) == body
+    in_stream = b"data: " + body + b"\n\n"
+    assert one_by_one(ModelRenamer("t", "c", True), in_stream) == in_stream
+
+
+def test_an_event_over_several_data_lines() -> None:
+    body = b'data: {\ndata:   "model":\ndata:   "t"}\n\ndata: {"model":"t"}\n\n'
+    assert one_by_one(ModelRenamer("t", "c", True), body) == body.replace(b'"t"', b'"c"')
+
+
+def test_a_string_that_a_line_end_breaks_spoils_only_its_event() -> None:
+    body = b'data: {"x":"\ndata: ","model":"t"}\n\n'
+    good = b'data: {"model":"t"}\n\n'
+    assert ModelRenamer("t", "c", True).feed(body + good) == body + good.replace(b"t", b"c").replace(b"daca", b"data")
+
+
+def test_nothing_is_held_but_what_may_be_the_name() -> None:
+    renamer = ModelRenamer("target", "c", False)
+    assert renamer.feed(b'{"id":"x","model" : "tar') == b'{"id":"x","model" : '
+    assert renamer.feed(b"x" * 100) == b'"tar' + b"x" * 100
+    assert renamer.feed(b'","y":"tar') == b'","y":"tar'
+
+
+def test_memory_is_bounded() -> None:
+    renamer = ModelRenamer("target", "c", False)
+    piece = b"x" * 100_000
+    tracemalloc.start()
+    for beginning in (b'{"', b'":"', b'","model":"'):
+        renamer.feed(beginning)
+        for _ in range(50):
+            assert len(renamer.feed(piece)) >= len(piece)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "unit", [b'"', b"\\", b"{", b"[", b'{"model":', b'{"message":', b"data: {", b"\r", b"data:\n", b'{"model":"t"']
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_hostile_bytes_take_linear_time(unit: bytes, stream: bool) -> None:
+    body = unit * (300_000 // len(unit))
+    renamer = ModelRenamer("absent", "c", stream)
+    pieces = [renamer.feed(body[i : i + 1000]) for i in range(0, len(body), 1000)]
+    assert b"".join(pieces) + renamer.feed(b"", end=True) == body

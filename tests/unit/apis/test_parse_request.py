@@ -1,0 +1,272 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.apis.body import SALVAGE_LIMIT
+from fairlead.apis.prompt import MEDIA_BYTES
+from fairlead.apis.request import MAX_MODEL_CHARS, MAX_USER_CHARS, ParsedRequest, model_span, parse_request
+from fairlead.core.errors import ClientError
+
+DATA = Path(__file__).parents[2] / "data" / "vllm-0.32-responses"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": 'Say "hi"\n🦊'}]
+
+
+def chat(**members: Any) -> ParsedRequest:
+    return parse_request(CHAT, json.dumps({"model": "m", "messages": MESSAGES} | members).encode())
+
+
+def completion(**members: Any) -> ParsedRequest:
+    return parse_request(COMPLETIONS, json.dumps({"model": "m", "prompt": "hi"} | members).encode())
+
+
+def joined(parsed: ParsedRequest) -> bytes:
+    return b"".join(parsed.prompt)
+
+
+def recorded(case: str) -> tuple[str, bytes, int]:
+    """Path and body of a recorded request, and the status it got."""
+    head, _, body = (DATA / f"{case}.request.bin").read_bytes().partition(b"\r\n\r\n")
+    status = (DATA / f"{case}.response.bin").read_bytes().split(b" ", 2)[1]
+    return head.split(b" ")[1].decode(), body, int(status)
+
+
+CASES = sorted(path.name.split(".")[0] for path in DATA.glob("*.request.bin"))
+REFUSED_HERE_TOO = {"err_bad_json", "err_missing_messages", "err_missing_prompt", "err_type", "empty_messages"}
+
+
+def test_recordings_are_there() -> None:
+    assert len(CASES) > 25
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_the_engine_refused_is_refused(case: str) -> None:
+    path, body, status = recorded(case)
+    if case in REFUSED_HERE_TOO:
+        assert status == 400
+        with pytest.raises(ClientError) as error:
+            parse_request(path, body)
+        assert error.value.status == 400
+        return
+    parsed = parse_request(path, body)
+    if parsed.api not in ("chat", "completions"):
+        assert path in ("/v1/responses", "/v1/models")
+        return
+    sent = json.loads(body)
+    assert parsed.model == sent.get("model", "")
+    assert parsed.stream == sent.get("stream", False)
+    assert parsed.max_tokens == max(sent.get("max_tokens", 0), 0)
+    assert parsed.include_usage == sent.get("stream_options", {}).get("include_usage", False)
+    assert parsed.n == sent.get("n", 1)
+    raw = joined(parsed)
+    if parsed.api == "chat":
+        assert json.loads(raw + b"]") == sent["messages"]
+    elif isinstance(sent["prompt"], str):
+        assert json.loads(b'"' + raw + b'"') == sent["prompt"]
+    else:
+        assert json.loads(raw + b"]") == sent["prompt"]
+
+
+def test_a_chat() -> None:
+    parsed = chat(stream=True, max_tokens=9, user="u-1", stream_options={"include_usage": True}, n=2)
+    raw = json.dumps(MESSAGES).encode()[:-1]
+    assert joined(parsed) == raw
+    assert parsed == ParsedRequest(
+        api="chat",
+        model="m",
+        stream=True,
+        max_tokens=9,
+        include_usage=True,
+        n=2,
+        prompt=parsed.prompt,
+        root=b"chat 1:m",
+        prompt_bytes=len(raw),
+        user="u-1",
+    )
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_appended_messages_keep_the_prefix(indent: int | None) -> None:
+    def body(messages: list[dict[str, str]]) -> bytes:
+        return json.dumps({"stream": True, "messages": messages, "model": "m"}, indent=indent).encode()
+
+    grown = [*MESSAGES, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "again"}]
+    earlier = parse_request(CHAT, body(MESSAGES))
+    later = parse_request(CHAT, body(grown))
+    assert joined(later).startswith(joined(earlier))
+    assert joined(later) != joined(earlier)
+    assert later.root == earlier.root
+
+
+def test_a_growing_token_list_keeps_the_prefix_and_is_counted() -> None:
+    short, long = completion(prompt=[1, 2, 3]), completion(prompt=[1, 2, 3, 4])
+    assert joined(long).startswith(joined(short))
+    assert (short.prompt_tokens, long.prompt_tokens) == (3, 4)
+    assert completion(prompt=[[1, 2], [3, 4, 5]]).prompt_tokens == 5
+    assert completion(prompt=["1, 2", "3"]).prompt_tokens == 0
+    assert completion(prompt="1, 2").prompt_tokens == 0
+    assert completion(prompt=[]).prompt_tokens == 0
+
+
+def test_output_limits() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert chat(max_tokens=5, max_completion_tokens=None).max_tokens == 5
+    assert completion(max_tokens=5, max_completion_tokens=7).max_tokens == 5
+    assert chat().max_tokens == 0
+    assert chat(max_tokens="12").max_tokens == 12
+    assert chat(max_tokens=1e3).max_tokens == 1000
+    assert chat(max_tokens=10**30).max_tokens == 2**31 - 1
+    assert completion(max_tokens=-1).max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"cache_salt": "s"},
+        {"tools": [{"type": "function"}]},
+        {"documents": [{"text": "d"}]},
+        {"chat_template": "{{ messages }}"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "high"},
+        {"mm_processor_kwargs": {"fps": 1}},
+    ],
+)
+def test_what_scopes_the_prefix(change: dict[str, Any]) -> None:
+    assert chat(**change).root != chat().root
+    name = next(iter(change))
+    if name != "model":
+        assert chat(**{name: None}).root == chat().root
+
+
+def test_root_parts_do_not_run_together() -> None:
+    roots = {
+        chat(model="a", cache_salt="b").root,
+        chat(model='a salt 3:"b"').root,
+        chat(model="a", tools="b").root,
+        chat(model="a", documents="b").root,
+        chat(model="ab").root,
+        completion(model="ab").root,
+        completion(model="a", cache_salt="b").root,
+    }
+    assert len(roots) == 7
+
+
+def test_sampling_does_not_scope_the_prefix() -> None:
+    assert chat(temperature=0.3, seed=1, stream=True, tool_choice="auto", user="x").root == chat().root
+
+
+def test_tools_are_part_of_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "f" * 100}}]
+    assert chat(tools=tools).prompt_bytes == chat().prompt_bytes + len(json.dumps(tools))
+
+
+def test_inline_media_are_not_measured_by_their_length() -> None:
+    def picture(size: int) -> ParsedRequest:
+        url = "data:image/png;base64," + "iVBORw0K" * (size // 8)
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return chat(messages=[{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}])
+
+    small, large = picture(100_000), picture(400_000)
+    assert small.prompt_bytes == large.prompt_bytes
+    assert MEDIA_BYTES < large.prompt_bytes < MEDIA_BYTES + 500
+    assert len(joined(large)) > 400_000
+
+
+def test_talking_of_media_is_text() -> None:
+    text = "a data URL has ;base64, in it " * 2000
+    parsed = chat(messages=[{"role": "user", "content": text}])
+    assert parsed.prompt_bytes == len(joined(parsed)) > len(text)
+
+
+def test_media_outside_of_the_messages_do_not_count() -> None:
+    parsed = chat(messages=[{"role": "user", "content": "x"}], extra=[";base64," + "A" * 9000] * 20)
+    assert parsed.prompt_bytes == len(joined(parsed))
+    assert parsed.media == 0
+
+
+def test_what_the_engine_answers_itself_passes() -> None:
+    assert completion(prompt="").prompt_bytes == 0
+    assert parse_request(COMPLETIONS, b'{"prompt":"hi"}').model == ""
+    assert parse_request(COMPLETIONS, b'{"prompt":"hi","model":null}').model == ""
+    assert completion(unknown={"a": [1]}, temperature=-5).model == "m"
+    assert completion(stream_options={"other": [1]}).include_usage is False
+    assert completion(stream_options=None).include_usage is False
+    assert completion(n=0).n == 1
+    assert completion(n=10**9).n == 16384
+    assert completion(user=17).user == ""
+    assert completion(user="x" * (MAX_USER_CHARS + 1)).user == ""
+    assert completion(prompt=None, prompt_embeds="AAAA").prompt_bytes == 0
+    assert joined(completion(prompt=None, prompt_embeds=["AAAA"])) == b'["AAAA"'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, b"", None),
+        (COMPLETIONS, b"", None),
+        (CHAT, b" ", None),
+        (CHAT, b"{}", "messages"),
+        (CHAT, b'{"messages":null}', "messages"),
+        (CHAT, b'{"messages":{}}', "messages"),
+        (CHAT, b'{"messages":"hi"}', "messages"),
+        (CHAT, b'{"messages":[]}', "messages"),
+        (CHAT, b'{"messages":[ \n\t ]}', "messages"),
+        (CHAT, b'{"messages":[1],"max_tokens":{}}', "max_tokens"),
+        (CHAT, b'{"messages":[1],"max_tokens":1.5}', "max_tokens"),
+        (CHAT, b'{"messages":[1],"stream":"perhaps"}', "stream"),
+        (CHAT, b'{"messages":[1],"n":"x"}', "n"),
+        (CHAT, b'{"messages":[1],"stream_options":"x"}', "stream_options"),
+        (CHAT, b'{"messages":[1],"stream_options":{"include_usage":[]}}', "stream_options"),
+        (CHAT, b'{"messages":[1],"stream_options":{"include_usage":7}}', "stream_options"),
+        (CHAT, b'{"messages":[1],"model":7}', "model"),
+        (CHAT, b'{"messages":[1],"model":"\\ud800"}', "model"),
+        (CHAT, b'{"messages":[1],"model":"' + b"x" * (MAX_MODEL_CHARS + 1) + b'"}', "model"),
+        (COMPLETIONS, b"{}", "prompt"),
+        (COMPLETIONS, b'{"prompt":null}', "prompt"),
+        (COMPLETIONS, b'{"prompt":null,"prompt_embeds":null}', "prompt"),
+        (COMPLETIONS, b'{"prompt":5}', "prompt"),
+        (COMPLETIONS, b'{"prompt":NaN}', "prompt"),
+        (COMPLETIONS, b'{"prompt":true}', "prompt"),
+        (COMPLETIONS, b'{"prompt":{}}', "prompt"),
+    ],
+)
+def test_refusals_name_the_parameter(path: str, body: bytes, param: str | None) -> None:
+    with pytest.raises(ClientError) as error:
+        parse_request(path, body)
+    assert (error.value.status, error.value.param) == (400, param)
+    assert error.value.message.endswith(".")
+
+
+def test_a_wrong_content_type_is_only_mentioned() -> None:
+    assert parse_request(COMPLETIONS, b'{"prompt":"hi"}', "text/plain").api == "completions"
+    with pytest.raises(ClientError, match="multipart/form-data"):
+        parse_request(COMPLETIONS, b"--x", "multipart/form-data; boundary=x")
+    with pytest.raises(ClientError) as error:
+        parse_request(COMPLETIONS, b"--x", "Application/JSON")
+    assert "content type" not in error.value.message
+
+
+def test_what_is_not_read() -> None:
+    assert parse_request("/v1/other", b"\xff{{{") == ParsedRequest(unread="path")
+    assert parse_request("/v1/models", b"\xff{{{") == ParsedRequest("models", unread="path")
+    packed = parse_request(CHAT, b"\x1f\x8b...", content_encoding="GZIP")
+    assert packed == ParsedRequest("chat", stream=True, prompt_bytes=5, unread="content-encoding")
+    assert parse_request(COMPLETIONS, b'{"prompt":"x"}', content_encoding=" identity").unread == ""
+    large = b'{"x":NaN,"prompt":"' + b"x" * SALVAGE_LIMIT + b'"}'
+    unread = ParsedRequest("completions", stream=True, prompt_bytes=len(large), unread="too-large")
+    assert parse_request(COMPLETIONS, large) == unread
+
+
+def test_a_prompt_is_a_view_of_the_body() -> None:
+    body = json.dumps({"prompt": "hello " * 100}).encode()
+    (view,) = parse_request(COMPLETIONS, body).prompt
+    assert isinstance(view, memoryview)
+    assert bytes(view) in body
+
+
+def test_model_span_is_reachable_from_here() -> None:
+    assert model_span(b'{"model":"m"}') == (9, 12)

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from fairlead.apis.multipart import field_span
+from fairlead.apis.splice import splice_model
+
+FORM = "multipart/form-data; boundary=BB"
+
+
+@pytest.mark.parametrize(
+    ("body", "spliced"),
+    [
+        (b'{"model":"old","n":12345678901234567890}', b'{"model":"new","n":12345678901234567890}'),
+        (b'{"model" : null }', b'{"model" : "new" }'),
+        (b'{"model":"a","model":"b"}', b'{"model":"a","model":"new"}'),
+        (b'{"model":"a","model":null}', b'{"model":"a","model":"new"}'),
+        (b"{}", b'{"model":"new"}'),
+        (b" { } ", b' {"model":"new" } '),
+        (b'{"x":{"model":"y"}}', b'{"model":"new","x":{"model":"y"}}'),
+        (b'\xef\xbb\xbf{"model":"old"}', b'\xef\xbb\xbf{"model":"new"}'),
+        (b'{"mod\\u0065l":"old"}', b'{"mod\\u0065l":"new"}'),
+    ],
+)
+def test_json(body: bytes, spliced: bytes) -> None:
+    assert splice_model(body, "new") == spliced
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'"model"', b"\x1f\x8b\x08\x00", b'{"model":7}', b'{"model":["a"]}', b'{"model":"a"', b"{}}"]
+)
+def test_no_place(body: bytes) -> None:
+    assert splice_model(body, "new") is None
+
+
+def test_awkward_names() -> None:
+    name = 'a"b\\c\n\u2028é🦊'
+    spliced = splice_model(b'{"model":"old","x":1}', name)
+    assert spliced is not None
+    assert json.loads(spliced) == {"model": name, "x": 1}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_other_encodings_become_utf8(encoding: str) -> None:
+    spliced = splice_model('{"model":"old","x":"é🦊"}'.encode(encoding), "new")
+    assert spliced is not None
+    assert json.loads(spliced) == {"model": "new", "x": "é🦊"}
+
+
+def test_sglang_names_its_adapter() -> None:
+    body = b'{"text":"x","lora_path":"old"}'
+    assert splice_model(body, "new", api="sglang") == b'{"text":"x","lora_path":"new"}'
+    body = b'{"model":"old","lora_path":"a"}'
+    assert splice_model(body, "new", api="sglang") == b'{"model":"new","lora_path":"a"}'
+
+
+def form(*parts: tuple[str, bytes], end: bytes = b"--BB--\r\n") -> bytes:
+    return b"".join(b"--BB\r\n" + head.encode() + b"\r\n\r\n" + content + b"\r\n" for head, content in parts) + end
+
+
+def field(name: str) -> str:
+    return f'Content-Disposition: form-data; name="{name}"'
+
+
+def test_form() -> None:
+    file = 'Content-Disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav'
+    sound = b'\x00\r\n--BBB\r\n\r\n"model"\r\n--X'
+    body = form((file, sound), (field("model"), b"old"), (field("language"), b"en"))
+    assert splice_model(body, "néw", FORM) == body.replace(b"\r\nold\r\n", "\r\nnéw\r\n".encode())
+    quoted = FORM.replace("BB", '"BB"')
+    assert splice_model(body, "new", quoted) == body.replace(b"\r\nold\r\n", b"\r\nnew\r\n")
+
+
+def test_the_last_field_counts() -> None:
+    body = form((field("model"), b"first"), (field("model"), b""), (field("x"), b"model"))
+    assert splice_model(body, "new", FORM) == form(
+        (field("model"), b"first"), (field("model"), b"new"), (field("x"), b"model")
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form((field("other"), b"old")),
+        form(('Content-Disposition: form-data; name="model"; filename="x"', b"old")),
+        form((field("model"), b"old"), end=b""),
+        b"",
+        b"--BB",
+        b"model=old",
+    ],
+)
+def test_form_without_the_field(body: bytes) -> None:
+    assert field_span(body, FORM, "model") is None
+    assert splice_model(body, "new", FORM) is None
+    assert splice_model(body, "new", "multipart/form-data") is None
+
+
+def test_no_name_breaks_out_of_its_field() -> None:
+    assert splice_model(form((field("model"), b"old")), "a\r\n--BB", FORM) is None
+
+
+@pytest.mark.parametrize(
+    "unit", [b"\r\n--BB", b"--BB\r\n", b"\r\n\r\n", b'\r\n--BB\r\nContent-Disposition: form-data; name="']
+)
+def test_hostile_forms_take_linear_time(unit: bytes) -> None:
+    # Quadratic work on these 2 MB would take hours.
+    assert splice_model(unit * (2_000_000 // len(unit)), "new", FORM) is None

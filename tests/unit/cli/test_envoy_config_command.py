@@ -1,0 +1,69 @@
+"""`fairlead envoy-config`."""
+
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from fairlead.cli.envoy_config import envoy_config
+from fairlead.core.errors import ConfigError
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options
+
+app = typer.Typer()
+app.command()(envoy_config)
+
+
+def test_it_prints_what_build_makes() -> None:
+    arguments = ["--listen", "0.0.0.0:80", "--ext-proc", "[::1]:9002", "--endpoint", "10.0.0.1:1", "--fail-closed"]
+    done = CliRunner().invoke(
+        app, [*arguments, "--response-mode", "none", "--als", "none", "--request-mode", "buffered"]
+    )
+    assert done.exit_code == 0, done.output
+    options = Options(
+        host="0.0.0.0",
+        port=80,
+        ext_proc="[::1]:9002",
+        endpoints=("10.0.0.1:1",),
+        fail_open=False,
+        response_mode="none",
+        request_mode="buffered",
+    )
+    assert yaml.safe_load(done.stdout) == build(options)
+
+
+def test_the_log_service_is_the_schedulers_port_unless_told_otherwise(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    done = CliRunner().invoke(app, ["--ext-proc", "127.0.0.1:7", "--tls-ca", str(ca), "--tls-server-name", "epp"])
+    assert [c["name"] for c in yaml.safe_load(done.stdout)["static_resources"]["clusters"]][-1] == "als"
+    assert "server_name" not in done.stdout and "sni: epp" in done.stdout
+
+
+@pytest.mark.envoy
+def test_validate_asks_envoy() -> None:
+    good = CliRunner().invoke(app, ["--endpoint", "10.0.0.1:1", "--validate"])
+    assert good.exit_code == 0 and good.stdout.startswith("node:")
+    bad = CliRunner().invoke(app, ["--endpoints-file", "/no/such/pool.json", "--validate"])
+    assert bad.exit_code == 1 and "Envoy refuses the configuration" in str(bad.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "8080"], "--listen: expected host:port"),
+        (["--listen", "foo:1"], "--listen: expected an IP address, got 'foo'"),
+        (["--body-limit", "0"], "--body-limit: must be above 0"),
+        (["--admin-port", "8080"], "--admin-port: is the port of the gateway itself"),
+        (["--endpoint", "10.0.0.1:1", "--endpoint", "foo:1"], "--endpoint: expected a literal ip:port, got 'foo:1'"),
+        (["--ext-proc", "x"], "--ext-proc: expected host:port"),
+        (["--als", "x"], "--als: expected host:port"),
+        (["--message-timeout", "-1"], "--message-timeout: must be above 0"),
+        (["--queue-timeout", "0.5"], "--queue-timeout: must not be below"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)

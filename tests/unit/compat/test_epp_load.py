@@ -1,0 +1,166 @@
+"""Configurations of the reference picker: which plugins of ours they become."""
+
+from pathlib import Path
+
+import pytest
+
+from fairlead.cli.main import main
+from fairlead.compat.load import load
+from fairlead.config.registry import build_hasher, build_policy
+from fairlead.config.schema import Config
+from fairlead.core.profile import Profile
+from fairlead.plugins.scorers.metric import MetricParams
+from fairlead.testing import assert_routed, endpoint, fleet, holds, request
+
+FOLDER = Path(__file__).parents[2] / "data" / "epp-configs"
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != "endpoints.yaml")
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+
+#: File → filters, scorers with weights, picker.
+EXPECTED: dict[str, tuple[list[str], list[tuple[str, float]], str]] = {
+    "epp-config.yaml": (["role"], [("prefix-aware", 2)], "max-score"),
+    "epp-estimate-prefix-cache-config.yaml": (["role"], [("prefix-aware", 1), ("queue-threshold", 1)], "max-score"),
+    "epp-precise-prefix-cache-config.yaml": (
+        ["role"], [("prefix-aware", 2), ("kv-utilization", 1), ("queue", 1)], "max-score",
+    ),
+    "optimized-baseline.yaml": (
+        [], [("queue", 2), ("kv-utilization", 2), ("prefix-aware", 3), ("no-hit-lru", 2)], "max-score",
+    ),
+    "performance-profile.yaml": (
+        [], [("queue", 2), ("kv-utilization", 2), ("prefix-aware", 3), ("no-hit-lru", 2)], "max-score",
+    ),
+    "pd-epp-config.yaml": (["role"], [("prefix-aware", 2), ("queue", 1)], "max-score"),
+    "random-only.yaml": ([], [], "random"),
+    "sim-epp-kvcache-config.yaml": (["role"], [("prefix-aware", 10)], "max-score"),
+    "sticky-until-saturated.yaml": (["prefix-affinity"], [("inflight-tokens", 2), ("metric", 1)], "max-score"),
+}  # fmt: skip
+
+
+def read(text: str, need_endpoints: bool = False) -> Config:
+    return load(text, need_endpoints=need_endpoints)
+
+
+def test_every_sample_is_expected() -> None:
+    assert {*FILES} == {*EXPECTED}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_samples_become_the_plugins_that_mean_the_same(name: str) -> None:
+    config = load(FOLDER / name, need_endpoints=False)
+    filters, scorers, picker = EXPECTED[name]
+    policy = config.policy
+    assert [spec.type for spec in policy.filters] == ["subset", "health", *filters]
+    assert [(spec.type, spec.weight) for spec in policy.scorers] == scorers
+    assert policy.picker is not None and policy.picker.type == picker
+    assert isinstance(build_policy(config), Profile)
+    assert build_hasher(config).finest == 64 * 4
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_samples_are_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["validate", str(FOLDER / name)])
+    out = capsys.readouterr().out
+    assert (stopped.value.code or 0) == 0, out
+    assert f"{name}: valid." in out
+
+
+@pytest.mark.parametrize("version", ["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1"])
+def test_versions(version: str) -> None:
+    assert read(f"apiVersion: {version}\nkind: EndpointPickerConfig\n").policy.name == "default"
+
+
+def test_endpoints_come_from_file_discovery() -> None:
+    endpoints = load(FOLDER / "performance-profile.yaml").endpoints
+    assert (endpoints.file, endpoints.watch) == (str(FOLDER / "endpoints.yaml"), False)
+
+
+def test_the_newer_place_of_discovery() -> None:
+    text = HEAD + "plugins: [{name: mine, type: file-discovery, parameters: {path: /e.yaml, watchFile: true}}]\n"
+    config = read(text + "dataLayer: {discovery: {endpoints: {pluginRef: mine}}}", need_endpoints=True)
+    assert (config.endpoints.file, config.endpoints.watch) == ("/e.yaml", True)
+
+
+def test_own_sections_may_stand_beside() -> None:
+    config = read(HEAD + "gateway: none\nendpoints: ['10.0.0.1:8000']\nmetrics: {interval: 1s}\nseed: 3", True)
+    assert (config.gateway.mode, len(config.endpoints.static), config.metrics.interval, config.seed) == (
+        "none", 1, 1.0, 3,
+    )  # fmt: skip
+
+
+def test_settings_of_data_sources_become_our_sections() -> None:
+    config = load(FOLDER / "sticky-until-saturated.yaml", need_endpoints=False)
+    metrics = config.metrics
+    assert (metrics.interval, metrics.idle_interval, metrics.default_engine) == (0.1, 0.1, "sglang")
+    mine = metrics.engines["mine"]
+    assert (mine.waiting, mine.running, mine.kv_usage) == (["my_queue"], ["my_requests{state=running}"], [])
+    assert metrics.engines["vllm"].extra == {"temperature": "gpu_temperature"}
+    assert config.policy.scorers[1].parameters == MetricParams(
+        metric="temperature", better="low", range=(20.0, 90.0), missing=0.0
+    )
+    affinity = config.policy.filters[2].parameters
+    assert (affinity.affinity_threshold, affinity.max_ttft_penalty_ms) == (0.7, 9000.0)
+    assert config.policy.scorers[0].parameters.threshold_tokens == 1_000_000
+
+
+def test_our_own_section_has_the_last_word() -> None:
+    text = HEAD + "plugins: [{type: metrics-data-source, parameters: {interval: 50ms}}]\n"
+    assert read(text).metrics.interval == 0.05
+    assert read(text + "metrics: {interval: 2s}").metrics.interval == 2.0
+
+
+def test_without_profiles_all_plugins_make_one_in_their_order() -> None:
+    plugins = "plugins: [{type: random-picker}, {type: queue-scorer}, {type: decode-filter}, {type: load-aware}]"
+    policy = read(f"{HEAD}{plugins}").policy
+    assert [spec.type for spec in policy.filters] == ["subset", "health", "role"]
+    assert [(spec.type, spec.weight) for spec in policy.scorers] == [("queue", 1.0), ("load-aware", 1.0)]
+    assert policy.picker is not None and policy.picker.type == "random"
+
+
+def test_one_plugin_may_be_filter_and_scorer() -> None:
+    plugins = "plugins: [{type: context-length-aware, parameters: {enableFiltering: true, label: len}}]"
+    policy = read(f"{HEAD}{plugins}").policy
+    assert [spec.type for spec in policy.filters] == ["subset", "health", "context-length"]
+    assert [spec.parameters.label for spec in (*policy.filters[2:], *policy.scorers)] == ["len", "len"]
+
+
+def test_the_block_of_the_producer_is_ours_and_never_finer_than_the_reference() -> None:
+    for given, expected in ((16, 64), (256, 256)):
+        producer = f"{{type: approx-prefix-cache-producer, parameters: {{blockSizeTokens: {given}}}}}"
+        policy = read(f"{HEAD}plugins: [{producer}, {{type: prefix-cache-scorer}}]").policy
+        assert policy.scorers[0].parameters.hash_block_size == expected
+
+
+def test_a_weighted_match_length_is_another_scorer() -> None:
+    parameters = "{matchLengthWeight: 0.4, matchLengthScaleTokens: 100}"
+    policy = read(f"{HEAD}plugins: [{{type: prefix-cache-scorer, parameters: {parameters}}}]").policy
+    assert policy.scorers[0].type == "prefix-length"
+    assert policy.scorers[0].parameters.match_length_weight == 0.4
+
+
+def test_disaggregation_takes_the_decode_profile_and_says_so() -> None:
+    config = load(FOLDER / "pd-epp-config.yaml", need_endpoints=False)
+    assert config.policy.name == "decode"
+    assert any("prefill/decode pairs are not formed" in note.message for note in config.notes)
+    pool = fleet(
+        endpoint("e0", labels={"llm-d.ai/role": "prefill"}), endpoint("e1", labels={"llm-d.ai/role": "decode"})
+    )
+    assert_routed(build_policy(config), request("hello"), pool, "e1")
+
+
+def test_a_translated_configuration_routes_as_the_reference_would() -> None:
+    policy = build_policy(load(FOLDER / "optimized-baseline.yaml", need_endpoints=False))
+    asked = request("a long conversation " * 100)
+    idle = {"waiting": 0, "running": 0, "kv_usage": 0.0}
+    pool = fleet(samples=dict.fromkeys(("e0", "e1", "e2"), idle))
+    holds(pool, "e2", asked)
+    assert_routed(policy, asked, pool, "e2")
+    busy = fleet(samples={"e0": idle, "e1": idle, "e2": {"waiting": 40, "running": 256, "kv_usage": 1.0}})
+    holds(busy, "e2", asked)
+    assert_routed(policy, asked, busy, {"e0", "e1"})
+
+
+def test_plugins_of_ours_and_weights_keep_their_lines() -> None:
+    profile = "schedulingProfiles:\n- name: a\n  plugins:\n  - pluginRef: queue-scorer\n    weight: 3\n"
+    scorer = read(f"{HEAD}plugins:\n- type: queue-scorer\n{profile}").policy.scorers[0]
+    assert (scorer.path, scorer.lines, scorer.stands_for) == ("$.plugins[0]", {"type": 4, "weight": 9}, "queue-scorer")

@@ -1,0 +1,352 @@
+"""Rules of the exact index that the captured streams do not show."""
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+
+from fairlead.core.kv.cache import EVERYONE, RankCache
+from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply, apply_all
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import EngineSpace, prompt_keys
+from fairlead.core.kv.match import BlockChain, KvMatch
+from fairlead.core.kv.snapshot import Place, load, save
+from fairlead.core.kv.tiers import Tier, TierCosts, tier_of
+
+BLOCK = 4
+
+
+def tokens(*contents: int) -> bytes:
+    return b"".join(array("I", [content] * BLOCK).tobytes() for content in contents)
+
+
+class Fixture:
+    """An index of three endpoints."""
+
+    def __init__(self, **options: int) -> None:
+        self.index = KvIndex(**options)  # type: ignore[arg-type]
+        for slot in range(3):
+            self.index.add_slot(slot)
+
+    def cache(self, slot: int = 0, rank: int = 0) -> RankCache:
+        return self.index.rank(slot, rank, "m")
+
+    def store(self, contents: range, parent: int = 0, slot: int = 0, **more: object) -> None:
+        hashes = [100 + content for content in contents]
+        rank = int(more.pop("rank", 0))  # type: ignore[call-overload]
+        event = BlocksStored(hashes, parent, tokens(*contents), BLOCK, **more)  # type: ignore[arg-type]
+        apply_all(self.index, self.cache(slot, rank), event, 0.0)
+
+    def apply(self, event: BlocksStored | BlocksRemoved | AllCleared, slot: int = 0) -> None:
+        apply_all(self.index, self.cache(slot), event, 0.0)
+
+    def find(self, contents: range, lora: str = "", worth: tuple[float, ...] = (1, 0.75, 0.25, 0.25)) -> KvMatch | None:
+        root = self.index.space.root("m", lora)
+        return self.index.look_up(BlockChain(prompt_keys(root, tokens(*contents), BLOCK), BLOCK), 3, worth)
+
+    def depths(self, contents: range, lora: str = "") -> list[int]:
+        found = self.find(contents, lora)
+        self.index.validate()
+        return [0, 0, 0] if found is None else [int(depth) for depth in found.blocks]
+
+
+def test_groups_that_do_not_keep_whole_prefixes_are_skipped() -> None:
+    one = Fixture()
+    one.store(range(3), kind="sliding_window", group=1)
+    assert one.depths(range(3)) == [0, 0, 0] and one.cache().told.not_indexable == 3
+    one.store(range(3), group=1)  # its kind is remembered
+    assert one.depths(range(3)) == [0, 0, 0]
+    one.store(range(3), kind="mla_attention", group=0)
+    assert one.depths(range(4)) == [3, 0, 0]
+
+
+def test_endless_groups_are_refused() -> None:
+    one = Fixture()
+    for group in range(64):
+        one.store(range(1), group=group, kind="full_attention")
+    with pytest.raises(ValueError, match="64"):
+        one.store(range(1), group=64, kind="full_attention")
+    assert one.depths(range(1)) == [1, 0, 0] and len(one.cache().kinds) == 64
+
+
+def test_all_groups_must_have_a_block() -> None:
+    one = Fixture()
+    one.store(range(3), kind="full_attention", group=0)
+    one.store(range(2), kind="full_attention", group=1)
+    assert one.depths(range(3)) == [2, 0, 0]
+
+
+def test_ranks_count_apart_and_the_best_is_named() -> None:
+    one = Fixture()
+    one.store(range(2), rank=0)
+    one.store(range(5), rank=1)
+    found = one.find(range(6))
+    assert found is not None and found.blocks[0] == 5 and found.ranks[0] == 1
+    one.apply(AllCleared())
+    assert one.depths(range(6)) == [5, 0, 0]
+    apply_all(one.index, one.cache(0, 1), AllCleared(), 0.0)
+    assert one.depths(range(6)) == [0, 0, 0] and one.index.entries == 0
+
+
+def test_tiers() -> None:
+    one = Fixture()
+    one.store(range(6))
+    one.apply(BlocksStored([102, 103, 104, 105], medium="CPU"))
+    one.apply(BlocksStored([105], medium="NFS-7"))
+    one.apply(BlocksRemoved([105, 104, 103], "GPU"))
+    one.apply(BlocksRemoved([105], "CPU"))
+    found = one.find(range(8))
+    assert found is not None
+    assert found.tiers[:, 0].tolist() == [3, 2, 0, 1] and found.blocks[0] == 6
+    assert found.worth[0] == 3 + 2 * 0.75 + 0.25
+    assert found.share()[0] == 0.75 and found.total == 8
+    costs = TierCosts(recompute_ms=0.1, host_ms=0.04, disk_ms=0.5)
+    found = one.find(range(8), worth=tuple(BLOCK * costs.saved_ms(tier) for tier in Tier))
+    assert found is not None and found.worth[0] == pytest.approx(4 * (3 * 0.1 + 2 * 0.06))
+    assert [tier_of(medium) for medium in (None, "", "GPU", "cpu", "Disk", "tape")] == [0, 0, 0, 1, 2, 3]
+
+
+def test_storage_that_all_share() -> None:
+    one = Fixture()
+    one.index.add_slot(EVERYONE)
+    one.store(range(4))
+    one.store(range(2), slot=1)
+    shared = one.index.rank(EVERYONE, 0, "m")
+    apply_all(one.index, shared, BlocksStored([102, 103, 104], medium="SHARED_STORAGE"), 0.0)
+    apply_all(one.index, shared, BlocksStored([104], 103, tokens(4), BLOCK, medium="SHARED_STORAGE"), 0.0)
+    found = one.find(range(6))
+    assert found is not None
+    assert found.blocks.tolist() == [5, 5, 0]
+    assert found.tiers.tolist() == [[4, 2, 0], [0, 0, 0], [1, 3, 0]]
+    one.index.clear(EVERYONE)
+    assert one.depths(range(6)) == [4, 2, 0]
+
+
+def test_a_tier_update_of_unknown_blocks_is_ignored() -> None:
+    one = Fixture()
+    one.apply(BlocksStored([1, 2], medium="CPU"))
+    assert one.index.entries == 0 and one.cache().told.nameless == 2
+
+
+def test_adapters_extras_and_models_keep_blocks_apart() -> None:
+    one = Fixture()
+    one.store(range(2), lora="a")
+    assert one.depths(range(2)) == [0, 0, 0] and one.depths(range(2), "a") == [2, 0, 0]
+    one.store(range(2), slot=1, extras=[("salt",), ()])
+    assert one.depths(range(2)) == [0, 0, 0]
+    other = one.index.rank(2, 0, "other")
+    apply_all(one.index, other, BlocksStored([100, 101], 0, tokens(0, 1), BLOCK), 0.0)
+    assert one.depths(range(2)) == [0, 0, 0]
+    assert one.index.rank(2, 0, "m").blocks == 0  # another model on the same slot is another life
+    while one.index.tend(0.0):
+        pass
+    one.index.validate()
+
+
+def test_orphans_wait_for_their_parent_even_from_elsewhere() -> None:
+    one = Fixture()
+    one.store(range(3, 6), parent=102)
+    one.store(range(6, 8), parent=105)
+    assert one.depths(range(8)) == [0, 0, 0] and len(one.index.orphans) == 5
+    one.apply(BlocksRemoved([107]))
+    one.store(range(3), slot=1)
+    assert len(one.index.orphans) == 0
+    one.apply(BlocksStored([100, 101, 102], 0, tokens(0, 1, 2), BLOCK))
+    assert one.depths(range(8)) == [7, 3, 0]
+    assert one.cache().told.adopted == 4
+
+
+def test_orphans_are_bounded_and_expire() -> None:
+    one = Fixture(max_orphans=10, orphan_ttl=60)
+    for first in range(0, 40, 2):
+        one.store(range(first + 1, first + 2), parent=10_000 + first)
+    assert len(one.index.orphans) == 10 and one.cache().told.orphans_dropped == 10
+    one.index.tend(59.0)
+    assert len(one.index.orphans) == 10
+    one.index.tend(60.0)
+    assert len(one.index.orphans) == 0
+    one.store(range(1, 2), parent=5)
+    one.apply(AllCleared())
+    assert len(one.index.orphans) == 0
+
+
+def test_report_mode_adds_no_copy() -> None:
+    one = Fixture()
+    one.cache().reports = True
+    one.store(range(3))
+    one.store(range(3))
+    one.apply(BlocksRemoved([102]))
+    assert one.depths(range(3)) == [2, 0, 0]
+    one.cache().reports = False
+    one.store(range(2))
+    one.apply(BlocksRemoved([101]))
+    assert one.depths(range(3)) == [2, 0, 0]
+
+
+def test_two_hashes_of_one_content() -> None:
+    one = Fixture()
+    one.store(range(2))
+    one.apply(BlocksStored([900, 901], 0, tokens(0, 1), BLOCK))
+    one.apply(BlocksRemoved([101]))
+    assert one.depths(range(2)) == [2, 0, 0]
+    one.apply(BlocksRemoved([901]))
+    assert one.depths(range(2)) == [1, 0, 0]
+    one.apply(AllCleared())
+    assert one.index.entries == 0
+    one.index.validate()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlocksStored([1, 2], 0, tokens(1), BLOCK),
+        BlocksStored([1], 0, tokens(1), 0),
+        BlocksStored([1], 0, tokens(1), -4),
+        BlocksStored([1], 0, tokens(1)[:-2], BLOCK),
+        BlocksStored([1], 0, tokens(1), BLOCK, extras=[(), ()]),
+    ],
+)
+def test_events_that_contradict_themselves(event: BlocksStored) -> None:
+    one = Fixture()
+    with pytest.raises(ValueError):
+        one.apply(event)
+    assert one.index.entries == 0
+
+
+def test_long_events_take_several_steps() -> None:
+    one = Fixture()
+    count = 3 * STEP + 5
+    hashes = [10_000 + at for at in range(count)]
+    steps = apply(one.index, one.cache(), BlocksStored(hashes, 0, tokens(*range(count)), BLOCK), 0.0)
+    assert steps is not None and one.index.entries == 0
+    assert list(steps) == [STEP, STEP, STEP, 5]
+    assert one.depths(range(count))[0] == count
+    steps = apply(one.index, one.cache(), BlocksRemoved(hashes[::-1]), 0.0)
+    assert steps is not None
+    next(steps)
+    assert one.depths(range(count))[0] == count - STEP
+    one.index.drop_slot(0)  # the endpoint leaves in between
+    assert sum(steps) == count - STEP
+    while one.index.tend(0.0):
+        pass
+    one.index.validate()
+    assert one.index.entries == 0
+
+
+def test_clearing_is_at_once_and_cleaning_in_pieces() -> None:
+    one = Fixture()
+    rng = random.Random(1)
+    hashes = [rng.getrandbits(64) for _ in range(20_000)]
+    for start in range(0, 20_000, 100):
+        one.apply(BlocksStored(hashes[start : start + 100], 0, tokens(*range(start, start + 100)), BLOCK))
+    one.store(range(50), slot=1)
+    one.index.clear(0)
+    assert one.depths(range(50)) == [0, 50, 0]
+    pieces = 1
+    while one.index.tend(0.0):
+        pieces += 1
+    assert pieces > 15 and one.index.entries == 50
+    one.index.validate()
+
+
+def test_the_bound_is_kept_and_used_prompts_stay() -> None:
+    one = Fixture(max_blocks=4000)
+    one.store(range(1000), slot=1)
+    for prompt in range(300):
+        contents = range(10_000 + prompt * 50, 10_050 + prompt * 50)
+        one.store(contents)
+        assert one.index.entries <= 4000
+        assert one.depths(range(1000))[1] == 1000  # asked for all the time, and no more than its share
+    assert one.cache().told.evicted > 10_000
+    assert one.index.nbytes < 1_500_000
+    kept = [one.depths(range(10_000 + prompt * 50, 10_050 + prompt * 50))[0] for prompt in range(240, 300)]
+    assert sum(kept) > 500  # tails go first: what is left begins at the beginning
+
+
+def test_speculation_ends_with_its_lease() -> None:
+    one = Fixture()
+    keys = prompt_keys(one.index.space.root("m", ""), tokens(*range(100)), BLOCK)
+    one.store(range(10), slot=1)
+    first = one.index.speculation.add(0, keys, until=2.0)
+    assert first is not None
+    one.index.speculation.add(0, keys[:40], until=3.0)
+    depths = one.depths(range(100))
+    assert depths[1] == 10 and 94 <= depths[0] <= 100
+    one.index.speculation.release(first)
+    assert 37 <= one.depths(range(100))[0] <= 40
+    one.index.speculation.release(first)
+    one.index.tend(2.9)
+    assert one.depths(range(100))[0] >= 37
+    one.index.tend(3.0)
+    assert one.depths(range(100)) == [0, 10, 0] and len(one.index.speculation) == 0
+    one.index.speculation.add(2, keys, until=9.0)
+    one.index.drop_slot(2)
+    assert one.depths(range(100)) == [0, 10, 0]
+
+
+def test_learned_index_interface() -> None:
+    one = Fixture()
+    one.store(range(3), slot=2)
+    chain = BlockChain(prompt_keys(one.index.space.root("m", ""), tokens(*range(5)), BLOCK), BLOCK)
+    column = one.index.match(chain, 3)
+    np.testing.assert_array_equal(column, [0, 0, 12])
+    assert list(one.index.matches(chain)) == [(2, 12)]
+    assert one.index.match(BlockChain(chain.keys[:0], BLOCK), 3) is None
+    one.index.set_capacity(2, 5)
+    one.index.drop_slot(2)
+    assert one.index.match(chain, 3) is None
+
+
+def test_engine_space_needs_neither_tokens_nor_parents() -> None:
+    index = KvIndex(space=EngineSpace())
+    index.add_slot(0)
+    cache = index.rank(0, 0, "m")
+    apply_all(index, cache, BlocksStored([7, 8], parent=5, tokens=tokens(1, 2), block_size=BLOCK), 0.0)
+    apply_all(index, cache, BlocksStored([5], medium="CPU"), 0.0)
+    found = index.look_up(BlockChain(EngineSpace().of_hashes("m", [5, 7, 8, 9]), BLOCK), 1)
+    assert found is not None and found.blocks[0] == 3 and found.tiers[:, 0].tolist() == [2, 1]
+
+
+def snapshot(one: Fixture) -> bytes:
+    names = {0: "a", 1: "b", 2: "c"}
+    return b"".join(save(one.index, names, lambda cache: Place(41 + cache.slot, 1.5)))
+
+
+def test_snapshot_and_warm_start() -> None:
+    one = Fixture()
+    one.store(range(2000))
+    one.store(range(1999, 2000), parent=2098)
+    one.store(range(10), slot=1, kind="full_attention")
+    one.apply(BlocksStored([105], medium="CPU"))
+    content = snapshot(one)
+    two = Fixture()
+    two.index.drop_slot(2)
+    two.index.add_slot(7)
+    places = {}
+    entered = sum(load(two.index, content, {"a": 7, "b": 0}, lambda cache, at: places.update({cache.slot: at})))
+    assert entered == 2011 == two.index.entries and places == {7: Place(41, 1.5), 0: Place(42, 1.5)}
+    found = two.index.look_up(
+        BlockChain(prompt_keys(two.index.space.root("m", ""), tokens(*range(2000)), BLOCK), BLOCK), 8
+    )
+    assert found is not None and found.blocks.tolist() == [10, 0, 0, 0, 0, 0, 0, 2000]
+    assert two.index.rank(7, 0, "m").provisional
+    apply_all(two.index, two.index.rank(7, 0, "m"), BlocksRemoved([2099]), 0.0)
+    found = two.index.look_up(
+        BlockChain(prompt_keys(two.index.space.root("m", ""), tokens(*range(2000)), BLOCK), BLOCK), 8
+    )
+    assert found is not None and found.blocks[7] == 2000  # there were two copies
+    two.index.validate()
+
+
+def test_damaged_snapshots_load_nothing() -> None:
+    one = Fixture()
+    one.store(range(100))
+    content = snapshot(one)
+    two = Fixture()
+    for bad in (b"", content[:30], content[:-1], b"x" + content, content[:60] + b"\0" + content[61:]):
+        with pytest.raises(ValueError):
+            load(two.index, bad, {"a": 0}, lambda cache, place: None)
+    with pytest.raises(ValueError, match="engine-1"):
+        load(KvIndex(space=EngineSpace()), content, {"a": 0}, lambda cache, place: None)
+    assert two.index.entries == 0

@@ -1,0 +1,234 @@
+from math import inf
+
+import numpy as np
+import pytest
+
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fairness import Fcfs, Strict
+from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Limit, Limits, Times
+from fairlead.core.flow_control import PAIRS, Bound, FlowControl
+from fairlead.core.policy import Refused
+from fairlead.core.queues import Queues
+from fairlead.core.request import Request
+from fairlead.testing.builders import lease_of
+
+
+class AtMost:
+    """Open while fewer than `limit` requests are there."""
+
+    name = "at-most"
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def open(self, fleet, now):
+        mask = fleet.table.inflight < self.limit
+        return None if mask.all() else mask
+
+
+class FirstForFirst:
+    """The first request that its subset lets go, to the first open endpoint."""
+
+    def look(self, request, fleet, now):
+        return 10.0, None
+
+    def bind(self, window, fleet, opened, now):
+        for waiting in window:
+            for slot in np.flatnonzero(opened):
+                allowed = waiting.request.subset
+                if allowed is None or fleet.table.endpoints[slot].address in allowed:
+                    return Bound(waiting, int(slot), waiting.work)
+        return inf
+
+
+class FlowController:
+    """Flow control over `endpoints` endpoints that take one request each."""
+
+    def __init__(self, endpoints: int = 2, batch: int = 16, limits: Limits | None = None, times: Times | None = None):
+        self.fleet = Fleet()
+        for i in range(endpoints):
+            self.fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
+        queues = Queues(lambda priority: (Strict(), Fcfs()), limits)
+        self.flow = FlowControl(queues, AtMost(1), FirstForFirst(), times, batch=batch)
+        self.now = 100.0
+        self._ids = 0
+
+    def arrive(self, priority: int = 0, subset=None, ttl: float = 0.0, body: int = 0):
+        self._ids += 1
+        request = Request(
+            id=self._ids,
+            arrived=self.now,
+            priority=priority,
+            subset=subset,
+            ttl_s=ttl,
+            body_bytes=body,
+            prompt_tokens=9,
+        )
+        outcome = self.flow.arrived(request, self.fleet, self.now)
+        if outcome is None:
+            slot = next(s for s, _ in self.fleet.table.slots() if not self.fleet.table.inflight[s])
+            self.fleet.charge(request, slot, self.now, 0, 10)
+        return request, outcome
+
+    def dispatch(self) -> list[tuple[int, int]]:
+        gone = []
+        for bound in self.flow.dispatch(self.fleet, self.now):
+            self.fleet.charge(bound.waiting.request, bound.slot, self.now, 0, 10)
+            gone.append((bound.waiting.request.id, bound.slot))
+            self.flow.validate()
+        return gone
+
+
+def test_below_saturation_nothing_waits():
+    flow_controller = FlowController()
+    assert flow_controller.arrive()[1] is None
+    assert len(flow_controller.flow) == 0
+    assert flow_controller.dispatch() == []
+
+
+def test_above_saturation_requests_wait_until_an_endpoint_opens():
+    flow_controller = FlowController(endpoints=1)
+    (first, _), (second, waits) = flow_controller.arrive(), flow_controller.arrive()
+    assert waits is not None
+    assert flow_controller.dispatch() == []
+    flow_controller.fleet.ledger.release(lease_of(flow_controller.fleet, first.id))
+    assert flow_controller.dispatch() == [(second.id, 0)]
+
+
+def test_higher_bands_go_first_whenever_they_came():
+    flow_controller = FlowController(endpoints=1)
+    first, _ = flow_controller.arrive()
+    sheddable, _ = flow_controller.arrive(priority=-10)
+    standard, _ = flow_controller.arrive(priority=0)
+    critical, _ = flow_controller.arrive(priority=10)
+    order = []
+    holder = first.id
+    for _ in range(3):
+        flow_controller.fleet.ledger.release(lease_of(flow_controller.fleet, holder))
+        ((holder, _),) = flow_controller.dispatch()
+        order.append(holder)
+    assert order == [critical.id, standard.id, sheddable.id]
+
+
+def test_a_request_whose_endpoints_are_busy_does_not_block_others():
+    flow_controller = FlowController(endpoints=2)
+    flow_controller.arrive()
+    (blocker, waits) = flow_controller.arrive(priority=10, subset=frozenset({"10.0.0.0:80"}))
+    assert waits is not None
+    free, _ = flow_controller.arrive(priority=0)
+    assert flow_controller.dispatch() == [(free.id, 1)]
+    assert [waiting.request.id for waiting in flow_controller.flow.queues.members()] == [blocker.id]
+
+
+def test_one_call_dispatches_a_batch_and_says_that_there_is_more():
+    flow_controller = FlowController(endpoints=5, batch=2)
+    for _ in range(5):
+        flow_controller.arrive()
+    waiting = [flow_controller.arrive()[0].id for _ in range(5)]
+    for lease in list(flow_controller.fleet.ledger):
+        flow_controller.fleet.ledger.release(lease)
+    assert [len(flow_controller.dispatch()), flow_controller.flow.more] == [2, True]
+    assert [len(flow_controller.dispatch()), flow_controller.flow.more] == [2, True]
+    assert [len(flow_controller.dispatch()), flow_controller.flow.more] == [1, False]
+    assert len(waiting) == 5
+
+
+def test_time_to_live_is_the_requests_own_or_the_default():
+    flow_controller = FlowController(endpoints=1, times=Times(ttl=60.0))
+    flow_controller.arrive()
+    short, _ = flow_controller.arrive(ttl=2.0)
+    long, _ = flow_controller.arrive()
+    assert flow_controller.flow.next_deadline() == flow_controller.now + 2.0
+    ((late, why),) = flow_controller.flow.expire(flow_controller.fleet, flow_controller.now + 2.0)
+    assert (late.request.id, why.reason, why.status) == (short.id, "rejected-ttl-expired", 429)
+    ((late, _),) = flow_controller.flow.expire(flow_controller.fleet, flow_controller.now + 60.0)
+    assert late.request.id == long.id
+    assert flow_controller.flow.next_deadline() == inf
+
+
+def test_without_endpoints_requests_wait_for_the_first_one():
+    flow_controller = FlowController(endpoints=0, times=Times(ttl=60.0, no_endpoints=5.0))
+    request, waits = flow_controller.arrive()
+    assert waits is not None
+    flow_controller.fleet.up(Endpoint("late", "10.0.0.9:80"))
+    assert flow_controller.dispatch() == [(request.id, 0)]
+    empty = FlowController(endpoints=0, times=Times(ttl=60.0, no_endpoints=5.0))
+    empty.arrive()
+    ((_, why),) = empty.flow.expire(empty.fleet, empty.now + 5.0)
+    assert (why.reason, why.status) == ("rejected-no-endpoints", 503)
+
+
+def test_limits_refuse_and_lower_bands_give_way():
+    flow_controller = FlowController(endpoints=1, limits=Limits(total=Limit(requests=2)))
+    flow_controller.arrive()
+    low, _ = flow_controller.arrive(priority=-10)
+    mid, _ = flow_controller.arrive(priority=0)
+    _, (_, displaced) = flow_controller.arrive(priority=10)
+    assert [waiting.request.id for waiting in displaced] == [low.id]
+    _, refused = flow_controller.arrive(priority=-10)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "rejected-saturated"
+    assert mid.id in [waiting.request.id for waiting in flow_controller.flow.queues.members()]
+
+
+def test_cancelled_requests_are_gone():
+    flow_controller = FlowController(endpoints=1)
+    first, _ = flow_controller.arrive()
+    flow_controller.arrive()
+    (waiting,) = flow_controller.flow.queues.members()
+    flow_controller.flow.queues.remove(waiting)
+    flow_controller.fleet.ledger.release(lease_of(flow_controller.fleet, first.id))
+    assert flow_controller.dispatch() == []
+
+
+def test_stopping_refuses_those_that_wait_and_those_that_come():
+    flow_controller = FlowController(endpoints=1)
+    flow_controller.arrive()
+    second, _ = flow_controller.arrive()
+    ((waiting, why),) = flow_controller.flow.stop(flow_controller.now)
+    assert (waiting.request.id, why.reason, why.status) == (second.id, "rejected-shutting-down", 503)
+    _, refused = flow_controller.arrive()
+    assert isinstance(refused, Refused)
+    assert refused.status == 503
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_who_waits_longest_is_known(waiting):
+    flow_controller = FlowController(endpoints=1)
+    flow_controller.arrive()
+    for _ in range(waiting):
+        flow_controller.now += 1
+        flow_controller.arrive()
+    assert flow_controller.flow.oldest() == (101.0 if waiting else inf)
+
+
+def test_on_large_pools_fewer_requests_are_compared():
+    flow_controller = FlowController(endpoints=100)
+    seen = []
+    inner = flow_controller.flow.binder
+
+    class Counting(FirstForFirst):
+        def bind(self, window, fleet, opened, now):
+            seen.append(len(window))
+            return inner.bind(window, fleet, opened, now)
+
+    flow_controller.flow.binder = Counting()
+    for _ in range(400):
+        flow_controller.arrive()
+    flow_controller.fleet.ledger.release(lease_of(flow_controller.fleet, 1))
+    flow_controller.dispatch()
+    assert max(seen) == PAIRS // 100 == 20
+
+
+def test_a_client_may_not_ask_for_more_than_the_longest_wait():
+    flow_controller = FlowController(endpoints=0, times=Times(ttl=5, no_endpoints=50, longest=20))
+    assert flow_controller.arrive(ttl=1000)[1][0].deadline == flow_controller.now + 20
+    assert flow_controller.arrive()[1][0].deadline == flow_controller.now + 5
+
+
+def test_while_stopping_whoever_need_not_wait_still_goes():
+    flow_controller = FlowController(endpoints=1)
+    flow_controller.flow.stop(flow_controller.now)
+    assert flow_controller.arrive()[1] is None
+    assert isinstance(flow_controller.arrive()[1], Refused)

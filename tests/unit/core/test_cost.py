@@ -1,0 +1,103 @@
+"""The cost kernel: one request and many give the same numbers, one endpoint and all, and parts add up."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from fairlead.core.cost import (
+    FEW,
+    FULL_FROM,
+    PRIOR,
+    Weights,
+    cost,
+    cost_of_one,
+    memory_price,
+    parts,
+    renew,
+    ttft_at,
+    weighed,
+)
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fleet import Fleet
+from fairlead.core.table import FLOATS
+
+NOW = 1000.0
+#: Highest values of the columns that the kernel reads.
+RANGES = {
+    "kv": 1.0, "queue": 300.0, "active": 300.0, "queued_tokens": 2e5, "queued_ms": 9e4, "kv_tokens": 1e6,
+}  # fmt: skip
+
+
+def world(rng: Random, slots: int = 6) -> Fleet:
+    fleet = Fleet()
+    for slot in range(slots):
+        fleet.up(Endpoint(f"e{slot}", f"10.0.0.{slot}:8000"))
+    table, predictor = fleet.table, fleet.predictor
+    for name, most in RANGES.items():
+        table.floats[FLOATS.index(name)] = [0.0 if rng.random() < 0.3 else most * rng.random() for _ in range(slots)]
+    table.queued_ms[table.queued_tokens == 0.0] = 0.0
+    table.prefill_since_ms[:] = [1e3 * NOW - 900.0 * rng.random() for _ in range(slots)]
+    table.per_capacity[:] = [rng.choice((0.0, 1e-6, 1e-5, 1e-4)) for _ in range(slots)]
+    predictor.kappa[:] = [rng.uniform(0.5, 4.0) for _ in range(slots)]
+    predictor.rates.prefill[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
+    predictor.rates.step[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
+    predictor.hold_ms, predictor.answer_steps = 2e4 * rng.random(), 1e3 * rng.random()
+    return fleet
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_request_many_requests_and_one_endpoint_agree(seed: int) -> None:
+    rng = Random(seed)
+    fleet, weights = world(rng), Weights(0.3, 0.02, 2.0)
+    prompts = np.array([[float(rng.choice((0, 1, 700, 90_000)))] for _ in range(4)])
+    cached = np.array([[rng.choice((0.0, rng.random())) for _ in range(6)] for _ in range(4)]) * prompts
+    many = cost(prompts, cached, fleet, NOW)
+    total = weighed(many, weights, fleet)
+    for row in range(4):
+        prompt = float(prompts[row, 0])
+        single = cost(prompt, cached[row], fleet, NOW)
+        assert weighed(single, weights, fleet) == pytest.approx(total[row], rel=1e-12)
+        if not cached[row].any():
+            assert cost(prompt, None, fleet, NOW).ttft == pytest.approx(single.ttft, rel=1e-12)
+        for slot in range(6):
+            uncached = max(prompt - cached[row, slot], 1.0)
+            renew(slot, fleet.table, fleet.predictor)
+            here = ttft_at(fleet.predictor.slots[slot], PRIOR.prefill_ms(prompt, uncached), uncached, NOW)
+            assert here == pytest.approx(single.model_ttft[slot], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_parts_add_up_to_the_weighed_cost(seed: int) -> None:
+    rng = Random(seed)
+    fleet, weights = world(rng), Weights(rng.random(), rng.random(), rng.random())
+    terms = cost(3000.0, np.array([rng.random() * 3000.0 for _ in range(6)]), fleet, NOW)
+    named = parts(terms, weights, fleet)
+    assert [name for name, _ in named] == ["prefill", "queue", "steps", "interference", "decode", "memory"]
+    assert sum(np.broadcast_to(column, (6,)) for _, column in named) == pytest.approx(weighed(terms, weights, fleet))
+
+
+def test_memory_has_a_price_only_where_it_is_short() -> None:
+    fleet = world(Random(1))
+    fleet.table.per_capacity[:] = 1e-5
+    fleet.table.queued_tokens[:] = 0.0
+    fleet.table.kv[:] = FULL_FROM - 0.02
+    assert memory_price(cost(1000.0, None, fleet, NOW), Weights(), fleet) is None
+    fleet.table.kv[2] = FULL_FROM
+    price = memory_price(cost(1000.0, None, fleet, NOW), Weights(), fleet)
+    assert price is not None and (price > 0.0).tolist() == [False, False, True, False, False, False]
+
+
+def test_a_prompt_without_tokens_costs_a_little() -> None:
+    assert 0.0 < PRIOR.prefill_ms(0.0, 1.0) < PRIOR.prefill_ms(10.0, 10.0)
+    assert (cost(0, None, world(Random(2)), NOW).prefill > 0.0).all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_few_endpoints_that_are_kept_ready_cost_the_same(seed: int) -> None:
+    rng = Random(seed)
+    fleet, weights = world(rng, rng.randrange(1, FEW + 1)), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
+    slots, prompt = len(fleet.table), float(rng.choice((0, 1, 250, 8192, 90_000)))
+    share = np.array([rng.choice((0.0, 1.0, rng.random())) for _ in range(slots)]) if rng.random() < 0.7 else None
+    columns = weighed(cost(prompt, None if share is None else share * prompt, fleet, NOW), weights, fleet)
+    assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(columns, rel=1e-12)

@@ -1,0 +1,399 @@
+"""Decisions with KV events: what counts, from when on, and what does not outlive its request."""
+
+from itertools import count
+from random import Random
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from fairlead.apis.tokens import PromptTokens
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointDown, EndpointUp, FirstTokenSeen, RequestArrived, ResponseEnded
+from fairlead.core.exact import SETTLING, ExactKnowledge
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Record, Route
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
+from fairlead.core.kv.recipe import ANY_MODEL, Recipe
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import NO_PREFIX, Request, Usage
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.policies.cost_model import CostModel
+from fairlead.testing import SimClock
+from fairlead.testing.builders import lease_of
+
+BLOCK = 16
+
+
+def packed(ids: list[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+class Engine:
+    """What an engine with that cache would tell, in its own hashes."""
+
+    def __init__(self, world: "World", slot: int, block: int = BLOCK) -> None:
+        self.world, self.slot, self.block = world, slot, block
+        self.cache = world.exact.index.rank(slot, 0, ANY_MODEL)
+        self.cache.heard = self.cache.linked = True
+        self._names: dict[tuple[int, ...], int] = {}
+
+    def name(self, ids: list[int], blocks: int) -> int:
+        return self._names.setdefault(tuple(ids[: blocks * self.block]), 1000 * self.slot + len(self._names) + 1)
+
+    def store(self, ids: list[int], start: int = 0, lora: str = "", medium: str = "GPU") -> None:
+        """All full blocks from block `start` on."""
+        end = len(ids) // self.block
+        hashes = [self.name(ids, at + 1) for at in range(start, end)]
+        parent = self.name(ids, start) if start else 0
+        tokens = packed(ids[start * self.block : end * self.block])
+        self.tell(BlocksStored(hashes, parent, tokens, self.block, lora, medium))
+
+    def forget(self, ids: list[int], start: int) -> None:
+        self.tell(BlocksRemoved([self.name(ids, at + 1) for at in range(start, len(ids) // self.block)], "GPU"))
+
+    def tell(self, event: BlocksStored | BlocksRemoved | AllCleared) -> None:
+        apply_all(self.world.exact.index, self.cache, event, self.world.clock.time())
+        self.world.exact.refresh()
+
+
+class World:
+    """A pipeline over some endpoints."""
+
+    def __init__(self, endpoints: int = 2, recipe: Recipe | None = None) -> None:
+        self.clock = SimClock()
+        self.exact = ExactKnowledge(recipe)
+        self.fleet = Fleet(exact=self.exact)
+        self.pipeline = Pipeline(self.clock, Random(1), self.fleet, CostModel(), TokenEstimator())
+        self.verdicts: list[tuple[int, bool, str]] = []
+        self.exact.check.tell(
+            lambda v: self.verdicts.append((v.slot, v.trusted, v.finding.cause if v.finding else "")), lambda: None
+        )
+        self._ids = count(1)
+        self._hasher = ChainHasher(64)
+        for number in range(endpoints):
+            self.up(f"e{number}", number)
+
+    def up(self, name: str, number: int) -> None:
+        self.pipeline.handle(EndpointUp(Endpoint(name, f"10.0.0.{number + 1}:8000")))
+
+    def request(self, ids: list[int], model: str = "m", salt: str = "") -> Request:
+        raw = packed(ids)
+        return Request(
+            id=next(self._ids), arrived=self.clock.time(), api="completions", model=model, prompt_bytes=len(raw),
+            prompt_tokens=len(ids), prefix=self._hasher.chain(b"", (raw,)),
+            blocks=self.exact.offer(PromptTokens(ids=raw, total=len(ids), salt=salt)),
+        )  # fmt: skip
+
+    def shares(self, ids: list[int], **more: str) -> list[int]:
+        """Tokens of the prompt that each endpoint is believed to hold."""
+        column = self.fleet.match(self.request(ids, **more))
+        return [0] * len(self.fleet.table) if column is None else (column * len(ids)).astype(int).tolist()
+
+    def send(self, ids: list[int], **more: str) -> tuple[Request, DecisionRecord]:
+        request = self.request(ids, **more)
+        (route, record) = self.pipeline.handle(RequestArrived(request))
+        assert isinstance(route, Route) and isinstance(record, Record)
+        assert isinstance(record.record, DecisionRecord)
+        return request, record.record
+
+    def end(self, request: Request, prompt: int, cached: int) -> OutcomeRecord:
+        self.pipeline.handle(FirstTokenSeen(request.id))
+        usage = Usage(prompt_tokens=prompt, completion_tokens=1, cached_tokens=cached)
+        (record,) = self.pipeline.handle(ResponseEnded(request_id=request.id, status=200, usage=usage))
+        assert isinstance(record, Record) and isinstance(record.record, OutcomeRecord)
+        self.clock.advance(1.0)
+        self.pipeline.validate()
+        return record.record
+
+    def prove(self, engine: Engine, answers: int = 3) -> None:
+        """Requests at that endpoint alone whose predictions come true."""
+        for number in range(answers):
+            ids = [7_000_000 + 1000 * number + i for i in range(64)]
+            engine.store(ids)
+            while True:
+                request, decision = self.send(ids)
+                here = decision.endpoint == f"e{engine.slot}"
+                self.end(request, 64, 48 if here else 0)
+                if here:
+                    break
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [seed * 100_000 + i for i in range(length)]
+
+
+def test_the_endpoint_that_told_of_the_blocks_gets_the_request(world: World) -> None:
+    ids = prompt(100)
+    Engine(world, 0)
+    Engine(world, 1).store(ids)
+    _, decision = world.send(ids)
+    assert (decision.endpoint, decision.hit_tokens, decision.best_hit_tokens) == ("e1", 96, 96)
+
+
+def test_of_whole_blocks_the_last_is_computed_again(world: World) -> None:
+    Engine(world, 0).store(prompt(96))
+    assert world.shares(prompt(96)) == [80, 0]
+    assert world.shares(prompt(97)) == [96, 0]
+
+
+def test_without_token_ids_nothing_changes(world: World) -> None:
+    Engine(world, 0).store(prompt(100))
+    blind = Request(id=99, arrived=0.0, prompt_tokens=100, prompt_bytes=400)
+    assert world.fleet.match(blind) is None
+
+
+def test_an_endpoint_without_events_stays_on_what_was_learned(world: World) -> None:
+    ids, other = prompt(128), prompt(128, 1)
+    engine = Engine(world, 1)
+    engine.store(ids)
+    world.prove(engine)
+    world.fleet.prefix.insert(0, world.request(ids[:100] + other[:28]).prefix)
+    world.fleet.prefix.insert(1, world.request(other).prefix)
+    shares = world.shares(ids)
+    assert [world.exact.source(0), world.exact.source(1)] == ["learned", "exact"]
+    assert (90 < shares[0] <= 100, shares[1]) == (True, 112)
+    # What was learned of an endpoint with proven events counts no more.
+    assert world.shares(other) == [0, 0]
+
+
+def test_a_zero_counts_once_the_endpoint_is_proven(world: World) -> None:
+    ids = prompt(128)
+    engine = Engine(world, 0)
+    engine.store(prompt(64, 3))
+    world.fleet.prefix.insert(0, world.request(ids).prefix)
+    assert world.exact.source(0) == "either"
+    assert world.shares(ids)[0] > 100
+    world.prove(engine)
+    assert world.exact.source(0) == "exact"
+    assert world.shares(ids)[0] == 0
+
+
+def test_while_something_is_missing_whoever_says_more_counts(world: World) -> None:
+    ids = prompt(128)
+    engine = Engine(world, 0)
+    world.prove(engine)
+    engine.store(ids)
+    world.fleet.prefix.insert(0, world.request([*ids[:64], *prompt(64, 2)]).prefix)
+    for name in ("provisional", "behind"):
+        setattr(engine.cache, name, True)
+        world.exact.refresh()
+        assert world.exact.source(0) == "most"
+        assert world.shares(ids)[0] == 112
+        assert world.shares([*ids[:64], *prompt(64, 2)])[0] > 64
+        setattr(engine.cache, name, False)
+    engine.cache.linked = False
+    world.exact.refresh()
+    assert world.exact.source(0) == "most"
+
+
+def test_a_prompt_that_was_just_sent_counts_until_its_events_come(world: World) -> None:
+    world = World(1)
+    Engine(world, 0).store(prompt(32, 9))
+    ids = prompt(100)
+    request, first = world.send(ids)
+    _, second = world.send(ids)
+    assert (first.hit_tokens, second.hit_tokens) == (0, 96)
+    world.pipeline.handle(FirstTokenSeen(request.id))
+    world.clock.advance(SETTLING / 2)
+    assert max(world.shares(ids)) == 96
+    world.clock.advance(SETTLING)
+    world.send(prompt(20, 5))
+    world.exact.index.speculation.validate()
+    assert len(world.exact.index.speculation) == 2  # the second of the same prompt, and this one
+
+
+def test_a_request_that_fails_leaves_nothing_behind(world: World) -> None:
+    Engine(world, 0).store(prompt(32, 9))
+    Engine(world, 1).store(prompt(32, 9))
+    ids = prompt(100)
+    request, _ = world.send(ids)
+    world.pipeline.handle(ResponseEnded(request_id=request.id, status=503))
+    assert len(world.exact.index.speculation) == 0
+
+
+def test_blocks_that_were_named_before_count_for_the_model_they_were_named_for(world: World) -> None:
+    ids = prompt(100)
+    Engine(world, 0).store(ids)
+    Engine(world, 1).store(ids[:48], lora="poet")
+    tokens = PromptTokens(ids=packed(ids), total=100)
+    base, poet = [96, 0], [0, 48]
+    for named, asked, expected in (("m", "m", base), ("poet", "poet", poet), ("m", "poet", poet), ("poet", "m", base)):
+        request = world.request(ids, model=asked)
+        request = replace(request, blocks=world.exact.offer(tokens, world.exact.prepare(tokens, named)))
+        column = world.fleet.match(request)
+        assert column is not None
+        assert (column * 100).astype(int).tolist() == expected
+
+
+def test_removed_and_cleared_blocks_count_no_more(world: World) -> None:
+    engine = Engine(world, 0)
+    engine.store(prompt(100))
+    engine.forget(prompt(100), 3)
+    assert world.shares(prompt(100)) == [48, 0]
+    engine.tell(AllCleared())
+    assert world.shares(prompt(100)) == [0, 0]
+
+
+def test_slower_tiers_count_by_what_fetching_costs(world: World) -> None:
+    engine = Engine(world, 0)
+    ids = prompt(161)
+    engine.store(ids[:80])
+    everything = world.shares([*ids[:80], 1])[0]
+    engine.store(ids, 5, medium="cpu")
+    host = world.shares(ids)[0]
+    assert everything == 80
+    # At the prior's 0.043 ms a token, fetching one from the host's memory (0.005 ms) costs a ninth of that.
+    assert 80 + 80 * 0.85 < host < 80 + 80 * 0.92
+
+
+def test_blocks_of_different_sizes_live_side_by_side(world: World) -> None:
+    Engine(world, 0, 16).store(prompt(100))
+    Engine(world, 1, 32).store(prompt(100))
+    assert world.shares(prompt(100)) == [96, 96]
+    assert world.shares(prompt(64)) == [48, 32]
+
+
+def test_an_adapter_has_blocks_of_its_own(world: World) -> None:
+    engine = Engine(world, 0)
+    engine.store(prompt(100), lora="poet")
+    assert world.shares(prompt(100), model="poet") == [96, 0]
+    assert world.shares(prompt(100), model="m") == [0, 0]
+
+
+def test_a_salt_sets_prompts_apart(world: World) -> None:
+    engine = Engine(world, 0)
+    ids = prompt(48)
+    hashes = [engine.name(ids, at + 1) for at in range(3)]
+    engine.tell(BlocksStored(hashes, 0, packed(ids), BLOCK, extras=[("pepper",), (), ()]))
+    assert world.shares([*ids, 1], salt="pepper") == [48, 0]
+    assert world.shares([*ids, 1], salt="sugar") == [0, 0]
+    assert world.shares([*ids, 1]) == [0, 0]
+
+
+def test_predictions_that_fail_end_the_trust_and_those_that_agree_bring_it_back(world: World) -> None:
+    world = World(1)
+    engine = Engine(world, 0)
+    world.prove(engine)
+    for number in range(4):
+        request, decision = world.send(prompt(128, 10 + number))
+        assert decision.hit_tokens == 0
+        world.end(request, 128, 112)
+    assert world.verdicts == [(0, True, ""), (0, False, "unknown")]
+    assert world.exact.source(0) == "learned"
+    assert world.exact.curious
+    # It still predicts, so it can be believed again.
+    for number in range(4):
+        ids = prompt(128, 30 + number)
+        engine.store(ids)
+        request, decision = world.send(ids)
+        assert decision.hit_tokens == 0
+        world.end(request, 128, 112)
+    assert world.verdicts[-1] == (0, True, "")
+    assert world.exact.source(0) == "exact"
+    judged = world.exact.check.judged(0)
+    assert (judged.equal, judged.close, judged.off) == (7, 0, 4)
+
+
+def test_a_new_life_of_the_engine_must_prove_itself(world: World) -> None:
+    world = World(1)
+    engine = Engine(world, 0)
+    world.prove(engine, 20)
+    assert not world.exact.curious
+    engine.cache.lives += 1
+    world.exact.refresh()
+    assert world.exact.source(0) == "either"
+    assert world.exact.curious
+
+
+def test_answers_of_a_departed_endpoint_judge_nobody(world: World) -> None:
+    world = World(1)
+    Engine(world, 0)
+    request, _ = world.send(prompt(128))
+    predicted = lease_of(world.fleet, request.id).predicted
+    world.pipeline.handle(EndpointDown("e0"))
+    world.up("e9", 9)
+    assert world.exact.source(0) == "learned"
+    world.exact.ended(predicted, Usage(prompt_tokens=128, cached_tokens=112), True, 1.0)
+    assert world.exact.check.judged(0).off == 0
+
+
+def test_what_rests_on_a_guess_judges_nobody(world: World) -> None:
+    world = World(1)
+    Engine(world, 0).store(prompt(16, 4))
+    ids = prompt(100)
+    first, _ = world.send(ids)
+    second, decision = world.send(ids)
+    assert decision.hit_tokens == 96
+    world.end(second, 100, 0)
+    world.end(first, 100, 0)
+    judged = world.exact.check.judged(0)
+    assert (judged.idle, judged.off) == (2, 0)
+
+
+def test_too_little_is_no_wonder_while_events_are_missing_but_too_much_is(world: World) -> None:
+    world = World(1)
+    engine = Engine(world, 0)
+    world.prove(engine)
+    engine.cache.linked = False
+    for number in range(20):
+        request, _ = world.send(prompt(128, 10 + number))
+        world.end(request, 128, 112)
+    world.exact.refresh()
+    assert world.exact.source(0) == "most"
+    # The engine goes on without telling, and forgets what it once told.
+    for number in range(20):
+        ids = prompt(128, 40 + number)
+        engine.store(ids)
+        request, _ = world.send(ids)
+        world.end(request, 128, 0)
+    assert world.exact.source(0) == "learned"
+    assert world.verdicts[-1] == (0, False, "evicted")
+
+
+def test_of_a_pair_the_endpoint_that_computes_the_prompt_will_hold_it(world: World) -> None:
+    Engine(world, 0).store(prompt(32, 8))
+    Engine(world, 1).store(prompt(32, 8))
+    ids = prompt(100)
+    request = world.request(ids)
+    world.fleet.match(request)
+    predicted = world.exact.sent(request, 0, 1, 0.0)
+    assert world.shares(ids) == [0, 96]
+    # The answer is the other one's: it says nothing of this prediction.
+    world.exact.ended(predicted, Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
+    assert world.exact.check.judged(0).off == world.exact.check.judged(1).off == 0
+
+
+def test_engine_keys_need_the_engines_seed(world: World) -> None:
+    recipe = Recipe("engine", "sha256_cbor", "7")
+    world = World(1, recipe)
+    assert recipe.hasher is not None
+    engine = Engine(world, 0)
+    ids = prompt(100)
+    hashes = recipe.hasher.hashes(ids, BLOCK)
+    engine.tell(BlocksStored(hashes, 0, packed(ids[:96]), BLOCK))
+    assert world.shares(ids) == [96]
+    salted = recipe.hasher.hashes(ids, BLOCK, salt="pepper")
+    engine.tell(BlocksStored(salted, 0, packed(ids[:96]), BLOCK, extras=[("pepper",), *[()] * 5]))
+    assert world.shares(ids, salt="pepper") == [96]
+    assert world.shares(ids, salt="sugar") == [0]
+
+
+def test_prompts_that_are_never_sent_are_bounded(world: World) -> None:
+    Engine(world, 0).store(prompt(32))
+    ids = prompt(1_000_000)
+    first = world.request(ids)
+    for _ in range(40):
+        world.request(ids)
+        world.exact.validate()
+    _, decision = world.send(prompt(40))
+    assert decision.hit_tokens == 32
+    # Of what gave way nothing is known, and nothing breaks.
+    assert world.fleet.match(replace(first, prefix=NO_PREFIX)) is None

@@ -1,0 +1,235 @@
+"""The one door: endpoints coming and going, readings, charges."""
+
+from math import inf, nan
+
+import pytest
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import BYTES_PER_TOKEN, EJECT_SECONDS, Fleet
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import Request
+
+CHAIN = ChainHasher().chain(b"m", [b"x" * 4096])
+
+
+def fleet_of(count: int) -> Fleet:
+    fleet = Fleet()
+    for number in range(count):
+        fleet.up(Endpoint(f"e{number}", f"10.0.0.{number}:8000"))
+    return fleet
+
+
+def request(number: int, tokens: int = 1000) -> Request:
+    return Request(id=number, arrived=0.0, prompt_tokens=tokens, prompt_bytes=4096, prefix=CHAIN)
+
+
+def test_the_same_endpoint_again_changes_nothing() -> None:
+    fleet = fleet_of(1)
+    fleet.charge(request(1), 0, 0.0, 0, 100.0)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=3.0, running=4.0))
+    assert fleet.up(Endpoint("e0", "10.0.0.0:8000")) == []
+    assert (fleet.table.inflight[0], fleet.table.waiting[0]) == (1, 3)
+    assert fleet.match(request(2)) is not None
+
+
+def test_new_labels_keep_load_and_prefixes() -> None:
+    fleet = fleet_of(1)
+    fleet.charge(request(1), 0, 0.0, 0, 100.0)
+    assert fleet.up(Endpoint("e0", "10.0.0.0:8000", {"tier": "gold"})) == []
+    assert fleet.table.endpoints[0] == Endpoint("e0", "10.0.0.0:8000", {"tier": "gold"})
+    assert fleet.table.inflight[0] == 1
+    assert fleet.match(request(2)) is not None
+
+
+def test_another_address_is_another_process() -> None:
+    fleet = fleet_of(2)
+    fleet.charge(request(1), 0, 0.0, 0, 100.0)
+    fleet.charge(request(2), 1, 0.0, 0, 100.0)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=3.0, running=4.0, kv_usage=0.5, adapters=frozenset("a")))
+    leases = fleet.up(Endpoint("e0", "10.0.0.77:8000"))
+    assert [lease.request.id for lease in leases] == [1]
+    assert [lease.request.id for lease in fleet.ledger] == [2]
+    slot = fleet.table.slot("e0")
+    assert slot is not None
+    assert fleet.table.count == 2
+    assert fleet.table.endpoints[slot] == Endpoint("e0", "10.0.0.77:8000")
+    assert fleet.table.queue[slot] == fleet.table.active[slot] == fleet.table.kv[slot] == 0
+    assert fleet.age(slot, 1.0) == inf
+    match = fleet.match(request(3))
+    assert match is not None
+    assert match.tolist() == [0.0, 1.0], "the new process has an empty cache"
+    fleet.validate()
+
+
+def test_a_successor_inherits_nothing() -> None:
+    fleet = fleet_of(1)
+    old = fleet.charge(request(1), 0, 0.0, 0, 100.0)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=30.0, running=4.0, block_size=16, num_blocks=10))
+    assert [lease.request.id for lease in fleet.down("e0")] == [1]
+    assert fleet.down("e0") == []
+    fleet.up(Endpoint("other", "10.0.0.9:8000"))
+    assert fleet.table.queue[0] == fleet.table.capacity_tokens[0] == 0
+    assert fleet.match(request(2)) is None
+    fleet.charge(request(3), 0, 0.0, 0, 100.0)
+    assert fleet.table.queue[0] == 1
+    fleet.ledger.release(old)  # comes late and does nothing
+    assert fleet.table.queue[0] == 1
+    fleet.validate()
+
+
+def test_readings_of_unknown_endpoints_are_ignored() -> None:
+    fleet = fleet_of(1)
+    assert fleet.sampled("gone", 0.0, 0.0, Sample(waiting=1.0, running=1.0)) == []
+    fleet.scrape_failed("gone", 0.0)
+    assert fleet.table.failures[0] == 0
+
+
+def test_a_reading_fills_the_row() -> None:
+    fleet = fleet_of(1)
+    fleet.scrape_failed("e0", 0.5)
+    fleet.sampled(
+        "e0",
+        1.0,
+        1.1,
+        Sample(
+            waiting=2.0,
+            running=5.0,
+            kv_usage=0.25,
+            adapters=frozenset({"a"}),
+            max_adapters=4,
+            block_size=16,
+            num_blocks=1000,
+        ),
+    )
+    table = fleet.table
+    assert (table.waiting[0], table.running[0], table.queue[0], table.active[0], table.kv[0]) == (2, 5, 2, 5, 0.25)
+    assert (table.max_adapters[0], table.loaded_adapters[0], table.capacity_tokens[0]) == (4, 1, 16_000)
+    assert table.failures[0] == 0
+    assert fleet.age(0, 2.1) == pytest.approx(1.0)
+    assert not fleet.stale(0, 3.0)
+    assert fleet.stale(0, 3.2)
+
+
+def test_what_a_page_does_not_say_stays_in_force() -> None:
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=2.0, running=5.0, kv_usage=0.25, adapters=frozenset("a")))
+    fleet.sampled("e0", 1.0, 1.0, Sample(waiting=4.0))
+    table = fleet.table
+    assert (table.queue[0], table.active[0], table.kv[0], table.adapters[0]) == (4, 5, 0.25, frozenset("a"))
+    fleet.sampled("e0", 2.0, 2.0, Sample())
+    assert (table.queue[0], table.active[0], table.sampled_at[0]) == (4, 5, 2.0)
+
+
+def test_adapters_that_are_reported_as_gone_are_gone() -> None:
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=0.0, adapters=frozenset({"sql"}), max_adapters=4))
+    assert fleet.table.holders("sql") is not None
+    fleet.sampled("e0", 1.0, 1.0, Sample(waiting=0.0, adapters=frozenset()))
+    assert fleet.table.holders("sql") is None
+    assert (fleet.table.loaded_adapters[0], fleet.table.max_adapters[0]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("reading", "expected"), [(nan, 2.0), (inf, 2.0), (-inf, 0.0), (-5.0, 0.0), (1e300, 1e9), (0.5, 0.5)]
+)
+def test_nonsense_in_gauges(reading: float, expected: float) -> None:
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=2.0, running=2.0, kv_usage=0.5))
+    fleet.sampled("e0", 1.0, 1.0, Sample(waiting=reading, running=reading, kv_usage=reading))
+    assert fleet.table.waiting[0] == fleet.table.running[0] == expected
+    assert 0 <= fleet.table.kv[0] <= 1
+    fleet.validate()
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "tokens"),
+    [(16, 0, 0), (0, 100, 0), (-16, 100, 0), (16, 100, 1600), (10**400, 10**9, 1e9)],
+)
+def test_capacities(block_size: int, num_blocks: int, tokens: float) -> None:
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(block_size=block_size, num_blocks=num_blocks, max_adapters=-3))
+    assert fleet.table.capacity_tokens[0] == tokens
+    fleet.validate()
+
+
+def test_the_prefix_budget_follows_the_kv_capacity() -> None:
+    fleet = fleet_of(1)
+    fleet.charge(request(1), 0, 0.0, 0, 0.0)
+    fleet.sampled("e0", 0.0, 0.0, Sample(block_size=16, num_blocks=16))
+    column = fleet.match(request(2))
+    assert column is not None
+    assert 0 < column[0] * 4096 <= 256 * BYTES_PER_TOKEN
+
+
+def test_memory_use_survives_the_gap_between_two_batches() -> None:
+    """A vLLM whose whole batch ended shows running 0, kv 0, waiting 28 until the next step ends."""
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=28.0, running=4.0, kv_usage=0.8))
+    fleet.sampled("e0", 0.1, 0.1, Sample(waiting=28.0, running=0.0, kv_usage=0.0))
+    assert fleet.table.kv[0] == 0.8
+    fleet.sampled("e0", 0.2, 0.2, Sample(waiting=28.0, running=0.0, kv_usage=0.0))
+    assert fleet.table.kv[0] == 0.0, "twice in a row is believed"
+    fleet.sampled("e0", 0.3, 0.3, Sample(waiting=0.0, running=4.0, kv_usage=0.8))
+    fleet.sampled("e0", 0.4, 0.4, Sample(waiting=0.0, running=0.0, kv_usage=0.0))
+    assert fleet.table.kv[0] == 0.0, "nobody waits: it is idle indeed"
+
+
+def test_stale_readings_give_way_to_our_own_accounting() -> None:
+    fleet = fleet_of(1)
+    fleet.charge(request(1, tokens=1000), 0, 0.0, 0, 1000.0)
+    sample = Sample(waiting=20.0, running=30.0, kv_usage=0.9, block_size=16, num_blocks=625)
+    fleet.sampled("e0", 0.5, 0.5, sample)
+    fleet.scrape_failed("e0", 1.0)
+    assert (fleet.table.queue[0], fleet.table.active[0], fleet.table.kv[0]) == (20, 30, 0.9), "one miss: still fresh"
+    fleet.scrape_failed("e0", 3.0)
+    assert fleet.table.failures[0] == 2
+    assert (fleet.table.queue[0], fleet.table.active[0]) == (1, 0)
+    assert fleet.table.kv[0] == 1500 / 10_000, "an endpoint that went silent must not look emptier than it is"
+    fleet.validate()
+
+
+def test_failures_in_a_row_eject_for_a_moment() -> None:
+    fleet = fleet_of(1)
+    for ok in (False, False, True, False, False):
+        fleet.answered(0, ok, now=10.0)
+    assert fleet.table.ejected_until[0] == -inf
+    fleet.answered(0, ok=False, now=10.0)
+    assert fleet.table.ejected_until[0] == 10.0 + EJECT_SECONDS
+    fleet.answered(0, ok=True, now=10.5)
+    assert fleet.table.ejected_until[0] == -inf, "a response that works ends it"
+    assert fleet.table.errors[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hit", "output", "uncached", "kv"),
+    [
+        (1000, 0, 300.0, 1000, 1150),
+        (1000, 400, 300.5, 600, 1150),
+        (1000, 1000, 0.0, 1, 1000),
+        (1000, 5000, 0.0, 1, 1000),
+        (1000, -5, nan, 1005, 1),
+        (0, 0, -inf, 1, 1),
+        (10**12, 0, inf, 1e9, 1e9),
+    ],
+)
+def test_charges_are_whole_and_bounded(tokens: int, hit: int, output: float, uncached: float, kv: float) -> None:
+    fleet = fleet_of(1)
+    lease = fleet.charge(request(1, tokens), 0, 0.0, hit, output)
+    assert (lease.uncached_tokens, lease.kv_tokens) == (uncached, kv)
+    assert fleet.table.pending_tokens[0] == uncached
+    fleet.validate()
+
+
+def test_the_share_of_a_prompt_stays_a_share() -> None:
+    """`prompt_bytes` counts an inline image as a thousand tokens, the chain covers all its bytes."""
+    fleet = fleet_of(2)
+    fleet.charge(request(1), 1, 0.0, 0, 0.0)
+    with_image = Request(id=2, arrived=0.0, prompt_bytes=500, prefix=CHAIN)
+    column = fleet.match(with_image)
+    assert column is not None
+    assert column.tolist() == [0.0, 1.0]
+    longer = Request(id=3, arrived=0.0, prompt_bytes=8192, prefix=CHAIN)
+    column = fleet.match(longer)
+    assert column is not None
+    assert column.tolist() == [0.0, CHAIN.ends[-1] / 8192]
+    assert fleet.match(Request(id=4, arrived=0.0, prompt_bytes=100)) is None

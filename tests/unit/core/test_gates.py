@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.gates import Concurrency, LedgerGate, PoolGate, Utilization
+from fairlead.core.request import Request
+
+NOW = 100.0
+
+
+def pool(count: int = 3, capacity_blocks: int = 10_000) -> Fleet:
+    fleet = Fleet()
+    for i in range(count):
+        fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
+        sample(fleet, i, capacity_blocks=capacity_blocks)
+    return fleet
+
+
+def sample(fleet, i, waiting=0.0, running=0.0, kv=0.0, capacity_blocks=10_000, at=NOW):
+    reading = Sample(waiting=waiting, running=running, kv_usage=kv, block_size=16, num_blocks=capacity_blocks)
+    fleet.sampled(f"e{i}", at, at, reading)
+
+
+def charge(fleet, slot, tokens=100, output=0.0, count=1):
+    for _ in range(count):
+        charge.last += 1
+        request = Request(id=charge.last, arrived=NOW, prompt_tokens=tokens, stream=True)
+        fleet.charge(request, slot, NOW, 0, output)
+
+
+charge.last = 0
+
+
+def test_an_idle_pool_is_open_everywhere():
+    assert LedgerGate().open(pool(), NOW) is None
+
+
+def test_queued_tokens_close_an_endpoint():
+    fleet = pool()
+    charge(fleet, 1, tokens=10_000)
+    assert LedgerGate().open(fleet, NOW) is None
+    charge(fleet, 1, tokens=1000)
+    assert LedgerGate().open(fleet, NOW).tolist() == [True, False, True]
+
+
+def test_a_slow_endpoint_closes_earlier():
+    fleet = pool()
+    fleet.predictor.rates.prefill[2] = 2.5
+    charge(fleet, 2, tokens=5000)
+    assert LedgerGate().open(fleet, NOW).tolist() == [True, True, False]
+
+
+def test_requests_not_yet_begun_close_an_endpoint():
+    fleet = pool()
+    charge(fleet, 0, tokens=10, count=8)
+    assert LedgerGate().open(fleet, NOW).tolist() == [False, True, True]
+
+
+def test_stale_metrics_do_not_close_the_gate():
+    fleet = pool()
+    for gate in (LedgerGate(), PoolGate("utilization-detector", Utilization())):
+        assert gate.open(fleet, NOW + 1e6) is None
+
+
+def test_departed_endpoints_are_not_open():
+    fleet = pool()
+    fleet.down("e1")
+    assert LedgerGate().open(fleet, NOW).tolist() == [True, False, True]
+
+
+def test_utilization_is_the_mean_of_the_worse_share():
+    fleet = pool(2)
+    sample(fleet, 0, waiting=5.0, kv=0.1)
+    sample(fleet, 1, waiting=0.0, kv=0.8)
+    assert Utilization()(fleet, NOW) == pytest.approx(1.0)
+    gate = PoolGate("utilization-detector", Utilization())
+    assert not np.count_nonzero(gate.open(fleet, NOW))
+
+
+def test_concurrency_counts_our_own():
+    fleet = pool(2)
+    charge(fleet, 0, count=100, tokens=1)
+    assert Concurrency()(fleet, NOW) == pytest.approx(0.5)
+    assert PoolGate("concurrency-detector", Concurrency(requests=50)).open(fleet, NOW) is not None
+
+
+@pytest.mark.parametrize("arguments", [(0.0, 8.0), (1.0, 0.0), (float("nan"), 8.0)])
+def test_a_gate_that_never_opens_is_refused(arguments):
+    with pytest.raises(ValueError, match="never open"):
+        LedgerGate(*arguments)

@@ -1,0 +1,102 @@
+"""The pipeline with definitions of model names."""
+
+from random import Random
+from typing import Any
+
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Instruction, Record, Reject, Route
+from fairlead.core.models import InferenceModel, InferenceModelRewrite, ModelSet, Origin, RewriteRule, Target
+from fairlead.core.profile import Profile
+from fairlead.core.records import DecisionRecord
+from fairlead.core.request import PrefixChain, Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.filters.ability import ModelCompatibility
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.testing import SimClock
+
+CHAIN = PrefixChain((11, 12, 13), (256, 512, 768))
+
+
+def model(name: str, *targets: str, criticality: str = "Standard") -> InferenceModel:
+    origin = Origin(namespace="n", name=name)
+    return InferenceModel(origin=origin, model=name, targets=tuple(map(Target, targets)), criticality=criticality)
+
+
+def pipeline(*models: InferenceModel, rewrites: tuple[InferenceModelRewrite, ...] = ()) -> Pipeline:
+    policy = Profile("p", [ModelCompatibility(NoParams())], [], RoundRobin(NoParams()))
+    made = Pipeline(SimClock(), Random(3), Fleet(), policy, TokenEstimator())
+    for name in ("a", "b"):
+        made.handle(ev.EndpointUp(Endpoint(f"e-{name}", f"10.0.0.1:{ord(name)}", {"model-id": name})))
+    made.handle(ev.ModelsChanged(ModelSet(models, rewrites=rewrites)))
+    return made
+
+
+def arrive(made: Pipeline, number: int = 1, **fields: Any) -> tuple[Instruction, Request]:
+    """The instruction, and the request as it was recorded."""
+    request = Request(id=number, arrived=0.0, api="chat", prefix=CHAIN, prompt_bytes=768, prompt_tokens=200, **fields)
+    first, record = made.handle(ev.RequestArrived(request))
+    assert isinstance(record, Record) and isinstance(record.record, DecisionRecord)
+    made.validate()
+    return first, record.record.request
+
+
+def test_the_target_is_what_endpoints_are_chosen_for() -> None:
+    made = pipeline(model("chat", "b"), model("a"))
+    route, request = arrive(made, model="chat")
+    assert isinstance(route, Route)
+    assert (route.endpoint.id, route.target, route.shown) == ("e-b", "b", "chat")
+    assert (request.model, request.target, request.target_model) == ("chat", "b", "b")
+    route, request = arrive(made, 2, model="a")
+    assert isinstance(route, Route)
+    assert (route.endpoint.id, route.target, route.shown) == ("e-a", "", "")
+    assert request.target_model == "a"
+
+
+def test_a_target_for_requests_without_a_model_has_no_name_to_show() -> None:
+    rule = RewriteRule((), (Target("b"),))
+    rewrites = (InferenceModelRewrite(origin=Origin(namespace="n", name="all"), rules=(rule,)),)
+    route, request = arrive(pipeline(rewrites=rewrites))
+    assert isinstance(route, Route)
+    assert (route.target, route.shown, request.rewritten_by) == ("b", "", "n/all")
+
+
+def test_prompts_of_other_targets_share_no_prefix() -> None:
+    made = pipeline(model("chat", "a", "b"))
+    chains = {arrive(made, i, model="chat")[1].target_model: arrive(made, 100 + i, model="chat")[1] for i in range(30)}
+    assert set(chains) == {"a", "b"}
+    seen = {request.target: request.prefix for request in chains.values()}
+    assert len({chain.hashes for chain in seen.values()} | {CHAIN.hashes}) == 1 + len(seen)
+    assert all(chain.ends == CHAIN.ends for chain in seen.values())
+
+
+def test_a_refusal_charges_nothing() -> None:
+    made = pipeline(model("chat", criticality="Critical"))
+    reject, request = arrive(made, model="nope")
+    assert isinstance(reject, Reject)
+    assert (reject.status, reject.reason, reject.param, reject.retry_after_s) == (404, "model_not_found", "model", -1.0)
+    assert len(made.fleet.ledger) == 0
+    assert request.model == "nope"
+
+
+def test_priority() -> None:
+    assert arrive(pipeline(model("a", criticality="Sheddable")), model="a")[1].priority == -10
+
+
+def test_definitions_replace_each_other() -> None:
+    made = pipeline(model("chat", "a"))
+    made.handle(ev.ModelsChanged(ModelSet((model("chat", "b"),))))
+    assert arrive(made, model="chat")[1].target == "b"
+    made.handle(ev.ModelsChanged(ModelSet()))
+    assert arrive(made, 2, model="anything")[1].target == ""
+
+
+def test_the_same_events_give_the_same_targets() -> None:
+    def targets() -> list[str]:
+        made = pipeline(model("chat", "a", "b"))
+        return [arrive(made, i, model="chat")[1].target for i in range(40)]
+
+    assert targets() == targets()

@@ -1,0 +1,200 @@
+"""The predictor: the column form and the form for one slot agree, bands hold what they say, nothing drifts."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from fairlead.core.cost import LEAST_USAGE, PRIOR, cost
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.rates import Band, Quantile
+from fairlead.core.records import Forecast
+from fairlead.core.request import PrefixChain, Request
+from fairlead.testing.builders import lease_of
+
+
+def pool(count: int, seed: int = 0) -> Fleet:
+    rng = Random(seed)
+    fleet = Fleet()
+    for i in range(count):
+        fleet.up(Endpoint(id=f"e{i}", address=f"10.0.0.{i}:80"))
+        sample = Sample(waiting=0, running=rng.randrange(50), kv_usage=rng.random(), block_size=16, num_blocks=9000)
+        if i % 5:
+            fleet.sampled(f"e{i}", 0.0, 0.0, sample)
+    return fleet
+
+
+def sent(number: int, tokens: int, stream: bool = True) -> Request:
+    return Request(id=number, arrived=0.0, prompt_tokens=tokens, stream=stream)
+
+
+def forecast(fleet: Fleet, slot: int, prompt: float, uncached: float, now: float) -> Forecast:
+    return fleet.predictor.forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), now)
+
+
+def test_columns_and_single_forecasts_agree() -> None:
+    rng = Random(5)
+    fleet = pool(12)
+    for number in range(60):
+        fleet.charge(sent(number, rng.randrange(1, 30_000)), rng.randrange(12), rng.random(), 0, 100.0)
+    predictor = fleet.predictor
+    for slot in range(12):
+        predictor.rates.prefill[slot] = rng.uniform(0.5, 3.0)
+        predictor.rates.step[slot] = rng.uniform(0.5, 3.0)
+        predictor.kappa[slot] = rng.uniform(0.6, 2.0)
+    for prompt in (1, 700, 20_000):
+        hit = np.array([rng.choice([0.0, rng.random() * prompt]) for _ in range(12)])
+        for column in (hit, None):
+            terms = cost(float(prompt), column, fleet, 1.5)
+            expected = terms.ttft + predictor.memory_wait(terms)
+            for slot in range(12):
+                uncached = max(prompt - hit[slot], 1.0) if column is not None else max(prompt, 1.0)
+                found = forecast(fleet, slot, float(prompt), uncached, 1.5)
+                assert found.ttft_ms == pytest.approx(expected[slot], rel=1e-9)
+                assert predictor.ttft_quantile(terms, prompt, 0.95)[slot] == pytest.approx(found.high_ms, rel=1e-9)
+                assert found.low_ms < found.ttft_ms < found.high_ms
+
+
+def test_progress_shortens_a_queue_by_one_step_at_most() -> None:
+    fleet = pool(1)
+    fleet.charge(sent(1, 20_000), 0, 10.0, 0, 1.0)
+    waits = [forecast(fleet, 0, 100.0, 100.0, now).ttft_ms for now in (10.0, 10.1, 10.3, 20.0, 90.0)]
+    assert waits[0] - waits[1] == pytest.approx(100.0)
+    assert waits[1] > waits[2] > waits[3] == waits[4]
+    assert waits[3] > 500.0
+
+
+def test_waiting_for_memory_takes_its_share_of_the_hold_time() -> None:
+    fleet = pool(2)
+    fleet.sampled("e1", 0.0, 0.0, Sample(waiting=0, running=5, kv_usage=1.0, block_size=16, num_blocks=1000))
+    fleet.predictor.hold_ms = 8000.0
+    free = forecast(fleet, 0, 4000.0, 4000.0, 0.0).ttft_ms
+    assert forecast(fleet, 1, 4000.0, 4000.0, 0.0).ttft_ms == pytest.approx(free + 2000.0, rel=0.1)
+    assert 0.0 < LEAST_USAGE < 1.0
+
+
+def test_the_band_holds_what_it_says_and_the_middle_is_the_median() -> None:
+    rng = Random(8)
+    fleet = pool(3)
+    inside = below = judged = 0
+    for number in range(6000):
+        slot = number % 3
+        lease = fleet.charge(sent(number, 2000), slot, float(number), 0, 10.0)
+        truth = 0.25 * rng.lognormvariate(0.0, 0.4)
+        fleet.first_token(lease_of(fleet, number), number + truth)
+        fleet.ledger.release(lease_of(fleet, number))
+        if number > 1000:
+            forecast = lease.forecast
+            judged += 1
+            inside += forecast.low_ms <= truth * 1e3 <= forecast.high_ms
+            below += truth * 1e3 < forecast.ttft_ms
+    fleet.validate()
+    assert 0.86 < inside / judged < 0.94
+    assert 0.44 < below / judged < 0.56
+
+
+def test_only_streamed_answers_teach() -> None:
+    fleet = pool(1)
+    for number in range(50):
+        fleet.charge(sent(number, 2000, stream=False), 0, float(number), 0, 10.0)
+        fleet.first_token(lease_of(fleet, number), number + 30.0)
+        fleet.ledger.release(lease_of(fleet, number))
+    assert fleet.predictor.kappa[0] == 1.0
+    assert fleet.predictor.rates.prefill[0] == 1.0
+
+
+def test_work_of_answers_that_do_not_stream_ends_when_the_engine_runs_them() -> None:
+    fleet = pool(2)
+    for number in range(4):
+        fleet.charge(sent(number, 5000, stream=False), 1, 0.0, 0, 10.0)
+    assert fleet.table.queued_tokens[1] == 20_000
+    fleet.sampled("e1", 1.0, 1.0, Sample(waiting=1, running=3))
+    assert fleet.table.queued_tokens[1] == 5000
+    fleet.sampled("e1", 2.0, 2.0, Sample(waiting=0, running=4))
+    assert fleet.table.queued_tokens[1] == fleet.table.queued_ms[1] == 0.0
+    fleet.validate()
+
+
+def test_a_reused_slot_starts_over() -> None:
+    fleet = pool(2)
+    for number in range(40):
+        fleet.charge(sent(number, 8000), 1, float(number), 0, 1.0)
+        fleet.first_token(lease_of(fleet, number), number + 0.9)
+        fleet.ledger.release(lease_of(fleet, number))
+    slow = float(fleet.predictor.rates.prefill[1])
+    assert slow > 1.8
+    fleet.down("e1")
+    fleet.up(Endpoint(id="e9", address="10.0.0.9:80"))
+    assert fleet.table.slot("e9") == 1
+    assert fleet.predictor.rates.prefill[1] < slow
+    assert fleet.predictor.kappa[1] == 1.0
+
+
+@pytest.mark.parametrize("held_ms", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_impossible_ends_are_ignored(held_ms: float) -> None:
+    fleet = pool(1)
+    before = fleet.predictor.hold_ms
+    lease = fleet.charge(sent(1, 10), 0, 0.0, 0, 1.0)
+    fleet.predictor.ended(0, lease.forecast, held_ms, 5)
+    assert fleet.predictor.hold_ms == before
+
+
+def test_answers_push_prompts_out_of_the_believed_cache() -> None:
+    fleet = Fleet()
+    fleet.up(Endpoint(id="e0", address="10.0.0.1:80"))
+    fleet.sampled("e0", 0.0, 0.0, Sample(waiting=0, running=0, block_size=16, num_blocks=100))
+    prompt = Request(id=1, arrived=0.0, prompt_tokens=900, prompt_bytes=3600, prefix=PrefixChain((7,), (3600,)))
+    lease = fleet.charge(prompt, 0, 0.0, 0, 100.0)
+    fleet.ledger.release(lease_of(fleet, 1))
+    fleet.completed(lease, 1.0, 100)
+    assert fleet.match(prompt) is not None
+    for number in range(2, 20):
+        fleet.completed(fleet.charge(sent(number, 10), 0, 1.0, 0, 100.0), 2.0, 100)
+    assert fleet.match(prompt) is None
+    fleet.prefix.validate()
+
+
+def test_quantiles_follow_a_stream_that_drifts() -> None:
+    rng = Random(2)
+    quantile = Quantile(0.9, 0.0)
+    for shift in (0.0, 1.0):
+        for _ in range(2000):
+            quantile.add(shift + rng.gauss(0.0, 0.3))
+        above = sum(shift + rng.gauss(0.0, 0.3) > quantile.value for _ in range(2000)) / 2000
+        assert 0.04 < above < 0.18
+
+
+def test_quantiles_between_those_that_are_tracked() -> None:
+    band = Band()
+    assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([band.low.value, 0.0, band.high.value])
+    assert band.at(0.275) == pytest.approx(band.low.value / 2)
+    assert band.at(0.725) == pytest.approx(band.high.value / 2)
+
+
+def test_a_first_token_that_only_the_log_tells_of_is_judged() -> None:
+    fleet = pool(1)
+    for number in range(200):
+        lease = fleet.charge(sent(number, 2000), 0, float(number), 0, 10.0)
+        fleet.ledger.release(lease_of(fleet, number))
+        fleet.completed(lease, number + 3.0, 50, ttft_ms=400.0)
+    assert forecast(fleet, 0, 2000.0, 2000.0, 999.0).ttft_ms == pytest.approx(400.0, rel=0.1)
+    assert fleet.predictor.hold_ms < 4000.0
+
+
+def test_corrections_do_not_chase_each_other_while_many_are_in_flight() -> None:
+    fleet = pool(1)
+    flying: list[tuple[float, int]] = []
+    worst = 1.0
+    for number in range(4000):
+        now = 0.05 * number
+        for due, other in flying[:-150]:
+            fleet.first_token(lease_of(fleet, other), due)
+            fleet.ledger.release(lease_of(fleet, other))
+        flying = flying[-150:]
+        forecast = fleet.charge(sent(number, 400), 0, now, 0, 10.0).forecast
+        flying.append((now + 7.5, number))
+        if number > 1500:
+            worst = max(worst, forecast.ttft_ms / 7500.0, 7500.0 / forecast.ttft_ms)
+    fleet.validate()
+    assert worst < 2.0

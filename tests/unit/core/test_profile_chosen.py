@@ -1,0 +1,86 @@
+"""Plugins that want to know where requests go, and what failures among them cost: nothing but themselves."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.errors import PluginError
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped
+from fairlead.core.profile import Profile
+from fairlead.core.request import Request
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.server.observe.watch import Watch
+from fairlead.testing import fleet, request
+
+
+class Told:
+    """A scorer and filter that notes what it is told."""
+
+    def __init__(self, error: Exception | None = None, name: str = "told", hard: bool = False) -> None:
+        self.name = name
+        self.stage = Stage.ABILITY if hard else Stage.LOAD
+        self.error = error
+        self.slots: list[int] = []
+
+    def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> None:
+        return None
+
+    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
+        return None
+
+    def chosen(self, request: Request, slot: int, fleet: Fleet, cycle: Cycle) -> None:
+        self.slots.append(slot)
+        if self.error is not None:
+            raise self.error
+
+
+class Nobody(Told):
+    def keep(self, request: Request, fleet: Fleet, cycle: Cycle) -> np.ndarray:  # type: ignore[override,type-arg]
+        return np.zeros(len(fleet.table), dtype=np.bool_)
+
+
+def choose(
+    filters: list[Filter], scorers: list[tuple[Scorer, float]], errors: list[PluginError] | None = None
+) -> list[int]:
+    report = None if errors is None else errors.append
+    profile = Profile("p", filters, scorers, RoundRobin(NoParams()), report)
+    context = Context(0.0, Random(1))
+    picks = [profile.choose(request(), fleet("e0", "e1"), context) for _ in range(3)]
+    return [pick.slot if isinstance(pick, Picked) else -1 for pick in picks]
+
+
+def test_every_choice_is_told_to_filters_and_scorers_even_behind_a_clamp() -> None:
+    told, behind, filtering = Told(), Told(), Told()
+    slots = choose([filtering], [(told, 1.0), (clamped(behind), 1.0)])
+    assert told.slots == behind.slots == filtering.slots == slots == [0, 1, 0]
+
+
+def test_the_fallback_is_told_too_and_a_refusal_is_not() -> None:
+    told = Told()
+    assert choose([Nobody(hard=False)], [(told, 1.0)]) == told.slots == [0, 1, 0]
+    refused = Told()
+    assert choose([Nobody(hard=True)], [(refused, 1.0)]) == [-1, -1, -1]
+    assert refused.slots == []
+
+
+def test_one_that_raises_is_reported_and_the_others_still_hear() -> None:
+    errors: list[PluginError] = []
+    broken, told = Told(RuntimeError("oops"), "broken"), Told()
+    assert choose([], [(broken, 1.0), (told, 1.0)], errors) == [0, 1, 0]
+    assert told.slots == [0, 1, 0]
+    assert [error.plugin for error in errors] == ["broken"] * 3
+
+
+def test_failures_are_counted_by_plugin(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(Fleet(), lambda: 0.0)
+    broken = Told(RuntimeError("oops"), "broken")
+    profile = Profile("p", [], [(broken, 1.0)], RoundRobin(NoParams()), watch.on_plugin_error)
+    for _ in range(3):
+        profile.choose(request(), fleet(), Context(0.0, Random(1)))
+    page = b"".join(watch.exposition()).decode()
+    assert 'fairlead_plugin_errors_total{plugin_name="broken"} 3' in page
+    assert any("a plugin failed" in record.message for record in caplog.records)

@@ -1,0 +1,150 @@
+"""Slots, masks and columns of the endpoint table."""
+
+import numpy as np
+import pytest
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.table import EndpointTable
+
+
+def endpoint(number: int, **labels: str) -> Endpoint:
+    return Endpoint(f"e{number}", f"10.0.0.{number}:8000", labels)
+
+
+def table_of(count: int) -> EndpointTable:
+    table = EndpointTable()
+    for number in range(count):
+        table.add(endpoint(number))
+    return table
+
+
+def test_slots_are_kept_for_life_and_reused_after_it() -> None:
+    table = table_of(3)
+    table.remove(1)
+    assert (table.count, len(table), table.ids) == (2, 3, ("e0", "", "e2"))
+    assert table.alive.tolist() == [True, False, True]
+    assert table.slot("e1") is None
+    assert [slot for slot, _ in table.slots()] == [0, 2]
+    assert table.add(endpoint(7)) == 1
+    assert table.add(endpoint(8)) == 3
+    assert table.ids == ("e0", "e7", "e2", "e8")
+    assert table.slot("e7") == 1
+
+
+def test_a_slot_begins_with_a_clean_row() -> None:
+    table = table_of(2)
+    assert np.isnan(table.extra("gpu_temperature")).all()
+    for name in ("kv", "queue", "active", "failures", "errors", "capacity_tokens", "waiting"):
+        getattr(table, name)[1] = 9.0
+    table.sampled_at[1] = table.ejected_until[1] = 5.0
+    table.set_adapters(1, frozenset({"poet"}))
+    table.sampled(1, Sample(extra={"gpu_temperature": 80.0}))
+    table.remove(1)
+    for moment in ("after it left", "with its successor"):
+        assert table.kv[1] == table.queue[1] == table.failures[1] == table.loaded_adapters[1] == 0, moment
+        assert table.sampled_at[1] == table.ejected_until[1] == -np.inf
+        assert table.adapters[1] is None
+        assert table.holders("poet") is None
+        assert np.isnan(table.extra("gpu_temperature")[1])
+        if moment == "after it left":
+            table.add(endpoint(5))
+
+
+def test_bool_columns_that_a_trace_may_keep_never_change() -> None:
+    table = table_of(2)
+    table.set_adapters(0, frozenset({"poet"}))
+    alive, poets = table.alive, table.holders("poet")
+    mask = table.mask(("all",), lambda slot, e: True)
+    table.set_adapters(1, frozenset({"poet"}))
+    table.remove(0)
+    assert alive.tolist() == [True, True]
+    assert poets is not None
+    assert poets.tolist() == [True, False]
+    assert mask.tolist() == [True, True]
+    now = table.holders("poet")
+    assert now is not None
+    assert now.tolist() == [False, True]
+
+
+def test_a_mask_is_computed_once_until_endpoints_change() -> None:
+    table = table_of(3)
+    asked: list[int] = []
+
+    def odd(slot: int, e: Endpoint) -> bool:
+        asked.append(slot)
+        return slot % 2 == 1
+
+    for _ in range(3):
+        assert table.mask(("odd",), odd).tolist() == [False, True, False]
+    table.set_adapters(0, frozenset({"poet"}))
+    assert table.mask(("odd",), odd).tolist() == [False, True, False]
+    assert asked == [0, 1, 2], "adapters come and go with every scrape; label masks do not hang on them"
+    table.replace(0, endpoint(0, tier="gold"))
+    table.mask(("odd",), odd)
+    assert len(asked) == 6
+    table.remove(1)
+    assert table.mask(("odd",), odd).tolist() == [False, False, False]
+    table.add(endpoint(9))
+    table.add(endpoint(10))
+    assert table.mask(("odd",), odd).tolist() == [False, True, False, True]
+
+
+def test_keeping_says_none_for_all() -> None:
+    table = table_of(2)
+    for _ in range(2):
+        assert table.keeping(("all",), lambda slot, e: True) is None
+        some = table.keeping(("some",), lambda slot, e: slot == 0)
+        assert some is not None
+        assert some.tolist() == [True, False]
+    table.remove(1)
+    all_that_live = table.keeping(("all",), lambda slot, e: True)
+    assert all_that_live is not None
+    assert all_that_live.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("size", [10, 100_000], ids=["many short names", "many long names"])
+def test_names_that_clients_choose_do_not_fill_the_memory(size: int) -> None:
+    table = table_of(2)
+    for number in range(1500):
+        key = ("model", f"{number:0{size}}")
+        assert table.keeping(key, lambda slot, e: slot == 0) is not None
+    held = sum(len(part) for key in table._masks for part in key if isinstance(part, str))
+    assert len(table._masks) <= 1024
+    assert len(table._keeping) <= 1024
+    assert held < 100_000
+
+
+def test_holders_follow_the_reports() -> None:
+    table = table_of(3)
+    table.set_adapters(0, frozenset({"a", "b"}))
+    table.set_adapters(2, frozenset({"b"}))
+    table.add(endpoint(3))
+    found = {name: held.tolist() for name in "abc" if (held := table.holders(name)) is not None}
+    assert found == {"a": [True, False, False, False], "b": [True, False, True, False]}
+    assert table.loaded_adapters.tolist() == [2, 0, 1, 0]
+    table.set_adapters(0, frozenset())
+    table.set_adapters(2, None)
+    assert table.holders("a") is None
+    assert table.holders("b") is None
+    assert not table._holders, "nothing is kept of adapters that nobody has"
+
+
+def test_further_gauges_keep_the_last_value() -> None:
+    table = table_of(2)
+    table.sampled(0, Sample(extra={"x": 3.0}))
+    assert table.extra("x")[0] == 3.0
+    assert np.isnan(table.extra("x")[1])
+    table.sampled(0, Sample(extra={"y": 1.0}))
+    table.sampled(1, Sample(extra={"x": 5.0}))
+    table.add(endpoint(2))
+    assert table.extra("x")[:2].tolist() == [3.0, 5.0]
+    assert np.isnan(table.extra("x")[2])
+
+
+def test_role() -> None:
+    table = table_of(1)
+    assert table.role(0) == ""
+    table.replace(0, endpoint(0, **{"llm-d.ai/role": "decode"}))
+    assert table.role(0) == "decode"
+    table.remove(0)
+    assert table.role(0) == ""

@@ -1,0 +1,78 @@
+"""Access-log entries: the summary tag, and numbers that are none."""
+
+import pytest
+
+from fairlead.core.errors import ProtocolError
+from fairlead.gateway.access_log import AccessLogEntry, read_entries
+from fairlead.gateway.protobuf import field, number
+
+
+def message(*entries: bytes) -> bytes:
+    return field(2, b"".join(field(1, entry) for entry in entries))
+
+
+def tagged(text: bytes) -> bytes:
+    return field(1, field(22, field(1, b"fairlead") + field(2, text)))
+
+
+@pytest.mark.parametrize("padding", [0, 100, 5000])
+def test_a_summary_is_read_whatever_its_length_is_written_in(padding: int) -> None:
+    lease = "l" * (20 + padding)
+    text = f"{lease} 200 51900 2005 123 10.0.0.1:80 DC;"
+    assert read_entries(message(tagged(text.encode()))) == [
+        AccessLogEntry(
+            lease=lease, status=200, upstream="10.0.0.1:80", ttft_ms=51.9, duration_ms=2005.0, response_bytes=123,
+            client_gone=True,
+        )
+    ]  # fmt: skip
+
+
+def test_the_number_of_upstreams_that_were_tried_stands_before_the_id() -> None:
+    own = "62540fd2-6505-4c19-b85c-da9a044eac44"
+    texts = (
+        "x 200 1 1 1 10.0.0.1:80 - 2 -;",
+        f"x 200 1 1 1 10.0.0.1:80 - 1 {own};",
+        f"x 200 1 1 1 10.0.0.1:80 - - {own};",
+    )
+    older = f"x 200 1 1 1 10.0.0.1:80 - {own};", "x 200 1 1 1 10.0.0.1:80 - -;", "x 200 1 1 1 10.0.0.1:80 -;"
+    entries = read_entries(message(*(tagged(text.encode()) for text in (*texts, *older))))
+    assert [entry.attempts for entry in entries] == [2, 1, 0, 0, 0, 0]
+    assert [entry.gateway_id for entry in entries] == ["", own, own, own, "", ""]
+
+
+def test_what_envoy_does_not_know_is_empty_or_a_dash() -> None:
+    """Read off Envoy 1.40: a client that left before the pick, a refused connection, an answer without a body."""
+    own = "62540fd2-6505-4c19-b85c-da9a044eac44"
+    texts = f" 0  0 0  DC {own};", "x.1 503  38 176 127.0.0.1:1 UF ;", "x.2 405  22 0 127.0.0.1:2 - ;", "- - - - - - -;"
+    assert read_entries(message(*(tagged(text.encode()) for text in texts))) == [
+        AccessLogEntry(duration_ms=0.0, response_bytes=0, client_gone=True, gateway_id=own),
+        AccessLogEntry(lease="x.1", status=503, upstream="127.0.0.1:1", duration_ms=38.0, response_bytes=176),
+        AccessLogEntry(lease="x.2", status=405, upstream="127.0.0.1:2", duration_ms=22.0, response_bytes=0),
+        AccessLogEntry(),
+    ]
+
+
+@pytest.mark.parametrize("sent", ["-", "a b;c 200;", " ", ";;;;", "\xfe\xff", "x" * 36])
+def test_whatever_a_client_sends_as_id_hides_no_entry(sent: str) -> None:
+    """Where a gateway is not ours, the header is the client's."""
+    text = f"x.1 200 1 1 1 10.0.0.1:80 - {sent};".encode("latin-1")
+    first, second = read_entries(message(tagged(text), tagged(b"x.2 200 1 1 1 10.0.0.1:80 - -;")))
+    assert (first.lease, second.lease) == ("x.1", "x.2")
+    assert first.gateway_id == ("" if sent == "-" else sent)
+
+
+@pytest.mark.parametrize("text", [b"a %s - - 0 - -;", b"a 200 %s - 0 - -;", b"a 200 - %s 0 - -;", b"a 200 - - %s - -;"])
+def test_a_summary_with_an_endless_number_is_no_summary(text: bytes) -> None:
+    assert read_entries(message(tagged(text % (b"9" * 5000)))) == [AccessLogEntry()]
+
+
+def test_endless_and_negative_numbers_are_not_told() -> None:
+    tag = field(22, field(1, b"ttft_us") + field(2, b"9" * 5000))
+    negative = field(23, number(1, 2**64 - 5))
+    status = field(4, field(1, number(1, 2**40)))
+    assert read_entries(message(field(1, tag + negative) + status)) == [AccessLogEntry()]
+
+
+def test_broken_bytes_are_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError):
+        read_entries(message(field(1, b"\xff")))

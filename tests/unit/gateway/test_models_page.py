@@ -1,0 +1,60 @@
+"""The list of models."""
+
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fairlead.core.models import Catalogue, InferenceModel, ModelRules, ModelSet, Origin, Target
+from fairlead.gateway.answers import models_page
+
+
+def defined(*names: str, rules: ModelRules = ModelRules()) -> Catalogue:  # noqa: B008 frozen
+    origins = [Origin(namespace="n", name=f"o{i}", created=float(i)) for i in range(len(names))]
+    models = [
+        InferenceModel(origin=o, model=n, targets=(Target("secret"),)) for o, n in zip(origins, names, strict=True)
+    ]
+    return Catalogue(ModelSet(tuple(models)), rules)
+
+
+def ask(pb: ModuleType, catalogue: Catalogue, path: str, method: str = "GET") -> tuple[int, Any] | None:
+    message = models_page(catalogue, {":method": method, ":path": path})
+    if message is None:
+        return None
+    answer = pb.ProcessingResponse.FromString(message).immediate_response
+    (kind,) = [h.header.raw_value for h in answer.headers.set_headers if h.header.key == "content-type"]
+    assert kind == b"application/json"
+    assert b"secret" not in answer.body
+    return answer.status.code, json.loads(answer.body)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "/v1/models?limit=3", "/openai/v1/models"])
+def test_the_list(pb: ModuleType, path: str) -> None:
+    listed = [{"id": n, "object": "model", "created": i, "owned_by": "fairlead"} for n, i in (("a/b", 1), ("é", 0))]
+    assert ask(pb, defined("é", "a/b"), path) == (200, {"object": "list", "data": listed})
+
+
+def test_one_model(pb: ModuleType) -> None:
+    for path, name in (("/v1/models/a%2Fb", "a/b"), ("/v1/models/a/b", "a/b"), ("/v1/models/%C3%A9", "é")):
+        found = ask(pb, defined("é", "a/b"), path)
+        assert found is not None
+        assert (found[0], found[1]["id"]) == (200, name)
+
+
+def test_an_unknown_model(pb: ModuleType) -> None:
+    found = ask(pb, defined("a"), "/v1/models/nope")
+    assert found is not None
+    assert (found[0], found[1]["error"]["code"]) == (404, "model_not_found")
+    assert ask(pb, defined("a", rules=ModelRules(reject_unmatched=False)), "/v1/models/nope") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/models"), ("GET", "/v1/chat/completions"), ("HEAD", "/v1/models")]
+)
+def test_other_requests(pb: ModuleType, method: str, path: str) -> None:
+    assert ask(pb, defined("a"), path, method) is None
+
+
+def test_nothing_defined(pb: ModuleType) -> None:
+    assert ask(pb, Catalogue(), "/v1/models") is None

@@ -1,0 +1,737 @@
+"""One ext_proc stream at a time, without a transport: every mode, every exit, and a ledger that returns to zero."""
+
+import asyncio
+import random
+
+import pytest
+
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointUp
+from fairlead.core.fleet import Fleet
+from fairlead.core.headers import ACCESS_LOG_METADATA, WHOLE_BODY_METADATA
+from fairlead.core.instructions import Reject, Route
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.access_log import AccessLogStream
+from fairlead.gateway.answers import Answers
+from fairlead.gateway.driver import Driver
+from fairlead.gateway.host import Host
+from fairlead.gateway.session import Session
+from fairlead.gateway.understand import PromptKnown, Understanding
+from fairlead.plugins.filters.ability import Subset
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers import RoundRobin
+
+NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX = range(5)
+BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
+
+
+class Clock:
+    now = 100.0
+
+    def time(self):
+        return self.now
+
+    def call_at(self, when, callback, *args):
+        return self
+
+    def cancel(self):
+        pass
+
+
+class Wire:
+    """A transport that remembers. `window` is what `room` reports."""
+
+    def __init__(self, window=65_536):
+        self.sent, self.status, self.window = [], None, window
+
+    def send(self, *messages):
+        self.sent += messages
+
+    def send_last(self, *messages):
+        self.send(*messages)
+        self.finish()
+
+    def finish(self, code=0, message=""):
+        if self.status is None:
+            self.status = code
+
+    def room(self):
+        return self.window
+
+    def watch_cancel(self, on):
+        self.watching = on
+
+    up = True
+
+    def connected(self):
+        return self.up
+
+
+class Seen:
+    def __init__(self):
+        self.decisions, self.outcomes, self.errors = [], [], []
+
+    def on_decision(self, record, duration_s):
+        self.decisions.append(record)
+
+    def on_outcome(self, record):
+        self.outcomes.append(record)
+
+    def on_client_error(self, api, status):
+        self.errors.append((api, status))
+
+
+class Rig:
+    """A host with two endpoints; `open` starts a session in the given modes."""
+
+    def __init__(self, pb, inspect=False, max_body=1 << 20, endpoints=2, prompts=None):
+        self.pb, self.clock, self.seen = pb, Clock(), Seen()
+        tokens = TokenEstimator()
+        self.fleet = Fleet()
+        profile = Profile("rr", [Subset(NoParams())], [], RoundRobin(NoParams()))
+        self.pipeline = Pipeline(self.clock, random.Random(1), self.fleet, profile, tokens)
+        self.driver = Driver(self.pipeline, self.clock, self.seen)
+        for i in range(endpoints):
+            self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.0.{i}:80")))
+        understanding = Understanding(tokens, ChainHasher(), self.clock.time, prompts=prompts)
+        self.host = Host(
+            self.driver, understanding, Answers("ab"), self.seen, self.clock.time, max_body, lambda stream: inspect
+        )
+
+    def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536, whole=False):
+        if wired and not self.host.logs.connected:
+            self.host.logs.connected = 1
+        wire = Wire(window)
+        metadata = {ACCESS_LOG_METADATA: "1"} if wired else {}
+        session = Session(self.host, wire, metadata | ({WHOLE_BODY_METADATA: "1"} if whole else {}))
+        self.modes = request_mode, response_mode, eager
+        return wire, session
+
+    def _message(self):
+        message = self.pb.ProcessingRequest()
+        if self.modes:
+            config = message.protocol_config
+            config.request_body_mode, config.response_body_mode = self.modes[:2]
+            config.send_body_without_waiting_for_header_response = self.modes[2]
+            config.SetInParent()
+            self.modes = None
+        return message
+
+    def request_headers(self, session, eos=False, path="/v1/chat/completions", **headers):
+        message = self._message()
+        message.request_headers.end_of_stream = eos
+        for key, value in {":path": path, **headers}.items():
+            message.request_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
+        session.on_message(message.SerializeToString())
+
+    def body(self, session, body=BODY, eos=True):
+        message = self._message()
+        message.request_body.body, message.request_body.end_of_stream = body, eos
+        message.request_body.SetInParent()
+        session.on_message(message.SerializeToString())
+
+    def response_headers(self, session, status=200, eos=False, kind="text/event-stream"):
+        message = self.pb.ProcessingRequest()
+        message.response_headers.end_of_stream = eos
+        for key, value in ((":status", str(status)), ("content-type", kind)):
+            message.response_headers.headers.headers.add(key=key, raw_value=value.encode())
+        session.on_message(message.SerializeToString())
+
+    def chunk(self, session, body, eos=False):
+        message = self.pb.ProcessingRequest()
+        message.response_body.body, message.response_body.end_of_stream = body, eos
+        message.response_body.SetInParent()
+        session.on_message(message.SerializeToString())
+
+    def trailers(self, session, request=True):
+        message = self.pb.ProcessingRequest()
+        (message.request_trailers if request else message.response_trailers).SetInParent()
+        session.on_message(message.SerializeToString())
+
+    def answers(self, wire):
+        return [self.pb.ProcessingResponse.FromString(m) for m in wire.sent]
+
+    def kinds(self, wire):
+        return [a.WhichOneof("response") for a in self.answers(wire)]
+
+    def leases(self):
+        self.pipeline.validate()
+        return len(self.fleet.ledger)
+
+
+@pytest.fixture
+def rig(pb):
+    return Rig(pb)
+
+
+def test_buffered_and_streamed_leaves_after_the_first_chunk(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    assert rig.kinds(wire) == ["request_headers"]
+    rig.body(session)
+    answer = rig.answers(wire)[1]
+    metadata = answer.dynamic_metadata["envoy.lb"]
+    assert metadata["x-gateway-destination-endpoint"] == "10.0.0.0:80"
+    assert metadata["fairlead-lease"] == "ab.0000000000000001"
+    assert answer.request_body.response.clear_route_cache
+    assert not answer.request_body.response.HasField("body_mutation")
+    rig.response_headers(session)
+    assert rig.fleet.table.pending[0] == 1
+    rig.chunk(session, b"data: {}\n\n")
+    assert rig.fleet.table.pending[0] == 0
+    assert wire.status == 0
+    assert rig.kinds(wire) == ["request_headers", "request_body", "response_headers", "response_body"]
+    assert rig.leases() == 1, "the access log ends it"
+
+
+def test_without_an_access_log_it_stays_to_the_end_and_ends_the_lease_itself(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b"data: {}\n\n")
+    assert wire.status is None
+    rig.chunk(session, b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n', eos=True)
+    assert wire.status == 0
+    assert rig.leases() == 0
+    (outcome,) = rig.seen.outcomes
+    assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (200, 9, 5)
+    assert outcome.cause == "natural"
+
+
+def test_full_duplex_hands_the_body_back_and_leaves_at_the_pick_when_it_fits_one_write(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.body(session, BODY[:10], eos=False)
+    rig.body(session, BODY[10:], eos=False)
+    assert wire.sent == []
+    rig.body(session, b"", eos=True)
+    headers, body = rig.answers(wire)
+    assert headers.request_headers.response.header_mutation.set_headers[0].header.raw_value == b"10.0.0.0:80"
+    streamed = body.request_body.response.body_mutation.streamed_response
+    assert (streamed.body, streamed.end_of_stream) == (BODY, True)
+    assert wire.status == 0
+
+
+def test_full_duplex_stays_when_the_window_is_too_small_and_echoes_to_the_end(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, window=100)
+    rig.request_headers(session)
+    rig.body(session)
+    assert wire.status is None
+    rig.response_headers(session)
+    rig.chunk(session, b"data: 1\n\n")
+    assert wire.status is None, "leaving later than at the pick loses bytes"
+    rig.chunk(session, b"data: 2\n\n", eos=True)
+    echoed = [a.response_body.response.body_mutation.streamed_response for a in rig.answers(wire)[-2:]]
+    assert [(e.body, e.end_of_stream) for e in echoed] == [(b"data: 1\n\n", False), (b"data: 2\n\n", True)]
+    assert wire.status == 0
+
+
+def test_full_duplex_without_access_log_never_leaves_early(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    assert wire.status is None
+    rig.response_headers(session)
+    rig.chunk(session, b"x")
+    rig.trailers(session, request=False)
+    assert rig.kinds(wire)[-1] == "response_trailers"
+    assert wire.status == 0
+    assert rig.leases() == 0
+
+
+def test_a_request_that_ends_by_trailers(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session, eos=False)
+    rig.trailers(session)
+    assert rig.kinds(wire) == ["request_headers", "request_body", "request_trailers"]
+    assert not rig.answers(wire)[1].request_body.response.body_mutation.streamed_response.end_of_stream
+
+
+def test_a_bodyless_request_is_scheduled_on_its_headers(rig):
+    wire, session = rig.open(BUFFERED, NONE)
+    rig.request_headers(session, eos=True, path="/v1/models")
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    assert wire.status == 0, "nothing follows, and the access log tells the end"
+
+
+def test_response_mode_none_without_access_log_sees_the_status_and_releases(rig):
+    wire, session = rig.open(BUFFERED, NONE, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    assert wire.status is None
+    rig.response_headers(session, status=503)
+    assert wire.status == 0
+    assert rig.leases() == 0
+    assert rig.seen.outcomes[0].status == 503
+
+
+def test_streamed_requests_are_chosen_on_headers_unless_the_body_comes_along(rig):
+    wire, session = rig.open(STREAMED, STREAMED)
+    rig.request_headers(session)
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]
+    rig.body(session, eos=False)
+    rig.body(session)
+    assert rig.kinds(wire) == ["request_headers", "request_body", "request_body"]
+
+    wire, session = rig.open(STREAMED, STREAMED, eager=True)
+    rig.request_headers(session)
+    rig.body(session, BODY[:20], eos=False)
+    assert wire.sent == []
+    rig.body(session, BODY[20:])
+    assert rig.kinds(wire) == ["request_headers", "request_body", "request_body"]
+    assert rig.seen.decisions[-1].request.model == "m"
+
+
+def test_a_whole_body_needs_no_end_of_stream_and_both_answers_go_together(rig):
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session)
+    assert wire.sent == []
+    rig.body(session, eos=False)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]
+    message = rig.pb.ProcessingRequest()
+    message.response_body.body = b"data: {}\n\n"
+    message.attributes["envoy.filters.http.ext_proc"].update({"response.code": 429})
+    session.on_message(message.SerializeToString())
+    assert wire.status == 0
+
+
+def test_an_answer_that_is_not_streamed_is_left_at_the_pick(rig):
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session)
+    rig.body(session, BODY.replace(b"true", b"false"))
+    assert wire.status == 0
+    assert rig.leases() == 1
+
+
+@pytest.mark.parametrize("response_mode", [NONE, STREAMED])
+@pytest.mark.parametrize("timers_first", [True, False])
+def test_after_a_hang_nobody_leaves_at_the_pick_because_the_gateway_may_have_given_up(rig, response_mode, timers_first):
+    def pick():
+        wire, session = rig.open(STREAMED, response_mode, eager=True, whole=True)
+        rig.request_headers(session)
+        rig.body(session, BODY.replace(b"true", b"false"))
+        return wire, session
+
+    rig.host.pulse.beat()
+    rig.clock.now += 0.5
+    rig.host.pulse.beat()
+    assert pick()[0].status == 0
+    assert rig.leases() == 1, "the access log ends it"
+    rig.clock.now += 3.0
+    if timers_first:
+        rig.host.pulse.beat()
+    wire, session = pick()
+    assert wire.status is None
+    session.on_lost("reset by the peer")
+    assert rig.leases() == 1, "the one that was given up is not held"
+    for _ in range(3):
+        rig.host.pulse.beat()
+        rig.clock.now += 0.5
+    assert pick()[0].status == 0
+
+
+def test_without_response_headers_the_status_is_an_attribute(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    message = rig.pb.ProcessingRequest()
+    message.response_body.body, message.response_body.end_of_stream = b"data: {}\n\n", True
+    message.attributes["envoy.filters.http.ext_proc"].update({"response.code": 429})
+    session.on_message(message.SerializeToString())
+    assert wire.status == 0
+    assert rig.seen.outcomes[0].status == 429
+
+
+def test_a_truncated_partial_body_is_waved_through(rig):
+    wire, session = rig.open(PARTIAL, STREAMED)
+    rig.request_headers(session)
+    rig.body(session, BODY[:20], eos=False)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert wire.status == 0
+    assert rig.seen.decisions == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"messages": 1}', b"\xff"])
+def test_a_body_nobody_can_read_is_answered_400_in_the_api_s_shape(rig, body):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session, body)
+    immediate = rig.answers(wire)[1].immediate_response
+    assert immediate.status.code == 400
+    assert b'"error"' in immediate.body
+    headers = {h.header.key: h.header.raw_value for h in immediate.headers.set_headers}
+    assert headers["content-type"] == b"application/json"
+    assert wire.status == 0
+    assert rig.seen.errors == [("chat", 400)]
+
+
+def test_a_body_over_the_limit_is_answered_413_and_not_kept(pb):
+    rig = Rig(pb, max_body=50)
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.body(session, b"x" * 40, eos=False)
+    rig.body(session, b"x" * 40, eos=False)
+    assert rig.answers(wire)[0].immediate_response.status.code == 413
+    assert wire.status == 0
+
+
+def test_no_endpoint_is_a_503_with_reason_and_retry_after(pb):
+    rig = Rig(pb, endpoints=0)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    immediate = rig.answers(wire)[1].immediate_response
+    headers = {h.header.key: h.header.raw_value for h in immediate.headers.set_headers}
+    assert immediate.status.code == 503
+    assert headers["x-llm-d-request-dropped-reason"] == b"rejected-no-endpoints"
+    assert headers["retry-after"] == b"1"
+
+
+def test_control_headers_of_the_client_are_removed(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session, x_prefiller_host_port="evil:1", x_gateway_destination_endpoint="evil:2")
+    rig.body(session)
+    mutation = rig.answers(wire)[1].request_body.response.header_mutation
+    assert list(mutation.remove_headers) == ["x-prefiller-host-port"]
+    assert mutation.set_headers[0].header.raw_value == b"10.0.0.0:80"
+
+
+def test_the_subset_hint_restricts_the_choice(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    message = rig.pb.ProcessingRequest()
+    message.request_headers.end_of_stream = True
+    message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(
+        {"x-gateway-destination-endpoint-subset": ["10.0.0.1:80"]}
+    )
+    session.on_message(message.SerializeToString())
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"] == "10.0.0.1:80"
+
+
+@pytest.mark.parametrize("moment", ["headers", "routed", "responding"])
+@pytest.mark.parametrize("wired", [True, False])
+def test_a_lost_stream_leaves_no_lease_behind(rig, moment, wired):
+    _, session = rig.open(BUFFERED, STREAMED, wired)
+    rig.request_headers(session)
+    if moment != "headers":
+        rig.body(session)
+    if moment == "responding":
+        rig.response_headers(session)
+    session.on_lost("reset")
+    assert rig.leases() == (1 if moment == "responding" and wired else 0), "a running response ends by the access log"
+
+
+def test_a_stream_may_stay_to_learn_token_counts(pb):
+    rig = Rig(pb, inspect=True)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b"data: {}\n\n")
+    assert wire.status is None
+    usage = (
+        b'data: {"usage":{"prompt_tokens":50,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":32}}}\n\n'
+    )
+    rig.chunk(session, usage, eos=True)
+    assert wire.status == 0
+    assert rig.leases() == 1
+
+
+def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
+    _, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b'data: {"error": {"message": "busy", "type": "x", "code": 503}}\n\n')
+    assert rig.leases() == 0
+    assert rig.seen.outcomes[0].status == 503
+
+
+def test_nonsense_ends_the_stream_with_invalid_argument(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    session.on_message(b"\xff\xff")
+    assert wire.status == 3
+    assert rig.leases() == 0
+
+
+def test_responses_before_a_request_are_refused(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.response_headers(session)
+    assert wire.status == 3
+
+
+def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
+    from fairlead.gateway.protobuf import field, number, string_struct
+
+    _, session = rig.open(BUFFERED, NONE)
+    rig.request_headers(session)
+    rig.body(session)
+    assert rig.leases() == 1
+    fallback = []
+    rig.seen.on_fallback = lambda address, status: fallback.append((address, status))
+    log = AccessLogStream(Wire(), rig.host.logs)
+    assert rig.host.logs.connected == 2
+
+    def entry(metadata, address, status):
+        socket = field(1, field(2, address.encode()) + number(3, 80))
+        common = field(13, socket)
+        if metadata:
+            common += field(17, field(1, field(1, b"envoy.lb") + field(2, string_struct(metadata))))
+        common += field(22, field(1, b"ttft_us") + field(2, b"51900")) + field(23, number(1, 2) + number(2, 5_000_000))
+        response = field(1, number(1, status)) + number(3, 123)
+        return field(1, field(1, common) + field(4, response))
+
+    entries = entry({"fairlead-lease": b"ab.0000000000000001"}, "10.0.0.0", 200)
+    entries += entry({"fairlead-lease": b"zz.0000000000000001"}, "10.0.0.0", 200) + entry(None, "fd00::1", 502)
+    log.on_message(field(2, entries))
+    assert rig.leases() == 0
+    assert fallback == [("[fd00::1]:80", 502)]
+    (outcome,) = rig.seen.outcomes
+    assert (outcome.status, outcome.ttft_ms, outcome.duration_ms, outcome.response_bytes) == (200, 51.9, 2005.0, 123)
+    log.on_lost("gone")
+    assert rig.host.logs.connected == 1
+
+
+@pytest.mark.parametrize("inspect", [True, False])
+@pytest.mark.parametrize("left_at", ["pick", "first chunk"])
+def test_a_gateway_that_dies_takes_the_leases_with_it_that_its_log_would_have_ended(pb, inspect, left_at):
+    """Also those whose session stayed to read the answer, and saw a part of it."""
+    rig = Rig(pb, inspect=inspect)
+    log = AccessLogStream(Wire(), rig.host.logs)
+    wire, session = rig.open(BUFFERED, NONE if left_at == "pick" else STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    if left_at == "first chunk":
+        rig.response_headers(session)
+        rig.chunk(session, b"data: {}\n\n")
+    if wire.status is None:
+        session.on_lost("the connection was lost")
+    assert rig.leases() == 1
+    timers = []
+    rig.clock.call_at = lambda when, callback, *args: timers.append((callback, args))
+    log.on_lost("the connection was lost")
+    wire.up = False
+    for callback, args in timers:
+        callback(*args)
+    assert rig.leases() == 0
+
+
+def test_an_entry_without_a_lease_ends_the_one_that_was_given_under_its_id(rig):
+    from fairlead.gateway.protobuf import field
+
+    for name in ("one", "two"):
+        _, session = rig.open(BUFFERED, NONE)
+        rig.request_headers(session, x_fairlead_id=name)
+        rig.body(session)
+    entry = field(22, field(1, b"fairlead") + field(2, b" 0  0 0  DC two;"))
+    AccessLogStream(Wire(), rig.host.logs).on_message(field(2, field(1, field(1, entry))))
+    assert rig.leases() == 1
+    assert [outcome.request.id for outcome in rig.seen.outcomes] == [2]
+
+
+def test_the_gateway_cannot_begin_a_second_request(rig):
+    wire, session = rig.open(NONE, STREAMED, wired=False)
+    rig.request_headers(session, eos=True)
+    assert rig.leases() == 1
+    rig.request_headers(session, eos=True)
+    assert wire.status == 3
+    assert rig.leases() == 0
+    assert rig.kinds(wire) == ["request_headers"]
+
+
+def test_only_the_first_message_tells_the_modes(rig):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.modes = FULL_DUPLEX, FULL_DUPLEX, False
+    rig.body(session)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, PARTIAL])
+def test_a_request_of_trailers_alone_is_waved_through_where_its_headers_are_answered(rig, mode):
+    wire, session = rig.open(mode, STREAMED)
+    rig.request_headers(session)
+    rig.trailers(session)
+    assert rig.kinds(wire) == ["request_headers", "request_trailers"]
+    assert (wire.status, rig.leases()) == (0, 0)
+
+
+@pytest.mark.parametrize("second", ["body", "trailers"])
+def test_nothing_follows_request_trailers(rig, second):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.trailers(session)
+    getattr(rig, second)(session)
+    assert (wire.status, rig.leases()) == (3, 0)
+
+
+def test_response_headers_come_once_and_trailers_not_before_the_request(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.response_headers(session)
+    assert (wire.status, rig.leases()) == (3, 0)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.trailers(session, request=False)
+    assert (wire.status, wire.sent) == (3, [])
+
+
+@pytest.mark.parametrize("status", ["9" * 5000, "-1", "", "2e2", "٢٠٠"])
+def test_a_status_that_is_none(rig, status):
+    _, session = rig.open(BUFFERED, NONE, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session, status=status)
+    assert [outcome.status for outcome in rig.seen.outcomes] == [0]
+
+
+def test_only_lease_ids_as_they_were_given_out_are_read(rig):
+    answers = rig.host.answers
+    assert answers.request_id(answers.lease(26)) == 26
+    odd = ["ab.000000000000001A", "ab.0x0000000000001a", "ab.+00000000000001a", "ab.00000000000001_a", "ab.1a", "ab."]
+    assert [answers.request_id(lease) for lease in odd] == [None] * len(odd)
+
+
+class Reader:
+    """Reads prompts as slowly as the test wants."""
+
+    def __init__(self):
+        self.answers, self.offered = [], []
+
+    def read(self, parsed, body, model):
+        self.answers.append(asyncio.get_running_loop().create_future())
+        return asyncio.get_running_loop().create_task(self._answer(self.answers[-1]))
+
+    async def _answer(self, answer):
+        return await answer
+
+    def offer(self, known):
+        self.offered.append(known.blocks)
+        return f"offered {known.blocks}"
+
+
+@pytest.fixture
+async def asking(pb):
+    reader = Reader()
+    rig = Rig(pb, prompts=reader)
+    wire, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    assert (rig.kinds(wire), rig.seen.decisions) == (["request_headers"], []), "not there yet"
+    return rig, reader, wire, session
+
+
+async def turns():
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def test_a_request_arrives_with_what_was_read_of_its_prompt(asking):
+    rig, reader, wire, _ = asking
+    reader.answers[0].set_result(PromptKnown(77, "blocks"))
+    await turns()
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert [record.request.prompt_tokens for record in rig.seen.decisions] == [77]
+    assert reader.offered == ["blocks"]
+    assert [record.request.blocks for record in rig.seen.decisions] == ["offered blocks"]
+    assert rig.leases() == 1
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled", "finds nothing"])
+async def test_a_request_goes_on_without_what_cannot_be_read(asking, how):
+    rig, reader, wire, _ = asking
+    if how == "fails":
+        reader.answers[0].set_exception(RuntimeError("no tokeniser"))
+    elif how == "is cancelled":
+        reader.answers[0].cancel()
+    else:
+        reader.answers[0].set_result(PromptKnown())
+    await turns()
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert rig.seen.decisions[0].request.prompt_tokens > 0
+    assert reader.offered == []
+
+
+async def test_a_client_that_goes_while_its_prompt_is_read_is_never_scheduled(asking):
+    rig, reader, _, session = asking
+    session.on_lost("reset")
+    await turns()
+    assert reader.answers[0].cancelled()
+    assert (rig.seen.decisions, rig.leases()) == ([], 0)
+
+
+#: The messages that may come, by state. Everything else breaks the stream.
+EARLY, LATE = {"headers", "body", "trailers"}, {"body", "trailers"}
+LEGAL = {
+    "opened": EARLY,
+    "collecting": LATE,
+    "waiting": LATE,
+    "routed": LATE | {"response_headers", "chunk", "response_trailers"},
+    "answering": LATE | {"chunk", "response_trailers"},
+}
+
+
+@pytest.mark.parametrize("message", sorted(EARLY | {"response_headers", "chunk", "response_trailers"}))
+@pytest.mark.parametrize("state", list(LEGAL))
+def test_in_each_state_only_what_the_table_has_is_legal(pb, state, message):
+    rig = Rig(pb)
+    if state == "waiting":  # nobody answers
+        rig.driver.feed = lambda event: None
+    wire, session = rig.open(STREAMED, FULL_DUPLEX, wired=False, eager=True)
+    if state != "opened":
+        rig.request_headers(session)
+    if state not in ("opened", "collecting"):
+        rig.body(session)
+    if state == "answering":
+        rig.response_headers(session)
+    {
+        "headers": lambda: rig.request_headers(session),
+        "body": lambda: rig.body(session),
+        "trailers": lambda: rig.trailers(session),
+        "response_headers": lambda: rig.response_headers(session),
+        "chunk": lambda: rig.chunk(session, b"x"),
+        "response_trailers": lambda: rig.trailers(session, request=False),
+    }[message]()
+    assert (wire.status == 3) == (message not in LEGAL[state])
+    assert rig.leases() == 0 or wire.status is None
+
+
+def test_what_comes_for_a_session_that_is_closed_is_ignored(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    session.on_lost("reset")
+    sent = list(wire.sent)
+    session.route(Route(1, Endpoint("e", "10.0.0.9:80"), client=session))
+    session.hold(1.0)
+    session.reject(Reject(request_id=1, status=503, reason="evicted", message=""))
+    rig.chunk(session, b"x")
+    assert wire.sent == sent
+
+
+def test_a_session_that_fails_ends_its_stream_and_its_lease(rig):
+    wire, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    session.fail()
+    assert wire.status == 13
+    session.fail()
+    rig.chunk(session, b"x")
+    assert wire.status == 13
+
+
+def test_a_response_that_cannot_be_read_ends_the_request_as_if_none_had_come(rig):
+    _, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    session.on_message(b"\x1a\x04\x0a\x7f\x0a\x01")  # response headers whose map runs past the message
+    assert rig.leases() == 0
+    assert [outcome.cause for outcome in rig.seen.outcomes] == ["stream-lost"]

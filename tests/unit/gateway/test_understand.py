@@ -1,0 +1,139 @@
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fairlead.core.errors import ClientError
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import NO_PREFIX, Request
+from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.understand import MAX_NAME, Understanding
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+    "embeddings": "/v1/embeddings",
+}
+HASHER = ChainHasher()
+
+
+def maker(conversations: bool = True) -> Callable[..., Request]:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0, conversations)
+
+    def make(api: str, headers: dict[str, str] | None = None, **members: Any) -> Request:
+        body = json.dumps({"model": "m"} | members).encode()
+        return understanding.request({":path": PATHS[api], **(headers or {})}, body, None)[0]
+
+    return make
+
+
+def messages(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn * 300} for i, turn in enumerate(turns)]
+
+
+def test_what_becomes_of_a_body() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+    content = [{"type": "text", "text": "x" * 1000}, image]
+    request = maker()("chat", messages=[{"role": "user", "content": content}], stream=True, max_tokens=3)
+    assert (request.api, request.model, request.stream, request.max_tokens) == ("chat", "m", True, 3)
+    assert (request.media, request.unread, request.session) == (1, "", "")
+    assert request.prompt_tokens > 1000
+    assert len(request.prefix.hashes) == 4
+
+
+@pytest.mark.parametrize(("api", "name"), [("chat", "messages"), ("messages", "messages"), ("responses", "input")])
+def test_a_conversation_without_a_session_id_is_recognised(api: str, name: str) -> None:
+    make = maker()
+    grown = [messages("a"), messages("a", "b", "c"), messages("a", "b", "c", "d", "e")]
+    sessions = [make(api, **{name: turns}).session for turns in grown]
+    assert sessions[0] == ""
+    assert sessions[1][0] == "~"
+    assert sessions[2] == sessions[1]
+    other = [make(api, **{name: turns}).session for turns in (messages("x"), messages("x", "y", "z"))]
+    assert other[1] not in ("", sessions[1])
+
+
+def test_recognising_can_be_switched_off() -> None:
+    make = maker(conversations=False)
+    grown = [messages("a"), messages("a", "b", "c")]
+    assert [make("chat", messages=turns).session for turns in grown] == ["", ""]
+
+
+def test_what_the_client_says_goes_first() -> None:
+    make = maker()
+    make("chat", messages=messages("a"))
+    grown = messages("a", "b", "c")
+    assert make("chat", {"x-session-id": "s"}, messages=grown, user="u").session == "s"
+    assert make("chat", messages=grown, user="u").session == "u"
+    assert make("chat", messages=grown, prompt_cache_key="k", user="u").session == "k"
+    assert make("messages", messages=grown, metadata={"user_id": "u" * 999}).session == "u" * MAX_NAME
+    assert make("responses", input="hi", conversation="c").session == "c"
+    assert make("chat", messages=grown).session.startswith("~")
+
+
+def test_what_is_no_conversation_has_none() -> None:
+    make = maker()
+    assert make("embeddings", input="x" * 1000).session == ""
+    assert make("embeddings", input="x" * 2000).session == ""
+    assert make("embeddings", input="x" * 2000, user="u").session == "u"
+
+
+def test_a_system_prompt_of_its_own_is_hashed_before_the_messages() -> None:
+    make = maker()
+    one = make("messages", system="s" * 2000, messages=messages("a"))
+    other = make("messages", system="s" * 2000, messages=messages("b"))
+    shared = [a for a, b in zip(one.prefix.hashes, other.prefix.hashes, strict=True) if a == b]
+    assert shared == list(one.prefix.hashes[: len(shared)])
+    assert one.prefix.ends[len(shared) - 1] in range(1700, 2001)
+
+
+@pytest.mark.parametrize(
+    ("path", "api", "stream"),
+    [("/v1/models", "models", False), ("/v1/messages", "messages", True), ("/v1/unknown", "other", False)],
+)
+def test_a_request_without_a_body(path: str, api: str, stream: bool) -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    request, _ = understanding.request({":path": path}, b"", None)
+    assert (request.api, request.stream, request.unread, request.prefix) == (api, stream, "no-body", NO_PREFIX)
+
+
+def test_a_compressed_body() -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    headers = {":path": "/v1/messages", "content-encoding": "br"}
+    request, _ = understanding.request(headers, b"\x0b\x02", None)
+    assert (request.api, request.stream, request.unread, request.body_bytes) == (
+        "messages",
+        True,
+        "content-encoding",
+        2,
+    )
+
+
+def test_the_api_of_what_cannot_be_understood() -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    headers = {":path": "", "x-original-path": "/v1/messages?beta=true"}
+    assert understanding.api(headers) == "messages"
+    assert understanding.api({}) == "other"
+    with pytest.raises(ClientError):
+        understanding.request(headers, b"{", None)
+
+
+@pytest.mark.parametrize("text", ["The quick brown fox. ", "Der schnelle Fuchs – 日本語 🦊 "])
+def test_nothing_of_a_large_chat_is_copied(text: str) -> None:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text * 100} for i in range(200)]
+    body = json.dumps({"model": "m", "messages": turns}, ensure_ascii=False).encode()
+    assert len(body) > 400_000
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    headers = {":path": PATHS["chat"], "content-type": "application/json"}
+    understanding.request(headers, b'{"messages":[1]}', None)
+    tracemalloc.start()
+    try:
+        request, _ = understanding.request(headers, body, None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(request.prefix.hashes) > 100
+    assert peak < 100_000

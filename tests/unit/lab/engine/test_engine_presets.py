@@ -1,0 +1,65 @@
+"""Presets and the latency formula, against the figures that are known of the real servers."""
+
+import pytest
+
+from fairlead.lab.engine.presets import PRESETS, preset
+from fairlead.lab.engine.spec import EngineSpec, LatencyModel
+
+QWEN = PRESETS["qwen3-32b-h100"]
+
+
+def test_capacity_of_the_known_server():
+    assert QWEN.kv_tokens == 270_000
+    spec = QWEN.spec()
+    assert spec.kv_tokens == 270_000 // 16 * 16
+    assert spec.usable_blocks == 16_875
+
+
+def test_other_capacities_are_in_the_range_of_their_hardware():
+    sizes = {name: entry.kv_tokens for name, entry in PRESETS.items()}
+    assert sizes["llama-8b-l40s"] == 142_000
+    assert sizes["llama-8b-h100"] == 397_000
+    assert sizes["llama-70b-h100-tp4"] < sizes["llama-70b-h100-tp8"]
+    for h100, h200 in (("qwen3-32b-h100", "qwen3-32b-h200"), ("llama-8b-h100", "llama-8b-h200")):
+        assert sizes[h100] < sizes[h200]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "context", "measured_ms", "tolerance"),
+    [(1, 100, 13.3, 0.02), (64, 2048, 21.6, 0.06), (128, 4096, 38.3, 0.06), (256, 8192, 108.0, 0.08)],
+)
+def test_decode_steps_match_the_measured_ones(decoding, context, measured_ms, tolerance):
+    ms = QWEN.latency.step_s(0, 0.0, decoding, decoding * context) * 1e3
+    assert ms == pytest.approx(measured_ms, rel=tolerance)
+
+
+def test_a_mixed_step_is_what_the_sum_of_the_source_says():
+    ms = QWEN.latency.step_s(8192, 8192 * 4096.0, 64, 64 * 8192) * 1e3
+    assert ms == pytest.approx(449, abs=1)
+
+
+def test_every_preset_makes_a_server_that_could_start():
+    for entry in PRESETS.values():
+        spec = entry.spec(block_size=128, max_num_seqs=8)
+        assert spec.kv_tokens >= entry.max_model_len
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    assert preset("Llama-8B-H100").model == "meta-llama/Llama-3.1-8B-Instruct"
+    with pytest.raises(ValueError, match="unknown preset 'x'; known: qwen3-32b-h100, "):
+        preset("x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_size": 0},
+        {"max_num_seqs": 0},
+        {"max_num_seqs": 9000},
+        {"num_blocks": 10},
+        {"max_model_len": 10_000_000},
+    ],
+)
+def test_impossible_limits_are_refused(wrong):
+    with pytest.raises(ValueError):
+        EngineSpec(**({"latency": LatencyModel(1.0), "num_blocks": 5000} | wrong))

@@ -1,0 +1,189 @@
+"""`fairlead tune`: the step model of a simulated server is found again in what its requests took."""
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from fairlead.cli.main import build_app
+from fairlead.lab.engine.engine import Engine
+from fairlead.lab.engine.presets import PRESETS, preset, read_preset, write_preset
+from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.load.tune import Facts, Observation, TooLittle, Traffic, advise, fit, traffic_of
+from fairlead.lab.load.tune_probe import ANSWER_TOKENS, BATCHES, PREFILL_TOKENS, SHORT_ANSWER
+
+
+def served(engine, requests, at, overhead_ms=3.0):
+    """Run requests that arrive together; what each was observed to take."""
+    for request in requests:
+        engine.add(request, at)
+    engine.step(at + 1e6)
+    return [
+        Observation(
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=request.cached_tokens,
+            completion_tokens=request.output,
+            ttft_ms=(request.first_token_at - at) * 1e3 + overhead_ms,
+            e2e_ms=(request.finished_at - at) * 1e3 + overhead_ms,
+            batch=len(requests),
+        )
+        for request in requests
+    ]
+
+
+def prompts(count, tokens, answer, first):
+    return [
+        EngineRequest(
+            str(i), b"", answer, prompt_tokens=tokens, hashes=[first + 1000 * i + b for b in range(tokens // 16)]
+        )
+        for i in range(count)
+    ]
+
+
+def probed(name):
+    """The plan of `tune_probe`, in virtual time."""
+    engine, at, first, found = Engine(preset(name).spec(), 0.0), 0.0, 0, []
+    for tokens in PREFILL_TOKENS:
+        found += served(engine, prompts(1, tokens, SHORT_ANSWER, first := first + 10**6), at := at + 1e7)
+    for tokens, batches in BATCHES.items():
+        for batch in batches:
+            first += 10**6
+            for one in prompts(batch, tokens, 1, first):
+                served(engine, [one], at := at + 1e7)
+            found += served(engine, prompts(batch, tokens, ANSWER_TOKENS, first), at := at + 1e7)
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b-h100", "llama-8b-l40s", "llama-70b-h100-tp8"])
+def test_a_known_preset_comes_out_again(name):
+    true, found = preset(name), fit(probed(name))
+    for field in ("c0_ms", "c_pf_us", "c_kv_ns"):
+        assert getattr(found.latency, field) == pytest.approx(getattr(true.latency, field), rel=0.03), field
+    assert found.latency.c_seq_us == pytest.approx(true.latency.c_seq_us, rel=0.2)
+    assert found.overhead_ms == pytest.approx(3.0, abs=0.3)
+    assert found.prefill_error < 0.01 and found.decode_error < 0.01
+    assert found.unknown == ()
+    for tokens in (300, 3000, 12_000):
+        alone = served(Engine(true.spec(), 0.0), prompts(1, tokens, 2, 0), 0.0)[0]
+        assert found.prefill_ms(tokens) == pytest.approx(alone.ttft_ms, rel=0.03)
+    for batch, tokens in ((20, 1000), (200, 4000)):
+        model = true.latency
+        assert found.step_ms(batch, tokens) == pytest.approx(
+            model.step_s(0, 0.0, batch, batch * tokens) * 1e3, rel=0.03
+        )
+
+
+def test_a_few_stalls_do_not_move_it():
+    rows = probed("qwen3-32b-h100")
+    spoiled = [msgspec.structs.replace(row, ttft_ms=row.ttft_ms * 5, e2e_ms=row.e2e_ms * 5) for row in rows[::11]]
+    found, clean = fit([*rows, *spoiled]), fit(rows)
+    assert found.latency.c_pf_us == pytest.approx(clean.latency.c_pf_us, rel=0.05)
+    assert found.latency.c0_ms == pytest.approx(clean.latency.c0_ms, rel=0.05)
+
+
+def test_what_was_not_varied_is_said():
+    rows = [row for row in probed("qwen3-32b-h100") if row.batch == 1 and row.prompt_tokens < 200]
+    found = fit(rows * 4)
+    assert found.unknown
+    assert min(msgspec.structs.astuple(found.latency)) >= 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [Observation(prompt_tokens=100, ttft_ms=5.0, batch=4)] * 9,
+        [Observation(prompt_tokens=100, ttft_ms=5.0, e2e_ms=9.0, completion_tokens=2, batch=1)] * 9,
+    ],
+)
+def test_too_little_says_what_is_missing(rows):
+    with pytest.raises(TooLittle, match="at least 3 of each"):
+        fit(rows)
+
+
+def test_a_preset_goes_through_its_text():
+    for known in PRESETS.values():
+        assert read_preset(write_preset(known)) == known
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("latency: {c0_ms: 0}", "c0_ms must be above 0"),
+        ("latency: {c0_ms: 1, c_pf: 2}", "unknown field"),
+        ("name: x", "latency"),
+        ("latency: [", "not YAML"),
+        ("latency: {c0_ms: 1}\nkv_tokens: 0", "at least 1"),
+    ],
+)
+def test_a_bad_preset_names_its_field(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_preset(text, "mine.yaml")
+
+
+def test_every_advice_follows_from_traffic_and_has_a_reason():
+    fitted = fit(probed("qwen3-32b-h100"))
+    facts = Facts(model="m", block_size=16, num_blocks=10_000)
+
+    def advised(**traffic):
+        return {one.parameter: one for one in advise(fitted, facts, Traffic(**traffic))}
+
+    short, long = advised(prompt_tokens=400, hit_rate=0.9), advised(prompt_tokens=30_000, hit_rate=0.05)
+    assert (short["hashBlockSize"].value, long["hashBlockSize"].value) == (3, 20)
+    assert (short["prefix-aware weight"].value, short["load-aware weight"].value) == (100, 30)
+    assert (long["prefix-aware weight"].value, long["load-aware weight"].value) == (20, 100)
+    assert advised()["prefix-aware weight"].value == 60
+    assert short["maxQueueLength"].value > long["maxQueueLength"].value >= 1
+    assert short["lruCapacityPerServer"].value == 10_000
+    full_step_s = preset("qwen3-32b-h100").latency.step_s(8192, 8192 * 4096.0, 0, 0)
+    assert short["peakPrefillThroughput"].value == pytest.approx(8192 / full_step_s, rel=0.03)
+    assert all(len(one.reason) > 20 for one in [*short.values(), *long.values()])
+    assert "lruCapacityPerServer" not in {one.parameter for one in advise(fitted, Facts(), Traffic())}
+
+
+def test_traffic_is_read_off_recorded_requests():
+    rows = [Observation(prompt_tokens=1000, cached_tokens=900, completion_tokens=100)] * 3
+    found = traffic_of(rows)
+    assert (found.prompt_tokens, found.output_tokens, found.hit_rate) == (1000, 100, 0.9)
+    assert traffic_of([]) == Traffic()
+
+
+def test_the_command_fits_a_file_and_its_preset_is_simulated(tmp_path):
+    file, out = tmp_path / "seen.jsonl", tmp_path / "mine.yaml"
+    rows = [{**msgspec.to_builtins(row), "endpoint": "ignored"} for row in probed("llama-8b-h100")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runner, app = CliRunner(), build_app()
+    done = runner.invoke(app, ["tune", "--observations", str(file), "--out", str(out), "--name", "mine"])
+    assert done.exit_code == 0, done.output
+    assert "maxQueueLength" in done.output
+    assert read_preset(out.read_text()).latency.c0_ms == pytest.approx(5.99, rel=0.03)
+    whole = json.loads(runner.invoke(app, ["tune", "--observations", str(file), "--json"]).output)
+    assert {*whole} == {"preset", "fit", "server", "advice", "observations"}
+    ran = runner.invoke(app, ["simulate", "paced-prefix", "--head", "4", "--preset", str(out), "--json"])
+    known = runner.invoke(app, ["simulate", "paced-prefix", "--head", "4", "--preset", "llama-8b-h100", "--json"])
+    times = [json.loads(one.output)["figures"]["ttft_mean_ms"] for one in (ran, known)]
+    assert times[0] == pytest.approx(times[1], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "give the URL"),
+        (("http://127.0.0.1:1", "--observations", "x"), 2, "give the URL"),
+        (("--observations", "no-such-file"), 2, "No such file"),
+        (("http://127.0.0.1:1", "--extra", "nope"), 2, "--extra"),
+        (("http://127.0.0.1:1", "--header", "nope"), 2, "--header"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments, code, message):
+    done = CliRunner().invoke(build_app(), ["tune", *arguments])
+    assert (done.exit_code, message in done.output, "Traceback" in done.output) == (code, True, False)
+
+
+def test_a_bad_line_is_named(tmp_path):
+    file = tmp_path / "seen.jsonl"
+    file.write_text('{"prompt_tokens": 5}\n{"prompt_tokens": "many"}\n')
+    done = CliRunner().invoke(build_app(), ["tune", "--observations", str(file)])
+    assert done.exit_code == 2
+    assert "seen.jsonl:2" in done.output

@@ -1,0 +1,36 @@
+"""The simulator queues as the server does when its configuration says so."""
+
+from fairlead.core.scheduler import Pipeline
+from fairlead.lab.simulator.run import config_from, simulate
+from fairlead.lab.simulator.scenarios import headline, mooncake
+from fairlead.lab.simulator.simulation import Simulation
+
+FLOW = "flowControl: {ttl: 590s}\n"
+
+
+def pipeline_of(text: str) -> Pipeline:
+    return Simulation(headline(2.0, seconds=1.0), config_from(text)[0]).pipeline
+
+
+def test_a_configuration_with_flow_control_is_simulated_with_it(mooncake_head) -> None:
+    assert pipeline_of("policy: default\n").flow_controller is None
+    pipeline = pipeline_of(FLOW)
+    assert pipeline.flow_controller is not None and pipeline.flow_controller.policy == pipeline.policy.name
+    waited: list[float] = []
+    scenario = mooncake(mooncake_head, 8.0)
+    queued = simulate(scenario, FLOW, watch=lambda record: waited.append(getattr(record, "queued_ms", 0.0)))
+    assert max(waited) > 0
+    assert queued.failed == 0
+    assert simulate(scenario, FLOW) == queued
+
+
+def test_below_saturation_it_changes_nothing() -> None:
+    calm = headline(2.0, seconds=20.0)
+    assert simulate(calm, FLOW).decision_hash == simulate(calm, "policy: default").decision_hash
+
+
+def test_who_waits_too_long_is_shed(mooncake_head) -> None:
+    crowded = mooncake(mooncake_head, 50.0)
+    summary = simulate(crowded, "flowControl: {ttl: 100ms}\n", validate=False)
+    assert summary.shed > 0
+    assert summary.shed + summary.done == summary.requests

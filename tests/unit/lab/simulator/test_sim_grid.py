@@ -1,0 +1,159 @@
+"""Comparisons: every cell once, resumed where they stopped, and a report that needs nothing else."""
+
+from statistics import fmean
+
+import msgspec
+import pytest
+
+from fairlead.lab.simulator import grid
+from fairlead.lab.simulator.build import ScenarioSpec, build, names
+from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
+from fairlead.lab.simulator.report import print_comparison, write_report
+from fairlead.lab.simulator.run import known_policies, policy_text
+from fairlead.lab.simulator.scenarios import conversation_like
+from fairlead.lab.workload.describe import ideal_hit
+from fairlead.lab.workload.formats import TraceError
+
+pytestmark = pytest.mark.simulation
+
+
+def cells(count=2, policies=("round-robin", "least-requests")):
+    spec = ScenarioSpec(name="paced-prefix", source="paced-prefix", head=6)
+    return [
+        Cell(scenario=spec, policy=name, text=f"policy: {name}", seed=seed)
+        for name in policies
+        for seed in range(count)
+    ]
+
+
+def test_results_come_in_the_order_of_the_cells_and_are_not_computed_again(tmp_path, monkeypatch):
+    kept = tmp_path / "cells.jsonl"
+    steps = []
+    first = run_grid(cells(), processes=1, kept=kept, progress=lambda *step: steps.append(step[1:]))
+    assert [(r.policy, r.seed) for r in first] == [
+        *(("round-robin", 0), ("round-robin", 1)),
+        *(("least-requests", 0), ("least-requests", 1)),
+    ]
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    kept.write_bytes(b"".join(kept.read_bytes().splitlines(keepends=True)[:3]) + b'{"key": "cut o')
+    ran = []
+    monkeypatch.setattr(grid, "run_cell", lambda cell, key: ran.append(cell) or run_cell(cell, key))
+    again = run_grid(cells(), processes=1, kept=kept)
+    assert ran == cells()[3:]
+    assert [msgspec.structs.replace(r, cpu_s=0.0) for r in again] == [
+        msgspec.structs.replace(r, cpu_s=0.0) for r in first
+    ]
+
+
+def test_processes_give_the_results_of_one():
+    def decided(processes):
+        return [result.figures["decision_hash"] for result in run_grid(cells(), processes=processes)]
+
+    assert decided(2) == decided(1)
+
+
+def test_other_code_other_policy_other_seed_is_another_cell():
+    one, other = cells(2, ("round-robin",))
+    assert one.key("a") != one.key("b")
+    assert one.key("a") != other.key("a")
+    assert one.key("a") == cells(1, ("round-robin",))[0].key("a")
+
+
+def test_a_cell_that_fails_is_reported_and_tried_again(tmp_path):
+    bad = Cell(scenario=ScenarioSpec(name="x", source="no-such"), policy="p", text="policy: default")
+    (result,) = run_grid([bad], processes=1, kept=tmp_path / "k")
+    assert "neither a scenario nor a file" in result.error
+    assert list(read_kept(tmp_path / "k")) == []
+
+
+def test_a_scenario_can_be_changed_by_plain_values(tmp_path, mooncake_head):
+    made = build(
+        ScenarioSpec(name="mine", source=str(mooncake_head), servers=3, speeds=(1.0, 0.5), head=10, speedup=2.0)
+    )
+    assert (made.name, len(made.replicas), len(made.workload), made.speedup) == ("mine", 3, 10, 2.0)
+    assert [replica.speed for replica in made.replicas] == [1.0, 0.5, 1.0]
+    assert made.replicas[0].engine.block_size == 512
+    bad = tmp_path / "odd.txt"
+    bad.write_text("a b c\n")
+    with pytest.raises(TraceError, match="looks like none of"):
+        build(ScenarioSpec(name="x", source=str(bad)))
+    with pytest.raises(TraceError, match="unknown format 'csv'"):
+        build(ScenarioSpec(name="x", source=str(bad), format="csv"))
+
+
+def test_every_named_scenario_can_be_built_without_traces():
+    for name in names():
+        made = build(ScenarioSpec(name=name, source=name, head=5))
+        assert (made.name, len(made.workload)) == (name, 5)
+
+
+def test_policies_are_found_by_name_or_file(tmp_path):
+    known = known_policies()
+    assert next(iter(known)) == "default"
+    assert {"round-robin", "least-requests", "random"} <= set(known)
+    file = tmp_path / "mine.yaml"
+    file.write_text("policy: random\n")
+    assert policy_text(str(file)) == policy_text(f"mine={file}") == "policy: random\n"
+    with pytest.raises(ValueError, match="neither a policy nor a file"):
+        policy_text("no-such")
+
+
+def result(scenario, policy, ttft, e2e, seed=0, **more):
+    figures = {"ttft_mean_ms": ttft, "ttft_p99_ms": ttft * 2, "e2e_mean_ms": e2e, "shed": 0, "failed": 0, **more}
+    return CellResult(key="", scenario=scenario, policy=policy, seed=seed, figures=figures)
+
+
+def test_regret_is_the_geometric_mean_over_scenarios():
+    rows = [
+        *(result("a", "good", 100.0, 1000.0), result("a", "bad", 400.0, 1000.0)),
+        *(result("b", "good", 200.0, 1000.0), result("b", "bad", 200.0, 4000.0, shed=7)),
+        result("b", "partly", 1.0, 1.0),
+    ]
+    found = regrets(mean_figures(rows))
+    assert found["good"] == {
+        "ttft_mean_ms": 1.0, "ttft_mean_ms_worst": 1.0, "ttft_p99_ms": 1.0, "ttft_p99_ms_worst": 1.0,
+        "e2e_mean_ms": 1.0, "e2e_mean_ms_worst": 1.0, "shed": 0, "failed": 0,
+    }  # fmt: skip
+    assert (found["bad"]["ttft_mean_ms"], found["bad"]["ttft_mean_ms_worst"]) == (2.0, 4.0)
+    assert (found["bad"]["e2e_mean_ms"], found["bad"]["shed"]) == (2.0, 7)
+    assert "partly" not in found
+
+
+def test_seeds_are_averaged():
+    rows = [result("a", "p", 100.0, 10.0, 0), result("a", "p", 300.0, 30.0, 1)]
+    assert mean_figures(rows)["a"]["p"]["ttft_mean_ms"] == 200.0
+
+
+def test_the_report_stands_alone(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    made = cells(1)
+    results = run_grid(made, processes=1)
+    paths = write_report(results, made, tmp_path)
+    print_comparison(results)
+    assert "paced-prefix" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert {path.name for path in paths} >= {"results.json", "report.html", "ttft.svg"}
+    assert page.count("<svg") == 4
+    assert "src=" not in page
+    assert "policy: least-requests" in page
+    document = msgspec.json.decode((tmp_path / "results.json").read_bytes())
+    assert document["summary"]["paced-prefix"]["round-robin"]["requests"] == 6
+    assert set(document["regret"]) == {"round-robin", "least-requests"}
+
+
+def test_names_cannot_break_out_of_the_report(tmp_path):
+    row = run_cell(cells(1)[0])
+    row = msgspec.structs.replace(row, policy="<script>alert(1)</script>", scenario="<b>x")
+    write_report([row], [], tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page.replace("&lt;script", "")
+    assert "<b>x" not in page.split("</svg>")[-1]
+
+
+def test_the_stand_in_for_the_conversation_trace_is_about_like_it():
+    """12,031 requests in 3,537 s; input 12,035 and output 343 tokens on average; an ideal cache hits 37.4 %."""
+    records = conversation_like(1.0).workload.records
+    assert len(records) == pytest.approx(12_031, rel=0.1)
+    assert fmean(record.in_tokens for record in records) == pytest.approx(12_035, rel=0.1)
+    assert fmean(record.out_tokens for record in records) == pytest.approx(343, rel=0.05)
+    assert ideal_hit(conversation_like(1.0).workload) == pytest.approx(0.374, abs=0.08)

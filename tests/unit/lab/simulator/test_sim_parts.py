@@ -1,0 +1,113 @@
+"""Kernel, prompts and server of the simulator, each for itself."""
+
+import pytest
+
+from fairlead.core.tokens import TokenEstimator
+from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.simulator.prompts import Prompts
+from fairlead.lab.simulator.server import Server
+from fairlead.lab.simulator.world import Kernel, replicas
+from fairlead.lab.workload.record import Record, Workload
+
+
+def test_timers_fire_in_order_of_time_and_then_of_setting():
+    kernel = Kernel(5.0)
+    seen = []
+    kernel.call_at(7.0, seen.append, "b")
+    kernel.call_at(6.0, seen.append, "a")
+    kernel.call_at(7.0, seen.append, "c")
+    gone = kernel.call_at(6.5, seen.append, "never")
+    gone.cancel()
+    assert not kernel.run(lambda: True, 7.0)
+    assert seen == ["a", "b", "c"]
+    assert kernel.time() == 7.0
+
+
+def test_a_timer_in_the_past_fires_now():
+    kernel = Kernel(5.0)
+    at = []
+    kernel.call_at(1.0, lambda: at.append(kernel.time()))
+    kernel.run(lambda: True, 9.0)
+    assert at == [5.0]
+
+
+def test_a_run_ends_when_nothing_is_left_to_wait_for():
+    kernel = Kernel()
+    left = [3]
+
+    def again():
+        left[0] -= 1
+        kernel.call_at(kernel.now + 1.0, again)
+
+    kernel.call_at(1.0, again)
+    assert kernel.run(lambda: left[0] > 0, 100.0)
+    assert kernel.now == 3.0
+    assert not kernel.run(lambda: True, 4.5)
+
+
+def prompts(*records):
+    return Prompts(Workload(name="w", records=list(records)), 4.0)
+
+
+def test_the_scheduler_sees_bytes_and_an_estimate_of_tokens():
+    record = Record(id="a", in_tokens=1000, out_tokens=9, block_size=100, hash_ids=tuple(range(10)), session="s")
+    tokens = TokenEstimator()
+    request = prompts(record).request(6, record, 12.5, tokens)
+    assert (request.id, request.arrived, request.prompt_bytes, request.session) == (7, 12.5, 4000, "s")
+    assert request.prompt_tokens == tokens.estimate("", 4000) != 1000
+    assert request.prefix.ends[-1] <= 4000
+    assert len(request.prefix.hashes) == 10
+
+
+def test_a_partly_filled_block_is_in_neither_form():
+    record = Record(id="a", in_tokens=250, out_tokens=9, block_size=100, hash_ids=(1, 2, 3))
+    made = prompts(record)
+    assert len(made.request(0, record, 0.0, TokenEstimator()).prefix.hashes) == 2
+    assert len(made.engine_request(0, record, 100).hashes) == 2
+
+
+def test_adapters_do_not_share_blocks():
+    plain = Record(id="a", in_tokens=200, out_tokens=9, block_size=100, hash_ids=(1, 2))
+    adapted = Record(id="b", in_tokens=200, out_tokens=9, block_size=100, hash_ids=(1, 2), lora="x")
+    made = prompts(plain, adapted)
+    first, second = made.engine_request(0, plain, 100), made.engine_request(1, adapted, 100)
+    assert not set(first.hashes) & set(second.hashes)
+    tokens = TokenEstimator()
+    assert made.request(0, plain, 0.0, tokens).prefix != made.request(1, adapted, 0.0, tokens).prefix
+    assert made.request(1, adapted, 0.0, tokens).model == "x"
+
+
+def test_what_no_id_names_is_unique():
+    records = [Record(id=str(i), in_tokens=400, out_tokens=9, block_size=100, hash_ids=(1, 2)) for i in range(2)]
+    made = prompts(*records)
+    first, second = (made.engine_request(i, r, 100).hashes for i, r in enumerate(records))
+    assert first[:2] == second[:2]
+    assert len(first) == len(second) == 4
+    assert not set(first[2:]) & set(second[2:])
+
+
+def test_a_server_wakes_when_something_comes_of_a_request_and_not_before():
+    kernel = Kernel(100.0)
+    seen = []
+    server = Server(0, replicas(1, block_size=64)[0], kernel, lambda result: seen.append(kernel.now))
+    server.add(EngineRequest("0", bytes(4 * 640), 200))
+    turns = []
+    kernel.run(lambda: turns.append(1) or not server.engine.stats.e2e.count, 1000.0)
+    assert len(seen) == 2
+    assert server.engine.stats.iteration_tokens.count == 200
+    assert len(turns) < 6
+    assert server.engine.stats.e2e.sum == pytest.approx(kernel.now - 100.0)
+
+
+def test_a_crash_forgets_everything_and_a_restart_begins_anew():
+    kernel = Kernel(0.0)
+    server = Server(0, replicas(1, block_size=64)[0], kernel, lambda result: None)
+    server.add(EngineRequest("0", bytes(4 * 640), 200))
+    kernel.run(lambda: True, 1.0)
+    server.crash()
+    assert server.sample() is None
+    assert (server.engine.running(), server.engine.blocks.used) == (0, 0)
+    server.restart()
+    sample = server.sample()
+    assert sample is not None
+    assert (sample.running, sample.prefix_queries) == (0, 0)

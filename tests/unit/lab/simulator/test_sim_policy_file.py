@@ -1,0 +1,89 @@
+"""A policy that is one Python file: how it is found, what is said of mistakes, and that it goes to other processes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fairlead.core.errors import ConfigError, PluginError
+from fairlead.lab.simulator.build import ScenarioSpec
+from fairlead.lab.simulator.grid import Cell, run_grid
+from fairlead.lab.simulator.run import configuration, policy_from, policy_text, source_text
+
+pytestmark = pytest.mark.simulation
+
+POLICY = """
+from fairlead.plugins.policies.ranked import Ranked
+from fairlead.plugins.policies.by_load import Lpwl
+
+class Fewest(Ranked):
+    type = "fewest"
+
+    def cost(self, request, fleet, cycle):
+        return fleet.table.inflight * 1.0
+"""
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_policy_of_the_file_is_made_with_the_ability_filters(tmp_path: Path) -> None:
+    made = policy_from(policy_text(str(write(tmp_path, POLICY))))
+    assert type(made).__name__ == "Fewest" and made.name == "fewest"
+    assert {one.name for one in made.filters} >= {"role", "model-compatibility", "health"}  # type: ignore[attr-defined]
+
+
+def test_imported_policies_do_not_count(tmp_path: Path) -> None:
+    text, registry = configuration(source_text(write(tmp_path, POLICY)))
+    assert text == "policy: fewest\n"
+    assert registry is not None and registry.find("policy", "fewest") is not None
+
+
+def test_other_texts_stay_as_they_are() -> None:
+    assert configuration("policy: random\n") == ("policy: random\n", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\n", "has no policy"),
+        (POLICY + "\nclass Other(Fewest):\n    type = 'other'\n", "has several policies: fewest, other"),
+        ("x = 1 / 0\n", "cannot be run: ZeroDivisionError: division by zero (line 1)"),
+        ("\n\ndef f(:\n", "cannot be run: SyntaxError"),
+        (
+            "import not_there_at_all\n",
+            "cannot be run: ModuleNotFoundError: No module named 'not_there_at_all' (line 1)",
+        ),
+        ("class P:\n    type = 'p'\n    def choose(self): ...\n    def __init__(self): ...\n", "unexpected keyword"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises((ConfigError, PluginError), match=re.escape(said)):
+        policy_from(policy_text(str(path)))
+
+
+def test_a_mistake_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "x = 1\n")
+    with pytest.raises(ConfigError, match=r"mine\.py"):
+        source_text(path)
+
+
+def test_it_can_import_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path, "FACTOR = 2.0\n", "fairlead_test_neighbour.py")
+    text = "from fairlead_test_neighbour import FACTOR\n" + POLICY.replace("1.0", "FACTOR")
+    assert policy_from(policy_text(str(write(tmp_path, text)))).name == "fewest"
+
+
+def test_it_runs_in_other_processes_and_is_known_by_its_source(tmp_path: Path) -> None:
+    spec = ScenarioSpec(name="agents", source="agents", head=20)
+    text = policy_text(str(write(tmp_path, POLICY)))
+    cells = [Cell(scenario=spec, policy="mine", text=text, seed=seed) for seed in range(2)]
+    (tmp_path / "mine.py").unlink()
+    results = run_grid(cells, processes=2)
+    assert [result.error for result in results] == ["", ""]
+    assert all(result.figures["done"] == 20 for result in results)
+    assert cells[0].key("") != Cell(scenario=spec, policy="mine", text=text + "\n# changed", seed=0).key("")

@@ -1,0 +1,197 @@
+"""Definitions of models from an API server, and the conditions they get."""
+
+import asyncio
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+from fake_kube import GROUPS, FakeKube
+
+from fairlead.core.models import ModelSet
+from fairlead.pool.kube.client import KubeClient, Resource, Unreachable
+from fairlead.pool.kube.models import PoolModels
+from fairlead.pool.kube.status import Condition, DesiredCondition, StatusWriter
+
+X = "inference.networking.x-k8s.io/v1alpha2"
+LLMD = "llm-d.ai/v1alpha2"
+
+
+def model(name: str, model_name: str, pool: str = "llama", **spec: Any) -> Any:
+    value = {"modelName": model_name, "poolRef": {"name": pool}, **spec}
+    return {"metadata": {"name": name, "namespace": "default"}, "spec": value}
+
+
+def rewrite(name: str, target: str) -> Any:
+    rules = [{"targets": [{"modelRewrite": target}]}]
+    return {"metadata": {"name": name, "namespace": "default"}, "spec": {"poolRef": {"name": "llama"}, "rules": rules}}
+
+
+def objective(name: str, priority: int) -> Any:
+    spec = {"priority": priority, "poolRef": {"name": "llama"}}
+    return {"metadata": {"name": name, "namespace": "default"}, "spec": spec}
+
+
+class Followed:
+    def __init__(self, client: KubeClient, rng: Random) -> None:
+        self.leads = True
+        self.sets: list[ModelSet] = []
+        self.troubles: list[str] = []
+        self.writer = StatusWriter(client, lambda: self.leads, self.troubles.append)
+        self.models = PoolModels(
+            client,
+            "llama",
+            "default",
+            self.sets.append,
+            self.writer,
+            rng,
+            rediscover_s=0.05,
+            on_trouble=lambda resource, trouble: self.troubles.append(trouble) if trouble else None,
+        )
+
+
+@pytest.fixture
+async def followed(client: KubeClient, rng: Random, tasks: Any) -> Followed:
+    made = Followed(client, rng)
+    tasks(made.models.run())
+    tasks(made.writer.run())
+    return made
+
+
+def condition(kube: FakeKube, version: str, plural: str, name: str) -> tuple[str, str] | None:
+    found = kube.objects[version, plural][f"default/{name}"].get("status", {}).get("conditions", [])
+    return next(((one["status"], one["reason"]) for one in found if one["type"] == "Accepted"), None)
+
+
+async def test_nothing_defined_is_known_too(followed: Followed, until: Any) -> None:
+    await until(lambda: followed.sets)
+    assert followed.sets == [ModelSet()]
+    assert not followed.models.missing
+
+
+async def test_definitions_come_change_and_go(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.put(X, "inferencemodels", model("chat", "chat", criticality="Critical"))
+    kube.put(LLMD, "inferenceobjectives", objective("urgent", 7))
+    kube.put(LLMD, "inferencemodelrewrites", rewrite("all", "llama-3"))
+    await until(lambda: followed.sets and followed.sets[-1].rewrites and followed.sets[-1].models)
+    assert [one.criticality for one in followed.sets[-1].models] == ["Critical"]
+    assert [one.priority for one in followed.sets[-1].objectives] == [7]
+    kube.put(X, "inferencemodels", model("chat", "chat", criticality="Sheddable"))
+    await until(lambda: followed.sets[-1].models[0].criticality == "Sheddable")
+    kube.drop(X, "inferencemodels", "chat")
+    await until(lambda: not followed.sets[-1].models)
+
+
+async def test_what_is_for_other_pools_is_theirs(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.put(X, "inferencemodels", model("ours", "a"))
+    kube.put(X, "inferencemodels", model("theirs", "b", pool="other"))
+    await until(lambda: condition(kube, X, "inferencemodels", "ours"))
+    assert [one.model for one in followed.sets[-1].models] == ["a"]
+    assert condition(kube, X, "inferencemodels", "theirs") is None
+
+
+async def test_conditions_say_who_has_the_name(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.put(X, "inferencemodels", model("older", "chat"))
+    kube.put(X, "inferencemodels", model("newer", "chat"))
+    kube.put(X, "inferencemodels", model("broken", "", targetModels=[{"name": "x"}]))
+    await until(lambda: condition(kube, X, "inferencemodels", "newer") == ("False", "ModelNameInUse"))
+    await until(lambda: condition(kube, X, "inferencemodels", "older") == ("True", "Accepted"))
+    await until(lambda: condition(kube, X, "inferencemodels", "broken") == ("False", "Invalid"))
+    kube.drop(X, "inferencemodels", "older")
+    await until(lambda: condition(kube, X, "inferencemodels", "newer") == ("True", "Accepted"))
+    assert [one.model for one in followed.sets[-1].models] == ["chat"]
+
+
+async def test_conditions_of_others_stay_and_ours_is_written_once(
+    kube: FakeKube, followed: Followed, until: Any
+) -> None:
+    ready = {"type": "Ready", "status": "Unknown", "reason": "Pending"}
+    kube.put(X, "inferencemodels", {**model("chat", "chat"), "status": {"conditions": [ready]}})
+    await until(lambda: condition(kube, X, "inferencemodels", "chat") == ("True", "Accepted"))
+    kube.put(LLMD, "inferencemodelrewrites", rewrite("all", "llama-3"))
+    await until(lambda: condition(kube, LLMD, "inferencemodelrewrites", "all"))
+    await until(lambda: followed.sets[-1].rewrites)
+    assert ready in kube.objects[X, "inferencemodels"]["default/chat"]["status"]["conditions"]
+    await until(lambda: followed.writer.writes == 2)  # the answer comes after the deed
+    assert len([one for one in kube.requests if one[0] == "PATCH"]) == 2
+
+
+async def test_only_the_leader_writes(kube: FakeKube, followed: Followed, until: Any) -> None:
+    followed.leads = False
+    kube.put(X, "inferencemodels", model("chat", "chat"))
+    await until(lambda: followed.sets and followed.sets[-1].models)
+    assert condition(kube, X, "inferencemodels", "chat") is None
+    followed.leads = True
+    followed.writer.wake()
+    await until(lambda: condition(kube, X, "inferencemodels", "chat"))
+
+
+async def test_a_fight_over_a_status_slows_down(
+    kube: FakeKube, client: KubeClient, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    patch = client.patch
+
+    async def timed(*arguments: Any) -> Any:
+        written.append(asyncio.get_running_loop().time())
+        return await patch(*arguments)
+
+    monkeypatch.setattr(client, "patch", timed)
+    kube.put(X, "inferencemodels", model("chat", "chat"))
+    for _ in range(3):
+        await until(lambda: condition(kube, X, "inferencemodels", "chat"))
+        kube.put(X, "inferencemodels", model("chat", "chat"))  # somebody takes it away again
+    await until(lambda: len(written) == 4)
+    pauses = [later - earlier for earlier, later in pairwise(written)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.49, 0.49, 0.99), strict=True))
+
+
+async def test_missing_permission_is_told_and_routing_goes_on(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.forbidden.add(("patch", "inferencemodels/status"))
+    kube.put(X, "inferencemodels", model("chat", "chat"))
+    await until(lambda: any('resources: ["inferencemodels/status"]' in one for one in followed.troubles))
+    assert followed.sets[-1].models
+
+
+async def test_the_newer_group_counts_where_both_are_installed(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.put(X, "inferenceobjectives", objective("urgent", 1))
+    kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
+    await until(lambda: followed.sets and followed.sets[-1].objectives)
+    assert [one.priority for one in followed.sets[-1].objectives] == [2]
+
+
+async def test_kinds_may_be_installed_later(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.groups = {version: plurals for version, plurals in GROUPS.items() if version not in (LLMD, X)}
+    await until(lambda: followed.sets)
+    kube.groups = dict(GROUPS)
+    kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
+    await until(lambda: followed.sets[-1].objectives)
+    kube.groups = {version: plurals for version, plurals in GROUPS.items() if version != LLMD}
+    kube.put(X, "inferenceobjectives", objective("urgent", 1))
+    await until(lambda: [one.priority for one in followed.sets[-1].objectives] == [1])
+
+
+async def test_an_end_that_comes_with_a_wake_up_is_not_lost(
+    kube: FakeKube, client: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncio.wait_for` of Python 3.11 returns the result then, and the task goes on for ever."""
+
+    async def unreachable(*_: object) -> Any:
+        await asyncio.sleep(0)
+        raise Unreachable("on purpose")  # so that it is tried again later
+
+    monkeypatch.setattr(client, "patch", unreachable)
+    writer = StatusWriter(client, lambda: True, lambda trouble: None)
+    item = kube.put(X, "inferencemodels", model("chat", "chat"))
+    resource = Resource(*X.split("/"), "inferencemodels", "default")
+    writer.want({(resource, "chat"): DesiredCondition(Condition(True, "Accepted", "fine"), item)})
+    for turns in range(6):
+        task = asyncio.create_task(writer.run())
+        for _ in range(4):
+            await asyncio.sleep(0)
+        writer.wake()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=10)
+        assert done

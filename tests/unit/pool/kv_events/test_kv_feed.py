@@ -1,0 +1,263 @@
+"""Order, gaps and restarts of one publisher, without sockets."""
+
+from array import array
+from collections.abc import Iterable
+
+import pytest
+
+from fairlead.core.kv.events import AllCleared, BlocksStored
+from fairlead.core.kv.index import KvIndex
+from fairlead.lab.stub.kv_publisher import encode_batch
+from fairlead.pool.kv_events.feed import Feed, Sync
+from fairlead.pool.kv_events.wire import Frames
+
+
+def batch(number: int, ts: float | None = None, life: int = 0) -> Frames:
+    """Batch `number` of an engine's life stores block 1000·life + number + 1."""
+    digest = 1000 * life + number + 1
+    event = BlocksStored([digest], 0, array("I", [digest]).tobytes(), 1, "", "GPU")
+    return Frames(b"", number, encode_batch(100.0 * life + number if ts is None else ts, [event]))
+
+
+class Case:
+    """A feed and what its index holds."""
+
+    def __init__(self, can_replay: bool) -> None:
+        self.index = KvIndex()
+        self.index.add_slot(0)
+        self.feed = Feed(self.index, self.index.rank(0, 0, "m"), can_replay)
+
+    def work(self) -> None:
+        while self.feed.step(0.0):
+            pass
+
+    def live(self, *batches: Frames) -> None:
+        for one in batches:
+            self.work()
+            assert self.feed.hungry
+            self.feed.live(one)
+        self.work()
+
+    def replay(self, batches: Iterable[Frames], complete: bool = True) -> int:
+        """Answer the replay that is wanted; returns its start."""
+        assert self.feed.sync is Sync.WANTED
+        start = self.feed.wanted
+        self.feed.replay_begins()
+        for one in batches:
+            if one.sequence >= start:
+                self.feed.replayed(one)
+                while self.feed.busy:
+                    self.feed.step(0.0)
+        self.feed.replay_ends(complete)
+        self.work()
+        return start
+
+    @property
+    def blocks(self) -> list[int]:
+        shelf = next(iter(self.feed.cache.shelves.values()), None)
+        if shelf is None:
+            return []
+        return [digest for digest in range(1, 10_000) if shelf.copies_of(digest)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_batches_in_order(first: int) -> None:
+    case = Case(can_replay=False)
+    case.live(*(batch(number) for number in range(first, 5)))
+    assert case.blocks == list(range(first + 1, 6))
+    assert not case.feed.cache.provisional and case.feed.count.lost == 0
+
+
+def test_history_is_fetched_first() -> None:
+    case = Case(can_replay=True)
+    assert case.replay([batch(0), batch(1), batch(2)]) == 0
+    case.live(batch(2), batch(3))
+    assert case.blocks == [1, 2, 3, 4] and case.feed.count.duplicates == 1
+    assert not case.feed.cache.provisional
+
+
+def test_history_that_is_cut_off_is_provisional() -> None:
+    case = Case(can_replay=True)
+    case.replay([batch(number) for number in range(500, 503)])
+    assert case.blocks == [501, 502, 503] and case.feed.cache.provisional
+    case.live(batch(503))
+    assert case.blocks[-1] == 504
+
+
+def test_joining_late_without_replay_is_provisional() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(77), batch(78))
+    assert case.blocks == [78, 79] and case.feed.cache.provisional
+
+
+def test_a_gap_is_filled_before_what_comes_after() -> None:
+    case = Case(can_replay=True)
+    case.replay([])
+    case.live(batch(0), batch(1), batch(5))
+    assert case.blocks == [1, 2] and not case.feed.hungry
+    assert case.replay([batch(number) for number in range(6)]) == 1
+    assert case.blocks == [1, 2, 3, 4, 5, 6]
+    assert case.feed.count.lost == case.feed.count.restarts == 0
+
+
+def test_a_gap_without_replay_is_counted() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), batch(4))
+    assert case.blocks == [1, 5] and case.feed.count.lost == 3 and case.feed.count.gaps == 1
+    assert case.feed.cache.provisional
+
+
+def test_a_gap_that_nobody_can_fill() -> None:
+    case = Case(can_replay=True)
+    case.replay([])
+    case.live(batch(0), batch(8))
+    history = [batch(number) for number in range(4, 10)]
+    case.replay(history)  # the batches between are not in the buffer any more: asked once more
+    assert case.blocks == [1]
+    assert case.replay(history) == 0
+    assert case.blocks == [1, 5, 6, 7, 8, 9] and case.feed.count.lost == 3 and case.feed.cache.provisional
+    case.live(batch(9))
+    assert case.blocks[-1] == 10
+
+
+def test_a_replay_does_not_jump_over_batches_that_wait() -> None:
+    case = Case(can_replay=True)
+    case.replay([])
+    case.live(batch(0), batch(4))
+    case.replay([batch(8), batch(9)])  # 5 to 7 are in the live queue
+    case.live(batch(5))
+    assert case.blocks == [1, 5, 6] and case.feed.count.lost == 3
+
+
+def test_connecting_during_a_replay_asks_once_more() -> None:
+    case = Case(can_replay=True)
+    case.feed.connected()
+    case.replay([batch(0)])
+    assert case.replay([batch(0), batch(1)]) == 0
+    assert case.blocks == [1, 2] and case.feed.sync is Sync.LIVE
+
+
+def test_no_answer_to_a_replay() -> None:
+    case = Case(can_replay=True)
+    case.replay([], complete=False)
+    assert case.feed.sync is Sync.WANTED and case.feed.count.failed_replays == 1
+    case.feed.give_up()
+    case.live(batch(30))
+    assert case.feed.sync is Sync.WANTED  # there is something to fetch now: asked once more
+    case.feed.give_up()
+    case.live(batch(31))
+    assert case.blocks == [31, 32] and case.feed.cache.provisional
+
+
+def test_restart_by_number_with_replay() -> None:
+    case = Case(can_replay=True)
+    case.replay([batch(0), batch(1), batch(2)])
+    case.live(batch(1, life=1))
+    assert case.blocks == []
+    assert case.replay([batch(0, life=1), batch(1, life=1)]) == 0
+    assert case.blocks == [1001, 1002] and case.feed.count.restarts == 1
+    assert not case.feed.cache.provisional
+
+
+def test_restart_by_number_without_replay() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), batch(1), batch(0, life=1), batch(1, life=1))
+    assert case.blocks == [1001, 1002] and case.feed.count.restarts == 1
+
+
+def test_a_repeated_batch_is_no_restart() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), batch(1), batch(1), batch(0), batch(2))
+    assert case.blocks == [1, 2, 3]
+    assert case.feed.count.duplicates == 2 and case.feed.count.restarts == 0
+
+
+def test_a_restarted_engine_that_is_further_on_is_found_by_its_time_stamps() -> None:
+    case = Case(can_replay=True)
+    case.replay([batch(0), batch(1)])
+    case.live(batch(6, life=1))
+    history = [batch(number, life=1) for number in range(7)]
+    assert case.replay(history) == 1
+    assert case.feed.count.restarts == 1 and case.blocks == []
+    assert case.replay(history) == 0
+    assert case.blocks == [1000 + number for number in range(1, 8)]
+
+
+def test_reconnecting_asks_whether_it_is_the_same_life() -> None:
+    case = Case(can_replay=True)
+    case.replay([batch(0), batch(1)])
+    case.feed.connection_lost()
+    case.feed.connected()
+    assert case.replay([batch(1), batch(2)]) == 1
+    assert case.blocks == [1, 2, 3] and case.feed.count.restarts == 0
+    case.feed.connection_lost()
+    case.feed.connected()
+    case.replay([])  # not even the batch that we know: another life
+    assert case.blocks == [] and case.feed.count.restarts == 1
+    case.replay([batch(0, life=1)])
+    assert case.blocks == [1001]
+
+
+def test_reconnecting_without_replay() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), batch(1))
+    case.feed.connection_lost()
+    case.feed.connected()
+    case.live(batch(2))
+    assert case.blocks == [1, 2, 3]  # it goes on where it was
+    case.feed.connection_lost()
+    case.live(batch(9, life=1))
+    assert case.blocks == [1010] and case.feed.count.restarts == 1 and case.feed.cache.provisional
+
+
+def test_metrics_that_show_a_new_process() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0, ts=50.0), batch(1, ts=60.0))
+    case.feed.engine_started(49.0)
+    assert case.blocks == [1, 2]
+    case.feed.engine_started(70.0)
+    assert case.blocks == [] and case.feed.count.restarts == 1
+    case.live(batch(0, ts=71.0, life=1))
+    case.feed.engine_started(70.0)
+    assert case.blocks == [1001]
+
+
+def test_resuming_from_a_snapshot() -> None:
+    case = Case(can_replay=True)
+    case.feed.resume(1, 1.0)
+    assert case.replay([batch(1), batch(2)]) == 1
+    assert case.blocks == [3] and case.feed.count.restarts == 0
+    other = Case(can_replay=True)
+    other.feed.resume(1, 1.0)
+    other.replay([batch(1, life=1)])
+    assert other.feed.count.restarts == 1 and other.feed.wanted == 0
+
+
+def test_what_is_no_batch_costs_only_itself() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), Frames(b"", 1, b"\xc1"), batch(2))
+    assert case.blocks == [1, 3] and case.feed.count.bad_batches == 1 and case.feed.count.lost == 1
+    replaying = Case(can_replay=True)
+    replaying.replay([batch(0), Frames(b"", 1, b"\xc1"), batch(2)])
+    assert replaying.blocks == [1, 3] and replaying.feed.count.lost == 1
+
+
+def test_bad_events_are_counted_and_skipped() -> None:
+    case = Case(can_replay=False)
+    good = BlocksStored([7], 0, array("I", [1]).tobytes(), 1)
+    wrong = BlocksStored([8, 9], 0, array("I", [1]).tobytes(), 1)
+    case.live(Frames(b"", 0, encode_batch(1.0, [wrong, good, AllCleared(), good])))
+    assert case.blocks == [7] and case.feed.cache.told.malformed == 1
+
+
+def test_clearing_comes_in_order() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), Frames(b"", 1, encode_batch(1.0, [AllCleared()])), batch(2))
+    assert case.blocks == [3]
+
+
+def test_a_rank_that_has_left() -> None:
+    case = Case(can_replay=False)
+    case.feed.live(batch(0))
+    case.feed.gone()
+    assert not case.feed.step(0.0)

@@ -1,0 +1,60 @@
+"""The index in a file."""
+
+from pathlib import Path
+
+import numpy as np
+
+from fairlead.core.kv.events import BlocksStored, apply_all
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import prompt_keys
+from fairlead.core.kv.match import BlockChain
+from fairlead.core.kv.snapshot import Place, Shelved
+from fairlead.server.live.kv import Keeper
+
+TOKENS = np.arange(64, dtype="<u4").tobytes()
+
+
+def filled() -> KvIndex:
+    index = KvIndex()
+    for slot in (0, 1):
+        index.add_slot(slot)
+        count = 4 - slot
+        event = BlocksStored(list(range(1, count + 1)), 0, TOKENS[: 64 * count], 16)
+        apply_all(index, index.rank(slot, 0, "*"), event, 0.0)
+    return index
+
+
+async def kept(path: Path, troubles: list[str]) -> bytes:
+    index = filled()
+    keeper = Keeper(path, 1000.0, lambda: (index, {0: "a", 1: "b"}, lambda cache: Place(7, 1.5)), troubles.append)
+    assert await keeper.read() == b""
+    keeper.start()
+    await keeper.close()
+    return await keeper.read()
+
+
+async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path) -> None:
+    troubles: list[str] = []
+    content = await kept(tmp_path / "index.kv", troubles)
+    assert [file.name for file in tmp_path.iterdir()] == ["index.kv"]
+    index = KvIndex()
+    shelved = Shelved(index, content)
+    index.add_slot(5)
+    places: list[Place] = []
+    for _ in shelved.enter("b", 5, lambda cache, place: places.append(place)):
+        index.validate()
+    found = index.look_up(BlockChain(prompt_keys(index.space.root("*", ""), TOKENS, 16), 16), 6)
+    assert found is not None
+    assert found.blocks.tolist() == [0, 0, 0, 0, 0, 3]
+    assert places == [Place(7, 1.5)]
+    # Nobody gets it twice, and strangers get nothing.
+    assert list(shelved.enter("b", 5, lambda cache, place: None)) == []
+    assert list(shelved.enter("z", 5, lambda cache, place: None)) == []
+    assert troubles == []
+
+
+async def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    troubles: list[str] = []
+    await kept(tmp_path / "missing" / "index.kv", troubles)
+    assert len(troubles) == 1
+    assert "missing" in troubles[0]

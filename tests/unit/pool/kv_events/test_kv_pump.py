@@ -1,0 +1,84 @@
+"""Sharing the loop: turns, budget, background work."""
+
+import asyncio
+
+from fairlead.pool.kv_events.pump import Pump
+
+
+class Job:
+    """Some steps of work; each takes a time on a clock that the test owns."""
+
+    def __init__(self, name: str, steps: int, log: list[str], clock: list[float]) -> None:
+        self.name, self.steps, self.log, self.clock = name, steps, log, clock
+
+    def step(self, now: float) -> bool:
+        self.clock[0] += 0.0001
+        self.log.append(self.name)
+        self.steps -= 1
+        return self.steps > 0
+
+
+async def settle(turns: int = 50) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def test_no_turn_is_longer_than_allowed() -> None:
+    clock, log = [0.0], list[str]()
+    pump = Pump(asyncio.get_running_loop(), 0.0005, lambda now: False, lambda: clock[0])
+    jobs = [Job(name, 40, log, clock) for name in "ab"]
+    for job in jobs:
+        pump.wake(job)
+        pump.wake(job)
+    await settle()
+    assert log.count("a") == log.count("b") == 40
+    assert pump.longest <= 0.0006001
+    assert sum(pump.holds) >= 16
+    assert "b" in log[:12]  # one does not wait for the other to finish
+
+
+async def test_the_loop_serves_others_in_between() -> None:
+    clock, log = [0.0], list[str]()
+    loop = asyncio.get_running_loop()
+    pump = Pump(loop, 0.0005, lambda now: False, lambda: clock[0])
+    pump.wake(Job("a", 100, log, clock))
+
+    def other() -> None:
+        log.append("-")
+        if len(log) < 90:
+            loop.call_soon(other)
+
+    loop.call_soon(other)
+    await settle()
+    assert log.count("-") >= 10
+
+
+async def test_background_work_is_done_when_nobody_has_any() -> None:
+    clock, log = [0.0], list[str]()
+    left = [25]
+
+    def tend(now: float) -> bool:
+        clock[0] += 0.0001
+        log.append("tend")
+        left[0] -= 1
+        return left[0] > 0
+
+    pump = Pump(asyncio.get_running_loop(), 0.0005, tend, lambda: clock[0])
+    pump.wake(Job("a", 10, log, clock))
+    await settle()
+    assert log == ["a"] * 10 + ["tend"] * 25 and pump.longest <= 0.0006001
+    left[0] = 2
+    pump.poke()
+    await settle()
+    assert left[0] == 0
+
+
+async def test_a_closed_pump_does_nothing() -> None:
+    log = list[str]()
+    pump = Pump(asyncio.get_running_loop(), 0.0005, lambda now: False)
+    pump.wake(Job("a", 1, log, [0.0]))
+    pump.close()
+    pump.wake(Job("b", 1, log, [0.0]))
+    pump.poke()
+    await settle()
+    assert log == []

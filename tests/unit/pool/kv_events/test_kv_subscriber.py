@@ -1,0 +1,350 @@
+"""Real sockets: stub publishers and a subscriber in one loop."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from fairlead.core.errors import ConfigError
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.snapshot import Place
+from fairlead.lab.stub.kv_publisher import CurveServer, Encoding, KvEventsConfig, KvPublisher
+from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
+from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher
+
+LIMITS = Limits(replay_silence=0.8, replay_backoff=0.01, reconnect_min=0.01, reconnect_max=0.05, replay_cooldown=5)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what must come."""
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def store(publisher: KvPublisher, *digests: int, parent: int = 0) -> None:
+    """One batch: blocks whose content follows from their hashes."""
+    content = b"".join(random.Random(digest).randbytes(64) for digest in digests)
+    publisher.add(BlocksStored(list(digests), parent, content, 16, "", "GPU", kind="full_attention"))
+    publisher.flush()
+
+
+@pytest.fixture
+async def events() -> AsyncIterator[KvSubscriber]:
+    index = KvIndex()
+    for slot in range(3):
+        index.add_slot(slot)
+    async with KvSubscriber(index, LIMITS) as subscriber:
+        yield subscriber
+
+
+@pytest.fixture
+async def publish() -> AsyncIterator[Callable[..., KvPublisher]]:
+    made: list[KvPublisher] = []
+
+    def make(name: str = "10.0.0.1:8000", **options: Any) -> KvPublisher:
+        made.append(KvPublisher(KvEventsConfig(**options), name, "m"))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        await publisher.close()
+
+
+def source(publisher: KvPublisher, **more: Any) -> KvSource:
+    return KvSource(publisher.events_address, publisher.replay_address, "m", **more)
+
+
+def blocks(events: KvSubscriber, slot: int = 0, rank: int = 0) -> int:
+    return events.index.rank(slot, rank, "m").blocks
+
+
+@pytest.mark.parametrize("replay_topic", [True, False])
+@pytest.mark.parametrize(
+    "encoding", [Encoding(), Encoding("array", hashes="bytes"), Encoding(batch="map", wrapped=True)]
+)
+async def test_history_then_live(events: Any, publish: Any, replay_topic: bool, encoding: Encoding) -> None:
+    publisher = publish(replay_topic=replay_topic, encoding=encoding)
+    store(publisher, 1, 2, 3)
+    store(publisher, 4, parent=3)
+    events.watch(0, source(publisher))
+    await until(lambda: blocks(events) == 4)
+    store(publisher, 5, 6, parent=4)
+    await until(lambda: blocks(events) == 6)
+    publisher.add(BlocksRemoved([6, 5], "GPU"))
+    await until(lambda: blocks(events) == 4)
+    publisher.add(AllCleared())
+    await until(lambda: blocks(events) == 0)
+    (count,) = events.counts(0)
+    assert count.lost == count.bad_batches == count.bad_events == count.restarts == 0
+    events.index.validate()
+
+
+async def test_lost_batches_are_fetched(events: Any, publish: Any) -> None:
+    publisher = publish()
+    events.watch(0, source(publisher))
+    await until(lambda: events.counts(0)[0].replays >= 1)
+    store(publisher, 1)
+    await until(lambda: blocks(events) == 1)
+    publisher.lose(3)
+    for digest in (2, 3, 4):
+        store(publisher, digest, parent=digest - 1)
+    store(publisher, 5, parent=4)
+    await until(lambda: blocks(events) == 5)
+    (count,) = events.counts(0)
+    assert count.lost == 0 and count.restarts == 0
+    assert not events.index.rank(0, 0, "m").provisional
+
+
+async def test_without_replay_gaps_are_counted(events: Any, publish: Any) -> None:
+    publisher = publish(replay="")
+    events.watch(0, source(publisher))
+    await joined(events, publisher, 0)
+    publisher.lose(2)
+    for digest in (2, 3, 4):
+        store(publisher, digest)
+    await until(lambda: events.counts(0)[0].lost == 2)
+    await until(lambda: blocks(events) >= 2)
+    assert events.index.rank(0, 0, "m").provisional
+
+
+async def joined(events: KvSubscriber, publisher: KvPublisher, slot: int) -> None:
+    """Publish one block until it has been heard: a subscription takes a moment."""
+    async with asyncio.timeout(15):
+        while not blocks(events, slot):
+            store(publisher, 1)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("replay", ["", "tcp://127.0.0.1:*"])
+async def test_an_engine_that_starts_again(events: Any, publish: Any, replay: str) -> None:
+    publisher = publish(replay=replay)
+    events.watch(0, source(publisher))
+    await joined(events, publisher, 0)
+    for digest in range(2, 30):
+        store(publisher, digest)
+    await until(lambda: blocks(events) == 29)
+    publisher.restart()
+    store(publisher, 100, 101)
+    await until(lambda: blocks(events) == 2)
+    assert events.counts(0)[0].restarts == 1
+
+
+async def test_an_engine_that_was_away(events: Any, publish: Any) -> None:
+    first = publish()
+    store(first, 1, 2, 3)
+    events.watch(0, source(first))
+    await until(lambda: blocks(events) == 3)
+    addresses = {"events": first.events_address, "replay": first.replay_address}
+    await first.close()
+    second = publish(**addresses)
+    store(second, 50)
+    await until(lambda: blocks(events) == 1)
+    assert events.counts(0)[0].restarts == 1
+    # The replay may have come before the subscription: what was sent in between is missed until something follows.
+    last = 50
+    async with asyncio.timeout(15):
+        while blocks(events) < 2:
+            last += 1
+            store(second, last)
+            await asyncio.sleep(0.05)
+    await until(lambda: blocks(events) == last - 49)
+
+
+async def test_history_that_is_cut_off(events: Any, publish: Any) -> None:
+    publisher = publish(buffer_steps=5)
+    for digest in range(1, 21):
+        store(publisher, digest)
+    events.watch(0, source(publisher))
+    await until(lambda: blocks(events) == 5)
+    assert events.index.rank(0, 0, "m").provisional
+    store(publisher, 30)
+    await until(lambda: blocks(events) == 6)
+
+
+async def test_a_replay_port_that_never_answers(events: Any, publish: Any) -> None:
+    publisher, silent = publish(), publish()
+    events.watch(0, KvSource(publisher.events_address, silent.events_address, "m"))
+    await until(lambda: events.counts(0)[0].failed_replays >= LIMITS.replay_attempts)
+    await joined(events, publisher, 0)
+    store(publisher, 2)
+    await until(lambda: blocks(events) == 2)
+
+
+async def test_a_replay_that_works_only_later(events: Any, publish: Any) -> None:
+    first = publish()
+    replay = first.replay_address
+    await first.close()
+    publisher = publish(replay="")
+    store(publisher, 1)
+    limits = Limits(replay_silence=0.05, replay_backoff=0.01, replay_cooldown=0.5)
+    async with KvSubscriber(events.index, limits) as impatient:
+        impatient.watch(0, KvSource(publisher.events_address, replay, "m"))
+        await until(lambda: impatient.counts(0)[0].failed_replays >= 3)
+        late = publish(replay=replay)
+        store(late, 1, 2, 3)
+        await until(lambda: blocks(impatient) == 3)
+
+
+async def test_ranks_have_ports_of_their_own(events: Any, publish: Any) -> None:
+    first = publish()
+    port = int(first.events_address.rpartition(":")[2])
+    try:
+        second = publish(events=f"tcp://127.0.0.1:{port + 1}", rank=1, replay="")
+    except zmq.ZMQError:
+        pytest.skip("the port after a free one is taken")
+    events.watch(0, KvSource(first.events_address, "", "m", ranks=2))
+    await joined(events, first, 0)
+    async with asyncio.timeout(15):
+        while not blocks(events, 0, 1):
+            store(second, 7)
+            await asyncio.sleep(0.01)
+    assert blocks(events, 0, 0) == 1 and len(events.counts(0)) == 2
+
+
+async def test_bad_batches_from_the_wire(events: Any, publish: Any) -> None:
+    publisher = publish()
+    events.watch(0, source(publisher))
+    await joined(events, publisher, 0)
+    for payload in (b"", b"\xc1", b"\x93\x01", bytes(2 << 20)):
+        publisher.send(payload)
+    store(publisher, 2, parent=1)
+    await until(lambda: blocks(events) == 2)
+    assert events.counts(0)[0].bad_batches >= 4
+
+
+async def test_a_great_many_batches_at_once(events: Any, publish: Any) -> None:
+    publisher = publish()
+    for digest in range(1, 3001):
+        store(publisher, digest)
+    events.watch(0, source(publisher))
+    await until(lambda: blocks(events) == 3000)
+    for digest in range(3001, 4001):
+        store(publisher, digest)
+    await until(lambda: blocks(events) == 4000)
+    assert events.counts(0)[0].lost == 0
+
+
+async def test_leaving(events: Any, publish: Any) -> None:
+    publisher = publish()
+    store(publisher, 1)
+    events.watch(0, source(publisher))
+    await until(lambda: blocks(events) == 1)
+    events.unwatch(0)
+    events.index.drop_slot(0)
+    events.index.add_slot(0)
+    events.watch(1, source(publisher))
+    await until(lambda: blocks(events, 1) == 1)
+    store(publisher, 2)
+    await until(lambda: blocks(events, 1) == 2)
+    assert blocks(events) == 0 and events.counts(0) == []
+    events.watch(0, source(publisher))
+    await until(lambda: blocks(events) == 2)
+
+
+async def test_going_on_after_a_warm_start(events: Any, publish: Any) -> None:
+    publisher = publish()
+    store(publisher, 1)
+    events.watch(0, source(publisher))
+    await until(lambda: blocks(events) == 1)
+    await until(lambda: events.place_of(events.index.rank(0, 0, "m")).last == 0)
+    place = events.place_of(events.index.rank(0, 0, "m"))
+    assert place.last_ts > 0
+    store(publisher, 2)
+    events.watch(1, source(publisher), {0: place})
+    await until(lambda: blocks(events, 1) == 1)  # only what came after
+    events.watch(2, source(publisher), {0: Place(0, place.last_ts - 5)})
+    await until(lambda: blocks(events, 2) == 2)  # another life: all
+    assert events.counts(2)[0].restarts == 1 and events.place_of(events.index.rank(0, 1, "m")) == Place()
+
+
+async def test_publishers_that_dial(events: Any, publish: Any) -> None:
+    address = events.bind("tcp://127.0.0.1:*")
+    events.allow({"10.0.0.1:8000": Publisher(0, "m"), "10.0.0.2:8000": Publisher(1)})
+    good = publish(events=address, connect=True, replay="")
+    other = publish("10.0.0.2:8000", events=address, connect=True, replay="", rank=3)
+    stranger = publish("10.6.6.6:8000", events=address, connect=True, replay="")
+    async with asyncio.timeout(15):
+        while not (blocks(events, 0) and blocks(events, 1, 3) and events.rejected):
+            for publisher in (good, other, stranger):
+                store(publisher, 1)
+            await asyncio.sleep(0.01)
+    assert events.index.entries == 2
+    events.allow({"10.0.0.1:8000": Publisher(0, "m")})
+    rejected = events.rejected
+    async with asyncio.timeout(15):
+        while events.rejected < rejected + 5:
+            store(other, 2)
+            await asyncio.sleep(0.01)
+    assert blocks(events, 1, 3) == 1
+    with pytest.raises(RuntimeError):
+        events.bind("tcp://127.0.0.1:*")
+
+
+def keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+async def test_curve_when_we_connect(events: Any, publish: Any) -> None:
+    server, client, wrong = keys(), keys(), keys()
+    publisher = publish(curve=CurveServer(*server))
+    store(publisher, 1)
+    events.watch(0, source(publisher, curve=Curve(*client, server[0])))
+    events.watch(1, source(publisher, curve=Curve(*client, wrong[0])))
+    events.watch(2, source(publisher))
+    await until(lambda: blocks(events) == 1)
+    await until(lambda: events.counts(1)[0].failed_replays > 0 and events.counts(2)[0].failed_replays > 0)
+    assert blocks(events, 1) == blocks(events, 2) == 0
+
+
+async def test_curve_when_they_dial(events: Any, publish: Any) -> None:
+    server, client, stranger = keys(), keys(), keys()
+    address = events.bind("tcp://127.0.0.1:*", Curve(*server), clients=[client[0]])
+    events.allow({"10.0.0.1:8000": Publisher(0, "m"), "10.0.0.2:8000": Publisher(1, "m")})
+    good = publish(events=address, connect=True, replay="", curve=CurveServer(*client, server[0]))
+    bad = publish("10.0.0.2:8000", events=address, connect=True, replay="", curve=CurveServer(*stranger, server[0]))
+    plain = publish("10.0.0.2:8000", events=address, connect=True, replay="")
+    async with asyncio.timeout(15):
+        while not blocks(events, 0):
+            for publisher in (bad, plain, good):
+                store(publisher, 1)
+            await asyncio.sleep(0.01)
+    for digest in range(2, 22):
+        for publisher in (bad, plain, good):
+            store(publisher, digest)
+        await until(lambda digest=digest: blocks(events, 0) == digest)
+    assert blocks(events, 1) == 0
+
+
+async def test_settings_that_cannot_be(events: Any) -> None:
+    with pytest.raises(ConfigError):
+        Curve("short", "x" * 40)
+    with pytest.raises(ConfigError):
+        rank_address("ipc:///tmp/x", 1)
+    assert rank_address("tcp://[::1]:5557", 2) == "tcp://[::1]:5559"
+    with pytest.raises(zmq.ZMQError):
+        events.watch(0, KvSource("nonsense"))
+    assert events.counts(0) == []
+    with pytest.raises(ValueError):
+        events.bind("tcp://127.0.0.1:*", clients=["x"])
+    with pytest.raises(KeyError):
+        events.watch(9, KvSource("tcp://127.0.0.1:1"))
+
+
+async def test_a_publisher_that_changes_its_topic_is_one_publisher(events: Any, publish: Any) -> None:
+    address = events.bind("tcp://127.0.0.1:*")
+    events.allow({"10.0.0.1:8000": Publisher(0)})
+    made = [publish(events=address, connect=True, replay="", topic=f"kv@10.0.0.1:8000@model-{name}") for name in "ab"]
+    for publisher, model in zip(made, ("model-a", "model-b"), strict=True):
+        async with asyncio.timeout(15):
+            while True:
+                store(publisher, 1)
+                await asyncio.sleep(0.01)
+                if any(cache.model == model and cache.blocks for cache in events.index.caches()):
+                    break
+        assert len(events.counts(0)) == 1

@@ -1,0 +1,373 @@
+"""Following a file of endpoints, and names that resolve to this and that."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from fairlead.config.endpoint_list import Listing, parse_endpoints_text
+from fairlead.config.problems import Problem
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool import endpoints_file, watched_files
+from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, resolve_host
+
+
+def text_of(*entries: tuple[str, str]) -> str:
+    lines = [f"- {{name: {name}, address: '{address}', port: 80}}\n" for name, address in entries]
+    return "endpoints:\n" + "".join(lines) if lines else "endpoints: []\n"
+
+
+def listing(*entries: tuple[str, str]) -> Listing:
+    return parse_endpoints_text(text_of(*entries).encode())
+
+
+class Heard:
+    """All that was fed and reported, in short, with a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.problems: list[str] = []
+        self._news = asyncio.Event()
+
+    def feed(self, event: EndpointUp | EndpointDown) -> None:
+        if isinstance(event, EndpointUp):
+            self.events.append(f"up {event.endpoint.id.split('/')[1]} {event.endpoint.address}")
+        else:
+            self.events.append(f"down {event.endpoint_id.split('/')[1]}")
+        self._news.set()
+
+    def report(self, problem: Problem) -> None:
+        self.problems.append(str(problem))
+        self._news.set()
+
+    def take(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
+
+    async def until(self, true: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not true():
+                self._news.clear()
+                await self._news.wait()
+
+
+class Names:
+    """A resolver of our own."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, list[str]] = {}
+        self.asked = 0
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        self.asked += 1
+        if host not in self.known:
+            raise OSError("Name or service not known")
+        return self.known[host]
+
+
+@pytest.fixture
+async def heard() -> Heard:
+    return Heard()
+
+
+Follow = Callable[..., EndpointsFile]
+
+
+@pytest.fixture
+async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Follow]:
+    """Make followers of a path that look often; all are closed at the end."""
+    monkeypatch.setattr(watched_files, "SETTLE_S", 0.01)
+    made: list[EndpointsFile] = []
+
+    def make(path: Path, names: Names | None = None, **options: bool) -> EndpointsFile:
+        resolver = names or Names()
+        follower = EndpointsFile(path, heard.feed, heard.report, poll_s=0.01, resolver=resolver, **options)
+        made.append(follower)
+        return follower
+
+    yield make
+    for follower in made:
+        await follower.close()
+
+
+async def test_only_differences_are_fed(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "::1")))
+    follower = follow(path)
+    assert await follower.start() == ()
+    assert follower.loaded
+    assert heard.take() == ["up a 10.0.0.1:80", "up b 10.0.0.2:80", "up c [::1]:80"]
+    path.write_text(text_of(("a", "10.0.0.1"), ("b", "10.0.0.9"), ("d", "10.0.0.4")))
+    await heard.until(lambda: len(heard.events) == 3)
+    assert heard.take() == ["down c", "up b 10.0.0.9:80", "up d 10.0.0.4:80"]
+    assert [one.address for one in follower.endpoints] == ["10.0.0.1:80", "10.0.0.9:80", "10.0.0.4:80"]
+    path.write_text(text_of())
+    await heard.until(lambda: len(heard.events) == 3)
+    assert sorted(heard.take()) == ["down a", "down b", "down d"]
+
+
+async def test_atomic_rename(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1")))
+    await follow(path).start()
+    heard.take()
+    for i in range(2, 5):
+        (tmp_path / "next").write_text(text_of(("a", f"10.0.0.{i}")))
+        os.replace(tmp_path / "next", path)
+        await heard.until(lambda: heard.events)
+        assert heard.take() == [f"up a 10.0.0.{i}:80"]
+
+
+async def test_symlink_swap_of_a_mounted_configmap(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    for i in (1, 2):
+        (tmp_path / f"v{i}").mkdir()
+        (tmp_path / f"v{i}" / "endpoints.yaml").write_text(text_of(("a", f"10.0.0.{i}")))
+    (tmp_path / "..data").symlink_to("v1")
+    (tmp_path / "endpoints.yaml").symlink_to("..data/endpoints.yaml")
+    await follow(tmp_path / "endpoints.yaml").start()
+    assert heard.take() == ["up a 10.0.0.1:80"]
+    (tmp_path / "..tmp").symlink_to("v2")
+    os.replace(tmp_path / "..tmp", tmp_path / "..data")
+    await heard.until(lambda: heard.events)
+    assert heard.take() == ["up a 10.0.0.2:80"]
+
+
+async def test_broken_text_keeps_everything(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1")))
+    follower = follow(path)
+    await follower.start()
+    heard.take()
+    path.write_text("endpoints: [")
+    await heard.until(lambda: heard.problems)
+    assert heard.problems == ["line 1, $: not valid YAML: did not find expected node content"]
+    assert (heard.events, len(follower.endpoints)) == ([], 1)
+    path.write_text(text_of(("b", "10.0.0.2")))
+    await heard.until(lambda: len(heard.events) == 2)
+    assert heard.take() == ["down a", "up b 10.0.0.2:80"]
+
+
+async def test_a_wrong_entry_keeps_its_last_state(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.3")))
+    follower = follow(path)
+    await follower.start()
+    heard.take()
+    path.write_text(text_of(("a", "10.0.0.999"), ("b", "10.0.0.8")))
+    await heard.until(lambda: len(heard.events) == 2)
+    assert heard.take() == ["down c", "up b 10.0.0.8:80"]
+    assert heard.problems == [
+        "line 2, $.endpoints[0].address: '10.0.0.999' is neither an IP address nor a host name",
+    ]
+    assert [one.address for one in follower.endpoints] == ["10.0.0.1:80", "10.0.0.8:80"]
+
+
+async def test_a_nameless_wrong_entry_takes_nothing_down(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1"), ("b", "10.0.0.2")))
+    await follow(path).start()
+    heard.take()
+    path.write_text(text_of(("a", "10.0.0.7"), ("''", "10.0.0.2")))
+    await heard.until(lambda: heard.events and heard.problems)
+    assert heard.take() == ["up a 10.0.0.7:80"]
+
+
+async def test_a_file_that_goes_away_keeps_everything(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1")))
+    follower = follow(path)
+    await follower.start()
+    path.unlink()
+    await heard.until(lambda: heard.problems)
+    assert heard.problems == [f"cannot read {path}: No such file or directory"]
+    path.write_text(text_of(("a", "10.0.0.2")))
+    await heard.until(lambda: len(heard.events) == 2)
+    assert heard.take() == ["up a 10.0.0.1:80", "up a 10.0.0.2:80"]
+
+
+async def test_a_file_that_is_not_there_yet(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    follower = follow(path)
+    assert [str(problem) for problem in await follower.start()] == [f"cannot read {path}: No such file or directory"]
+    assert not follower.loaded
+    path.write_text(text_of(("a", "10.0.0.1")))
+    await heard.until(lambda: heard.events)
+    assert follower.loaded
+
+
+async def test_a_pipe_does_not_hang(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    follower = follow(tmp_path / "pipe")
+    assert "not a regular file" in str((await follower.start())[0])
+
+
+async def test_without_watching_nothing_changes(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1")))
+    follower = follow(path, watch=False)
+    await follower.start()
+    path.write_text(text_of(("b", "10.0.0.1")))
+    # One that is watched, and looked at as often, shows that there was time for it.
+    watched = tmp_path / "watched.yaml"
+    watched.write_text(text_of(("c", "10.0.0.2")))
+    await follow(watched).start()
+    watched.write_text(text_of(("d", "10.0.0.2")))
+    await heard.until(lambda: "up d 10.0.0.2:80" in heard.events)
+    assert "up a 10.0.0.1:80" in heard.events
+    assert not any("b" in event.split() for event in heard.events)
+
+
+async def test_names_become_addresses(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    names = Names()
+    names.known["model"] = ["fd00::1", "10.0.0.1"]
+    path.write_text(text_of(("a", "model"), ("b", "10.0.0.2")))
+    await follow(path, names).start()
+    assert sorted(heard.take()) == ["up a [fd00::1]:80", "up b 10.0.0.2:80"]
+    names.known["other"] = ["10.0.0.3"]
+    path.write_text(text_of(("a", "other"), ("b", "10.0.0.2")))
+    await heard.until(lambda: heard.events)
+    assert heard.take() == ["up a 10.0.0.3:80"]
+
+
+async def test_names_are_resolved_again(heard: Heard) -> None:
+    names = Names()
+    names.known["model"] = ["10.0.0.1", "10.0.0.2"]
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
+    endpoints.apply(listing(("a", "model")))
+    assert heard.events == []
+    await endpoints.start()
+    assert heard.take() == ["up a 10.0.0.1:80"]
+    names.known["model"] = ["10.0.0.2", "10.0.0.1"]  # rotated: still ours
+    asked = names.asked
+    while names.asked < asked + 3:
+        await asyncio.sleep(0.01)
+    assert heard.events == []
+    names.known["model"] = ["10.0.0.3"]
+    await heard.until(lambda: heard.events)
+    assert heard.take() == ["up a 10.0.0.3:80"]
+    await endpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "used"),
+    [
+        (["::1", "127.0.0.1"], "127.0.0.1:80"),
+        (["127.0.0.1", "::1"], "127.0.0.1:80"),
+        (["::1"], "[::1]:80"),
+        (["::1", "10.0.0.1"], "[::1]:80"),
+        (["fd00::1", "10.0.0.1"], "[fd00::1]:80"),
+    ],
+)
+async def test_of_a_names_own_loopback_addresses_that_of_ipv4_is_used(
+    heard: Heard, addresses: list[str], used: str
+) -> None:
+    names = Names()
+    names.known["localhost"] = addresses
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=names)
+    endpoints.apply(listing(("a", "localhost")))
+    await endpoints.start()
+    assert heard.take() == [f"up a {used}"]
+    await endpoints.close()
+
+
+async def test_an_address_in_use_is_kept_though_a_preferred_one_appears(heard: Heard) -> None:
+    names = Names()
+    names.known["localhost"] = ["::1"]
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
+    endpoints.apply(listing(("a", "localhost")))
+    await endpoints.start()
+    assert heard.take() == ["up a [::1]:80"]
+    names.known["localhost"] = ["::1", "127.0.0.1"]
+    asked = names.asked
+    while names.asked < asked + 3:
+        await asyncio.sleep(0.01)
+    assert heard.events == []
+    await endpoints.close()
+
+
+async def test_a_name_that_fails_is_tried_again_and_reported_once(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints_file, "RETRY_S", 0.01)
+    names = Names()
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
+    endpoints.apply(listing(("a", "model")))
+    await endpoints.start()
+    while names.asked < 4:
+        await asyncio.sleep(0.01)
+    assert heard.problems == ["cannot resolve model: Name or service not known"]
+    names.known["model"] = ["10.0.0.1"]
+    await heard.until(lambda: heard.events)
+    del names.known["model"]
+    await heard.until(lambda: len(heard.problems) == 2)
+    assert (heard.events, endpoints.endpoints) == (
+        ["up a 10.0.0.1:80"],
+        [Endpoint("default/a", "10.0.0.1:80")],
+    )
+    endpoints.apply(listing())
+    assert heard.events == ["up a 10.0.0.1:80", "down a"]
+    await endpoints.close()
+
+
+async def test_a_name_that_left_while_it_was_resolved(heard: Heard) -> None:
+    answer: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+
+    async def slow(host: str, port: int) -> list[str]:
+        return await answer
+
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=slow)
+    endpoints.apply(listing(("a", "model")))
+    starting = asyncio.create_task(endpoints.start())
+    await asyncio.sleep(0)
+    endpoints.apply(listing())
+    answer.set_result(["10.0.0.1"])
+    await starting
+    assert heard.events == []
+    await endpoints.close()
+
+
+async def test_the_start_does_not_wait_for_a_resolver_that_hangs(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def hang(host: str, port: int) -> list[str]:
+        asked.append(host)
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(endpoints_file, "RESOLVE_TIMEOUT_S", 0.05)
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=hang)
+    endpoints.apply(listing(*((f"e{i}", f"host{i}") for i in range(100)), ("b", "10.0.0.1")))
+    async with asyncio.timeout(10):
+        await endpoints.start()
+        assert heard.take() == ["up b 10.0.0.1:80"]
+        assert len(asked) < 100, "later ones wait for their turn in the background"
+        await heard.until(lambda: len(heard.problems) == 100)
+        await endpoints.close()
+    assert heard.problems[0] == "cannot resolve host0: no answer"
+
+
+async def test_the_real_resolver() -> None:
+    assert set(await resolve_host("localhost", 80)) <= {"127.0.0.1", "::1"}
+    assert await resolve_host("127.0.0.1", 80) == ["127.0.0.1"]
+
+
+async def test_a_consumer_that_raises_does_not_end_the_following(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1")))
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context["exception"]))
+    calm = heard.feed
+
+    def feed(event: EndpointUp | EndpointDown) -> None:
+        calm(event)
+        raise RuntimeError("broken consumer")
+
+    heard.feed = feed  # type: ignore[method-assign]
+    await follow(path).start()
+    path.write_text(text_of(("a", "10.0.0.2")))
+    await heard.until(lambda: len(heard.events) == 2)
+    assert len(errors) == 2

@@ -1,0 +1,168 @@
+"""Following manifests of model names."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from fairlead.config.problems import Problem
+from fairlead.core.models import ModelSet
+from fairlead.pool import watched_files
+from fairlead.pool.models_file import ModelsFile, check_models
+
+
+def model(name: str, target: str = "t", obj: str = "") -> str:
+    return (
+        "apiVersion: inference.networking.x-k8s.io/v1alpha2\nkind: InferenceModel\n"
+        f"metadata: {{name: {obj or name}}}\n"
+        f"spec: {{modelName: {name}, poolRef: {{name: p}}, targetModels: [{{name: {target}}}]}}\n"
+    )
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.sets: list[str] = []
+        self.problems: list[str] = []
+        self._news = asyncio.Event()
+
+    def feed(self, models: ModelSet) -> None:
+        self.sets.append(" ".join(f"{one.model}={one.targets[0].name}" for one in models.models))
+        self._news.set()
+
+    def report(self, file: str, problem: Problem) -> None:
+        self.problems.append(f"{Path(file).name}: {problem}")
+        self._news.set()
+
+    async def until(self, true: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not true():
+                self._news.clear()
+                await self._news.wait()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Path], ModelsFile]]:
+    monkeypatch.setattr(watched_files, "SETTLE_S", 0.02)
+    files: list[ModelsFile] = []
+
+    def make(path: Path) -> ModelsFile:
+        files.append(ModelsFile(path, heard.feed, heard.report, poll_s=0.02))
+        return files[-1]
+
+    yield make
+    for file in files:
+        await file.close()
+
+
+Follow = Callable[[Path], ModelsFile]
+
+
+async def test_a_file_that_changes(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(model("a"))
+    file = follow(path)
+    await file.start()
+    assert heard.sets == ["a=t"]
+    other = tmp_path / "other"
+    other.write_text(model("a", "u"))
+    os.replace(other, path)
+    await heard.until(lambda: heard.sets[1:] == ["a=u"])
+    # What says the same again is no change.
+    path.write_text("# the same\n" + model("a", "u"))
+    path.write_text(model("a", "u") + "---\n" + model("b"))
+    await heard.until(lambda: heard.sets[2:] == ["a=u b=t"])
+    assert not heard.problems
+
+
+async def test_a_wrong_file_changes_nothing(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(model("a"))
+    file = follow(path)
+    await file.start()
+    path.write_text(model("b") + "---\n" + model("c").replace("modelName", "modelNam"))
+    await heard.until(lambda: len(heard.problems) == 2)
+    assert heard.problems[0].startswith("m.yaml: line 9, $.spec.modelNam: unknown field 'modelNam'")
+    assert heard.sets == ["a=t"]
+    assert file.models is not None
+    path.unlink()
+    await heard.until(lambda: len(heard.problems) == 3)
+    assert "cannot read" in heard.problems[2]
+    path.write_text(model("d"))
+    await heard.until(lambda: heard.sets[1:] == ["d=t"])
+
+
+async def test_a_wrong_file_at_the_start(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "m.yaml"
+    file = follow(path)
+    await file.start()
+    assert file.models is None
+    path.write_text("kind: InferenceModel\n")
+    await heard.until(lambda: len(heard.problems) > 1)
+    assert file.models is None
+    assert not heard.sets
+    path.write_text(model("a"))
+    await heard.until(lambda: heard.sets == ["a=t"])
+
+
+async def test_a_directory(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    (tmp_path / "b.yaml").write_text(model("b"))
+    (tmp_path / "a.yml").write_text(model("a"))
+    (tmp_path / ".hidden.yaml").write_text("no")
+    (tmp_path / "readme.txt").write_text("no")
+    (tmp_path / "below").mkdir()
+    file = follow(tmp_path)
+    await file.start()
+    assert heard.sets == ["a=t b=t"]
+    (tmp_path / "c.json").write_text('{"kind": "List", "items": []}')
+    (tmp_path / "b.yaml").write_text("broken: [")
+    await heard.until(lambda: heard.problems)
+    (tmp_path / "a.yml").unlink()
+    await heard.until(lambda: heard.sets[1:] == ["b=t"])
+    (tmp_path / "b.yaml").unlink()
+    await heard.until(lambda: heard.sets[2:] == [""])
+
+
+async def test_an_object_in_two_files(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    (tmp_path / "a.yaml").write_text(model("x", "first"))
+    (tmp_path / "b.yaml").write_text(model("x", "second"))
+    await follow(tmp_path).start()
+    assert heard.sets == ["x=first"]
+    assert "b.yaml: InferenceModel default/x stands in" in heard.problems[0]
+
+
+async def test_a_swapped_symlink(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    """As ConfigMap volumes do it."""
+    for version in ("1", "2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "m.yaml").write_text(model("a", f"v{version}"))
+    os.symlink("1", tmp_path / "..data")
+    os.symlink("..data/m.yaml", tmp_path / "m.yaml")
+    await follow(tmp_path).start()
+    os.symlink("2", tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "..data")
+    await heard.until(lambda: heard.sets == ["a=v1", "a=v2"])
+
+
+async def test_what_is_no_file(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    file = follow(tmp_path / "pipe.yaml")
+    await file.start()
+    assert file.models is None
+    assert "not a regular file" in heard.problems[0]
+
+
+def test_checked_once(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(model("a"))
+    found, problems = check_models(str(tmp_path))
+    assert ([one.model for one in found.models], problems) == (["a"], [])
+    (tmp_path / "b.yaml").write_text("kind: InferenceModel\n")
+    found, problems = check_models(str(tmp_path))
+    assert problems[0].startswith(f"{tmp_path}/b.yaml:1: $: field 'apiVersion' is missing")
+    assert check_models(str(tmp_path / "none"))[1] == [f"{tmp_path}/none: cannot be read: No such file or directory"]

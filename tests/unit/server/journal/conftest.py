@@ -1,0 +1,89 @@
+"""Journals of simulated runs: the recorder's and the writer's own code, in virtual time and without the thread."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.compat.recorded import record
+from fairlead.lab.simulator.scenarios import headline
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.lab.simulator.world import replicas
+from fairlead.server.journal.recorder import Recorder
+from fairlead.server.journal.records import Segment
+from fairlead.server.journal.writer import Directory, Writer
+
+#: What no journal may contain.
+CANARY = "the-words-of-a-prompt"
+
+
+class Recorded:
+    """A run, its journal and what it decided."""
+
+    def __init__(self, path: Path, simulation: Simulation, decisions: list[Any], recorder: Recorder) -> None:
+        self.path = path
+        self.simulation = simulation
+        self.decisions = decisions
+        self.recorder = recorder
+
+
+@pytest.fixture(scope="session")
+def record_run() -> Callable[..., Recorded]:
+    """Simulate some seconds of the shared-prefix workload on four servers and write the journal of it."""
+
+    def run(
+        path: Path,
+        policy: str = "policy: default",
+        *,
+        seconds: float = 10.0,
+        rate: float = 12.0,
+        turns: int = 100,
+        midway: Mapping[int, Callable[[Simulation], None]] = {},
+        **sizes: Any,
+    ) -> Recorded:
+        config = load(policy, need_endpoints=False)
+        scenario = headline(rate, seconds, seed=3, servers=replicas(4, block_size=80))
+        decisions: list[Any] = []
+        recorder = Recorder()
+
+        def watch(record: Any) -> None:
+            decisions.append(record)
+            recorder.take(record.at, record)
+
+        scenario = msgspec.structs.replace(
+            scenario, world=msgspec.structs.replace(scenario.world, staleness_s=config.metrics.staleness)
+        )
+        simulation = Simulation(scenario, config, seed=5, watch=watch, snapshots=True)
+        pipeline = simulation.pipeline
+        head = Segment(run="0000cafe", scheduling=record(config), chance=Random("pipeline/5").getstate())
+        bounds = {"max_bytes": 1 << 30, "segment_bytes": 64 << 20, "keep_oldest": False, "label": "t"} | sizes
+        writer = Writer(recorder, Directory(path, **bounds), head, flush_s=0.0)
+        writer.begin()
+        handle, seen = pipeline.handle, [0]
+
+        def recorded(event: Any) -> Any:
+            recorder.take(simulation.kernel.now, event)
+            seen[0] += 1
+            if seen[0] % turns == 0:
+                writer.turn(False)
+            found = handle(event)
+            if seen[0] in midway:
+                simulation.kernel.call_at(simulation.kernel.now, midway[seen[0]], simulation)
+            return found
+
+        pipeline.handle = recorded  # type: ignore[method-assign]
+        simulation.run()
+        writer.turn(True)
+        return Recorded(path, simulation, decisions, recorder)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def recorded(record_run: Callable[..., Recorded], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """About 120 requests under the default policy."""
+    return record_run(tmp_path_factory.mktemp("journal"))

@@ -1,0 +1,92 @@
+"""`explain`, `replay`, `capture` and the gate of `compare`, as a user calls them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fairlead.cli.main import build_app
+from fairlead.core.records import DecisionRecord
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(build_app(), [str(argument) for argument in arguments])
+
+
+def test_replay(recorded: Any) -> None:
+    done = call("replay", recorded.path)
+    assert done.exit_code == 0, done.output
+    assert "identical" in done.output
+    figures = json.loads(call("replay", recorded.path, "--json").output)
+    assert figures["identical"]
+    assert figures["recorded"] == figures["replayed"]
+    changed = call("replay", recorded.path, "--set", "interference=3", "--changes", 2)
+    assert changed.exit_code == 0, changed.output
+    assert "decisions change" in changed.output
+    assert "and" in changed.output
+    other = json.loads(call("replay", recorded.path, "--policy", "round-robin", "--json").output)
+    assert other["policy"] == "round-robin"
+    assert 0 < other["changed"] <= other["decisions"]
+
+
+def test_explain(recorded: Any) -> None:
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord))
+    done = call("explain", record.request.id, recorded.path)
+    assert done.exit_code == 0, done.output
+    for word in (record.endpoint, "prefill", "interference", "would tie with", "TTFT forecast", "behind"):
+        assert word in done.output
+    shown = json.loads(call("explain", f"0000cafe.{record.request.id:016x}", recorded.path, "--json").output)
+    for one in shown["explanation"]["candidates"]:
+        assert sum(one["terms"].values()) == pytest.approx(one["total"], rel=1e-12)
+    instead = json.loads(
+        call("explain", record.request.id, recorded.path, "--policy", "least-requests", "--json").output
+    )["instead"]
+    assert instead["policy"] == "least-requests"
+    assert "on the same numbers" in call("explain", record.request.id, recorded.path, "--set", "decode=1").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("explain", "99999", "JOURNAL"), "no decision '99999'"),
+        (("explain", "1", "http://127.0.0.1:1", "--policy", "random"), "needs a journal"),
+        (("explain", "1", "http://127.0.0.1:1"), "refused"),
+        (("replay", "/nowhere"), "No such file"),
+        (("replay", "JOURNAL", "--set", "x=1"), "no setting 'x'"),
+        (("replay", "JOURNAL", "--policy", "nobody"), "neither a policy nor a file"),
+        (("replay", "JOURNAL", "--run", "other"), "0000cafe"),
+        (("capture", "JOURNAL", "OUT", "--format", "tape"), "unknown format"),
+    ],
+)
+def test_what_goes_wrong_is_said(arguments: tuple[str, ...], words: str, recorded: Any, tmp_path: Path) -> None:
+    known = {"JOURNAL": recorded.path, "OUT": tmp_path / "out"}
+    done = call(*(known.get(argument, argument) for argument in arguments))
+    assert done.exit_code != 0
+    said = done.output + str(done.exception or "")
+    assert words in said
+
+
+def test_capture_and_simulate(recorded: Any, tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    done = call("capture", recorded.path, file, "--salt", "s", "--block-size", 80)
+    assert done.exit_code == 0, done.output
+    assert "blocks of 80 tokens" in done.output
+    ran = call("simulate", file, "--servers", 4, "--json")
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.output)["figures"]["done"] > 50
+    table = tmp_path / "mooncake.jsonl"
+    assert call("capture", recorded.path, table, "--format", "mooncake").exit_code == 0
+    assert b'"input_length"' in table.read_bytes()
+
+
+def test_the_gate(recorded: Any) -> None:
+    good = call("compare", "--against", recorded.path, "--policy", "default", "--fail-if", "ttft_p95 > +5%")
+    assert good.exit_code == 0, good.output
+    bad = call("compare", "--against", recorded.path, "--policy", "round-robin", "--fail-if", "hit_rate < -5%")
+    assert bad.exit_code == 1, bad.output
+    assert "hit_rate is" in bad.output
+    same = call("compare", "--against", recorded.path, "--journal", recorded.path, "--fail-if", "ttft_p50 > +0.1%")
+    assert same.exit_code == 0, same.output
+    assert call("compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2

@@ -1,0 +1,219 @@
+"""Explanations: terms that add up on every record of a run, and break-evens that hold when they are tried."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.compat.recorded import restore
+from fairlead.config.registry import build_policy
+from fairlead.core.explain import again, explain, restored, terms_of
+from fairlead.core.policy import Policy
+from fairlead.core.records import DecisionRecord
+from fairlead.lab.simulator.journal import JournalError, decisions, one_run, search
+from fairlead.server.observe.decisions import Journal, explained
+
+PROFILE = "scorers: [{type: prefix-aware, weight: 3}, {type: queue, weight: 1}, {type: kv-utilization, weight: 2}]"
+
+
+def maker(policy: str = "policy: default") -> Callable[[], Policy]:
+    config = load(policy, need_endpoints=False)
+    return lambda: build_policy(config)
+
+
+def records(run: Any) -> list[DecisionRecord]:
+    return [one for one in run.decisions if isinstance(one, DecisionRecord)]
+
+
+@pytest.mark.parametrize("policy", ["policy: default", PROFILE], ids=["cost model", "profile"])
+def test_terms_add_up_on_every_record_of_a_run(policy: str, record_run: Callable[..., Any], tmp_path: Path) -> None:
+    record_run(tmp_path, policy, rate=25.0, seconds=8.0)
+    seen = set[str]()
+    count = 0
+    for found in decisions(one_run(tmp_path)):
+        trace, request = found.decision.trace, found.decision.request
+        assert trace is not None
+        view = restored(trace)
+        terms, unit = terms_of(build_policy(restore(found.scheduling)), request, view, trace)
+        rated = np.isfinite(trace.total)
+        total = sum(column for _, column in terms)
+        assert np.allclose(total[rated], trace.total[rated], rtol=1e-12, atol=1e-9)
+        seen |= {name for name, column in terms if np.any(column)}
+        count += 1
+    assert count > 100
+    assert unit == ("ms" if policy == "policy: default" else "points")
+    if unit == "ms":
+        assert seen >= {"prefill", "queue", "steps", "interference", "decode"}
+
+
+def test_the_cost_models_terms_with_full_memory(recorded: Any) -> None:
+    """The run's servers are never full, so the last term is tried by filling them."""
+    record = records(recorded)[60]
+    assert record.trace is not None
+    view = restored(record.trace)
+    view.table.kv[:] = 0.95
+    view.table.capacity_tokens[:] = 50_000.0
+    view.table.per_capacity[:] = 1 / 50_000.0
+    policy: Any = maker()()
+    terms, _ = terms_of(policy, record.request, view, record.trace)
+    pick = policy.choose(record.request, view, _context(record))
+    assert np.allclose(sum(column for _, column in terms), pick.trace.total, rtol=1e-12)
+    assert (dict(terms)["memory"] < 0).all()
+
+
+def _context(record: DecisionRecord) -> Any:
+    from random import Random
+
+    from fairlead.core.policy import Context
+
+    return Context(record.at, Random(0))
+
+
+def test_every_decision_is_reproduced(recorded: Any) -> None:
+    for record in records(recorded)[::7]:
+        assert record.trace is not None
+        found = explain(maker(), record.request, record.trace, record.endpoint)
+        assert found.reproduced
+        assert found.candidates[0].chosen
+        assert found.candidates[0].endpoint == record.endpoint
+        for one in found.candidates:
+            assert one.total is not None
+            assert sum(one.terms.values()) == pytest.approx(one.total, rel=1e-12)
+
+
+def test_what_it_would_have_taken_is_true(recorded: Any) -> None:
+    """With the tokens that are said an endpoint ties; with fewer it does not."""
+    tried = 0
+    for record in records(recorded)[::5]:
+        trace = record.trace
+        assert trace is not None
+        found = explain(maker(), record.request, trace, record.endpoint)
+        goal = found.candidates[0].total
+        assert goal is not None
+        for one in found.candidates[1:]:
+            slot = trace.endpoints.index(one.endpoint)
+            if one.behind is None or one.behind <= 0.0 or not one.more_cached_tokens:
+                continue
+            tried += 1
+            for extra, enough in ((one.more_cached_tokens, True), (one.more_cached_tokens - 2, False)):
+                changed = msgspec.structs.replace(trace, held=_held(trace, slot, extra / record.request.prompt_tokens))
+                _, repeated = again(maker()(), record.request, changed)
+                assert (repeated.total[slot] >= goal - 1e-9) is enough or bool(repeated.total[slot] >= goal) is enough
+    assert tried > 20
+
+
+def _held(trace: Any, slot: int, more: float) -> Any:
+    held = np.zeros(len(trace.endpoints)) if trace.held is None else trace.held.copy()
+    held[slot] = min(held[slot] + more, 1.0)
+    return held
+
+
+def test_who_held_more_and_lost_is_named(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    for record in records(record_run(tmp_path, rate=30.0, seconds=8.0)):
+        assert record.trace is not None
+        found = explain(maker(), record.request, record.trace, record.endpoint)
+        chosen = found.candidates[0]
+        best = max(found.candidates, key=lambda one: one.cached_tokens)
+        if best.cached_tokens > chosen.cached_tokens + 1000:
+            line = next(line for line in found.why if line.startswith(best.endpoint))
+            assert f"{best.cached_tokens - chosen.cached_tokens:,} more cached tokens" in line
+            assert "ms behind" in line or "better" in line
+            return
+    pytest.fail("the run has no decision against the larger hit")
+
+
+def test_the_page_of_one_decision(recorded: Any) -> None:
+    journal = Journal(size=1000)
+    for one in recorded.decisions:
+        (journal.on_decisions if isinstance(one, DecisionRecord) else journal.on_outcomes)([one])
+    record = records(recorded)[-1]
+    assert journal.find("nobody") is None
+    for name in (str(record.request.id), f"0000cafe.{record.request.id:016x}"):
+        found = journal.find(name)
+        assert found is not None
+        assert found[0] is record
+    page = explained(*found, maker())
+    assert json.loads(json.dumps(page, allow_nan=False)) == msgspec.json.decode(msgspec.json.encode(page))
+    assert page["explanation"]["candidates"][0]["endpoint"] == record.endpoint
+    assert page["prediction"]["ttft_ms"]["actual"] > 0
+    assert page["unexplained"] is None
+    bare = explained(found[0], None, None)
+    assert bare["explanation"] is None
+    assert "journal.explain" in bare["unexplained"]
+
+
+def test_the_journal_and_the_memory_say_the_same(recorded: Any) -> None:
+    record = records(recorded)[40]
+    outcome = next(
+        one for one in recorded.decisions if not isinstance(one, DecisionRecord) and one.request.id == record.request.id
+    )
+    found = search(recorded.path, str(record.request.id))
+    there = explained(found.decision, found.outcome, maker())
+    assert there == explained(record, outcome, maker())
+    assert search(recorded.path, f"0000cafe.{record.request.id:016x}").decision.request == record.request
+    with pytest.raises(JournalError, match="no decision"):
+        search(recorded.path, "99999999")
+
+
+def test_another_policy_on_the_same_numbers(recorded: Any) -> None:
+    record = records(recorded)[50]
+    assert record.trace is not None
+    same, _ = again(maker()(), record.request, record.trace)
+    assert same == record.endpoint
+    least, _ = again(maker("policy: least-requests")(), record.request, record.trace)
+    view = restored(record.trace)
+    load_of = view.table.queue + view.table.active
+    assert load_of[view.table.ids.index(least)] == load_of.min()
+
+
+async def test_the_admin_page_of_one_decision(recorded: Any) -> None:
+    from aiohttp.test_utils import TestClient, TestServer
+
+    from fairlead.core.fleet import Fleet
+    from fairlead.server.admin import Admin, AdminSources
+    from fairlead.server.observe.watch import Watch
+
+    watch = Watch(Fleet(), lambda: 0.0)
+    for one in recorded.decisions:
+        watch.on_decision(one, 0.0) if isinstance(one, DecisionRecord) else watch.on_outcome(one)
+    sources = AdminSources(
+        metrics=watch.exposition,
+        unready=list,
+        endpoints=watch.endpoints,
+        decisions=watch.decisions,
+        decision=lambda name: watch.decision(name, maker()),
+    )
+    record = records(recorded)[-1]
+    async with TestClient(TestServer(Admin(sources).make_app())) as client:
+        found = await client.get(f"/debug/decisions/{record.request.id}")
+        assert found.status == 200
+        page = await found.json()
+        assert page["explanation"]["reproduced"]
+        assert page["endpoint"] == record.endpoint
+        for name in ("nobody", "99999999", "x.zz", "%ff"):
+            missing = await client.get(f"/debug/decisions/{name}")
+            assert missing.status == 404
+            assert "fairlead explain" in await missing.text()
+
+
+def test_the_gateway_tells_the_id_only_when_asked_to() -> None:
+    from fairlead.core.errors import ConfigError
+    from fairlead.gateway.envoy.config import route_config
+    from fairlead.gateway.envoy.options import Options
+
+    assert "response_headers_to_add" not in route_config(Options())
+    (added,) = route_config(Options(decision_header="x-fairlead-decision"))["response_headers_to_add"]
+    assert added["header"] == {
+        "key": "x-fairlead-decision",
+        "value": "%DYNAMIC_METADATA(envoy.lb:fairlead-lease)%",
+    }
+    for name in ("content-length", ":status", "x-a b", "x-%REQ(authorization)%"):
+        with pytest.raises(ConfigError, match="decision_header"):
+            Options(decision_header=name).check()
+        with pytest.raises(ConfigError, match=r"journal\.header"):
+            load(f"journal: {{header: '{name}'}}", need_endpoints=False)

@@ -1,0 +1,170 @@
+"""Records: every event, decision and outcome comes back as it was; what cannot be read is said."""
+
+import typing
+
+import msgspec
+import numpy as np
+import pytest
+
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.models import InferenceModel, ModelSet, Origin
+from fairlead.core.records import DecisionRecord, Trace
+from fairlead.core.request import PrefixChain, Request, Usage
+from fairlead.core.snapshot import Restored, Snapshots
+from fairlead.server.journal.blocks import sampled
+from fairlead.server.journal.records import EVENTS, POLICY, Packer, Unknown, Unpacker, decode, encode, joined
+
+REQUEST = Request(
+    id=7,
+    arrived=1.5,
+    model="m",
+    prefix=PrefixChain((2**64 - 1, 5), (256, 512)),
+    subset=frozenset({"10.0.0.1"}),
+    session="s",
+)
+SAMPLE = Sample(waiting=1.0, adapters=frozenset({"a"}), extra={"heat": 3.0})
+MODEL = InferenceModel(origin=Origin(namespace="n", name="o"), model="m")
+
+
+def back(kind: str, body: object) -> object:
+    ((found, at, value),) = decode(bytes(joined([encode((kind, 2.25, body))], 1)))
+    assert (found, at) == (kind, 2.25)
+    return value
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.RequestArrived(REQUEST),
+        ev.FirstTokenSeen(7),
+        ev.ResponseEnded(request_id=7, status=200, usage=Usage(prompt_tokens=3), ttft_ms=4.5),
+        ev.UsageReported(7, Usage(cached_tokens=2)),
+        ev.StreamLost(7),
+        ev.EndpointUp(Endpoint("e", "10.0.0.1:80", {"role": "decode"})),
+        ev.EndpointDown("e"),
+        ev.MetricsSampled("e", 1.0, SAMPLE),
+        ev.MetricsFailed("e", "timeout"),
+        ev.ModelsChanged(ModelSet(models=(MODEL,))),
+        ev.StopAsked(),
+        ev.TimerFired("t"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_an_event_comes_back(event: ev.Event) -> None:
+    assert back(type(event).__name__, event) == event
+
+
+def test_there_is_a_kind_for_every_event() -> None:
+    assert set(EVENTS.values()) == set(typing.get_args(ev.Event))
+    assert [kind for kind, event in EVENTS.items() if kind != event.__name__] == [POLICY]
+
+
+def test_a_reload_comes_back_with_the_plain_values_of_its_document() -> None:
+    ((kind, _, event),) = decode(bytes(joined([encode((POLICY, 2.25, {"lease_ttl": 7.0}))], 1)))
+    assert (kind, event) == (POLICY, ev.Reconfigured({"lease_ttl": 7.0}))
+
+
+def test_a_name_that_is_no_text_is_written_with_its_escapes() -> None:
+    odd = ev.RequestArrived(Request(id=1, arrived=0.0, model="half \ud800 a pair"))
+    found = back("RequestArrived", odd)
+    assert isinstance(found, ev.RequestArrived)
+    assert found.request.model == "half \\ud800 a pair"
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_read() -> None:
+    rows = [
+        encode(("StreamLost", 1.0, {"request_id": "seven"})),
+        encode(("of-tomorrow", 2.0, [1])),
+        encode(("StreamLost", 3.0, ev.StreamLost(4))),
+    ]
+    first, second, third = decode(bytes(joined(rows, 3)))
+    assert isinstance(first[2], Unknown)
+    assert second == ("of-tomorrow", 2.0, [1])
+    assert third[2] == ev.StreamLost(4)
+    with pytest.raises(msgspec.DecodeError):
+        list(decode(b"\xc1 no msgpack"))
+
+
+def test_the_sample_is_a_share_and_the_same_everywhere() -> None:
+    chosen = [number for number in range(1, 20_001) if sampled(number, 0.1)]
+    assert 0.09 < len(chosen) / 20_000 < 0.11
+    assert chosen == [number for number in range(1, 20_001) if sampled(number, 0.1)]
+    assert all(sampled(number, 1.0) for number in range(100))
+    assert not any(sampled(number, 0.0) for number in range(1, 100))
+
+
+def fleet() -> Fleet:
+    made = Fleet()
+    for i in range(5):
+        made.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
+    made.down("e2")
+    made.sampled("e1", 0.0, 1.0, SAMPLE)
+    made.predictor.kappa[3] = 1.75
+    return made
+
+
+def decided(number: int, there: Fleet, take: Snapshots, at: float) -> DecisionRecord:
+    total = np.array([1.0, -np.inf, 0.0, np.pi, 2.0])
+    trace = Trace(
+        endpoints=there.table.ids,
+        filters=[("health", np.array([True, False, True, True, True]))],
+        scorers=[("cost", 1.0, total)],
+        total=total,
+        outcome="picked",
+        held=np.array([0.1, 0.2, 0.0, 0.0, 0.5]),
+        snapshot=take(there, at),
+    )
+    request = msgspec.structs.replace(REQUEST, id=number)
+    return DecisionRecord(request=request, at=at, policy="p", endpoint="e3", trace=trace)
+
+
+def test_details_come_back_to_the_last_bit_and_say_only_what_changed() -> None:
+    there, take, packer, unpacker = fleet(), Snapshots(), Packer(), Unpacker()
+    sizes = []
+    for number in range(1, 5):
+        record = decided(number, there, take, float(number))
+        packed = encode(("detail", 1.0, packer.pack(record)))
+        sizes.append(len(packed))
+        ((_, _, body),) = decode(bytes(joined([packed], 1)))
+        found = unpacker.unpack(body)
+        assert found.request == record.request
+        ours, theirs = record.trace, found.trace
+        assert ours is not None
+        assert theirs.snapshot is not None
+        assert ours.snapshot is not None
+        assert theirs.endpoints == ours.endpoints
+        assert theirs.candidates is None
+        assert np.array_equal(theirs.filters[0][1], ours.filters[0][1])
+        assert np.array_equal(theirs.total, ours.total)
+        assert np.array_equal(theirs.held, ours.held)
+        assert theirs.snapshot.endpoints == ours.snapshot.endpoints
+        assert np.array_equal(theirs.snapshot.floats, ours.snapshot.floats)
+        assert np.array_equal(theirs.snapshot.learned, ours.snapshot.learned)
+        there.table.queue[1] += 1.0
+    assert max(sizes[1:]) < 0.6 * sizes[0]
+
+
+def test_a_detail_alone_in_the_middle_is_refused_not_made_up() -> None:
+    there, take, packer = fleet(), Snapshots(), Packer()
+    packer.pack(decided(1, there, take, 1.0))
+    second = packer.pack(decided(2, there, take, 2.0))
+    with pytest.raises(ValueError, match="without what it changes"):
+        Unpacker().unpack(second)
+    with pytest.raises(ValueError, match="no detail"):
+        Unpacker().unpack({"request": 5})
+
+
+def test_a_restored_fleet_reads_as_the_real_one() -> None:
+    there = fleet()
+    snapshot = Snapshots()(there, 5.0)
+    again = Restored(snapshot, np.zeros(5))
+    assert again.table.ids == there.table.ids
+    assert again.table.endpoints == there.table.endpoints
+    assert again.table.count == there.table.count == 4
+    assert np.array_equal(again.table.alive, there.table.alive)
+    assert np.array_equal(again.table.floats, there.table.floats)
+    assert again.table.holders("a") is not None
+    there.table.queue[0] = 99.0
+    assert snapshot.floats.max() < 99.0, "a snapshot is a copy"

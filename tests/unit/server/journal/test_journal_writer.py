@@ -1,0 +1,257 @@
+"""The writer: never larger than allowed, never waits, loses nothing silently, survives being killed."""
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.compat.recorded import record
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointDown, EndpointUp, Reconfigured, RequestArrived, StreamLost
+from fairlead.core.instructions import AdoptConfiguration
+from fairlead.core.records import DecisionRecord
+from fairlead.core.request import PrefixChain, Request
+from fairlead.lab.simulator.journal import Faults, one_run
+from fairlead.server.journal import writer as writer_module
+from fairlead.server.journal.recorder import Recorder
+from fairlead.server.journal.records import LOST, Segment
+from fairlead.server.journal.writer import Directory, Writer
+
+
+def made(path: Path, recorder: Recorder, *, keep: bool = False, size: int = 200_000, segment: int = 20_000) -> Writer:
+    directory = Directory(path, size, segment, keep, "t")
+    troubles: list[str] = []
+    writer = Writer(recorder, directory, Segment(run="r"), flush_s=0.0, on_trouble=troubles.append)
+    writer.troubles = troubles  # type: ignore[attr-defined]
+    writer.begin()
+    return writer
+
+
+def arrived(number: int) -> RequestArrived:
+    hashes = tuple(hash((number, i)) % 2**64 for i in range(70))
+    return RequestArrived(Request(id=number, arrived=0.0, prefix=PrefixChain(hashes, tuple(range(1, 71)))))
+
+
+def total(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_it_never_exceeds_its_bound_and_keeps_the_newest(tmp_path: Path) -> None:
+    (tmp_path / "19990101-old-000000.journal").write_bytes(b"x" * 50_000)
+    recorder = Recorder()
+    writer = made(tmp_path, recorder, size=100_000)
+    for number in range(600):
+        recorder.take(float(number), arrived(number))
+        if number % 9 == 0:
+            writer.turn(False)
+            assert total(tmp_path) <= 100_000
+    writer.turn(True)
+    assert 60_000 < total(tmp_path) <= 100_000
+    assert recorder.counts.size == total(tmp_path)
+    assert not (tmp_path / "19990101-old-000000.journal").exists()
+    run = one_run(tmp_path)
+    numbers = [body.request.id for _, _, body in run.items()]
+    assert numbers == list(range(600 - len(numbers), 600))
+    assert run.head.number > 0
+
+
+def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
+    recorder = Recorder()
+    writer = made(tmp_path, recorder, keep=True, size=60_000)
+    for number in range(300):
+        recorder.take(float(number), arrived(number))
+        if number % 9 == 0:
+            writer.turn(False)
+            assert total(tmp_path) <= 60_000
+    run = one_run(tmp_path)
+    assert run.whole
+    numbers = [body.request.id for _, _, body in run.items()]
+    assert numbers == list(range(len(numbers)))
+    assert recorder.counts.unwritten > 100
+    assert writer.troubles == ["it is as large as it may be, and writing ends"]  # type: ignore[attr-defined]
+
+
+def test_two_schedulers_do_not_share_a_directory(tmp_path: Path) -> None:
+    first = Directory(tmp_path, 1 << 20, 1 << 18, False, "a")
+    with pytest.raises(OSError, match="another scheduler"):
+        Directory(tmp_path, 1 << 20, 1 << 18, False, "b")
+    first.release()
+    Directory(tmp_path, 1 << 20, 1 << 18, False, "c").release()
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    made(path, Recorder())
+    (file,) = path.glob("*.journal")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_later_segment_knows_who_was_there(tmp_path: Path) -> None:
+    recorder = Recorder()
+    writer = made(tmp_path, recorder)
+    for name in ("a", "b", "c"):
+        recorder.take(0.0, EndpointUp(Endpoint(name, f"10.0.0.{ord(name)}:80")))
+    recorder.take(0.0, EndpointDown("b"))
+    today = load("policy: round-robin", need_endpoints=False)
+    recorder.take(0.0, Reconfigured(load("policy: least-requests", need_endpoints=False)))  # and refused
+    recorder.take(0.0, Reconfigured(today))
+    recorder.take(0.0, AdoptConfiguration(today, None))
+    for number in range(200):
+        recorder.take(1.0, arrived(number))
+        writer.turn(False)
+    heads = [head for _, head in one_run(tmp_path).segments]
+    assert len(heads) > 3
+    assert [endpoint.id for endpoint in heads[-1].endpoints] == ["a", "c"]
+    assert heads[-1].scheduling == record(today)
+
+
+def test_who_does_not_keep_up_loses_a_stretch_and_says_so(tmp_path: Path) -> None:
+    recorder = Recorder(max_waiting=100)
+    writer = made(tmp_path, recorder)
+    for number in range(150):
+        recorder.take(float(number), StreamLost(number))
+    assert recorder.counts.dropped == 50
+    assert len(recorder.waiting) == 100
+    writer.turn(True)
+    for number in range(150, 160):
+        recorder.take(float(number), StreamLost(number))
+    writer.turn(True)
+    items = list(one_run(tmp_path).items())
+    assert [body.request_id for kind, _, body in items if kind != LOST] == [*range(100), *range(150, 160)]
+    assert [(index, body.records) for index, (kind, _, body) in enumerate(items) if kind == LOST] == [(100, 50)]
+
+
+def test_a_full_disk_costs_records_and_is_said_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    writer = made(tmp_path, recorder)
+    recorder.take(1.0, StreamLost(1))
+    writer.turn(True)
+    real = os.write
+
+    def full(number: int, data: Any) -> int:
+        if len(data) < 12:
+            raise OSError(28, "No space left on device")
+        return real(number, data[:10])  # the disk took a part before it was full
+
+    monkeypatch.setattr(writer_module.os, "write", full)
+    monkeypatch.setattr(writer_module.os, "write", lambda number, data: (_ for _ in ()).throw(OSError(28, "full")))
+    for number in (2, 3):
+        recorder.take(2.0, StreamLost(number))
+        writer.turn(True)
+    monkeypatch.setattr(writer_module.os, "write", real)
+    recorder.take(3.0, StreamLost(4))
+    writer.turn(True)
+    items = list(one_run(tmp_path).items())
+    assert [body.request_id for kind, _, body in items if kind != LOST] == [1, 4]
+    assert sum(body.records for kind, _, body in items if kind == LOST) == 2
+    assert recorder.counts.errors == 2
+    assert recorder.counts.unwritten >= 2
+    assert len(writer.troubles) == 1  # type: ignore[attr-defined]
+
+
+def test_a_part_of_a_block_is_skipped_by_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    writer = made(tmp_path, recorder)
+    real, calls = os.write, [0]
+
+    def short(number: int, data: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise OSError(28, "full")
+        return real(number, bytes(data)[:20])
+
+    recorder.take(1.0, arrived(1))
+    monkeypatch.setattr(writer_module.os, "write", short)
+    writer.turn(True)
+    monkeypatch.setattr(writer_module.os, "write", real)
+    recorder.take(2.0, StreamLost(2))
+    writer.turn(True)
+    faults = Faults()
+    kinds = [kind for kind, _, _ in one_run(tmp_path).items(faults)]
+    assert kinds == [LOST, "StreamLost"]
+    assert faults.damaged == 20
+
+
+def test_a_record_that_cannot_be_written_costs_only_itself(tmp_path: Path) -> None:
+    recorder = Recorder()
+    writer = made(tmp_path, recorder)
+    recorder.take(1.0, StreamLost(2**70))
+    recorder.take(2.0, StreamLost(3))
+    writer.turn(True)
+    items = list(one_run(tmp_path).items())
+    assert [kind for kind, _, _ in items] == [LOST, "StreamLost"]
+    assert recorder.counts.unwritten == 1
+
+
+def test_the_thread_writes_soon_and_all_at_the_end(tmp_path: Path) -> None:
+    recorder = Recorder()
+    directory = Directory(tmp_path, 1 << 20, 1 << 18, False, "t")
+    writer = Writer(recorder, directory, Segment(run="r"), flush_s=0.01)
+    writer.start()
+    record = DecisionRecord(request=Request(id=1, arrived=0.0), at=1.0, policy="p", endpoint="e")
+    recorder.take(1.0, record)
+    for _ in range(500):
+        if recorder.counts.records:
+            break
+        time.sleep(0.01)
+    assert [kind for kind, _, _ in one_run(tmp_path).items()] == ["decided"]
+    for number in range(1000):
+        recorder.take(2.0, StreamLost(number))
+    writer.close()
+    recorder.take(3.0, StreamLost(-1))
+    assert len(list(one_run(tmp_path).items())) == 1001
+    assert recorder.counts.dropped == 0
+
+
+KILLED = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from fairlead.server.journal.writer import Directory
+    from fairlead.server.journal.recorder import Recorder
+    from fairlead.server.journal.writer import Writer
+    from fairlead.core.events import StreamLost
+    from fairlead.server.journal.records import Segment
+    recorder = Recorder(max_waiting=200)
+    directory = Directory(Path(sys.argv[1]), 300_000, 60_000, False, sys.argv[2])
+    writer = Writer(recorder, directory, Segment(run=sys.argv[2]))
+    writer._flush_s = 0.0
+    writer.begin()
+    print("ready", flush=True)
+    number = 0
+    while True:
+        for _ in range(50):
+            number += 1
+            recorder.take(float(number), StreamLost(number))
+        writer.turn(True)
+    """
+)
+
+
+def test_killed_at_any_moment_it_can_be_read(tmp_path: Path) -> None:
+    for trial in range(3):
+        run = f"run{trial}"
+        with subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path), run], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05 + 0.037 * trial)
+            process.send_signal(signal.SIGKILL)
+        assert total(tmp_path) <= 300_000
+        faults = Faults()
+        numbers = [body.request_id for _, _, body in one_run(tmp_path, run).items(faults)]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert faults.damaged == 0
+        assert faults.unreadable == 0

@@ -1,0 +1,230 @@
+"""A journal replayed decides the same; changed, it says what changes; cut, it says what it lacks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.compat.recorded import changed, record, restore
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import Reconfigured
+from fairlead.core.records import DecisionRecord
+from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs
+from fairlead.lab.simulator.replay import replay
+from fairlead.lab.simulator.replay_change import compare
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.server.journal.blocks import MAGIC, block
+from fairlead.server.journal.records import POLICY, SEGMENT, Segment, encode, joined
+
+STATEFUL = {
+    "default": "policy: default",
+    "profile with draws": "scorers: [{type: prefix-aware, weight: 3}, {type: load-aware, weight: 1}]",
+    "session affinity": "scorers: [{type: session-affinity, weight: 2}, {type: no-hit-lru, weight: 1}]",
+    "round-robin": "policy: round-robin",
+    "power of two": "policy: power-of-two",
+    "queue": "policy: default\nflowControl: {ttl: 20s}",
+}
+
+
+@pytest.mark.parametrize("policy", STATEFUL.values(), ids=STATEFUL)
+def test_the_replay_decides_the_very_same(policy: str, record_run: Callable[..., Any], tmp_path: Path) -> None:
+    made = record_run(tmp_path, policy, rate=20.0, seconds=5.0)
+    result = replay(one_run(tmp_path))
+    decided = [one for one in made.decisions if isinstance(one, DecisionRecord)]
+    assert result.replayed.decisions == result.recorded.decisions == len(decided) > 50
+    assert result.identical
+    assert result.exact
+    assert result.notes == []
+    assert len({one.endpoint for one in decided}) == 4
+
+
+def test_the_hash_is_that_of_the_decisions(recorded: Any) -> None:
+    first = replay(one_run(recorded.path))
+    assert first.recorded.hash == replay(one_run(recorded.path)).replayed.hash
+    another = replay(one_run(recorded.path), lambda config: changed(config, "interference=5"))
+    assert another.replayed.hash != first.replayed.hash
+    assert not another.identical
+    assert another.different
+
+
+def test_other_chance_gives_other_decisions(recorded: Any, tmp_path: Path) -> None:
+    """The journal's state of the generator counts: without it the draws differ."""
+    (run,) = runs(recorded.path)
+    segment = run.segments[0][0].read_bytes()
+    values = {name: getattr(run.head, name) for name in Segment.__struct_fields__} | {"chance": None}
+    head = block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1))
+    first = MAGIC + block(joined([encode((SEGMENT, 0.0, run.head))], 1))
+    (tmp_path / "other.journal").write_bytes(MAGIC + head + segment[len(first) :])
+    assert not replay(one_run(tmp_path)).identical
+
+
+def reloaded(text: str) -> Callable[[Any], None]:
+    config = load(text, need_endpoints=False)
+    return lambda simulation: simulation.feed(Reconfigured(config))
+
+
+@pytest.mark.parametrize(
+    "flow", ["", "\nflowControl: {ttl: 20s, saturation: {type: concurrency-detector, maxConcurrency: 4}}"]
+)
+def test_two_reloads_midway_are_replayed(flow: str, record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """The second one keeps the policy, with the turn that it has come to: only the leases' time is another one."""
+    midway = {
+        400: reloaded("policy: round-robin" + flow),
+        700: reloaded("policy: round-robin\nledger: {leaseTtl: 7s}" + flow),
+    }
+    made = record_run(tmp_path, "policy: default" + flow, midway=midway)
+    decided = [one for one in made.decisions if isinstance(one, DecisionRecord)]
+    assert {"cost-model", "round-robin"} <= {one.policy for one in decided}
+    assert made.simulation.pipeline.fleet.ledger.ttl == 7.0
+    run = one_run(tmp_path)
+    assert [kind for kind, _, _ in run.items()].count(POLICY) == 2
+    result = replay(run)
+    assert result.replayed.decisions == len(decided)
+    assert result.identical
+    assert result.exact
+    compared = compare(run, lambda config: config)
+    assert compared.share == 0.0
+    assert compared.before.hash == compared.after.hash == result.recorded.hash
+
+
+def test_a_canary_that_comes_by_a_reload_is_said_and_its_decisions_are_followed(
+    record_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = record_run(tmp_path, midway={400: reloaded("canary: {policy: round-robin, percent: 40}")})
+    assert {one.policy for one in made.decisions if isinstance(one, DecisionRecord)} == {"cost-model", "round-robin"}
+    result = replay(one_run(tmp_path))
+    assert result.notes[0] == "a scheduler in another process or a canary decided too"
+    assert "follows the recorded decisions" in result.notes[1]
+    assert not result.exact
+    assert 0.6 * result.both < result.same < result.both
+    same = compare(one_run(tmp_path), lambda config: config)
+    assert same.notes == result.notes
+    assert {one.after for one in same.changed} <= {f"sim/server-{number}" for number in range(4)}
+    assert same.after.hash != same.before.hash, "the second pipeline goes its own way"
+
+
+def test_a_reload_that_cannot_be_built_changes_nothing_there_either(
+    record_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, *arguments: Any, **more: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(RoundRobin, "__init__", refuse)
+    made = record_run(tmp_path, midway={400: reloaded("policy: round-robin\nledger: {leaseTtl: 7s}")})
+    assert {one.policy for one in made.decisions if isinstance(one, DecisionRecord)} == {"cost-model"}
+    assert made.simulation.pipeline.fleet.ledger.ttl == 900.0
+    assert replay(one_run(tmp_path)).identical
+
+
+def test_one_changed_weight(recorded: Any) -> None:
+    same = compare(one_run(recorded.path), lambda config: changed(config, "interference=0.1"))
+    assert same.share == 0.0
+    assert same.before.hash == same.after.hash
+    other = compare(one_run(recorded.path), lambda config: changed(config, "interference=2"))
+    assert 0.0 < other.share < 1.0
+    assert set(other.reasons) <= {"policy", "chance"}
+    assert other.before.hash == same.before.hash != other.after.hash
+    for one in other.changed:
+        assert one.before != one.after
+        if one.reason == "policy":
+            assert one.gain is not None
+            assert one.gain > 0.0, "the changed policy rates its choice higher"
+
+
+def test_cut_anywhere_it_is_read_up_to_there(recorded: Any, tmp_path: Path) -> None:
+    (run,) = runs(recorded.path)
+    data = run.segments[0][0].read_bytes()
+    whole = replay(run)
+    counts = []
+    for cut in range(len(data) // 7, len(data), len(data) // 7):
+        (tmp_path / "cut.journal").write_bytes(data[:cut])
+        result = replay(one_run(tmp_path))
+        counts.append(result.replayed.decisions)
+        assert result.same == result.both
+        assert any("unfinished" in note for note in result.notes)
+    assert counts == sorted(counts)
+    assert 0 < counts[-1] <= whole.replayed.decisions
+    assert counts[0] < whole.replayed.decisions / 2
+
+
+def test_damage_in_the_middle_is_counted_and_no_longer_exact(recorded: Any, tmp_path: Path) -> None:
+    (run,) = runs(recorded.path)
+    data = bytearray(run.segments[0][0].read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "hit.journal").write_bytes(data)
+    faults = Faults()
+    list(one_run(tmp_path).items(faults))
+    assert faults.damaged > 0
+    assert not replay(one_run(tmp_path)).exact
+
+
+def test_what_was_rotated_away_is_said(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    record_run(tmp_path, turns=20, seconds=30.0, max_bytes=300_000, segment_bytes=100_000)
+    run = one_run(tmp_path)
+    assert not run.whole
+    assert run.head.number > 0
+    assert len(run.head.endpoints) == 4
+    result = replay(run)
+    assert not result.exact
+    assert "are gone" in result.notes[0]
+    assert result.both > 20
+    assert result.same > 0.6 * result.both, "it follows the recorded decisions, so its knowledge becomes theirs"
+    same = compare(run, lambda config: config)
+    assert same.share == 0.0
+    assert not same.exact
+
+
+def test_several_processes_in_one_directory(recorded: Any, tmp_path: Path) -> None:
+    (run,) = runs(recorded.path)
+    data = run.segments[0][0].read_bytes()
+    (tmp_path / "a.journal").write_bytes(data)
+    values = {name: getattr(run.head, name) for name in Segment.__struct_fields__} | {"run": "0000beef"}
+    (tmp_path / "b.journal").write_bytes(MAGIC + block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1)))
+    assert [one.id for one in runs(tmp_path)] == ["0000cafe", "0000beef"]
+    assert one_run(tmp_path).id == "0000beef"
+    assert one_run(tmp_path, "0000cafe").whole
+    with pytest.raises(JournalError, match="0000cafe, 0000beef"):
+        one_run(tmp_path, "else")
+
+
+def test_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "x.journal").write_bytes(b"something else")
+    with pytest.raises(JournalError, match="holds no journal"):
+        one_run(tmp_path)
+
+
+@pytest.mark.parametrize("policy", STATEFUL.values(), ids=STATEFUL)
+def test_a_recorded_configuration_is_the_configuration(policy: str) -> None:
+    config = load(policy, need_endpoints=False)
+    again = restore(record(config))
+    assert record(again) == record(config)
+    assert [spec.parameters for spec in again.policy.plugins()] == [spec.parameters for spec in config.policy.plugins()]
+    assert (again.flow_control is None) == (config.flow_control is None)
+
+
+def test_settings_are_changed_by_name() -> None:
+    profile = load(STATEFUL["profile with draws"], need_endpoints=False)
+    weights = {spec.name: spec.weight for spec in changed(profile, "load-aware=7.5").policy.scorers}
+    assert weights == {"prefix-aware": 3.0, "load-aware": 7.5}
+    model = changed(load("policy: default", need_endpoints=False), "memory=2").policy.plugin
+    assert model is not None
+    assert model.parameters.memory == 2.0
+    with pytest.raises(ConfigError, match=r"it has: .*interference"):
+        changed(load("policy: default", need_endpoints=False), "wrong=1")
+    with pytest.raises(ConfigError, match="no weight"):
+        changed(profile, "load-aware=much")
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        changed(profile, "load-aware")
+
+
+def test_what_decides_beside_the_journal_is_said(recorded: Any, tmp_path: Path) -> None:
+    (run,) = runs(recorded.path)
+    values = {name: getattr(run.head, name) for name in Segment.__struct_fields__} | {
+        "beside": ("an oracle decided too",)
+    }
+    (tmp_path / "b.journal").write_bytes(MAGIC + block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1)))
+    result = replay(one_run(tmp_path))
+    assert not result.exact
+    assert result.notes[0] == "an oracle decided too"

@@ -1,0 +1,136 @@
+"""What the embedded gateway says of itself: how many requests nobody scheduled, and whether it asks us."""
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, web
+
+from fairlead.compat.load import load
+from fairlead.gateway.envoy.admin import EnvoyAdmin
+from fairlead.gateway.health import ServingStatus
+from fairlead.server.live.scheduler import Live, watch_gateway
+from fairlead.server.observe.exposition import Registry
+
+NAME = b"fairlead_unscheduled_requests_total"
+
+
+class Gateway:
+    """Envoy's admin page on a socket."""
+
+    def __init__(self) -> None:
+        self.text = "cluster.all_endpoints.upstream_rq_total: 40\ncluster.all_endpoints_grpc.upstream_rq_total: 2\n"
+        self.hangs = False
+        self._over = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+
+    async def serve(self, path: Path) -> None:
+        app = web.Application()
+        app.router.add_get("/stats", self._stats)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(path)).start()
+
+    async def close(self) -> None:
+        self._over.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _stats(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await self._over.wait()
+        return web.Response(text=self.text)
+
+
+async def test_both_clusters_count_and_the_last_count_stays_while_it_is_away(tmp_path: Path) -> None:
+    gateway, registry, path = Gateway(), Registry(), tmp_path / "admin.sock"
+    refresh = watch_gateway(str(path), registry)
+    assert refresh is not None
+    await refresh()
+    assert b"\n" + NAME + b" " not in registry.render(), "nobody has told yet"
+    await gateway.serve(path)
+    try:
+        await refresh()
+        assert b"\n" + NAME + b" 42" in registry.render()
+        gateway.hangs = True
+        await refresh()
+        assert b"\n" + NAME + b" 42" in registry.render()
+    finally:
+        await gateway.close()
+    await refresh()
+    assert b"\n" + NAME + b" 42" in registry.render()
+
+
+@pytest.mark.parametrize("text", ["", "no such page\n", "cluster.all_endpoints.upstream_rq_total: many\n"])
+async def test_other_answers_are_no_counts(tmp_path: Path, text: str) -> None:
+    gateway = Gateway()
+    gateway.text = text
+    await gateway.serve(tmp_path / "admin.sock")
+    try:
+        assert await EnvoyAdmin(str(tmp_path / "admin.sock")).unscheduled() == 0
+    finally:
+        await gateway.close()
+
+
+def test_who_has_no_gateway_shows_nothing() -> None:
+    registry = Registry()
+    assert watch_gateway("", registry) is None
+    assert NAME not in registry.render()
+
+
+HEALTHY = "cluster.ext_proc.membership_healthy: 1\n"
+FILE = """
+gateway: {mode: embedded, port: 1}
+extProc: {port: 0}
+als: {enabled: false}
+admin: {port: 0}
+endpoints: ['127.0.0.1:1']
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"), [(HEALTHY, True), (HEALTHY.replace("1", "0"), False), ("", False), (HEALTHY[:-2] + "many", False)]
+)
+async def test_whether_it_asks(tmp_path: Path, text: str, asks: bool) -> None:
+    gateway, admin = Gateway(), EnvoyAdmin(str(tmp_path / "admin.sock"))
+    assert not await admin.asks_scheduler(), "it is not there yet"
+    gateway.text = text
+    await gateway.serve(tmp_path / "admin.sock")
+    try:
+        assert await admin.asks_scheduler() is asks
+    finally:
+        await gateway.close()
+
+
+async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> None:
+    file, collector = tmp_path / "f.yaml", gc.get_threshold()
+    file.write_text(FILE)
+    gateway = Gateway()
+    gateway.text = HEALTHY.replace("1", "0")
+    await gateway.serve(tmp_path / "admin.sock")
+    live = Live(load(file), str(tmp_path / "admin.sock"))
+    running = asyncio.create_task(live.run())
+
+    async def until(text: str) -> None:
+        async with asyncio.timeout(30), ClientSession() as session:
+            while True:
+                async with session.get(f"http://127.0.0.1:{live.admin.port}/readyz") as answer:
+                    if await answer.text() == text:
+                        return
+                await asyncio.sleep(0.01)
+
+    try:
+        async with asyncio.timeout(30):
+            while not running.done() and live.health.status("") is not ServingStatus.SERVING:
+                await asyncio.sleep(0.01)
+        await until("not ready\n- the embedded gateway has not asked yet\n")
+        gateway.text = HEALTHY
+        await until("ready\n")
+    finally:
+        live.stop()
+        await running
+        await gateway.close()
+        # `Live` tunes the collector for a process of its own.
+        gc.unfreeze()
+        gc.set_threshold(*collector)

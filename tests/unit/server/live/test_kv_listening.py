@@ -1,0 +1,206 @@
+"""KV events of a running scheduler: who is listened to, and what follows from endpoints that come and go."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from fairlead.apis.tokens import PromptTokens
+from fairlead.compat.load import load
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.exact import Predicted
+from fairlead.core.fleet import Fleet
+from fairlead.core.kv.events import BlocksStored
+from fairlead.core.kv.snapshot import Place, save
+from fairlead.core.request import Usage
+from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
+from fairlead.server.live.knowledge import exact_knowledge
+from fairlead.server.live.kv import KvListening
+from fairlead.server.observe.exposition import Registry
+
+
+class World:
+    """Some endpoints, and what listens to their events."""
+
+    def __init__(self, text: str) -> None:
+        config = load(f"endpoints: ['10.0.0.1:8000']\nkvEvents: {text}")
+        self.fleet = Fleet(exact=exact_knowledge(config))
+        self.registry = Registry()
+        self.kv = KvListening(config, self.fleet, self.registry)
+        self.index = self.kv.exact.index
+        self.publishers: list[KvPublisher] = []
+
+    def up(self, name: str, address: str, **labels: str) -> int:
+        endpoint = Endpoint(name, address, labels)
+        self.fleet.up(endpoint)
+        self.kv.endpoint(EndpointUp(endpoint))
+        slot = self.fleet.table.slot(name)
+        assert slot is not None
+        return slot
+
+    def down(self, name: str) -> None:
+        self.fleet.down(name)
+        self.kv.endpoint(EndpointDown(name))
+
+    def publisher(self, name: str = "pod", **config: Any) -> KvPublisher:
+        found = KvPublisher(KvEventsConfig(**config), name, "m")
+        self.publishers.append(found)
+        return found
+
+    def page(self) -> str:
+        return self.registry.render().decode()
+
+    async def until(self, happened: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not happened():
+                await asyncio.sleep(0.005)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    worlds: list[World] = []
+    async with AsyncExitStack() as stack:
+
+        async def begin(text: str) -> World:
+            world = World(text)
+            await world.kv.start(stack)
+            worlds.append(world)
+            return world
+
+        yield begin
+    for world in worlds:
+        for publisher in world.publishers:
+            await publisher.close()
+
+
+def store(publisher: KvPublisher, *digests: int) -> None:
+    for digest in digests:
+        publisher.add(BlocksStored([digest], 0, digest.to_bytes(64, "little"), 16))
+        publisher.flush()
+
+
+async def test_configured_ports(start: Start) -> None:
+    aside = KvPublisher(KvEventsConfig(), "pod", "m")
+    events, replay = (int(a.rpartition(":")[2]) for a in (aside.events_address, aside.replay_address))
+    world = await start(f"{{enabled: true, port: {events}, replayPort: {replay}}}")
+    world.publishers.append(aside)
+    store(aside, 1, 2)
+    slot = world.up("a", "127.0.0.1:8000")
+    await world.until(lambda: world.index.entries == 2)
+    # Labels that change are no reason to begin anew; another address is.
+    world.up("a", "127.0.0.1:8000", zone="b")
+    store(aside, 3)
+    await world.until(lambda: world.index.entries == 3)
+    (cache,) = world.index.caches_of(slot)
+    assert (cache.told.stored, cache.told.copied) == (3, 0)
+    await world.until(lambda: world.kv.exact.source(slot) == "either")
+    assert 'fairlead_kv_feed_blocks{endpoint="a",rank="0"} 3' in world.page()
+    slot = world.up("a", "127.0.0.2:8000")
+    await asyncio.sleep(0.05)
+    assert world.kv.exact.source(slot) == "learned"
+    assert all(not cache.blocks for cache in world.index.caches_of(slot))
+    world.down("a")
+    await world.until(lambda: world.index.entries == 0)
+    world.index.validate()
+
+
+async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as free:
+        port = free.bind_to_random_port("tcp://127.0.0.1")
+    world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}")
+    slot = world.up("pool/a", "10.0.0.1:8000")
+    dial = {"events": f"tcp://127.0.0.1:{port}", "replay": "", "connect": True}
+    known, named, stranger = (world.publisher(name, **dial) for name in ("10.0.0.1:8000", "a", "10.9.9.9:8000"))
+    digest = 1
+    async with asyncio.timeout(10):
+        while not world.index.entries or "rejected_batches_total 0" in world.page():
+            store(known, digest)
+            store(stranger, digest + 100_000)
+            digest += 1
+            await asyncio.sleep(0.02)
+    assert [cache.linked for cache in world.index.caches_of(slot)] == [True]
+    # The same pod under its name is the same endpoint.
+    before = world.index.entries
+    async with asyncio.timeout(10):
+        while world.index.entries <= before:
+            store(named, digest)
+            digest += 1
+            await asyncio.sleep(0.02)
+    world.down("pool/a")
+    await world.until(lambda: world.index.entries == 0)
+
+
+async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
+    aside = KvPublisher(KvEventsConfig(), "pod", "m")
+    store(aside, 1, 2, 3)
+    events, replay = (int(a.rpartition(":")[2]) for a in (aside.events_address, aside.replay_address))
+    file = tmp_path / "index.kv"
+    text = f"{{enabled: true, port: {events}, replayPort: {replay}, snapshot: '{file}'}}"
+    first = await start(text)
+    slot = first.up("a", "127.0.0.1:8000")
+    await first.until(lambda: first.index.entries == 3)
+    await first.until(lambda: first.kv.subscriptions(slot)[0].feed.applied[0] == 2)
+    feed = first.kv.subscriptions(slot)[0].feed
+    file.write_bytes(b"".join(save(first.index, {slot: "a"}, lambda cache: Place(*feed.applied))))
+    second = await start(text)
+    slot = second.up("a", "127.0.0.1:8000")
+    store(aside, 4)
+    await second.until(lambda: second.index.entries == 4)
+    (cache,) = second.index.caches_of(slot)
+    count = second.kv.subscriptions(slot)[0].feed.count
+    # Only what came after was asked for, and the snapshot is known to be of this life.
+    assert (count.batches, cache.told.copied) == (1, 0)
+    await second.until(lambda: cache.current)
+    second.publishers.append(aside)
+
+
+async def test_a_damaged_snapshot_is_left_alone(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "index.kv"
+    file.write_bytes(b"fairlead-kv-1\nnonsense")
+    world = await start(f"{{enabled: true, snapshot: '{file}'}}")
+    assert world.index.entries == 0
+    assert "snapshot" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("{enabled: true, bind: 'tcp://999.0.0.1:1'}", "$.kvEvents.bind"),
+        ("{enabled: true, bind: 'tcp://127.0.0.1:*', curve: {publicKeyFile: /no/such, secretKeyFile: /no/such}}",
+         "$.kvEvents.curve.publicKeyFile"),
+        ("{enabled: true, curve: {publicKeyFile: /dev/null, secretKeyFile: /dev/null, serverKey: x}}",
+         "$.kvEvents.curve"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_used_is_told_at_the_start(start: Start, text: str, path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        await start(text)
+    assert caught.value.path == path
+
+
+async def test_answers_are_followed_while_that_brings_something(start: Start) -> None:
+    world = await start("{enabled: true, check: 0}")
+    inspect = world.kv.inspecting(lambda stream: False)
+    assert not inspect(False)
+    slot = world.up("a", "127.0.0.1:8000")
+    world.index.rank(slot, 0, "*").heard = True
+    world.kv.exact.refresh()
+    # Nobody reports anything: after a while that is enough.
+    assert sum(inspect(True) for _ in range(1000)) == 200
+    awaited = world.kv.exact.check.expect(slot, PromptTokens(ids=bytes(400), total=100), "", 96, True)
+    world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
+    assert inspect(False)
+    for _ in range(2, 20):
+        awaited = world.kv.exact.check.expect(slot, PromptTokens(ids=bytes(400), total=100), "", 96, True)
+        world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
+    world.kv.exact.refresh()
+    assert not inspect(False)

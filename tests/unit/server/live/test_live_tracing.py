@@ -1,0 +1,49 @@
+"""Tracing that is off loads nothing; tracing that cannot be says what to install."""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError
+from fairlead.server.live.wiring import start_tracing
+
+ON = "tracing: {endpoint: 'http://localhost:4318/v1/traces', sample: 0.5, followParent: false, timeout: 250ms}"
+
+
+def config(text: str) -> Config:
+    return load(text, need_endpoints=False)
+
+
+async def test_off_there_is_none() -> None:
+    async with AsyncExitStack() as stack:
+        assert start_tracing(stack, config("policy: default"), asyncio.get_running_loop()) is None
+
+
+def test_the_scheduler_loads_nothing_of_opentelemetry() -> None:
+    code = (
+        "import sys, fairlead.server.live, fairlead.cli.serve; print([m for m in sys.modules if 'opentelemetry' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"pip install 'fairlead\[tracing\]'") as raised:
+            start_tracing(stack, config(ON), asyncio.get_running_loop())
+    assert "$.tracing.endpoint" in str(raised.value)
+
+
+def test_settings() -> None:
+    tracing = config(ON).tracing
+    assert (tracing.sample, tracing.follow_parent, tracing.timeout, tracing.max_rate) == (0.5, False, 0.25, 100.0)
+    assert config("policy: default").tracing.endpoint == ""
+    for wrong in ("endpoint: localhost:4317", "sample: 2", "maxRate: 0", "serviceName: ''", "timeout: 0"):
+        with pytest.raises(ConfigError, match=r"\$\.tracing"):
+            config(f"tracing: {{{wrong}}}")

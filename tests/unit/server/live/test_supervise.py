@@ -1,0 +1,121 @@
+"""The parent of the embedded gateway: small, quick to react, and sure of its children's ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fairlead
+from fairlead.server.supervise import Child, Parent, SchedulerFailed
+
+SOURCES = str(Path(fairlead.__file__).parents[1])
+
+
+class Gateway:
+    """An Envoy that always starts, and counts what nobody scheduled."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.stopped: list[float] = []
+        self.admin: Any = self
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def stop(self, grace: float) -> None:
+        self.stopped.append(grace)
+
+    async def unscheduled(self) -> int:
+        return 0
+
+
+def child(code: str) -> int:
+    """The id of a process that runs `code` and is waited for by nobody."""
+    return os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ)
+
+
+def parent(gateway: Gateway, first: int, again: str = "") -> Parent:
+    made: Any = gateway
+    return Parent(made, first, [sys.executable, "-I", "-S", "-c", again])
+
+
+def test_it_imports_what_supervising_needs_and_no_more() -> None:
+    code = (
+        "import sys; sys.modules['ssl'] = None; sys.path.append(sys.argv[1]); import fairlead.server.supervise;"
+        "print(*sys.modules); text = open('/proc/self/smaps_rollup').read();"
+        "print(int(text.split('Rss:')[1].split()[0]) / 1024)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, SOURCES], capture_output=True, text=True, check=True, timeout=60
+    )
+    modules, megabytes = done.stdout.splitlines()
+    heavy = {
+        "numpy",
+        "aiohttp",
+        "msgspec",
+        "pydantic",
+        "yaml",
+        "typer",
+        "grpc",
+        "fairlead.config",
+        "fairlead.core.fleet",
+    }
+    assert not heavy & set(modules.split())
+    assert float(megabytes) <= 20.0
+
+
+@pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)])
+async def test_a_childs_end_is_told(code: str, expected: int) -> None:
+    one = Child(child(code))
+    async with asyncio.timeout(20):
+        while one.runs:
+            one.reap()
+            await asyncio.sleep(0.005)
+    assert await one.wait() == expected
+    one.signal(signal.SIGKILL)  # nobody is hit
+    one.reap()
+
+
+async def test_a_first_scheduler_that_cannot_use_its_configuration_ends_all() -> None:
+    gateway = Gateway()
+    with pytest.raises(SchedulerFailed):
+        async with asyncio.timeout(20):
+            await parent(gateway, child("raise SystemExit(2)")).run()
+    assert 0.0 in gateway.stopped
+
+
+async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    mark = f"import os, signal; open({str(marks)!r}, 'a').write('x')"
+    again = f"{mark}; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    gateway = Gateway()
+    async with asyncio.timeout(20):
+        await parent(gateway, child("raise SystemExit(2 + 1)"), again).run()
+    assert marks.read_text() == "x", "the second one ran, and was ended with its parent"
+    assert gateway.stopped[0] > 0, "clients first"
+
+
+async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
+    """SIGUSR1 lets those who wait go, SIGTERM drains."""
+    said = tmp_path / "said"
+    code = (
+        "import signal, sys\n"
+        f"out = open({str(said)!r}, 'a', buffering=1)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: out.write('ending\\n'))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "out.write('up\\n')\n"
+        "while True: signal.pause()\n"
+    )
+    gateway = Gateway()
+    running = asyncio.create_task(parent(gateway, child(code)).run())
+    async with asyncio.timeout(20):
+        while not said.exists() or "up" not in said.read_text():
+            await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+    assert said.read_text().startswith("up\nending")

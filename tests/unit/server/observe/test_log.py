@@ -1,0 +1,158 @@
+"""Log lines: their form, what they never show, and how repetition is held back."""
+
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fairlead.server.observe import log
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """A set-up logging that is undone afterwards."""
+    root, ours = logging.getLogger(), logging.getLogger("fairlead")
+    before = (root.handlers[:], root.level, ours.level)
+    yield io.StringIO()
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+def lines(stream: io.StringIO) -> list[str]:
+    """All lines without their time."""
+    return [line.split(" ", 1)[1] for line in stream.getvalue().splitlines()]
+
+
+def test_logfmt(stream: io.StringIO) -> None:
+    log.setup("info", "logfmt", stream)
+    log.get("scrape").info("endpoint up", endpoint="default/vllm-0", count=3, fresh=True, age=0.5, why=None, empty="")
+    line = stream.getvalue()
+    assert line.startswith("time=20")
+    assert line.split(" ", 1)[0].endswith("Z")
+    assert lines(stream) == [
+        'level=info component=scrape msg="endpoint up" '
+        'endpoint=default/vllm-0 count=3 fresh=true age=0.5 why=null empty=""'
+    ]
+
+
+def test_one_event_stays_one_line(stream: io.StringIO) -> None:
+    log.setup("info", "logfmt", stream)
+    log.get("x").info("odd", value='a\nb "c" \\ = \x1b[31m é\u2028')
+    assert lines(stream) == [r'level=info component=x msg=odd value="a\nb \"c\" \\ = \u001b[31m \u00e9\u2028"']
+
+
+def test_json(stream: io.StringIO) -> None:
+    log.setup("debug", "json", stream)
+    log.get("x").debug("odd\nevent", value=float("1.5"), names=["é"], msg="mine")
+    entry = json.loads(stream.getvalue())
+    assert entry.pop("time").endswith("Z")
+    assert entry == {
+        "level": "debug",
+        "component": "x",
+        "msg": "odd\nevent",
+        "value": 1.5,
+        "names": "['é']",
+        "msg_": "mine",
+    }
+
+
+def test_levels(stream: io.StringIO) -> None:
+    log.setup("warning", "logfmt", stream)
+    logger = log.get("x")
+    logger.debug("no")
+    logger.info("no")
+    logger.warning("yes")
+    logger.error("yes too")
+    assert lines(stream) == ["level=warning component=x msg=yes", 'level=error component=x msg="yes too"']
+
+
+def test_unknown_level_or_format() -> None:
+    with pytest.raises(ValueError, match="unknown log level 'loud'"):
+        log.setup("loud")
+    with pytest.raises(ValueError, match="unknown log format 'xml'"):
+        log.setup("info", "xml")
+
+
+def test_what_users_said_is_never_shown(stream: io.StringIO) -> None:
+    log.setup("info", "logfmt", stream)
+    log.get("x").info(
+        "request", prompt="secret", Body=b"secret", messages=["secret"], authorization="secret", model="m"
+    )
+    assert "secret" not in stream.getvalue()
+    assert "model=m" in stream.getvalue()
+
+
+def test_values_are_cut(stream: io.StringIO) -> None:
+    log.setup("info", "json", stream)
+    log.get("x").info("y" * 100_000, value="z" * 100_000)
+    assert len(stream.getvalue()) < 1200
+
+
+def test_exceptions(stream: io.StringIO) -> None:
+    log.setup("info", "json", stream)
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError as error:
+        log.get("x").error("it failed", exc=error)
+    entry = json.loads(stream.getvalue())
+    assert entry["msg"] == "it failed"
+    assert entry["exc"].endswith("RuntimeError: broken")
+
+
+def test_libraries_come_out_the_same_way(stream: io.StringIO) -> None:
+    log.setup("info", "logfmt", stream)
+    logging.getLogger("asyncio").warning("task %s took %d ms", "x", 5)
+    logging.getLogger("asyncio").info("chatter")
+    assert lines(stream) == ['level=warning component=asyncio msg="task x took 5 ms"']
+
+
+class Repeated:
+    """A filter with a clock of our own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.filter = log.RepeatFilter(lambda: self.now)
+
+    def passes(self, message: str = "m", level: int = logging.WARNING, **fields: object) -> bool | int:
+        """Whether it passes; the number left out, if the record tells of any."""
+        record = logging.LogRecord("fairlead.x", level, "", 0, "%s", (message,), None)
+        record.fields = fields
+        passed = self.filter.filter(record)
+        return getattr(record, "left_out", passed)
+
+
+def test_repetition_is_held_back_and_owned_up_to() -> None:
+    repeated = Repeated()
+    assert [repeated.passes() for _ in range(8)] == [True] * log.BURST + [False] * (8 - log.BURST)
+    assert repeated.passes("another") is True
+    assert repeated.passes(endpoint="a") is True
+    repeated.now = log.WINDOW_S
+    assert repeated.passes() == 8 - log.BURST
+    assert repeated.passes() is True
+
+
+def test_below_warning_nothing_is_held_back() -> None:
+    repeated = Repeated()
+    assert all(repeated.passes(level=logging.INFO) for _ in range(100))
+
+
+def test_what_is_remembered_is_bounded(bytes_kept: Callable[[Callable[[], object]], int]) -> None:
+    def filled(messages: int) -> Repeated:
+        repeated = Repeated()
+        for i in range(messages):
+            repeated.passes(f"m{i}")
+        return repeated
+
+    assert bytes_kept(lambda: filled(10_000)) < 2 * bytes_kept(lambda: filled(1_000))
+
+
+def test_library_lines_that_differ_only_in_arguments_are_one_message() -> None:
+    repeated = Repeated()
+    passed = 0
+    for i in range(50):
+        record = logging.LogRecord("aiohttp", logging.ERROR, "", 0, "client %s failed", (i,), None)
+        passed += repeated.filter.filter(record)
+    assert passed == log.BURST

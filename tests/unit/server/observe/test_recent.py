@@ -1,0 +1,105 @@
+"""Sums and percentiles of the last seconds."""
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.server.observe.recent import MAX_KEYS, Recent, Window, percentiles
+
+
+def request(number=1, **fields):
+    return Request(**{"id": number, "arrived": 0.0, "model": "m", "prompt_tokens": 100, "stream": True} | fields)
+
+
+def decision(at, number=1, endpoint="a", hit=60, **fields):
+    outcome = "routed" if endpoint else "rejected-saturated"
+    return DecisionRecord(
+        request=request(number, **fields), at=at, policy="p", endpoint=endpoint, hit_tokens=hit, outcome=outcome
+    )
+
+
+def outcome(at, ttft=20.0, number=1, **fields):
+    shown = {"status": 200, "duration_ms": 100.0, "forecast": Forecast(ttft_ms=10.0, low_ms=5.0, high_ms=30.0)}
+    return OutcomeRecord(request=request(number), at=at, endpoint="a", ttft_ms=ttft, **(shown | fields))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.sampled_from("abc"), st.integers(1, 5)), max_size=60))
+def test_a_window_holds_what_is_in_its_bins(entries):
+    window = Window(10.0, 1.0, 1, "other")
+    entries.sort(key=lambda entry: entry[0])
+    for at, key, value in entries:
+        window.add(key, at, (value,))
+    last = entries[-1][0] if entries else 0.0
+    window.move(last)
+    expected = {}
+    for at, key, value in entries:
+        if int(at) > int(last) - 10:
+            expected[key] = expected.get(key, 0) + value
+    assert {key: row[0] for key, row in window.sums.items()} == expected
+    window.move(last + 11.0)
+    assert window.sums == {}
+
+
+def test_a_window_knows_so_many_keys_and_merges_the_rest():
+    window = Window(10.0, 1.0, 1, "other")
+    for i in range(MAX_KEYS + 50):
+        window.add(str(i), 0.0, (1.0,))
+    assert len(window.sums) <= MAX_KEYS + 1
+    assert window.sums["other"] == [50.0]
+    window.move(100.0)
+    assert window.sums == {}
+
+
+def test_sums_per_endpoint():
+    recent = Recent()
+    recent.on_decision(decision(0.0), 1e-4)
+    recent.on_decision(decision(1.0, 2, endpoint=""), 1e-4)
+    recent.on_outcome(outcome(2.0, ttft=20.0, hit_tokens=60, cached_tokens=50))
+    recent.on_outcome(outcome(2.5, ttft=40.0, status=502))
+    recent.move(3.0)
+    sums = recent.endpoint("a")
+    assert (sums.routed, sums.prompt_tokens, sums.hit_tokens) == (1, 100, 60)
+    assert (sums.judged, sums.predicted_ms, sums.actual_ms, sums.inside) == (2, 20.0, 60.0, 1)
+    assert (sums.predicted_hit, sums.reported_hit, sums.hit_error, sums.failed) == (60, 50, 10, 1)
+    assert recent.endpoint("nobody").records == 0
+    recent.move(70.0)
+    assert recent.endpoint("a").records == 0
+
+
+def test_answers_that_are_not_streamed_have_no_first_token():
+    recent = Recent()
+    record = OutcomeRecord(request=request(stream=False), at=0.0, endpoint="a", ttft_ms=9.0, duration_ms=9.0)
+    recent.on_outcome(record)
+    assert (len(recent.ttft), len(recent.answers)) == (0, 1)
+
+
+def test_rates_count_the_last_seconds_and_are_not_told_too_early():
+    recent = Recent()
+    recent.seed([], 0.0, lambda at: None, 2.0)
+    for i in range(100):
+        recent.on_decision(decision(0.2 * i, i, endpoint="a" if i % 4 else ""), 1e-4)
+    recent.move(19.9)
+    per_s, refused = recent.rates(19.9)
+    assert (per_s, refused) == (pytest.approx(50 / 9.5), pytest.approx(12 / 9.5))
+    assert Recent().rates(5.0) == (None, None)
+
+
+def test_seeding_tells_each_step_after_what_came_before_it():
+    told = []
+    recent = Recent()
+    records = [(decision(float(i), i), outcome(i + 0.5, number=i)) for i in range(7)]
+    recent.seed(records, -inf, lambda at: told.append((at, len(recent.ttft))), 2.0)
+    assert told == [(2.0, 2), (4.0, 4), (6.0, 6)]
+    assert recent.endpoint("a").routed == 7
+
+
+def test_percentiles_are_values_that_came():
+    values = [(0.0, float(i)) for i in range(1, 101)]
+    assert percentiles(values, (0.5, 0.95, 0.99)) == [50.0, 95.0, 99.0]
+    assert percentiles([(0.0, 7.0)], (0.0, 1.0)) == [7.0, 7.0]
+    assert percentiles([], (0.5,)) == [None]

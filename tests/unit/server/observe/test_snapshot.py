@@ -1,0 +1,186 @@
+"""What the dashboard is told, against the metrics page of the same moment."""
+
+import re
+from itertools import pairwise
+from math import nan
+
+import msgspec
+import pytest
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, ShadowRecord, ShadowVerdict
+from fairlead.core.request import Request
+from fairlead.server.observe import snapshot as module
+from fairlead.server.observe.snapshot import DECISIONS, POINT, TRAFFIC_ROWS, SnapshotMaker
+from fairlead.server.observe.watch import Watch
+
+
+class Pool:
+    """A watch over two endpoints, with a clock in hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.reasons: list[str] = []
+        self.fleet = Fleet()
+        for name in ("a", "b"):
+            self.fleet.up(Endpoint(f"default/{name}", f"10.0.0.{ord(name)}:80", {"llm-d.ai/role": "decode"}))
+        self.watch = Watch(self.fleet, lambda: self.now)
+        self.maker = SnapshotMaker(
+            self.watch,
+            lambda: self.now,
+            1_000_000.0,
+            pool="default",
+            policy=lambda: "cost-model",
+            reasons=lambda: self.reasons,
+        )
+
+    def serve(self, number: int, endpoint: str = "default/a", ends: bool = True, **fields) -> None:
+        """Decide about a request, and end it 50 ms later."""
+        shown = {"model": "m", "prompt_tokens": 200, "stream": True} | fields
+        request = Request(id=number, arrived=self.now, **shown)
+        forecast = Forecast(ttft_ms=20.0, low_ms=10.0, high_ms=40.0)
+        record = DecisionRecord(
+            request=request,
+            at=self.now,
+            policy="p",
+            endpoint=endpoint,
+            address="x:1" if endpoint else "",
+            hit_tokens=50 if endpoint else 0,
+            outcome="routed" if endpoint else "rejected-no-endpoints",
+            status=200 if endpoint else 503,
+            forecast=forecast if endpoint else None,
+        )
+        self.watch.on_decision(record, 2e-4)
+        if endpoint and ends:
+            self.watch.on_outcome(
+                OutcomeRecord(
+                    request=request, at=self.now + 0.05, endpoint=endpoint, status=200, ttft_ms=30.0, duration_ms=50.0,
+                    prompt_tokens=200, completion_tokens=5, cached_tokens=40, hit_tokens=50, forecast=forecast,
+                )
+            )  # fmt: skip
+
+    def metric(self, name: str) -> float:
+        page = b"".join(self.watch.exposition()).decode()
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+def test_counts_are_those_of_the_metrics_page(pool):
+    pool.maker.begin()
+    for i in range(20):
+        pool.serve(
+            i, "default/a" if i % 3 else "default/b", ends=i % 5 > 0, model="m" if i % 2 else "n", priority=i % 2
+        )
+    pool.serve(20, endpoint="")
+    shot = pool.maker.take()
+    totals = shot.totals
+    assert totals.requests == pool.metric("llm_d_epp_request_total") == 21
+    assert totals.errors == pool.metric("llm_d_epp_request_error_total") == 1
+    assert totals.refused == pool.metric("fairlead_rejected_total") == 1
+    assert totals.running == pool.metric("llm_d_epp_request_running") == 4
+    assert totals.hit_tokens == pool.metric("kv_cache_hit_total") == 1000
+    assert totals.prompt_tokens == pool.metric("kv_cache_lookup_total")
+    assert totals.forecasts == pool.metric("fairlead_ttft_forecasts_total") == 16
+    assert shot.leases == pool.metric("fairlead_leases")
+    assert shot.index_size == pool.metric("index_size")
+    rows = {(row.model, row.priority): (row.requests, row.errors, row.running) for row in shot.traffic}
+    assert rows == {("n", "0"): (10, 0, 2), ("m", "1"): (10, 0, 2), ("m", "0"): (1, 1, 0)}
+
+
+def test_an_endpoint_says_what_is_known_of_it(pool):
+    pool.fleet.sampled("default/a", 99.0, 99.5, Sample(waiting=3, running=2, kv_usage=0.25))
+    pool.maker.begin()
+    pool.serve(1)
+    pool.now += 1.0
+    a, b = pool.maker.take().endpoints
+    assert (a.id, a.role, a.fresh, a.age_s, a.waiting, a.running, a.kv) == (
+        "default/a",
+        "decode",
+        True,
+        1.5,
+        3,
+        2,
+        0.25,
+    )
+    assert (a.sent, a.hit_rate, a.predicted_ms, a.actual_ms, a.judged, a.inside) == (1, 0.25, 20.0, 30.0, 1, 1.0)
+    assert (a.source, a.trust) == ("learned", 0.8)
+    assert (b.fresh, b.age_s, b.waiting, b.sent, b.hit_rate, b.actual_ms, b.trust) == (
+        False,
+        None,
+        None,
+        0,
+        *[None] * 3,
+    )
+
+
+def test_nothing_is_listened_to_while_nobody_looks(pool):
+    assert pool.watch.recent is None
+    pool.maker.begin()
+    assert pool.watch.recent is not None
+    pool.maker.end()
+    assert pool.watch.recent is None
+
+
+def test_who_comes_later_sees_what_the_journal_holds(pool):
+    for i in range(40):
+        pool.now += 0.5
+        pool.serve(i)
+    pool.maker.begin()
+    shot = pool.maker.take()
+    assert shot.latency.ttft.n == 21
+    assert (shot.latency.ttft.p50, shot.latency.predicted.p50) == (30.0, 20.0)
+    assert shot.totals.per_s == pytest.approx(2.0, rel=0.15)
+    history = pool.maker.beginning().history
+    assert [point.at for point in history[:3]] == [1_000_102.0, 1_000_104.0, 1_000_106.0]
+    assert history[-1].ttft == (30.0, 30.0, 30.0)
+
+
+def test_points_are_kept_for_the_next_viewer_and_a_gap_stays_one(pool):
+    pool.maker.begin()
+    for _ in range(10):
+        pool.maker.take()
+        pool.now += 0.5
+    pool.maker.end()
+    pool.now += 60.0
+    pool.maker.begin()
+    pool.maker.take()
+    times = [point.at for point in pool.maker.beginning().history]
+    assert len(times) == 4
+    assert times[-1] - times[-2] > 50.0
+    assert [b - a for a, b in pairwise(times[:-1])] == [POINT] * 2
+
+
+def test_long_tables_end_somewhere(pool):
+    pool.maker.begin()
+    for i in range(TRAFFIC_ROWS + 10):
+        pool.serve(i, model=f"model-{i}")
+    shot = pool.maker.take()
+    assert (len(shot.traffic), shot.traffic_left_out, len(shot.decisions)) == (TRAFFIC_ROWS, 10, DECISIONS)
+    assert [row.id for row in shot.decisions] == [*range(TRAFFIC_ROWS + 9, TRAFFIC_ROWS + 9 - DECISIONS, -1)]
+
+
+def test_shadows_tell_how_often_they_agree(pool):
+    verdicts = (ShadowVerdict("x", "default/a", True), ShadowVerdict("y", "default/b", False, regret_ms=4.0))
+    pool.watch.shadows.on_shadow(ShadowRecord(1, 0.0, "default/a", 1.0, verdicts))
+    pool.watch.shadows.cut = lambda: {"z": "too slow"}
+    pool.maker.begin()
+    x, y, z = pool.maker.take().shadows
+    assert (x.name, x.agree, x.differ, x.regret_ms) == ("x", 1, 0, 0.0)
+    assert (y.name, y.agree, y.differ, y.regret_ms, y.primary_regret_ms) == ("y", 0, 1, 4.0, 1.0)
+    assert (z.name, z.cut, z.regret_ms) == ("z", "too slow", None)
+
+
+def test_what_is_not_finite_is_null(pool):
+    pool.fleet.sampled("default/a", 99.0, 99.5, Sample(waiting=nan, running=1, kv_usage=nan))
+    pool.maker.begin()
+    row = msgspec.json.decode(msgspec.json.encode(pool.maker.take()))["endpoints"][0]
+    assert (row["waiting"], row["kv"], row["running"]) == (None, None, 1)
+
+
+def test_the_constants_fit_each_other():
+    assert module.TICK <= 1.0 and POINT >= module.TICK and module.HISTORY >= 600.0

@@ -1,0 +1,112 @@
+"""Metrics, journal and hooks behind one observer."""
+
+import msgspec
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import Fleet
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.server.observe.watch import Watch
+
+REQUEST = Request(id=1, arrived=0.0, api="chat", model="m", prompt_tokens=10)
+
+
+def make(now=0.0):
+    fleet = Fleet()
+    fleet.up(Endpoint("default/a", "10.0.0.1:80"))
+    return Watch(fleet, lambda: now), fleet
+
+
+def decided(request_id=1, **fields):
+    fields = {"endpoint": "default/a", "address": "10.0.0.1:80"} | fields
+    return DecisionRecord(request=Request(id=request_id, arrived=0.0, model="m"), at=0.0, policy="p", **fields)
+
+
+def value(watch, name):
+    lines = b"".join(watch.exposition()).decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_whoever_looks_sees_every_decision():
+    routed = []
+    watch = Watch(Fleet(), lambda: 1.0, on_routed=routed.append)
+    for i in range(3):
+        watch.on_decision(decided(i), 1e-4)
+    assert routed == ["default/a"] * 3
+    assert [d["request_id"] for d in watch.decisions(2)] == [2, 1]
+    assert value(watch, "llm_d_epp_request_total{") == 3
+
+
+def test_models_of_endpoints_keep_their_names():
+    watch, _ = make()
+    watch.metrics._cap = 1
+    watch.on_endpoint(Endpoint("default/b", "10.0.0.2:80", {"model-id": "ours"}))
+    watch.on_endpoint(Endpoint("default/c", "10.0.0.3:80"))
+    for model in ("first", "second", "ours"):
+        record = decided()
+        watch.on_decision(msgspec.structs.replace(record, request=Request(id=1, arrived=0.0, model=model)), 1e-4)
+    page = b"".join(watch.exposition()).decode()
+    assert 'model_name="ours"' in page
+    assert 'model_name="first"' in page
+    assert 'model_name="second"' not in page
+
+
+def test_what_goes_wrong_elsewhere_is_logged(caplog):
+    watch, _ = make()
+    with caplog.at_level("INFO", "fairlead"):
+        watch.on_page("default/a", ("no waiting", "no running"))
+        watch.on_page("default/a", ())
+        watch.on_admin_error("/metrics", ValueError("no"))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "a metrics page lacks something"),
+        ("INFO", "a metrics page is complete again"),
+        ("ERROR", "an admin page failed"),
+    ]
+
+
+def test_decisions_are_counted_before_their_outcomes():
+    watch, _ = make()
+    watch.on_decision(decided(7), 1e-4)
+    watch.on_outcome(OutcomeRecord(request=Request(id=7, arrived=0.0), at=1.0, endpoint="default/a", status=200))
+    (entry,) = watch.decisions(1)
+    assert entry["result"]["status"] == 200
+
+
+def test_waiting_decisions_are_bounded():
+    watch, _ = make()
+    for i in range(200):
+        watch.on_decision(decided(i), 1e-4)
+    assert sum(child.value for child in watch.metrics.families.requests.children.values()) > 200 - 64
+
+
+def test_overload_raises_the_scale_up_signal_and_refusals_count_as_errors():
+    watch, _ = make()
+    watch.on_decision(decided(overloaded=True), 1e-4)
+    watch.on_decision(decided(2, endpoint="", address="", outcome="rejected-no-endpoints", status=503), 1e-4)
+    assert value(watch, "fairlead_scale_up_wanted") == 1
+    assert value(watch, "llm_d_epp_request_error_total{") == 1
+
+
+def test_fallback_traffic_is_counted_per_endpoint():
+    watch, _ = make()
+    watch.on_fallback("10.0.0.1:80", 200)
+    assert value(watch, 'fairlead_fallback_requests_total{endpoint="10.0.0.1:80"}') == 1
+
+
+def test_fallback_traffic_is_told_in_few_lines_that_count(caplog):
+    now = [100.0]
+    watch = Watch(Fleet(), lambda: now[0])
+    with caplog.at_level("WARNING", "fairlead"):
+        for i in range(3000):
+            now[0] = 100.0 + i * 0.01
+            watch.on_fallback(f"10.0.0.{i % 9}:80", 200)
+    assert [record.fields["requests"] for record in caplog.records] == [1, 1500]
+
+
+def test_endpoints_show_what_was_scraped_and_how_old_it_is():
+    watch, fleet = make(now=10.0)
+    (unknown,) = watch.endpoints()
+    assert (unknown.fresh, unknown.age_s, unknown.waiting) == (False, None, None)
+    fleet.sampled("default/a", 9.0, 9.5, Sample(waiting=3, running=2, kv_usage=0.5, adapters=frozenset({"x"})))
+    (known,) = watch.endpoints()
+    assert (known.fresh, known.age_s, known.waiting, known.adapters) == (True, 0.5, 3, ["x"])

@@ -1,0 +1,154 @@
+"""The admin port, over real sockets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from fairlead.core.endpoint import Endpoint
+from fairlead.server.admin import MAX_DECISIONS, Admin, AdminSources
+
+
+class Sources:
+    """Pages of our own."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.listed: Any = [Endpoint("a", "10.0.0.1:80", {"zone": "x"})]
+        self.asked: list[int] = []
+
+    def metrics(self) -> Iterator[bytes]:
+        yield b"a 1\n"
+        yield b"b 2\n"
+
+    def decisions(self, count: int) -> list[dict[str, int]]:
+        self.asked.append(count)
+        return [{"request_id": 1}]
+
+    @property
+    def all(self) -> AdminSources:
+        return AdminSources(
+            metrics=self.metrics,
+            unready=lambda: self.reasons,
+            endpoints=lambda: self.listed,
+            decisions=self.decisions,
+        )
+
+
+class Page:
+    def __init__(self, status: int, kind: str, text: str) -> None:
+        self.status = status
+        self.kind = kind
+        self.text = text
+
+
+class Visitor:
+    """A started admin port and a client."""
+
+    def __init__(self, **options: Any) -> None:
+        self.sources = Sources()
+        self.errors: list[tuple[str, str]] = []
+        on_error = lambda path, error: self.errors.append((path, repr(error)))  # noqa: E731
+        self.admin = Admin(self.sources.all, port=0, on_error=on_error, **options)
+
+    async def get(self, path: str, method: str = "GET") -> Page:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, f"http://127.0.0.1:{self.admin.port}{path}") as response,
+        ):
+            return Page(response.status, response.headers.get("Content-Type", ""), await response.text())
+
+
+@pytest.fixture
+async def visitor() -> AsyncIterator[Visitor]:
+    visitor = Visitor()
+    await visitor.admin.start()
+    yield visitor
+    await visitor.admin.close()
+
+
+async def test_health_and_readiness(visitor: Visitor) -> None:
+    assert (await visitor.get("/healthz")).status == 200
+    assert (await visitor.get("/readyz")).text == "ready\n"
+    visitor.sources.reasons = ["no endpoints yet", "the configuration is not loaded"]
+    page = await visitor.get("/readyz")
+    assert (page.status, page.text) == (503, "not ready\n- no endpoints yet\n- the configuration is not loaded\n")
+    assert (await visitor.get("/healthz")).status == 200
+    assert (await visitor.get("/healthz", "HEAD")).status == 200
+
+
+async def test_metrics(visitor: Visitor) -> None:
+    page = await visitor.get("/metrics")
+    assert (page.status, page.kind, page.text) == (200, "text/plain; version=0.0.4; charset=utf-8", "a 1\nb 2\n")
+
+
+async def test_endpoints(visitor: Visitor) -> None:
+    page = await visitor.get("/debug/endpoints")
+    assert page.kind == "application/json"
+    assert page.text == ('{"endpoints":[{"id":"a","address":"10.0.0.1:80","labels":{"zone":"x"},"metrics_url":""}]}\n')
+
+
+async def test_names_that_are_no_text(visitor: Visitor) -> None:
+    visitor.sources.listed = [Endpoint("\ud83d", "x", {})]
+    assert r'"id": "\ud83d"' in (await visitor.get("/debug/endpoints")).text
+
+
+async def test_decisions(visitor: Visitor) -> None:
+    assert (await visitor.get("/debug/decisions?last=3")).text == '{"decisions":[{"request_id":1}]}\n'
+    await visitor.get("/debug/decisions")
+    await visitor.get("/debug/decisions?last=999999")
+    assert visitor.sources.asked == [3, 20, MAX_DECISIONS]
+
+
+@pytest.mark.parametrize("query", ["last=0", "last=-1", "last=x", "last=", "last=1.5", "last=9999999999", "lats=3"])
+async def test_bad_queries_say_why(visitor: Visitor, query: str) -> None:
+    page = await visitor.get(f"/debug/decisions?{query}")
+    assert page.status == 400
+    assert query.partition("=")[0] in page.text
+    assert visitor.sources.asked == []
+
+
+async def test_the_index_lists_what_exists(visitor: Visitor) -> None:
+    text = (await visitor.get("/")).text
+    for path in ("/healthz", "/readyz", "/metrics", "/debug/endpoints", "/debug/decisions"):
+        assert path in text
+    assert (await visitor.get("/nothing")).status == 404
+    assert (await visitor.get("/metrics", "POST")).status == 405
+
+
+async def test_debug_pages_can_be_off() -> None:
+    visitor = Visitor(debug=False)
+    await visitor.admin.start()
+    assert (await visitor.get("/debug/endpoints")).status == 404
+    assert (await visitor.get("/debug/decisions")).status == 404
+    assert (await visitor.get("/metrics")).status == 200
+    assert "/debug" not in (await visitor.get("/")).text
+    await visitor.admin.close()
+
+
+async def test_a_source_that_raises_costs_its_own_page(visitor: Visitor) -> None:
+    visitor.sources.listed = object()
+    page = await visitor.get("/debug/endpoints")
+    assert (page.status, page.text) == (500, "/debug/endpoints failed: TypeError\n")
+    assert visitor.errors[0][0] == "/debug/endpoints"
+    assert (await visitor.get("/healthz")).status == 200
+
+
+async def test_a_port_that_is_taken(visitor: Visitor) -> None:
+    second = Admin(visitor.sources.all, port=visitor.admin.port)
+    with pytest.raises(OSError, match="address already in use"):
+        await second.start()
+    await second.close()
+
+
+async def test_only_this_machine_is_served_by_default(visitor: Visitor) -> None:
+    for address, served in (("127.0.0.1", True), ("127.0.0.2", False)):  # of the loopback network, as all 127.x are
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(address, visitor.admin.port)
+            writer.close()
+            assert served
+            continue
+        assert not served

@@ -1,0 +1,118 @@
+"""The configuration file is followed: what is told, and what is not."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fairlead.config.schema import Config
+from fairlead.server.config_file import ConfigFile
+
+ONE = "endpoints: ['10.0.0.1:1']\n"
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+        self.refused: list[list[str]] = []
+
+    def changed(self, config: Config) -> None:
+        self.weights.append(config.policy.scorers[0].weight)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.01)
+
+
+def text(weight: float) -> str:
+    return f"{ONE}scorers: [{{type: load-aware, weight: {weight}}}]\n"
+
+
+def replace(file: Path, content: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(content)
+    os.replace(new, file)
+
+
+@pytest.fixture
+async def following(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """(what was heard, the file)."""
+    file = tmp_path / "f.yaml"
+    file.write_text(text(1))
+    heard = Heard()
+    follower = ConfigFile(file, heard.changed, heard.refused.append, poll_s=0.01)
+    await follower.start()
+    await heard.until(lambda: heard.weights == [1.0])
+    heard.weights.clear()
+    yield heard, file
+    await follower.close()
+
+
+async def test_new_contents_are_told_once(following: tuple[Heard, Path]) -> None:
+    heard, file = following
+    replace(file, text(2))
+    await heard.until(lambda: heard.weights == [2.0])
+    replace(file, text(2))
+    replace(file, text(3))
+    await heard.until(lambda: heard.weights == [2.0, 3.0])
+    assert heard.refused == []
+
+
+async def test_a_broken_file_is_reported_once_and_a_good_one_told_again(following: tuple[Heard, Path]) -> None:
+    heard, file = following
+    replace(file, text(2) + "log: {level: loud}\n")
+    await heard.until(lambda: bool(heard.refused))
+    assert heard.refused[0][0].startswith(f"{file}:3: $.log.level: unknown value 'loud'")
+    os.utime(file, (1, 1))
+    replace(file, text(5))
+    await heard.until(lambda: heard.weights == [5.0])
+    assert len(heard.refused) == 1
+
+
+async def test_a_file_that_goes_away_and_comes_back(following: tuple[Heard, Path]) -> None:
+    heard, file = following
+    file.unlink()
+    await heard.until(lambda: bool(heard.refused))
+    assert "cannot be read: No such file" in heard.refused[0][0]
+    replace(file, text(4))
+    await heard.until(lambda: heard.weights == [4.0])
+
+
+async def test_a_swapped_symlink_is_a_change(tmp_path: Path) -> None:
+    """How Kubernetes updates a ConfigMap volume."""
+    for name, weight in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f.yaml").write_text(text(weight))
+    link = tmp_path / "data"
+    link.symlink_to("a")
+    heard = Heard()
+    follower = ConfigFile(link / "f.yaml", heard.changed, heard.refused.append, poll_s=0.01)
+    await follower.start()
+    await heard.until(lambda: heard.weights == [1.0])
+    (tmp_path / "new").symlink_to("b")
+    os.replace(tmp_path / "new", link)
+    await heard.until(lambda: heard.weights == [1.0, 2.0])
+    await follower.close()
+
+
+async def test_following_outlives_a_consumer_that_raises(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(text(1))
+    raised: list[object] = []
+    heard = Heard()
+
+    def changed(config: Config) -> None:
+        heard.changed(config)
+        raise RuntimeError("oops")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+    follower = ConfigFile(file, changed, heard.refused.append, poll_s=0.01)
+    await follower.start()
+    for weight in (1.0, 2.0):
+        replace(file, text(weight))
+        await heard.until(lambda weight=weight: heard.weights[-1:] == [weight])  # type: ignore[misc]
+    await follower.close()
+    assert len(raised) == 2
