@@ -26,11 +26,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _gateway import checked_out, environment, resident_mb
+from _gateway import checked_out, environment, free_ports, resident_mb
 from _output import tell
 
 HERE = Path(__file__).parents[1]
-GATEWAY, ADMIN, EXT_PROC, ALS = 18380, 18381, 18382, 18383
+GATEWAY, ADMIN, EXT_PROC, ALS = free_ports(4)
 PATIENCE_S, SETTLED_S = 60.0, 2.0
 
 
@@ -57,7 +57,9 @@ def endpoint() -> Iterator[int]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of all its threads: a scheduler that is started again is the child of another one than the first."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in lists for child in text.split()]
 
 
 def is_envoy(pid: int) -> bool:
@@ -86,22 +88,25 @@ def start(place: Path, config: Path) -> dict[str, float]:
     """One start of the revision at `place`, from nothing to its end."""
     command = [sys.executable, "-m", "fairlead", "serve", str(config)]
     begin = time.perf_counter()
-    process = subprocess.Popen(command, env=environment(str(place / "src")), stderr=subprocess.DEVNULL)
-    try:
-        took = first_answer(process, begin)
-        schedulers = [child for child in children(process.pid) if not is_envoy(child)]
-        cpu = cpu_ms(process.pid) + sum(map(cpu_ms, schedulers))
-        time.sleep(SETTLED_S)
-        scheduler = next(child for child in children(process.pid) if not is_envoy(child))
-        return {
-            "first_200_ms": took,
-            "cpu_ms": cpu,
-            "parent_mb": resident_mb(process.pid),
-            "scheduler_mb": resident_mb(scheduler),
-        }
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, env=environment(str(place / "src")), stderr=log)
+        try:
+            took = first_answer(process, begin)
+            schedulers = [child for child in children(process.pid) if not is_envoy(child)]
+            cpu = cpu_ms(process.pid) + sum(map(cpu_ms, schedulers))
+            time.sleep(SETTLED_S)
+            if [child for child in children(process.pid) if not is_envoy(child)] != schedulers or not schedulers:
+                log.seek(0)
+                raise SystemExit(f"the scheduler of {place} ended:\n{log.read().decode()[-2000:]}")
+            return {
+                "first_200_ms": took,
+                "cpu_ms": cpu,
+                "parent_mb": resident_mb(process.pid),
+                "scheduler_mb": resident_mb(schedulers[0]),
+            }
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def measure(sides: dict[str, Path], rounds: int) -> dict[str, Any]:
