@@ -87,8 +87,15 @@ class Check(Struct, frozen=True, kw_only=True):
     about: str
     kinds: tuple[Kind, ...]
     run: Run
-    needs: tuple[Need, ...] = ()
-    budget: float = 15.0
+    needs: tuple[Need, ...]
+    budget: float
+
+
+def check(
+    name: str, about: str, kinds: tuple[Kind, ...], needs: tuple[Need, ...] = (), budget: float = 15.0
+) -> Callable[[Run], Check]:
+    """Makes a check of a function of the site."""
+    return lambda run: Check(name=name, about=about, kinds=kinds, run=run, needs=needs, budget=budget)
 
 
 class Outcome(Struct, frozen=True, kw_only=True):

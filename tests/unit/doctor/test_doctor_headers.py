@@ -8,7 +8,7 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.core.headers import CONTROL_HEADERS
-from fairlead.doctor.checks.gateway import HEADERS
+from fairlead.doctor.checks.gateway import headers
 from fairlead.doctor.site import Site
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options
@@ -23,7 +23,7 @@ async def kept(server: Start, document: Any) -> str:
     port = await server(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body))
     config = load("endpoints: ['127.0.0.1:1']\nadmin: {port: 0}\ngateway: none\n")
     async with Site(config, gateway_admin=f"http://127.0.0.1:{port}") as site:
-        return "".join(finding.evidence for finding in await HEADERS.run(site))
+        return "".join(finding.evidence for finding in await headers.run(site))
 
 
 def mutations(names: list[str]) -> list[dict[str, str]]:
@@ -61,4 +61,4 @@ async def test_our_own_configuration_takes_off_all(server: Start) -> None:
 
 
 def test_the_check_needs_a_gateway() -> None:
-    assert HEADERS.needs == ("any-gateway",)
+    assert headers.needs == ("any-gateway",)

@@ -15,7 +15,7 @@ from fairlead.core.trust import Case, agrees, diagnose
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.kv_listening import KvListening, listening
 from fairlead.doctor.requests import CHAT, COMPLETIONS, ReportedUsage, chat, completion, shown, usage
-from fairlead.doctor.run import Check, Finding, Kind, Severity, Skipped
+from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site
 from fairlead.pool.render import PROBES, RenderClient, compare
 
@@ -76,7 +76,14 @@ async def _rendered(client: RenderClient, endpoint: Endpoint, model: str) -> lis
     return [NO_TOKENS.at(endpoint.id, f"{model}: {tokens.detail}")] if tokens.reason else []
 
 
-async def _check_tokens(site: Site) -> list[Finding]:
+@check(
+    "tokens",
+    "prompts become the same tokens here as in the engines",
+    (OTHER_TOKENS, OTHER_TEMPLATE, UNUSABLE, NO_TOKENS, UNCHECKED),
+    needs=("endpoints", "tokens"),
+    budget=60.0,
+)
+async def tokens(site: Site) -> list[Finding]:
     client = RenderClient(5.0, asyncio.get_running_loop().time)
     asked: dict[str, int] = {}
     findings: list[Finding] = []
@@ -94,16 +101,6 @@ async def _check_tokens(site: Site) -> list[Finding]:
     finally:
         await client.close()
     return findings
-
-
-TOKENS = Check(
-    name="tokens",
-    about="prompts become the same tokens here as in the engines",
-    kinds=(OTHER_TOKENS, OTHER_TEMPLATE, UNUSABLE, NO_TOKENS, UNCHECKED),
-    run=_check_tokens,
-    needs=("endpoints", "tokens"),
-    budget=60.0,
-)
 
 
 # `kv-agreement`: whether predictions from KV events come true: the self-check of a running scheduler, on demand.
@@ -270,20 +267,17 @@ def _case(tokens: PromptTokens, predicted: int, reported: int, usage: ReportedUs
     return Case(tokens.ids, tokens.count, "", tokens.salt, predicted, reported, usage.prompt)
 
 
-async def _check_kv_agreement(site: Site) -> list[Finding]:
+@check(
+    "kv-agreement",
+    "what KV events predict comes true",
+    (FAILED, SIZE, HASH, TEMPLATE, TOKENISER, SILENT, NO_CACHE, DISAGREES, NOT_TOLD, UNTOKENISED, NOT_ALLOWED),
+    needs=("probe", "endpoints", "events"),
+    budget=60.0,
+)
+async def kv_agreement(site: Site) -> list[Finding]:
     if site.config.kv_events.bind:
         raise Skipped("publishers dial in, and cannot be listened to by two")
     kv = await listening(site)
     linked = [slot for slot in kv.watched if kv.linked(slot)]
     parts = await asyncio.gather(*(_kv_agreement_of(site, kv, slot) for slot in linked))
     return [finding for part in parts for finding in part]
-
-
-KV_AGREEMENT = Check(
-    name="kv-agreement",
-    about="what KV events predict comes true",
-    kinds=(FAILED, SIZE, HASH, TEMPLATE, TOKENISER, SILENT, NO_CACHE, DISAGREES, NOT_TOLD, UNTOKENISED, NOT_ALLOWED),
-    run=_check_kv_agreement,
-    needs=("probe", "endpoints", "events"),
-    budget=60.0,
-)

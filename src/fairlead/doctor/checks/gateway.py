@@ -11,7 +11,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.requests import gateway_request, marks, shown
-from fairlead.doctor.run import Check, Finding, Kind, Severity, Skipped
+from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.binary import find_envoy, validate
@@ -32,7 +32,14 @@ REFUSED = Kind(
 )  # fmt: skip
 
 
-async def _check_gateway(site: Site) -> list[Finding]:
+@check(
+    "gateway",
+    "Envoy accepts the embedded gateway's configuration",
+    (NO_ENVOY, REFUSED),
+    needs=("embedded",),
+    budget=70.0,
+)
+async def gateway(site: Site) -> list[Finding]:
     try:
         await asyncio.to_thread(find_envoy)
     except GatewayError as error:
@@ -43,16 +50,6 @@ async def _check_gateway(site: Site) -> list[Finding]:
     except (GatewayError, ConfigError) as error:
         return [REFUSED.at("", " ".join(str(error).split())[:300])]
     return []
-
-
-GATEWAY = Check(
-    name="gateway",
-    about="Envoy accepts the embedded gateway's configuration",
-    kinds=(NO_ENVOY, REFUSED),
-    run=_check_gateway,
-    needs=("embedded",),
-    budget=70.0,
-)
 
 
 UNANSWERED = Kind(
@@ -77,7 +74,14 @@ BYPASSED = Kind(
 _SETTLED = 0.5
 
 
-async def _check_asking(site: Site) -> list[Finding]:
+@check(
+    "asking",
+    "a request through the gateway is answered, and decided by the scheduler",
+    (UNANSWERED, FAILED, BYPASSED, NOT_ALLOWED),
+    needs=("gateway",),
+    budget=20.0,
+)
+async def asking(site: Site) -> list[Finding]:
     path, body = await gateway_request(site)
     headers = marks()
     try:
@@ -96,16 +100,6 @@ async def _check_asking(site: Site) -> list[Finding]:
         evidence = f"the scheduler has no decision for the request {headers['x-request-id']}, which was answered"
         return [BYPASSED.at("gateway", evidence)]
     return []
-
-
-ASKING = Check(
-    name="asking",
-    about="a request through the gateway is answered, and decided by the scheduler",
-    kinds=(UNANSWERED, FAILED, BYPASSED, NOT_ALLOWED),
-    run=_check_asking,
-    needs=("gateway",),
-    budget=20.0,
-)
 
 
 # `headers`: whether clients can steer the gateway to a machine of their choice.
@@ -234,14 +228,8 @@ def _removals(node: Any, within: bool = False) -> Iterator[str]:
             yield from _removals(value, within or key in _MUTATIONS)
 
 
-async def _check_headers(site: Site) -> list[Finding]:
-    return [*await _tried(site), *await _configured(site)]
-
-
-HEADERS = Check(
-    name="headers",
-    about="no client can name the machine that its request goes to",
-    kinds=(OBEYED, NOT_STRIPPED),
-    run=_check_headers,
-    needs=("any-gateway",),
+@check(
+    "headers", "no client can name the machine that its request goes to", (OBEYED, NOT_STRIPPED), needs=("any-gateway",)
 )
+async def headers(site: Site) -> list[Finding]:
+    return [*await _tried(site), *await _configured(site)]

@@ -15,7 +15,7 @@ from fairlead.core.trust import Case, diagnose
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.kv_listening import KvListening, listening, own_keys
 from fairlead.doctor.requests import COMPLETIONS, completion
-from fairlead.doctor.run import Check, Finding, Kind, Severity, Skipped
+from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series
 from fairlead.pool.kv_events.discovery import Limits
 from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
@@ -116,21 +116,18 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     return [*findings, *_topic(site, kv, slot)]
 
 
-async def _check_kv_events(site: Site) -> list[Finding]:
+@check(
+    "kv-events",
+    "KV events of every engine can be heard and fit the configuration",
+    (OFF, UNCONNECTED, SIZE, SEED, ALGORITHM, UNREADABLE, REPLAY, NAMESAKE),
+    needs=("endpoints", "events"),
+    budget=20.0,
+)
+async def kv_events(site: Site) -> list[Finding]:
     if site.config.kv_events.bind:
         raise Skipped("publishers dial in, and cannot be asked: see kv-dialled")
     kv = await listening(site)
     return [finding for slot in range(len(kv.endpoints)) for finding in await _kv_events_of(site, kv, slot)]
-
-
-KV_EVENTS = Check(
-    name="kv-events",
-    about="KV events of every engine can be heard and fit the configuration",
-    kinds=(OFF, UNCONNECTED, SIZE, SEED, ALGORITHM, UNREADABLE, REPLAY, NAMESAKE),
-    run=_check_kv_events,
-    needs=("endpoints", "events"),
-    budget=20.0,
-)
 
 
 # `kv-dialled`: with `kvEvents.bind`, whether publishers dial in under names of the pool.
@@ -270,17 +267,14 @@ def _names(endpoint: Endpoint) -> set[str]:
     return {endpoint.id, endpoint.id.rpartition("/")[2], endpoint.address}
 
 
-async def _check_kv_dialled(site: Site) -> list[Finding]:
-    if not site.config.kv_events.bind:
-        raise Skipped("kvEvents.bind is not set: publishers are connected to, see kv-events")
-    return await (_by_scheduler(site) if site.has("admin") else _by_ourselves(site))
-
-
-KV_DIALLED = Check(
-    name="kv-dialled",
-    about="publishers that dial in are of the pool",
-    kinds=(TAKEN, TOPIC, NOBODY),
-    run=_check_kv_dialled,
+@check(
+    "kv-dialled",
+    "publishers that dial in are of the pool",
+    (TAKEN, TOPIC, NOBODY),
     needs=("endpoints", "events"),
     budget=30.0,
 )
+async def kv_dialled(site: Site) -> list[Finding]:
+    if not site.config.kv_events.bind:
+        raise Skipped("kvEvents.bind is not set: publishers are connected to, see kv-events")
+    return await (_by_scheduler(site) if site.has("admin") else _by_ourselves(site))

@@ -9,7 +9,7 @@ from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer, Unreached
-from fairlead.doctor.run import Check, Finding, Kind, Severity
+from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 
 _UNEVEN = "docs/troubleshooting.md#load-is-uneven"
@@ -119,18 +119,15 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
     return findings
 
 
-async def _check_metrics(site: Site) -> list[Finding]:
-    return await site.each(lambda endpoint: _metrics_of(site, endpoint))
-
-
-METRICS = Check(
-    name="metrics",
-    about="every metrics page can be had in time and read",
-    kinds=(UNREACHABLE, REFUSED, ENGINE, UNKNOWN_ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
-    run=_check_metrics,
+@check(
+    "metrics",
+    "every metrics page can be had in time and read",
+    (UNREACHABLE, REFUSED, ENGINE, UNKNOWN_ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
     needs=("endpoints",),
     budget=60.0,
 )
+async def metrics(site: Site) -> list[Finding]:
+    return await site.each(lambda endpoint: _metrics_of(site, endpoint))
 
 
 # `freshness`: whether metrics pages tell the present.
@@ -172,23 +169,14 @@ async def _frozen(site: Site, endpoint: Endpoint) -> list[Finding]:
     return [FROZEN.at(endpoint.id, f"{endpoint.scrape_url}: not a byte differs after {APART:g} s and two requests")]
 
 
-async def _check_freshness(site: Site) -> list[Finding]:
+@check("freshness", "metrics pages tell the present", (FROZEN, STALE), needs=("endpoints",), budget=60.0)
+async def freshness(site: Site) -> list[Finding]:
     findings = await site.each(lambda endpoint: _frozen(site, endpoint))
     for row in await site.rows():
         if not row.fresh:
             evidence = "it was never read" if row.age_s is None else f"the last one is {row.age_s:.1f} s old"
             findings.append(STALE.at(row.id, evidence))
     return findings
-
-
-FRESHNESS = Check(
-    name="freshness",
-    about="metrics pages tell the present",
-    kinds=(FROZEN, STALE),
-    run=_check_freshness,
-    needs=("endpoints",),
-    budget=60.0,
-)
 
 
 #: Seconds beyond what the exchange and whole seconds explain.
@@ -216,7 +204,8 @@ async def _endpoint(site: Site, endpoint: Endpoint) -> list[Finding]:
         return []
 
 
-async def _check_clock(site: Site) -> list[Finding]:
+@check("clock", "all machines have the same time", (SKEW,))
+async def clock(site: Site) -> list[Finding]:
     findings = await site.each(lambda endpoint: _endpoint(site, endpoint))
     if site.has("admin"):
         try:
@@ -224,9 +213,6 @@ async def _check_clock(site: Site) -> list[Finding]:
         except Unreached:
             return findings
     return findings
-
-
-CLOCK = Check(name="clock", about="all machines have the same time", kinds=(SKEW,), run=_check_clock)
 
 
 #: Open files per endpoint (scraping, events, replay, their monitors; see `lab.stub.pool`), and of everything else.
@@ -256,7 +242,8 @@ LEASE = Kind(
 _SHORT_LEASE = 60.0
 
 
-async def _check_limits(site: Site) -> list[Finding]:
+@check("limits", "limits fit each other, the pool and this machine", (FILES, SCRAPES, BODY, INDEX, LEASE))
+async def limits(site: Site) -> list[Finding]:
     config, count = site.config, len(site.endpoints)
     findings = []
     per_endpoint = _FILES_PER_ENDPOINT + (_FILES_WITH_EVENTS if config.kv_events.enabled else 0)
@@ -282,11 +269,3 @@ async def _check_limits(site: Site) -> list[Finding]:
                 INDEX.at("", f"{blocks} blocks in all caches, kvEvents.maxBlocks is {config.kv_events.max_blocks}")
             )
     return findings
-
-
-LIMITS = Check(
-    name="limits",
-    about="limits fit each other, the pool and this machine",
-    kinds=(FILES, SCRAPES, BODY, INDEX, LEASE),
-    run=_check_limits,
-)

@@ -7,7 +7,7 @@ from fairlead.compat.load import SPLITTING
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.doctor.http import Unreached, connects, speaks_tls
-from fairlead.doctor.run import Check, Finding, Kind, Severity
+from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.tls import ServerTls
 from fairlead.plugins.filters.ability import STAGES, RoleParams
@@ -57,18 +57,15 @@ async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
     return [STRANGER.at(endpoint.id, f"http://{endpoint.address} has no list of models at /v1/models")]
 
 
-async def _check_endpoints(site: Site) -> list[Finding]:
-    nameless = [NAMELESS.at(name, reason) for name, reason in site.nameless.items()]
-    return nameless + await site.each(lambda endpoint: _endpoints_of(site, endpoint))
-
-
-ENDPOINTS = Check(
-    name="endpoints",
-    about="a model server answers at every endpoint and is well",
-    kinds=(UNREACHABLE, NAMELESS, SPEAKS_TLS, STRANGER, SICK),
-    run=_check_endpoints,
+@check(
+    "endpoints",
+    "a model server answers at every endpoint and is well",
+    (UNREACHABLE, NAMELESS, SPEAKS_TLS, STRANGER, SICK),
     budget=60.0,
 )
+async def endpoints(site: Site) -> list[Finding]:
+    nameless = [NAMELESS.at(name, reason) for name, reason in site.nameless.items()]
+    return nameless + await site.each(lambda endpoint: _endpoints_of(site, endpoint))
 
 
 LABEL = Kind(
@@ -133,18 +130,15 @@ async def _unserved(site: Site) -> list[Finding]:
     return [UNSERVED.at(targets[name], f"{targets[name]} leads to {name}") for name in missing]
 
 
-async def _check_models(site: Site) -> list[Finding]:
-    labels = await site.each(lambda endpoint: _label(site, endpoint))
-    return [*labels, *await _mixed(site), *await _unserved(site)]
-
-
-MODELS = Check(
-    name="models",
-    about="endpoints serve the models that labels and definitions say",
-    kinds=(LABEL, MIXED, UNSERVED),
-    run=_check_models,
+@check(
+    "models",
+    "endpoints serve the models that labels and definitions say",
+    (LABEL, MIXED, UNSERVED),
     needs=("endpoints",),
 )
+async def models(site: Site) -> list[Finding]:
+    labels = await site.each(lambda endpoint: _label(site, endpoint))
+    return [*labels, *await _mixed(site), *await _unserved(site)]
 
 
 UNKNOWN = Kind(
@@ -173,7 +167,13 @@ def _stages(site: Site) -> Iterator[str]:
             yield plugin.parameters.stage
 
 
-async def _check_roles(site: Site) -> list[Finding]:
+@check(
+    "roles",
+    "there is an endpoint for every stage that the policy wants",
+    (NOBODY, UNKNOWN, NO_PREFILL, IDLE),
+    needs=("endpoints",),
+)
+async def roles(site: Site) -> list[Finding]:
     roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
     known = set().union(*STAGES.values())
     findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role not in known]
@@ -189,15 +189,6 @@ async def _check_roles(site: Site) -> list[Finding]:
     if not splits and "prefill" not in stages:
         findings += [IDLE.at(name, f"{ROLE_LABEL}: {roles[name]}") for name in prefill_only]
     return findings
-
-
-ROLES = Check(
-    name="roles",
-    about="there is an endpoint for every stage that the policy wants",
-    kinds=(NOBODY, UNKNOWN, NO_PREFILL, IDLE),
-    run=_check_roles,
-    needs=("endpoints",),
-)
 
 
 PLAIN_URL = Kind(
@@ -264,13 +255,6 @@ async def _ext_proc(site: Site) -> list[Finding]:
     ]
 
 
-async def _check_tls(site: Site) -> list[Finding]:
+@check("tls", "both ends of each connection agree on TLS", (EXT_PROC, FILES, PLAIN_URL, SECURE_URL, UNTRUSTED))
+async def tls(site: Site) -> list[Finding]:
     return [*await site.each(lambda endpoint: _metrics(site, endpoint)), *await _ext_proc(site)]
-
-
-TLS = Check(
-    name="tls",
-    about="both ends of each connection agree on TLS",
-    kinds=(EXT_PROC, FILES, PLAIN_URL, SECURE_URL, UNTRUSTED),
-    run=_check_tls,
-)

@@ -5,7 +5,7 @@ from statistics import median
 
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
 from fairlead.doctor.http import Unreached
-from fairlead.doctor.run import Check, Finding, Kind, Severity
+from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Row, Site
 
 _RUNBOOK = "docs/runbook.md"
@@ -74,7 +74,13 @@ async def _metrics(site: Site) -> list[Finding]:
     return [] if answer.status == 200 else [NO_METRICS.at("", f"GET /metrics: {answer.status}")]
 
 
-async def _check_scheduler(site: Site) -> list[Finding]:
+@check(
+    "scheduler",
+    "the running scheduler is ready and has the configured endpoints",
+    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS),
+    needs=("admin",),
+)
+async def scheduler(site: Site) -> list[Finding]:
     findings = [*await _ready(site), *await _metrics(site), *await _pool(site)]
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
@@ -84,15 +90,6 @@ async def _check_scheduler(site: Site) -> list[Finding]:
     if unscheduled > _MANY * (unscheduled + asked):
         findings.append(FALLBACKS.at("gateway", f"{unscheduled:g} of {unscheduled + asked:g} requests since the start"))
     return findings
-
-
-SCHEDULER = Check(
-    name="scheduler",
-    about="the running scheduler is ready and has the configured endpoints",
-    kinds=(NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS),
-    run=_check_scheduler,
-    needs=("admin",),
-)
 
 
 CPU = Kind(
@@ -135,7 +132,8 @@ async def _sums(site: Site) -> dict[str, float]:
     return sums
 
 
-async def _check_scheduling(site: Site) -> list[Finding]:
+@check("scheduling", "decisions are made quickly", (CPU, PLUGIN, SLOW), needs=("admin",))
+async def scheduling(site: Site) -> list[Finding]:
     lag, ticks = await quantile(site, "fairlead_loop_lag_seconds", _QUANTILE)
     findings = []
     if ticks >= ENOUGH and lag > _LATE:
@@ -152,15 +150,6 @@ async def _check_scheduling(site: Site) -> list[Finding]:
             PLUGIN.at(worst, f"{evidence}; {sums[worst]:.1f} s of {sum(sums.values()):.1f} s in plugins"),
         ]
     return findings or [SLOW.at("", evidence)]
-
-
-SCHEDULING = Check(
-    name="scheduling",
-    about="decisions are made quickly",
-    kinds=(CPU, PLUGIN, SLOW),
-    run=_check_scheduling,
-    needs=("admin",),
-)
 
 
 SKEW = Kind(
@@ -182,7 +171,8 @@ def _group(row: Row) -> tuple[str, str]:
     return row.labels.get(MODEL_LABEL, ""), row.labels.get(ROLE_LABEL, "")
 
 
-async def _check_balance(site: Site) -> list[Finding]:
+@check("balance", "load is spread over the endpoints", (SKEW, FOREIGN), needs=("admin",))
+async def balance(site: Site) -> list[Finding]:
     rows = [row for row in await site.rows() if row.fresh]
     findings = []
     for row in rows:
@@ -194,15 +184,6 @@ async def _check_balance(site: Site) -> list[Finding]:
         if row.load - row.leases > max(_STRANGERS, row.leases):
             findings.append(FOREIGN.at(row.id, f"it has {row.load:g} requests, {row.leases:g} of them from here"))
     return findings
-
-
-BALANCE = Check(
-    name="balance",
-    about="load is spread over the endpoints",
-    kinds=(SKEW, FOREIGN),
-    run=_check_balance,
-    needs=("admin",),
-)
 
 
 DISTRUSTED = Kind(
@@ -262,7 +243,13 @@ async def _rate(site: Site) -> list[Finding]:
     return [LOW.at("", f"{hit / looked_up:.0%} of {looked_up:g} prompt tokens since the start{engines}")]
 
 
-async def _check_hits(site: Site) -> list[Finding]:
+@check(
+    "hits",
+    "a fair share of prompts is found in caches, and is really there",
+    (DISTRUSTED, NOT_REAL, UNTOKENISED, LOW),
+    needs=("admin",),
+)
+async def hits(site: Site) -> list[Finding]:
     findings = await _trust(site)
     asked = await _total(site, "llm_d_epp_request_total")
     without = await _total(site, "fairlead_kv_prompts_without_tokens_total")
@@ -275,12 +262,3 @@ async def _check_hits(site: Site) -> list[Finding]:
     if predicted >= _TOKENS and reported < _HALF * predicted and not findings:
         findings.append(NOT_REAL.at("", f"{predicted:g} tokens predicted, {reported:g} reported"))
     return findings or await _rate(site)
-
-
-HITS = Check(
-    name="hits",
-    about="a fair share of prompts is found in caches, and is really there",
-    kinds=(DISTRUSTED, NOT_REAL, UNTOKENISED, LOW),
-    run=_check_hits,
-    needs=("admin",),
-)
