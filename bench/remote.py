@@ -36,9 +36,8 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.driver import Driver
 from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.server.remote.ask import encode_ask
 from fairlead.server.remote.client import RemoteClient, RemoteOptions
-from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState
+from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState, encode_ask
 from fairlead.server.sdk.check import talk
 from fairlead.testing.builders import request as built
 

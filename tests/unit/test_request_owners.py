@@ -11,7 +11,6 @@ EXEMPT = {
     "server/observe/decisions.py": "records of the last decisions, to look them up by id; bounded",
     "server/live/shadows.py": "cases shown to policies on trial in other processes; bounded by time, nobody waits",
     "server/sdk/check.py": "one batch of answers, within a call",
-    "server/remote/ask.py": "one message, within a call",
     "lab/simulator/capture.py": "a finished run, read from a journal",
     "lab/simulator/journal.py": "a finished run, read from a journal",
     "lab/simulator/replay.py": "what a journal says was decided, beside the replay",

@@ -19,9 +19,8 @@ from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.tls import ServerTls
 from fairlead.server.remote import client as remote_client
-from fairlead.server.remote.ask import decode_ask
 from fairlead.server.remote.client import RemoteClient, RemoteOptions
-from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, encode_answer
+from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, decode_ask, encode_answer
 from fairlead.server.remote.stream import ClientTls
 from fairlead.server.sdk.server import SchedulerServer, policy_maker
 from fairlead.testing import builders

@@ -7,7 +7,6 @@ import pytest
 
 from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
 from fairlead.core.instructions import AskRemote
-from fairlead.server.remote.ask import decode_ask, encode_ask
 from fairlead.server.remote.client import RemoteClient, RemoteOptions
 from fairlead.server.remote.messages import (
     PATH,
@@ -20,7 +19,9 @@ from fairlead.server.remote.messages import (
     Picks,
     Welcome,
     decode_answer,
+    decode_ask,
     encode_answer,
+    encode_ask,
 )
 from fairlead.server.sdk.check import Dialogue
 from fairlead.server.sdk.server import SchedulerServer, policy_maker

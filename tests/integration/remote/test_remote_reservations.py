@@ -7,9 +7,8 @@ from fairlead.core.events import Event, Outcome, RemotePick, RemotePicked, Remot
 from fairlead.core.instructions import AskRemote
 from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
-from fairlead.server.remote.ask import decode_ask
 from fairlead.server.remote.client import RemoteClient, RemoteOptions
-from fairlead.server.remote.messages import PATH, Answer, Ask, Picks, Welcome, encode_answer
+from fairlead.server.remote.messages import PATH, Answer, Ask, Picks, Welcome, decode_ask, encode_answer
 from fairlead.testing import builders
 
 

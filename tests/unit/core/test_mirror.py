@@ -13,9 +13,8 @@ from fairlead.core.mirror import MirrorFleet
 from fairlead.core.policy import Context
 from fairlead.core.table import FLOATS
 from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.server.remote.ask import decode_ask, encode_ask
 from fairlead.server.remote.client import StateFeed, asked
-from fairlead.server.remote.messages import COLUMNS, Ask
+from fairlead.server.remote.messages import COLUMNS, Ask, decode_ask, encode_ask
 from fairlead.testing import builders
 from fairlead.testing.builders import lease_of
 

@@ -24,7 +24,6 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
 from fairlead.core.records import Snapshot
 from fairlead.core.table import FLOATS
-from fairlead.server.remote.ask import encode_ask
 from fairlead.server.remote.messages import (
     COLUMNS,
     PATH,
@@ -40,6 +39,7 @@ from fairlead.server.remote.messages import (
     State,
     Welcome,
     decode_answer,
+    encode_ask,
 )
 from fairlead.server.remote.stream import ClientTls, SchedulerStream, open_channel
 

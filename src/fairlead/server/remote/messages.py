@@ -1,14 +1,17 @@
 """Messages of `fairlead.scheduler.v1` as values; the contract is `proto/fairlead/scheduler/v1/scheduler.proto`.
 
-`scheduler_ask` and `scheduler_answer` turn them into bytes and back.
+Below the values stand their fields, as tables that are read and written by. Columns travel as they lie in memory.
 """
 
 import struct
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fairlead.core.errors import ProtocolError
@@ -21,39 +24,28 @@ VERSION = 1
 #: gRPC path of the stream.
 PATH = "/fairlead.scheduler.v1.Scheduler/Schedule"
 
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 Slots = NDArray[np.intp]
+Load = tuple[Slots, dict[int, Floats]]
 
 #: Columns of `Load` by field number; names as in `fleet.table`, the last four as in `fleet.predictor`.
-COLUMNS: Mapping[int, str] = {
-    2: "waiting",
-    3: "running",
-    4: "kv",
-    5: "queue",
-    6: "active",
-    7: "inflight",
-    8: "pending",
-    9: "pending_tokens",
-    10: "queued_tokens",
-    11: "queued_ms",
-    12: "prefill_since_ms",
-    13: "kv_tokens",
-    14: "growth_tokens",
-    15: "sampled_at",
-    16: "failures",
-    17: "errors",
-    18: "ejected_until",
-    19: "max_adapters",
-    20: "capacity_tokens",
-    21: "prefill_factor",
-    22: "step_factor",
-    23: "ttft_factor",
-    24: "tpot_factor",
-}
+COLUMNS: Mapping[int, str] = dict(
+    enumerate(
+        (
+            "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
+            "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "sampled_at", "failures", "errors",
+            "ejected_until", "max_adapters", "capacity_tokens", "prefill_factor", "step_factor", "ttft_factor",
+            "tpot_factor",
+        ),
+        2,
+    )
+)  # fmt: skip
 #: Highest slot that is taken from a peer: columns are as long as the highest one.
 MAX_SLOT = 65_535
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.intp)
+_NO_SHARES: Floats = np.zeros(0)
 
 
 class Hello(Struct, frozen=True, kw_only=True):
@@ -93,6 +85,10 @@ class State(Struct, kw_only=True):
     settled: int = 0
     speeds: Speeds | None = None
 
+    @property
+    def load(self) -> Load:
+        return self.slots, self.columns
+
 
 class Forecast(Struct, kw_only=True):
     """One entry per slot, milliseconds; `used` is a share of the KV memory."""
@@ -109,7 +105,7 @@ class Asked(Struct, kw_only=True):
     request: Request
     expected_output: float = 0.0
     hit_slots: Slots = field(default_factory=lambda: _NO_SLOTS)
-    hit_shares: Floats = field(default_factory=lambda: np.zeros(0))
+    hit_shares: Floats = field(default_factory=lambda: _NO_SHARES)
     #: `None` = every endpoint can serve it.
     candidates: Slots | None = None
     forecast: Forecast | None = None
@@ -144,11 +140,6 @@ class Answer(Struct, frozen=True, kw_only=True):
     picks: Picks | None = None
 
 
-def as_floats(values: Any) -> Floats:
-    """A column of doubles as protobuf packs them."""
-    return np.ascontiguousarray(values, dtype="<f8")
-
-
 # Scalar and packed fields of `fairlead.scheduler.v1`, on top of `gateway.protobuf`.
 #
 # Encoders leave defaults out, as proto3 does. Decoders take packed and unpacked lists, as the specification asks,
@@ -175,7 +166,7 @@ def double(number: int, value: float) -> bytes:
 
 def doubles(number: int, values: Floats) -> bytes:
     """A packed list; nothing for an empty one."""
-    return protobuf_field(number, as_floats(values).tobytes()) if len(values) else b""
+    return protobuf_field(number, np.ascontiguousarray(values, dtype="<f8").tobytes()) if len(values) else b""
 
 
 def slots(number: int, values: Iterable[int]) -> bytes:
@@ -183,7 +174,7 @@ def slots(number: int, values: Iterable[int]) -> bytes:
     return protobuf_field(number, packed) if packed else b""
 
 
-def read_text(data: bytes, part: Part) -> str:
+def read_text(data: bytes, part: Part, before: object = None) -> str:
     """Raises `ProtocolError` for another kind of field and for what is not UTF-8, as proto3 asks."""
     _, start, end = part
     if end < 0:
@@ -194,13 +185,13 @@ def read_text(data: bytes, part: Part) -> str:
         raise ProtocolError("a text field is not UTF-8") from None
 
 
-def read_integer(part: Part, highest: int = (1 << 64) - 1) -> int:
+def read_integer(data: bytes, part: Part, before: object = None, highest: int = (1 << 64) - 1) -> int:
     if part[2] >= 0 or part[1] > highest:
         raise ProtocolError("an integer field is out of range")
     return part[1]
 
 
-def read_double(part: Part) -> float:
+def read_double(data: bytes, part: Part, before: object = None) -> float:
     """A finite or infinite number; NaN is refused."""
     if part[2] >= 0:
         raise ProtocolError("a number field is not a number")
@@ -214,7 +205,7 @@ def read_doubles(data: bytes, part: Part, before: Floats | None) -> Floats:
     """A packed run, or one entry, put behind what came before."""
     _, start, end = part
     if end < 0:
-        values = np.array([read_double(part)])
+        values = np.array([read_double(data, part)])
     elif (end - start) % 8:
         raise ProtocolError("a packed list of doubles is cut off")
     else:
@@ -249,115 +240,245 @@ def sub(part: Part) -> tuple[int, int]:
     return part[1], part[2]
 
 
-# `Answer`: what a scheduler says. It comes from anybody: everything is bounded, nothing is believed yet.
+class Form(NamedTuple):
+    """How a field travels. `write(number, value)` leaves a default out; `read` gets what came of the field before."""
+
+    write: Callable[[int, Any], bytes]
+    read: Callable[[bytes, Part, Any], Any]
+
+
+class Message(Generic[T]):
+    """`forms`: fields by name, numbered from 1. `make` gets those that came, by name; `parts`: the values of all."""
+
+    def __init__(
+        self, make: Callable[..., T], parts: Callable[[Any], Iterable[Any]] | None = None, /, **forms: Form
+    ) -> None:
+        self._make, self._parts = make, parts or attrgetter(*forms)
+        self._writers = [(number, form.write) for number, form in enumerate(forms.values(), 1)]
+        self._readers = {number: (name, forms[name].read) for number, name in enumerate(forms, 1)}
+
+    def encode(self, value: T) -> bytes:
+        values = self._parts(value)
+        return b"".join([write(number, part) for (number, write), part in zip(self._writers, values, strict=True)])
+
+    def decode(self, data: bytes, pos: int = 0, end: int | None = None) -> T:
+        """Raises `ProtocolError` for anything malformed; unknown fields are skipped."""
+        values: dict[str, Any] = {}
+        for part in fields(data, pos, end):
+            known = self._readers.get(part[0])
+            if known is not None:
+                name, read = known
+                values[name] = read(data, part, values.get(name))
+        return self._make(**values)
+
+
+def _inner(message: "Message[Any]") -> Form:
+    def write(number: int, value: Any) -> bytes:
+        return b"" if value is None else protobuf_field(number, message.encode(value))
+
+    return Form(write, lambda data, part, _: message.decode(data, *sub(part)))
+
+
+def _inner_list(message: "Message[Any]", most: int = 1 << 32) -> Form:
+    """Of more than `most` entries the others are passed over."""
+
+    def write(number: int, values: Iterable[Any]) -> bytes:
+        return b"".join([protobuf_field(number, message.encode(value)) for value in values])
+
+    def read(data: bytes, part: Part, before: list[Any] | None) -> list[Any]:
+        before = [] if before is None else before
+        if len(before) < most:
+            before.append(message.decode(data, *sub(part)))
+        return before
+
+    return Form(write, read)
+
+
+_UINT32 = (1 << 32) - 1
+_TEXT, _INTEGER, _REAL = Form(text, read_text), Form(integer, read_integer), Form(double, read_double)
+_INTEGER32 = Form(integer, partial(read_integer, highest=_UINT32))
+_SLOT = Form(integer, partial(read_integer, highest=MAX_SLOT))
+#: Cut where it does not fit.
+_COUNT = Form(lambda number, value: integer(number, min(value, _UINT32)), _INTEGER.read)
+_BOOL = Form(integer, lambda data, part, _: bool(read_integer(data, part)))
+_DOUBLES = Form(doubles, read_doubles)
+_SLOTS = Form(lambda number, value: slots(number, value.tolist()), read_slots)
+
+
+def _zigzag(data: bytes, part: Part, before: Any) -> int:
+    coded = read_integer(data, part)
+    return coded >> 1 ^ -(coded & 1)
+
+
+_SIGNED = Form(lambda number, value: integer(number, value << 1 if value >= 0 else ~(value << 1)), _zigzag)
+
+
+# ---- `Ask`: what Fairlead tells a scheduler, encoded for every batch ----
+
+_HELLO = Message(
+    lambda version=0, **values: Hello(version=version, **values),
+    version=_INTEGER32, gateway=_TEXT, pool=_TEXT, budget_us=_INTEGER32,
+)  # fmt: skip
+
+
+def _write_labels(number: int, labels: Mapping[str, str]) -> bytes:
+    return b"".join([protobuf_field(number, text(1, key) + text(2, value)) for key, value in labels.items()])
+
+
+def _read_labels(data: bytes, part: Part, before: dict[str, str] | None) -> dict[str, str]:
+    pair = {inner[0]: read_text(data, inner) for inner in fields(data, *sub(part)) if inner[0] in (1, 2)}
+    return {**(before or {}), pair.get(1, ""): pair.get(2, "")}
+
+
+def _write_adapters(number: int, names: tuple[str, ...] | None) -> bytes:
+    if names is None:
+        return b""
+    # An empty name is no default here: it would shift nothing, but it is an entry.
+    return protobuf_field(number, b"".join([protobuf_field(1, name.encode("utf-8", "replace")) for name in names]))
+
+
+def _read_adapters(data: bytes, part: Part, before: tuple[str, ...] | None) -> tuple[str, ...]:
+    names = [read_text(data, inner) for inner in fields(data, *sub(part)) if inner[0] == 1]
+    return *(before or ()), *names
+
+
+def _endpoint(slot: int = 0, id: str = "", **values: Any) -> EndpointState:
+    if not id:
+        raise ProtocolError("an endpoint without an id")
+    return EndpointState(slot=slot, id=id, **values)
+
+
+_LABELS, _ADAPTERS = Form(_write_labels, _read_labels), Form(_write_adapters, _read_adapters)
+_ENDPOINT = Message(_endpoint, slot=_SLOT, id=_TEXT, address=_TEXT, labels=_LABELS, adapters=_ADAPTERS)
+
+
+def _write_load(number: int, load: Load) -> bytes:
+    where, columns = load
+    if not len(where):
+        return b""
+    parts = [slots(1, where.tolist()), *(doubles(column, values) for column, values in columns.items())]
+    return protobuf_field(number, b"".join(parts))
+
+
+def _read_load(data: bytes, part: Part, before: Load | None) -> Load:
+    where: Slots | None = before[0] if before else None
+    columns: dict[int, Floats] = {}
+    for inner in fields(data, *sub(part)):
+        number = inner[0]
+        if number == 1:
+            where = read_slots(data, inner, where)
+        elif number in COLUMNS:
+            columns[number] = read_doubles(data, inner, columns.get(number))
+    where = _NO_SLOTS if where is None else where
+    for number, column in columns.items():
+        if len(column) != len(where):
+            raise ProtocolError(f"column {COLUMNS[number]} has {len(column)} entries for {len(where)} slots")
+    return where, columns
+
+
+_GONE = Form(slots, lambda data, part, before: [*(before or ()), *read_slots(data, part, None).tolist()])
+_STATE = Message(
+    lambda load=(_NO_SLOTS, {}), **values: State(slots=load[0], columns=load[1], **values),
+    version=_INTEGER, full=_BOOL, endpoints=_inner_list(_ENDPOINT), gone=_GONE, load=Form(_write_load, _read_load),
+    settled=_INTEGER, speeds=_inner(Message(Speeds, **dict.fromkeys(Speeds.__struct_fields__, _REAL))),
+)  # fmt: skip
+
+
+def _forecast(**columns: Floats) -> Forecast:
+    columns = {name: columns.get(name, np.zeros(0)) for name in Forecast.__struct_fields__}
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ProtocolError("the columns of a forecast are not parallel")
+    return Forecast(**columns)
+
+
+def _asked(
+    expected_output: float = 0.0,
+    hit_slots: Slots = _NO_SLOTS,
+    hit_shares: Floats = _NO_SHARES,
+    candidates: Slots | None = None,
+    forecast: Forecast | None = None,
+    **values: Any,
+) -> Asked:
+    if len(hit_slots) != len(hit_shares):
+        raise ProtocolError("hit_slots and hit_shares are not parallel")
+    return Asked(
+        request=Request(**{"id": 0, "api": "", "arrived": 0.0, **values}),
+        expected_output=expected_output,
+        hit_slots=hit_slots,
+        hit_shares=hit_shares,
+        candidates=candidates,
+        forecast=forecast,
+    )
+
+
+def _forms(**forms: Form) -> dict[str, Form]:
+    return forms
+
+
+_OF_REQUEST = _forms(
+    id=_INTEGER, api=_TEXT, model=_TEXT, stream=_BOOL, prompt_tokens=_COUNT, prompt_bytes=_INTEGER, max_tokens=_COUNT,
+    priority=_SIGNED, session=_TEXT, fairness_id=_TEXT, slo_ttft_ms=_REAL, slo_tpot_ms=_REAL, media=_COUNT,
+)  # fmt: skip
+_OF_ASKED = _forms(
+    expected_output=_REAL, hit_slots=_SLOTS, hit_shares=_DOUBLES,
+    candidates=_inner(Message(lambda slots=_NO_SLOTS: slots, lambda slots: (slots,), slots=_SLOTS)),
+    forecast=_inner(Message(_forecast, **dict.fromkeys(Forecast.__struct_fields__, _DOUBLES))),
+)  # fmt: skip
+_REQUEST = Message(
+    _asked,
+    attrgetter(*(f"request.{name}".replace(".model", ".target_model") for name in _OF_REQUEST), *_OF_ASKED),
+    **_OF_REQUEST,
+    **_OF_ASKED,
+)
+
+
+def _batch(number: int = 0, now: float = 0.0, requests: Iterable[Asked] = ()) -> Batch:
+    return Batch(
+        number=number,
+        now=now,
+        requests=[replace(asked, request=replace(asked.request, arrived=now)) for asked in requests],
+    )
+
+
+_BATCH = Message(_batch, number=_INTEGER, now=_REAL, requests=_inner_list(_REQUEST))
+_ASK = Message(Ask, hello=_inner(_HELLO), state=_inner(_STATE), batch=_inner(_BATCH))
+#: `decode_ask` raises `ProtocolError`.
+encode_ask, decode_ask = _ASK.encode, _ASK.decode
+
+
+# ---- `Answer`: what a scheduler says. It comes from anybody: everything is bounded, nothing is believed yet ----
 
 #: Alternatives of one pick that are kept.
 MAX_ALTERNATIVES = 16
 #: Characters of a reason that are kept.
 MAX_REASON = 200
-_UINT32 = (1 << 32) - 1
 
 
-def encode_answer(answer: Answer) -> bytes:
-    parts = []
-    if answer.welcome is not None:
-        welcome = answer.welcome
-        parts.append(
-            protobuf_field(
-                1,
-                integer(1, welcome.version)
-                + text(2, welcome.scheduler)
-                + text(3, welcome.policy)
-                + integer(4, welcome.wants_forecasts),
-            )
-        )
-    if answer.picks is not None:
-        picks = [protobuf_field(2, _pick(pick)) for pick in answer.picks.picks]
-        parts.append(protobuf_field(2, integer(1, answer.picks.batch) + b"".join(picks)))
-    return b"".join(parts)
+def _pick(
+    request_id: int = 0, outcome: int = 0, reason: str = "", alternatives: Iterable[Any] = (), **values: Any
+) -> RemotePick:
+    return RemotePick(request_id, outcome, reason=reason[:MAX_REASON], alternatives=tuple(alternatives), **values)
 
 
-def _pick(pick: RemotePick) -> bytes:
-    parts = [
-        integer(1, pick.request_id),
-        integer(2, pick.outcome),
-        text(3, pick.endpoint),
-        double(4, pick.score),
-        text(5, pick.reason),
-        *(protobuf_field(6, text(1, name) + double(2, score)) for name, score in pick.alternatives),
-        text(7, pick.prefill),
-    ]
-    return b"".join(parts)
+def _read_picks(data: bytes, part: Part, before: Picks | None) -> Picks:
+    if before is not None:
+        raise ProtocolError("an Answer with two Picks")
+    picks: Picks = _PICKS.decode(data, *sub(part))
+    return picks
 
 
-def decode_answer(data: bytes) -> Answer:
-    """Raises `ProtocolError` for anything malformed; unknown fields and outcomes are kept out."""
-    welcome: Welcome | None = None
-    picks: Picks | None = None
-    for part in fields(data):
-        if part[0] == 1:
-            welcome = _read_welcome(data, *sub(part))
-        elif part[0] == 2:
-            if picks is not None:
-                raise ProtocolError("an Answer with two Picks")
-            picks = _read_picks(data, *sub(part))
-    return Answer(welcome=welcome, picks=picks)
-
-
-def _read_welcome(data: bytes, pos: int, end: int) -> Welcome:
-    version, scheduler, policy, wants = 0, "", "", False
-    for part in fields(data, pos, end):
-        if part[0] == 1:
-            version = read_integer(part, _UINT32)
-        elif part[0] == 2:
-            scheduler = read_text(data, part)
-        elif part[0] == 3:
-            policy = read_text(data, part)
-        elif part[0] == 4:
-            wants = bool(read_integer(part))
-    return Welcome(version=version, scheduler=scheduler, policy=policy, wants_forecasts=wants)
-
-
-def _read_picks(data: bytes, pos: int, end: int) -> Picks:
-    batch = 0
-    picks: list[RemotePick] = []
-    for part in fields(data, pos, end):
-        if part[0] == 1:
-            batch = read_integer(part)
-        elif part[0] == 2:
-            picks.append(_read_pick(data, *sub(part)))
-    return Picks(batch=batch, picks=tuple(picks))
-
-
-def _read_pick(data: bytes, pos: int, end: int) -> RemotePick:
-    request = outcome = 0
-    endpoint = reason = prefill = ""
-    score = 0.0
-    alternatives: list[tuple[str, float]] = []
-    for part in fields(data, pos, end):
-        number = part[0]
-        if number == 1:
-            request = read_integer(part)
-        elif number == 2:
-            outcome = read_integer(part)
-        elif number == 3:
-            endpoint = read_text(data, part)
-        elif number == 4:
-            score = read_double(part)
-        elif number == 5:
-            reason = read_text(data, part)[:MAX_REASON]
-        elif number == 6 and len(alternatives) < MAX_ALTERNATIVES:
-            alternatives.append(_read_alternative(data, *sub(part)))
-        elif number == 7:
-            prefill = read_text(data, part)
-    return RemotePick(request, outcome, endpoint, score, reason, tuple(alternatives), prefill)
-
-
-def _read_alternative(data: bytes, pos: int, end: int) -> tuple[str, float]:
-    name, score = "", 0.0
-    for part in fields(data, pos, end):
-        if part[0] == 1:
-            name = read_text(data, part)
-        elif part[0] == 2:
-            score = read_double(part)
-    return name, score
+_WELCOME = Message(
+    lambda version=0, **values: Welcome(version=version, **values),
+    version=_INTEGER32, scheduler=_TEXT, policy=_TEXT, wants_forecasts=_BOOL,
+)  # fmt: skip
+_ALTERNATIVE = Message(lambda name="", score=0.0: (name, score), lambda pair: pair, name=_TEXT, score=_REAL)
+_PICK = Message(
+    _pick, request_id=_INTEGER, outcome=_INTEGER, endpoint=_TEXT, score=_REAL, reason=_TEXT,
+    alternatives=_inner_list(_ALTERNATIVE, MAX_ALTERNATIVES), prefill=_TEXT,
+)  # fmt: skip
+_PICKS = Message(
+    lambda batch=0, picks=(): Picks(batch=batch, picks=tuple(picks)), batch=_INTEGER, picks=_inner_list(_PICK)
+)
+_ANSWER = Message(Answer, welcome=_inner(_WELCOME), picks=Form(_inner(_PICKS).write, _read_picks))
+#: `decode_answer` raises `ProtocolError`.
+encode_answer, decode_answer = _ANSWER.encode, _ANSWER.decode

@@ -16,7 +16,6 @@ from fairlead.core.errors import FairleadError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.request import Request
 from fairlead.gateway.protobuf import field
-from fairlead.server.remote.ask import encode_ask
 from fairlead.server.remote.messages import (
     COLUMNS,
     PATH,
@@ -31,6 +30,7 @@ from fairlead.server.remote.messages import (
     Speeds,
     State,
     decode_answer,
+    encode_ask,
 )
 from fairlead.server.remote.stream import ClientTls, SchedulerStream, open_channel
 

@@ -28,7 +28,6 @@ from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.stream import ServerStream
 from fairlead.gateway.tls import ServerTls
-from fairlead.server.remote.ask import decode_ask
 from fairlead.server.remote.messages import (
     COLUMNS,
     PATH,
@@ -39,6 +38,7 @@ from fairlead.server.remote.messages import (
     Picks,
     State,
     Welcome,
+    decode_ask,
     encode_answer,
 )
 from fairlead.server.sdk.simple import PASSED, Scheduler, SimplePolicy

@@ -15,7 +15,6 @@ import fairlead
 from fairlead.core.errors import ProtocolError
 from fairlead.core.events import RemotePick
 from fairlead.core.request import Request
-from fairlead.server.remote.ask import decode_ask, encode_ask
 from fairlead.server.remote.messages import (
     COLUMNS,
     MAX_ALTERNATIVES,
@@ -32,7 +31,9 @@ from fairlead.server.remote.messages import (
     State,
     Welcome,
     decode_answer,
+    decode_ask,
     encode_answer,
+    encode_ask,
 )
 
 PROTO = Path(fairlead.__file__).parent / "server" / "remote" / "proto"

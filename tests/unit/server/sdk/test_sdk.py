@@ -9,8 +9,7 @@ import pytest
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Outcome
 from fairlead.core.policy import Context, Refused
-from fairlead.server.remote.ask import encode_ask
-from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState, Hello, decode_answer
+from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState, Hello, decode_answer, encode_ask
 from fairlead.server.sdk import EndpointView, RefusedRequest
 from fairlead.server.sdk.check import Dialogue
 from fairlead.server.sdk.server import SchedulerStats, Session, policy_maker
