@@ -58,7 +58,9 @@ def gate(
     with exits(WRONG_INPUT, ValueError, OSError, FairleadError):
         conditions = [condition(text) for text in fail_if]
         with busy(f"simulating {against}" if journal is None else "reading journals"):
-            before, after, names = _figures(against, journal, policies, float(load), servers, preset, head)
+            before, after, names = _figures(
+                against, journal, policies, float(load), servers, preset_argument(preset), head
+            )
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
     for name in FIGURES:
         old, new = before.get(name), after.get(name)
@@ -97,6 +99,8 @@ def _figures(
 def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> dict[str, float]:
     """The journal's traffic on as many servers as it had."""
     from fairlead.compat.recorded import restore
+    from fairlead.lab.engine.presets import DEFAULT_PRESET
+    from fairlead.lab.engine.presets import preset as find_preset
     from fairlead.lab.simulator.capture import capture
     from fairlead.lab.simulator.result import of_jobs
     from fairlead.lab.simulator.scenarios import cut
@@ -109,7 +113,8 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     workload = capture(run, key=b"").workload
     workload = cut(workload, head) if head else workload
     count = servers or _servers(run)
-    fleet = replicas(count, preset, block_size=64) if preset else replicas(count, block_size=64)
+    kind = find_preset(preset or DEFAULT_PRESET)
+    fleet = replicas(count, kind, block_size=kind.block_size or 64)
     simulation = Simulation(Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load), config)
     simulation.run()
     return of_jobs(simulation.jobs)

@@ -74,6 +74,13 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(",") if part.strip())
 
 
+# Limits of a model server, where they are not to be the preset's.
+MaxNumSeqs = Annotated[int, typer.Option(min=0, help="Requests in one batch. 0 = the preset's.")]
+MaxModelLen = Annotated[int, typer.Option(min=0, help="Prompt plus output tokens. 0 = the preset's.")]
+KvTokens = Annotated[int, typer.Option(min=0, help="KV cache of one server, in tokens. 0 = the preset's.")]
+BlockSize = Annotated[int, typer.Option(min=0, help="Tokens per KV block. 0 = the preset's.")]
+
+
 def preset_argument(value: str) -> str:
     """A preset's name as it is, or the text of the file that `value` names. Raises `ValueError` or `OSError`."""
     path = Path(value)

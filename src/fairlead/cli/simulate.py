@@ -5,7 +5,19 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.options import WRONG_INPUT, complain, echo_json, examples, exits, numbers, preset_argument
+from fairlead.cli.options import (
+    WRONG_INPUT,
+    BlockSize,
+    KvTokens,
+    MaxModelLen,
+    MaxNumSeqs,
+    complain,
+    echo_json,
+    examples,
+    exits,
+    numbers,
+    preset_argument,
+)
 
 Source = Annotated[
     str, typer.Argument(metavar="SCENARIO|FILE", help="A built-in scenario (--list), or a workload file.")
@@ -35,7 +47,10 @@ def simulate(
     head: Annotated[int, typer.Option(min=0, help="Only the first so many requests.")] = 0,
     servers: Annotated[int, typer.Option(min=0, max=1000, help="Model servers; default: the scenario's own.")] = 0,
     preset: Annotated[str, typer.Option(help="Model and hardware: a name, or a FILE of `fairlead tune`.")] = "",
-    kv_tokens: Annotated[int, typer.Option(min=0, help="KV cache of one server, in tokens.")] = 0,
+    kv_tokens: KvTokens = 0,
+    block_size: BlockSize = 0,
+    max_num_seqs: MaxNumSeqs = 0,
+    max_model_len: MaxModelLen = 0,
     speeds: Annotated[str, typer.Option(help="Relative speeds of the servers, e.g. 1,1,0.4; repeated in turn.")] = "",
     prefill: Annotated[int, typer.Option(min=0, help="So many servers only prefill, the others decode.")] = 0,
     kv_lag_ms: Annotated[float, typer.Option(help="KV events that are so late; -1 = there are none.")] = -1,
@@ -73,6 +88,9 @@ def simulate(
             servers=servers,
             preset=preset_argument(preset),
             kv_tokens=kv_tokens,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             speeds=numbers(speeds),
             dispatch=dispatch,
             prefill=prefill,

@@ -4,15 +4,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, complain, examples, exits, preset_argument
+from fairlead.cli.options import (
+    FAILED,
+    WRONG_INPUT,
+    BlockSize,
+    KvTokens,
+    MaxModelLen,
+    MaxNumSeqs,
+    complain,
+    examples,
+    exits,
+    preset_argument,
+)
 
 if TYPE_CHECKING:
-    from fairlead.lab.engine.presets import Preset
-    from fairlead.lab.engine.spec import EngineSpec
     from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 
@@ -61,12 +70,6 @@ _Preset = Annotated[
 ]
 _Port = Annotated[
     int, typer.Option(min=0, max=65535, help="First port; replicas take this one and those after it. 0 = any.")
-]
-_MaxModelLen = Annotated[
-    int, typer.Option(min=0, help="Prompt plus output tokens. Default: the preset's.", show_default=False)
-]
-_KvTokens = Annotated[
-    int, typer.Option(min=0, help="Size of the KV cache in tokens. Default: the preset's.", show_default=False)
 ]
 _MaxLoras = Annotated[
     int, typer.Option(min=0, help="Adapters in one batch. Default: 1 with --lora, else off.", show_default=False)
@@ -134,10 +137,10 @@ def stub(
     preset: _Preset = "qwen3-32b-h100",
     time_ratio: Annotated[float, typer.Option(help="1 = as slow as the real one, 20 = twenty times faster.")] = 1.0,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per streamed event.")] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one batch.")] = 256,
-    max_model_len: _MaxModelLen = 0,
-    kv_tokens: _KvTokens = 0,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
+    max_num_seqs: MaxNumSeqs = 0,
+    max_model_len: MaxModelLen = 0,
+    kv_tokens: KvTokens = 0,
+    block_size: BlockSize = 0,
     max_queued: Annotated[int, typer.Option(min=0, help="Waiting requests before 503; 0 = no limit.")] = 0,
     lora: Annotated[list[str] | None, typer.Option(help="Adapter loaded at start; can be repeated.")] = None,
     max_loras: _MaxLoras = 0,
@@ -155,23 +158,21 @@ def stub(
     write_endpoints: _WriteEndpoints = None,
 ) -> None:
     """Serve stub model servers that speak and behave like vLLM 0.32."""
-    from fairlead.lab.engine.presets import DEFAULT_PRESET, read_preset
     from fairlead.lab.stub.config import StubConfig
     from fairlead.lab.stub.pool import run
 
     if preset == "list":
         _list_presets()
         return
-    sizes = _Sizes(max_num_seqs, max_model_len, kv_tokens, block_size)
     with exits(WRONG_INPUT, OSError), _refused_values():
-        named = preset_argument(preset)
-        fitted = read_preset(named) if "\n" in named else None
         events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
         config = StubConfig(
-            preset=DEFAULT_PRESET if fitted else preset,
-            model=model or (fitted.model if fitted else ""),
-            engine=_engine(fitted, sizes, max_loras or len(lora or [])),
-            **sizes._asdict(),
+            preset=preset_argument(preset),
+            model=model,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            kv_tokens=kv_tokens,
+            block_size=block_size,
             time_ratio=time_ratio,
             stream_interval=stream_interval,
             max_queued=max_queued,
@@ -224,20 +225,6 @@ def _hashed(events: "KvEventsConfig | None", algorithm: str, seed: str) -> "KvEv
     except ValueError as error:
         raise typer.BadParameter(f"--kv-hash: {error}") from None
     return replace(events, hashes=algorithm, hash_seed=seed)
-
-
-class _Sizes(NamedTuple):
-    max_num_seqs: int
-    max_model_len: int
-    kv_tokens: int
-    block_size: int
-
-
-def _engine(preset: "Preset | None", sizes: _Sizes, max_loras: int) -> "EngineSpec | None":
-    """Of a preset that is no built-in one."""
-    if preset is None:
-        return None
-    return preset.spec(max_batched_tokens=max(8192, sizes.max_num_seqs), max_loras=max_loras, **sizes._asdict())
 
 
 def _end(problem: str) -> None:

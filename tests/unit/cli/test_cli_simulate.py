@@ -36,6 +36,24 @@ def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):
     assert document["configuration"]["servers"] == 2
 
 
+def test_limits_of_a_server_come_from_its_preset_or_from_options(tmp_path):
+    """A server with one slot serves one after another; what is longer than it takes is refused."""
+    made, mine = tmp_path / "chat.jsonl", tmp_path / "mine.yaml"
+    line = {"input_length": 500, "output_length": 20, "hash_ids": []}
+    made.write_text("".join(json.dumps({"timestamp": 10 * i, **line}) + "\n" for i in range(20)))
+    mine.write_text("latency: {c0_ms: 14}\nkv_tokens: 12288\nmax_model_len: 4096\nmax_num_seqs: 1\nblock_size: 32\n")
+
+    def figures(*options):
+        done = call("simulate", made, "--servers", 1, "--preset", mine, "--json", *options)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.output)["figures"]
+
+    assert figures()["ttft_mean_ms"] > 5 * figures("--max-num-seqs", 64)["ttft_mean_ms"]
+    assert figures("--max-model-len", 519)["failed"] == 20
+    refused = call("simulate", made, "--preset", mine, "--kv-tokens", 100)
+    assert refused.exit_code == 2 and "does not fit into a KV cache of 100 tokens" in refused.output
+
+
 def test_a_built_in_scenario_is_simulated_for_people():
     done = call("simulate", "paced-prefix", "--head", 5)
     assert done.exit_code == 0, done.output

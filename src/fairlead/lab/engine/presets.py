@@ -8,8 +8,6 @@ KV capacity: Qwen3-32B on two H100 is known to hold 270,000 tokens. The others f
 per GPU for activations, graphs and communication is what makes the sum give 270,000 for the known one.
 """
 
-from typing import Any
-
 import msgspec
 import yaml
 from msgspec import Struct
@@ -40,43 +38,61 @@ _LLAMA_8B = _Model(16.1, 131_072, 131_072)
 _LLAMA_70B = _Model(141.1, 327_680, 131_072)
 
 
-class Preset(Struct, frozen=True, kw_only=True):
-    """A model on given GPUs."""
+class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model on given hardware, and the limits that its server was started with. Raises `ValueError` where no server
+    could start."""
 
-    name: str
-    model: str
     latency: LatencyModel
-    kv_tokens: int
-    max_model_len: int
+    name: str = "fitted"
+    model: str = "fitted"
+    kv_tokens: int = 270_000
+    max_model_len: int = 40_960
     #: Of one token's KV, which is what a prefill server hands over.
     kv_bytes: int = 262_144
+    #: 0 = not known: the stub takes 16, the simulator the workload's.
+    block_size: int = 0
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 8192
+    #: What a request takes besides its steps: HTTP, tokens, the way to the engine.
+    overhead_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        latency = self.latency
+        linear = (latency.c0_ms, latency.c_pf_us, latency.c_attn_ns, latency.c_seq_us, latency.c_kv_ns)
+        if not (latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in (*linear, self.overhead_ms))):
+            raise ValueError("latency: c0_ms must be above 0, the others and overhead_ms at least 0")
+        if min(self.kv_tokens, self.max_model_len, self.kv_bytes) < 1 or self.block_size < 0:
+            raise ValueError("kv_tokens, max_model_len and kv_bytes must be at least 1")
+        self.spec()
 
     def spec(
         self,
         *,
-        block_size: int = 16,
-        max_num_seqs: int = 256,
-        max_batched_tokens: int = 8192,
+        block_size: int = 0,
+        max_num_seqs: int = 0,
+        max_batched_tokens: int = 0,
         max_model_len: int = 0,
         max_loras: int = 0,
         kv_tokens: int = 0,
     ) -> EngineSpec:
-        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force. Raises `ValueError` on limits that
-        no server could start with."""
-        blocks = (kv_tokens or self.kv_tokens) // max(1, block_size)
+        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force, and steps have room for a token of
+        every sequence. Raises `ValueError` on limits that no server could start with."""
+        size = block_size or self.block_size or 16
+        blocks = (kv_tokens or self.kv_tokens) // max(1, size)
         longest = max_model_len or self.max_model_len
-        if kv_tokens > 0 and block_size > 0 and blocks * block_size < longest:
+        if size > 0 and blocks * size < longest:
             raise ValueError(
-                f"max_model_len {longest} does not fit into a KV cache of {kv_tokens} tokens: it has {blocks} whole"
-                f" blocks of {block_size} tokens; use more kv_tokens or a smaller max_model_len"
+                f"max_model_len {longest} does not fit into a KV cache of {kv_tokens or self.kv_tokens} tokens: it has"
+                f" {blocks} whole blocks of {size} tokens; use more kv_tokens or a smaller max_model_len"
             )
+        sequences = max_num_seqs or self.max_num_seqs
         return EngineSpec(
             latency=self.latency,
             num_blocks=blocks + 1,
-            block_size=block_size,
+            block_size=size,
             max_model_len=longest,
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=sequences,
+            max_batched_tokens=max(max_batched_tokens or self.max_batched_tokens, sequences),
             max_loras=max_loras,
         )
 
@@ -122,7 +138,10 @@ DEFAULT_PRESET = "qwen3-32b-h100"
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, in any case. Raises `ValueError` that lists the names."""
+    """The preset of that name, in any case, or the one whose text, of more than one line, it is. Raises `ValueError`
+    that lists the names."""
+    if "\n" in name:
+        return read_preset(name)
     try:
         return PRESETS[name.lower()]
     except KeyError:
@@ -136,50 +155,23 @@ def preset(name: str) -> Preset:
 # latency: {c0_ms: 13.2, c_pf_us: 43.3, c_attn_ns: 1.64, c_seq_us: 25.9, c_kv_ns: 45.3}
 # kv_tokens: 270000
 # max_model_len: 40960
-
-
-class _Latency(Struct, forbid_unknown_fields=True):
-    c0_ms: float
-    c_pf_us: float = 0.0
-    c_attn_ns: float = 0.0
-    c_seq_us: float = 0.0
-    c_kv_ns: float = 0.0
-
-
-class _Preset(Struct, forbid_unknown_fields=True):
-    latency: _Latency
-    name: str = "fitted"
-    model: str = "fitted"
-    kv_tokens: int = 270_000
-    max_model_len: int = 40_960
-    kv_bytes: int = 262_144
+# max_num_seqs: 256
 
 
 def read_preset(text: str, where: str = "preset") -> Preset:
     """Raises `ValueError` that names the field."""
     try:
-        preset = msgspec.convert(yaml.safe_load(text), _Preset)
+        return msgspec.convert(yaml.safe_load(text), Preset)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: not YAML: {error}".replace("\n", " ")) from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: {error}") from None
-    numbers = msgspec.structs.astuple(preset.latency)
-    if not (preset.latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in numbers)):
-        raise ValueError(f"{where}: latency: c0_ms must be above 0, the others at least 0")
-    if min(preset.kv_tokens, preset.max_model_len, preset.kv_bytes) < 1:
-        raise ValueError(f"{where}: kv_tokens, max_model_len and kv_bytes must be at least 1")
-    return Preset(
-        name=preset.name,
-        model=preset.model,
-        latency=LatencyModel(*numbers),
-        kv_tokens=preset.kv_tokens,
-        max_model_len=preset.max_model_len,
-        kv_bytes=preset.kv_bytes,
-    )
 
 
 def write_preset(preset: Preset) -> str:
     """The opposite of `read_preset`."""
-    latency = {name: float(f"{value:.5g}") for name, value in msgspec.structs.asdict(preset.latency).items()}
-    fields: dict[str, Any] = {**msgspec.structs.asdict(preset), "latency": latency}
+    fields = msgspec.to_builtins(preset)
+    fields["latency"] = {
+        name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in fields["latency"].items()
+    }
     return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)

@@ -4,7 +4,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 
-class LatencyModel(Struct, frozen=True, gc=False):
+class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Milliseconds of one engine step as a linear function of the work in it.
 
     `step_ms = c0 + c_pf·new + c_attn·Σ new·(past + new/2) + c_seq·decoding + c_kv·Σ kv_tokens of decoding`, where

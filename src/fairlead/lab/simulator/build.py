@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from fairlead.lab.engine.presets import DEFAULT_PRESET, read_preset
+from fairlead.lab.engine.presets import DEFAULT_PRESET, preset
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY, cut, parted, scenario
 from fairlead.lab.simulator.world import Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, TraceError, guess
@@ -54,6 +54,8 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     preset: str = ""
     kv_tokens: int = 0
     block_size: int = 0
+    max_num_seqs: int = 0
+    max_model_len: int = 0
     speeds: tuple[float, ...] = ()
     dispatch: str = ""
     #: How late KV events are; below 0 = there are none.
@@ -78,12 +80,16 @@ def build(spec: ScenarioSpec) -> Scenario:
         workload = structs.replace(made.workload, dispatch=spec.dispatch)
         made = structs.replace(made, workload=workload)
     servers = made.replicas
-    if spec.servers or spec.preset or spec.kv_tokens or spec.block_size or spec.speeds:
+    limits = (spec.kv_tokens, spec.block_size, spec.max_num_seqs, spec.max_model_len)
+    if spec.servers or spec.preset or any(limits) or spec.speeds:
+        kind = preset(spec.preset or DEFAULT_PRESET)
         servers = replicas(
             spec.servers or len(servers),
-            read_preset(spec.preset) if "\n" in spec.preset else spec.preset or DEFAULT_PRESET,
-            block_size=spec.block_size or servers[0].engine.block_size,
+            kind,
+            block_size=spec.block_size or kind.block_size or servers[0].engine.block_size,
             kv_tokens=spec.kv_tokens,
+            max_num_seqs=spec.max_num_seqs,
+            max_model_len=spec.max_model_len,
             speeds=spec.speeds or tuple(replica.speed for replica in servers),
         )
     if spec.kv_lag_ms >= 0:

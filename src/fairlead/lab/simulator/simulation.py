@@ -350,7 +350,8 @@ class Simulation:
         if route.prefill:
             self._pairs.send(job, route.prefill)
         else:
-            self.kernel.call_at(self.kernel.now + self.network, self._deliver, job)
+            overhead = self.servers[job.server].replica.overhead_ms * 1e-3
+            self.kernel.call_at(self.kernel.now + self.network + overhead, self._deliver, job)
 
     def _reject(self, reject: Reject) -> None:
         job = self.jobs[reject.request_id - 1]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from fairlead.core.request import Request
-from fairlead.lab.engine.presets import DEFAULT_PRESET, Preset, preset
+from fairlead.lab.engine.presets import DEFAULT_PRESET, PRESETS, Preset, preset
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.workload.record import Record, Workload
@@ -62,7 +62,7 @@ class Kernel:
         return True
 
 
-#: Room for the longest prompt of the Mooncake traces (126,195 tokens) and its answer.
+#: Of built-in presets: room for the longest prompt of the Mooncake traces (126,195 tokens) and its answer.
 MAX_MODEL_LEN = 200_000
 #: Seconds from a run's start to the first request: the scheduler has read every server by then, as one that is ready.
 WARM_UP = 1.0
@@ -74,6 +74,8 @@ class Replica(Struct, frozen=True, kw_only=True):
     engine: EngineSpec
     #: 0.5 = takes twice as long for every step.
     speed: float = 1.0
+    #: From a request's arrival at the server until its engine has it.
+    overhead_ms: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -159,23 +161,31 @@ def replicas(
     *,
     block_size: int = 0,
     kv_tokens: int = 0,
-    max_model_len: int = MAX_MODEL_LEN,
-    max_num_seqs: int = 256,
+    max_model_len: int = 0,
+    max_num_seqs: int = 0,
     max_loras: int = 0,
     speeds: Sequence[float] = (),
 ) -> tuple[Replica, ...]:
-    """Alike but for their `speeds` (cycled through). Raises `ValueError` for an unknown preset or impossible sizes."""
+    """Alike but for their `speeds` (cycled through); 0 leaves the preset's own limits in force. Built-in presets take
+    requests as long as their memory and `MAX_MODEL_LEN` let them. Raises `ValueError` for an unknown preset or
+    impossible sizes."""
     if count < 1:
         raise ValueError("at least one replica is needed")
     made = name if isinstance(name, Preset) else preset(name)
+    size = block_size or made.block_size or 16
+    if made in PRESETS.values():
+        max_model_len = max_model_len or min((kv_tokens or made.kv_tokens) // size * size, MAX_MODEL_LEN)
     spec = made.spec(
-        block_size=block_size or 16,
+        block_size=size,
         kv_tokens=kv_tokens,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_loras=max_loras,
     )
-    return tuple(Replica(engine=spec, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))
+    return tuple(
+        Replica(engine=spec, overhead_ms=made.overhead_ms, speed=speeds[i % len(speeds)] if speeds else 1.0)
+        for i in range(count)
+    )
 
 
 #: `done`; `shed` = refused by the scheduler; `failed` = broken off by a server, refused by it, or never over;

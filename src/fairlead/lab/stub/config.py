@@ -67,6 +67,7 @@ MAX_TIME_RATIO = 1_000_000
 class StubConfig(Struct, frozen=True, kw_only=True):
     """One configuration for all replicas of a pool. Raises `ValueError` where the engine could not start."""
 
+    #: A name, or the text of one.
     preset: str = DEFAULT_PRESET
     #: Served model name; empty = the preset's.
     model: str = ""
@@ -78,12 +79,12 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     #: False = an event per token even then, for tests that count events.
     merge_events: bool = True
 
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 8192
-    #: 0 = the preset's.
+    #: Limits; 0 = the preset's.
+    max_num_seqs: int = 0
+    max_batched_tokens: int = 0
     max_model_len: int = 0
     kv_tokens: int = 0
-    block_size: int = 16
+    block_size: int = 0
     #: Adapters that are loaded at start. With any, or with `max_loras`, adapters can be loaded at run time too.
     loras: tuple[str, ...] = ()
     #: Adapters in one batch; 0 = no adapters, or 1 when `loras` names some.
@@ -155,7 +156,7 @@ class StubConfig(Struct, frozen=True, kw_only=True):
         return self.the_preset().spec(
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
-            max_batched_tokens=max(self.max_batched_tokens, self.max_num_seqs),
+            max_batched_tokens=self.max_batched_tokens,
             max_model_len=self.max_model_len,
             max_loras=self.max_loras or (1 if self.loras else 0),
             kv_tokens=self.kv_tokens,

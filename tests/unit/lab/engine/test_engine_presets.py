@@ -4,6 +4,7 @@ import pytest
 
 from fairlead.lab.engine.presets import PRESETS, preset
 from fairlead.lab.engine.spec import EngineSpec, LatencyModel
+from fairlead.lab.simulator.world import replicas
 
 QWEN = PRESETS["qwen3-32b-h100"]
 
@@ -42,6 +43,21 @@ def test_every_preset_makes_a_server_that_could_start():
     for entry in PRESETS.values():
         spec = entry.spec(block_size=128, max_num_seqs=8)
         assert spec.kv_tokens >= entry.max_model_len
+
+
+def test_a_preset_carries_the_limits_of_its_server():
+    text = "latency: {c0_ms: 14}\nkv_tokens: 12288\nmax_model_len: 4096\nmax_num_seqs: 4\nblock_size: 32\n"
+    spec = preset(text).spec()
+    limits = (spec.kv_tokens, spec.max_model_len, spec.max_num_seqs, spec.block_size)
+    assert limits == (12288, 4096, 4, 32)
+    assert preset(text).spec(max_num_seqs=8).max_num_seqs == 8
+    assert replicas(2, preset(text))[1].engine == spec
+
+
+def test_built_in_servers_take_what_their_memory_holds():
+    assert replicas(1)[0].engine.max_model_len == 200_000
+    small = replicas(1, "llama-8b-l40s")[0].engine
+    assert small.max_model_len == small.kv_tokens == 142_000
 
 
 def test_an_unknown_preset_lists_the_known_ones():

@@ -65,8 +65,8 @@ def test_time_must_run_forwards(ratio):
             {"kv_tokens": 40_959, "block_size": 20_000},
             "KV cache of 40959 tokens: it has 2 whole blocks of 20000 tokens",
         ),
-        ({"block_size": 400_000}, "KV cache of 0 tokens, 0 blocks of 400000"),
-        ({"block_size": 0}, "block_size"),
+        ({"block_size": 400_000}, "0 whole blocks of 400000"),
+        ({"block_size": -1}, "block_size"),
     ],
 )
 def test_a_configuration_that_could_not_start_is_refused(wrong, says):
