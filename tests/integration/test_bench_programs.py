@@ -37,6 +37,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "journal": ("--requests 40 --repeat 1", ("off/warm_us", "written/thread_us")),
     "decision": ("--repeats 1", ("endpoints_8_us", "endpoints_100_us", "endpoints_1000_us")),
     "parse": ("--batches 2", ("chat_24kb_us", "chat_500kb_us")),
+    "engines": (
+        "--shape slots-4 --shape lock-in-low --policy default --policy round-robin --requests 30 --seeds 2",
+        ("shapes/slots-4/rules/default/ttft_ms", "worst_regret_ttft", "worst_regret_e2e", "behind_round_robin"),
+    ),
     "metrics": ("--endpoints 20 --rounds 1", ("plain/series",)),
     "quality": (
         "--head 20 --policy default --scenario agents --fresh --out {out}",
@@ -44,7 +48,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 #: Those whose table is looked at too: the others would take as long once more.
-TABLES = ("extproc", "tuning", "journal", "decision", "metrics", "quality")
+TABLES = ("extproc", "engines", "tuning", "journal", "decision", "metrics", "quality")
 Run = subprocess.CompletedProcess[str]
 
 

@@ -93,8 +93,9 @@ class DecodeBatch:
                 return step
         return most
 
-    def validate(self) -> None:
-        """Raises `AssertionError` where the ring, the counts and the requests disagree."""
+    def validate(self, paused: bool = False) -> None:
+        """Raises `AssertionError` where the ring, the counts and the requests disagree. `paused`: nobody decodes in the
+        step that runs, so nobody got a block for it."""
         assert len(self.members) == sum(map(len, self.ring)), "ring and batch disagree"
         kv_tokens = 0
         for request in self.members:
@@ -104,7 +105,7 @@ class DecodeBatch:
             assert request in self._endings[request.end_step], f"{request.id} would never end"
             tokens = request.prompt_tokens + output - 1
             kv_tokens += tokens
-            blocks = -(-(tokens + 1) // self.block_size)
+            blocks = -(-(tokens + (not paused)) // self.block_size)
             assert len(request.blocks) == blocks, f"{request.id}: {len(request.blocks)} blocks for {tokens} tokens"
         assert kv_tokens == self.kv_tokens, "KV tokens of the batch are miscounted"
 

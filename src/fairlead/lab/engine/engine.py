@@ -6,11 +6,14 @@ Theory (as in vLLM 0.32's scheduler)
 * Running requests come first, in the order of admission; then the queue, first come first served, as far as token
   budget, sequences, KV blocks and adapter slots allow. So at most one request is in the middle of its prefill, and it
   is the last of the batch.
+* Without chunked prefill, a step computes either whole prompts or a token for everybody who decodes. With speculative
+  decoding, a step's accepted drafts are further steps that take no time; only decoding goes on in them.
 * A request that needs a block when there is none takes the blocks of the last of the batch, which goes back to the head
   of the queue and starts over (its blocks may still be cached then). No one is admitted in a step that preempted.
 
 Rules
-* No clock, no I/O. The caller passes time in, in seconds, and never lets it run backwards.
+* No clock, no I/O, no chance but the generator that was given. The caller passes time in, in seconds, and never lets
+  it run backwards.
 * `step(now)` finishes every step due by `now`.
 * Requests that arrive during a step wait until it ends, as in the real engine's input queue, and no gauge shows them.
 * Gauges change only when a step ends, or on an abort while nothing runs.
@@ -18,7 +21,8 @@ Rules
 
 from collections import deque
 from collections.abc import Iterator
-from math import inf
+from math import inf, log, sqrt
+from random import Random
 
 from fairlead.lab.engine.blocks import BlockHooks, BlockManager, LoraSlots, RequestBlocks, adapters_of
 from fairlead.lab.engine.decode import DecodeBatch, foresee, run_decode_steps
@@ -39,10 +43,17 @@ class Engine:
         hooks: BlockHooks | None = None,
         fast_forward: bool = True,
         slow_factor: float = 1.0,
+        chance: Random | None = None,
     ) -> None:
-        """`fast_forward`: take steps that only decode in one loop. Off: one at a time, the same but slower."""
+        """`fast_forward`: take steps that only decode in one loop. Off: one at a time, the same but slower. `chance`:
+        of noise and accepted drafts."""
         self.spec = spec
-        self._fast_forward = fast_forward
+        self._fast_forward = fast_forward and spec.foreseeable
+        self._chance = chance or Random(0)
+        #: Of the logarithm of a step's time.
+        self._sigma = sqrt(log(1.0 + spec.noise * spec.noise))
+        #: Multiplies the time of a step because of engines on the same machine.
+        self._pace = 1.0
         #: When the running step began, or the last one ended.
         self.now = now
         #: Multiplies the duration of every step that begins from now on.
@@ -63,6 +74,10 @@ class Engine:
         #: Prefill of the step that runs: request and tokens.
         self._chunks: list[tuple[EngineRequest, int]] = []
         self._step_tokens = 0
+        #: The running step is one of prefill alone.
+        self._prefill_only = False
+        #: Accepted drafts of the step before, still to be given out.
+        self._accepted = 0
         self._ends = inf
 
     # ---------------------------------------------------------------- doors
@@ -70,6 +85,14 @@ class Engine:
     def slow_down(self, factor: float) -> None:
         """Steps that begin from now on take so many times as long."""
         self.slow_factor = factor
+
+    def share(self, peers: int, now: float) -> None:
+        """So many engines on the same machine compute from `now` on, also for what is left of the running step. Steps
+        due by `now` must have been finished."""
+        pace = 1.0 + self.spec.contention * peers
+        if self._ends < inf:
+            self._ends = now + (self._ends - now) * pace / self._pace
+        self._pace = pace
 
     def add(self, request: EngineRequest, now: float) -> None:
         """Queue a request. Raises `ValueError` for one that not even an empty engine could serve."""
@@ -128,7 +151,7 @@ class Engine:
         """
         if self._ends == inf:
             return None
-        if self._chunks or self._incoming or self._loras.changed:
+        if self._chunks or self._incoming or self._loras.changed or not self.spec.foreseeable:
             return self._ends
         return foresee(self._decoding, self.blocks.free, self.spec.latency, self.slow_factor, self._ends)
 
@@ -170,14 +193,18 @@ class Engine:
         stats = self.stats
         result.steps += 1
         stats.iteration_tokens.observe(self._step_tokens)
-        decoding = len(self._decoding.members)
+        decoding = 0 if self._prefill_only else len(self._decoding.members)
         if decoding:
             stats.generation_tokens += decoding
-            stats.itl.observe(ended - self.now, decoding)
+            if ended > self.now:
+                stats.itl.observe(ended - self.now, decoding)
         self.now = ended
-        for request in self._decoding.advance():
-            self._finish(request, ended, result)
-        if self._chunks:
+        if not self._prefill_only:
+            for request in self._decoding.advance():
+                self._finish(request, ended, result)
+        if not self._decoding.members:
+            self._accepted = 0
+        if self._chunks and not self._accepted:
             self._complete_prefill(ended, result)
         self._show()
 
@@ -238,13 +265,28 @@ class Engine:
         if self._incoming:
             self._waiting.extend(self._incoming)
             self._incoming.clear()
+        self._prefill_only = False
+        if not self.spec.chunked_prefill and not self._accepted and (self._waiting or self._deferred):
+            self._admit(now, self.spec.max_batched_tokens)
+            if self._chunks:
+                self._prefill_only = True
+                self._schedule_end(now)
+                return
         decoding = self._decoding
         growing = decoding.growing()
         preempted = bool(growing) and self._grow(tuple(growing))
         if self._kv.caching:
             for request in decoding.filling():
                 self._kv.seal_last(request)
-        budget = self.spec.max_batched_tokens - len(decoding.members)
+        if self._accepted:
+            self._accepted -= 1
+            self._step_tokens = len(decoding.members)
+            self._ends = now
+            return
+        if not self.spec.chunked_prefill:
+            self._schedule_end(now)
+            return
+        budget = self.spec.max_batched_tokens - len(decoding.members) * (1 + self.spec.draft_tokens)
         if self._partial is not None:
             budget, gone = self._continue_prefill(self._partial, budget)
             preempted |= gone
@@ -258,14 +300,21 @@ class Engine:
         for request, count in self._chunks:
             new += count
             attention += count * (request.computed + 0.5 * count)
-        members = len(self._decoding.members)
-        self._step_tokens = new + members
+        spec, members, kv_tokens = self.spec, len(self._decoding.members), self._decoding.kv_tokens
+        if self._prefill_only:
+            members = kv_tokens = 0
+        decoding = members * (1 + spec.draft_tokens)
+        self._step_tokens = new + decoding
         if self._step_tokens == 0:
             self._ends = inf
             return
-        self._ends = now + self.slow_factor * self.spec.latency.step_s(
-            new, attention, members, self._decoding.kv_tokens
-        )
+        seconds = self.slow_factor * spec.latency.step_s(new, attention, decoding, kv_tokens)
+        if self._sigma:
+            seconds *= self._chance.lognormvariate(-0.5 * self._sigma**2, self._sigma)
+        self._ends = now + self._pace * seconds
+        if decoding > members:
+            while self._accepted < spec.draft_tokens and self._chance.random() < spec.acceptance:
+                self._accepted += 1
 
     def _grow(self, requests: tuple[EngineRequest, ...]) -> bool:
         """A new block for each; True when that cost somebody his place."""
@@ -307,6 +356,8 @@ class Engine:
         room = self.spec.max_num_seqs - self.running()
         while waiting and budget > 0 and room > 0:
             request = waiting[0]
+            if not self.spec.chunked_prefill and request.prompt_tokens + request.output > budget:
+                return
             if not self._loras.admits(request.lora):
                 self._deferred.append(waiting.popleft())
                 self._stuck_at = -1
@@ -347,7 +398,7 @@ class Engine:
     def validate(self) -> None:
         """Check every invariant between the parts; for tests and debug modes. Raises `AssertionError`."""
         self.blocks.validate([request.blocks for request in self._batch()])
-        self._decoding.validate()
+        self._decoding.validate(self._prefill_only)
         assert self.running() <= self.spec.max_num_seqs, "too many sequences"
         assert self._step_tokens <= self.spec.max_batched_tokens, "too many tokens in a step"
         assert self._partial is None or self._chunks[0][0] is self._partial or self._chunks[-1][0] is self._partial

@@ -104,10 +104,11 @@ def _capacity(model: _Model, gpu: _Gpu, count: int) -> int:
 
 
 def _preset(name: str, model_name: str, model: _Model, gpu: _Gpu, count: int, *latency: float) -> Preset:
+    c0, c_pf, c_attn, c_seq, c_kv = latency
     return Preset(
         name=name,
         model=model_name,
-        latency=LatencyModel(*latency),
+        latency=LatencyModel(c0, c_pf, c_attn, c_seq, c_kv),
         kv_tokens=_capacity(model, gpu, count),
         max_model_len=model.max_len,
         kv_bytes=model.kv_bytes,

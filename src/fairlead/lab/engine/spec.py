@@ -5,7 +5,7 @@ from msgspec.structs import asdict
 
 
 class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Milliseconds of one engine step as a linear function of the work in it.
+    """Milliseconds of one engine step as a function of the work in it, linear unless `weights_ms` or `jumps` are given.
 
     `step_ms = c0 + c_pf·new + c_attn·Σ new·(past + new/2) + c_seq·decoding + c_kv·Σ kv_tokens of decoding`, where
     `new` are the tokens of the step's prefill chunks and `past` the tokens of the same request before the chunk.
@@ -22,9 +22,22 @@ class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     c_seq_us: float = 0.0
     #: Reading the cache, per token of every decoding sequence, ns.
     c_kv_ns: float = 0.0
+    #: Reading the weights, ms. With it a step takes the longer of computing and reading (weights and cache), a
+    #: roofline, instead of their sum.
+    weights_ms: float = 0.0
+    #: (tokens in a step, ms): from so many tokens on, a step takes so much longer, because more experts' weights are
+    #: read, or the next larger graph runs.
+    jumps: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def linear(self) -> bool:
+        return not self.weights_ms and not self.jumps
 
     def step_s(self, new: int, attention: float, decoding: int, kv_tokens: int) -> float:
-        """Seconds of a step. `attention` is the sum of `new·(past + new/2)` over the prefill chunks, in token pairs."""
+        """Seconds of a step. `attention` is the sum of `new·(past + new/2)` over the prefill chunks, in token pairs.
+        `decoding` counts the tokens that decoding requests compute: one each, or more where drafts are verified."""
+        if not self.linear:
+            return self._bent_s(new, attention, decoding, kv_tokens)
         return (
             self.c0_ms * 1e-3
             + self.c_pf_us * 1e-6 * new
@@ -33,9 +46,15 @@ class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
             + self.c_kv_ns * 1e-9 * kv_tokens
         )
 
+    def _bent_s(self, new: int, attention: float, decoding: int, kv_tokens: int) -> float:
+        computing = self.c_pf_us * 1e-3 * new + self.c_attn_ns * 1e-6 * attention + self.c_seq_us * 1e-3 * decoding
+        reading = self.weights_ms + self.c_kv_ns * 1e-6 * kv_tokens
+        work = max(computing, reading) if self.weights_ms else computing + reading
+        return (self.c0_ms + work + sum(more for tokens, more in self.jumps if new + decoding >= tokens)) * 1e-3
+
     def decode_s(self, decoding: int) -> tuple[float, float]:
         """(seconds, more seconds per token in the cache) of a step without prefill: `step_s(0, 0.0, decoding, kv)` is
-        first + second * kv, to the last bit."""
+        first + second * kv, to the last bit. Linear models only."""
         fixed = self.c0_ms * 1e-3 + self.c_pf_us * 1e-6 * 0 + self.c_attn_ns * 1e-9 * 0.0
         return fixed + self.c_seq_us * 1e-6 * decoding, self.c_kv_ns * 1e-9
 
@@ -60,19 +79,42 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     #: Adapters that may be in one batch; 0 = no adapters at all.
     max_loras: int = 0
     prefix_caching: bool = True
+    #: Off: a step with prefill takes whole prompts and nobody decodes in it.
+    chunked_prefill: bool = True
+    #: Coefficient of variation of a step's time, log-normal, drawn for each step.
+    noise: float = 0.0
+    #: Tokens that are drafted and verified per decoding request and step, and the chance that one is accepted if all
+    #: before it were. What is drawn for a step holds for all of its requests.
+    draft_tokens: int = 0
+    acceptance: float = 0.0
+    #: How much longer a step takes for each engine on the same machine that computes meanwhile: 1 = twice as long.
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         values = asdict(self)
         for name in ("block_size", "max_model_len", "max_num_seqs", "max_batched_tokens"):
             if values[name] < 1:
                 raise ValueError(f"{name} must be at least 1")
-        if self.max_batched_tokens < self.max_num_seqs:
-            raise ValueError("max_batched_tokens must be at least max_num_seqs")
+        for name in ("noise", "draft_tokens", "contention"):
+            if not 0 <= values[name] <= 100:
+                raise ValueError(f"{name} must be between 0 and 100")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError("acceptance must be between 0 and 1")
+        if self.max_batched_tokens < self.max_num_seqs * (1 + self.draft_tokens):
+            times = " times the tokens that one verifies" if self.draft_tokens else ""
+            raise ValueError(f"max_batched_tokens must be at least max_num_seqs{times}")
+        if not self.chunked_prefill and self.max_batched_tokens < self.max_model_len:
+            raise ValueError("without chunked prefill, max_batched_tokens must be at least max_model_len")
         if self.usable_blocks * self.block_size < self.max_model_len:
             raise ValueError(
                 f"max_model_len {self.max_model_len} does not fit into a KV cache of {self.kv_tokens} tokens,"
                 f" {self.usable_blocks} blocks of {self.block_size}"
             )
+
+    @property
+    def foreseeable(self) -> bool:
+        """How long the next steps take follows from who decodes, in a closed sum."""
+        return self.latency.linear and not (self.noise or self.draft_tokens or self.contention)
 
     @property
     def usable_blocks(self) -> int:

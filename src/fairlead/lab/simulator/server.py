@@ -3,6 +3,7 @@ events tell, and when.
 """
 
 from collections.abc import Callable, Sequence
+from random import Random
 
 import numpy as np
 from msgspec import Struct
@@ -24,7 +25,13 @@ class Server:
     """`up` is whether it answers at all. Times are the kernel's seconds."""
 
     def __init__(
-        self, index: int, replica: Replica, kernel: Kernel, watcher: Watcher, hooks: BlockHooks | None = None
+        self,
+        index: int,
+        replica: Replica,
+        kernel: Kernel,
+        watcher: Watcher,
+        hooks: BlockHooks | None = None,
+        seed: int = 0,
     ) -> None:
         self.endpoint = Endpoint(f"sim/server-{index}", f"10.0.{index // 250}.{index % 250 + 1}:8000", replica.labels)
         self.replica = replica
@@ -38,11 +45,17 @@ class Server:
         self._timer: Timer | None = None
         self._frozen: Sample | None = None
         self._wakes_at = -1.0
+        #: On the same machine; set by whoever knows all servers.
+        self.neighbours: list[Server] = []
+        self._busy = False
+        self._chance = Random(f"engine/{seed}/{index}")
         self.engine = self._fresh()
 
     def _fresh(self) -> Engine:
         slow = self._slow / self.replica.speed
-        return Engine(self.replica.engine, self._kernel.now, self._hooks, slow_factor=slow)
+        engine = Engine(self.replica.engine, self._kernel.now, self._hooks, slow_factor=slow, chance=self._chance)
+        engine.share(sum(server._busy for server in self.neighbours), self._kernel.now)
+        return engine
 
     # ---- what happens to it ----
 
@@ -130,8 +143,19 @@ class Server:
         # The foreseen moment is a sum of steps in another order, so it may lie a rounding error before the true one.
         self._schedule(None if self._catch_up() else self.engine.next_step_at())
 
+    def _shared(self) -> None:
+        """A neighbour began to compute, or is done."""
+        self._catch_up()
+        self.engine.share(sum(server._busy for server in self.neighbours), self._kernel.now)
+        self._schedule()
+
     def _schedule(self, wakes_at: float | None = None) -> None:
         """Wake at `wakes_at`, or when the engine foresees something. An unchanged time keeps its timer."""
+        busy = self.engine.next_step_at() is not None
+        if busy != self._busy:
+            self._busy = busy
+            for server in self.neighbours:
+                server._shared()
         wakes_at = wakes_at if wakes_at is not None else self.engine.next_event_at()
         if wakes_at == self._wakes_at:
             return

@@ -213,9 +213,14 @@ class Simulation:
         self._validate = validate
         self.network = world.network_ms * 1e-3
         self.servers = [
-            Server(i, replica, self.kernel, self._stepped, self._hooks(i))
+            Server(i, replica, self.kernel, self._stepped, self._hooks(i), seed)
             for i, replica in enumerate(scenario.replicas)
         ]
+        for server in self.servers:
+            machine = server.replica.machine
+            server.neighbours = [
+                s for s in self.servers if machine and s.replica.machine == machine and s is not server
+            ]
         self._pairs = Pairs(self)
         self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
         self.jobs = self._make_jobs()

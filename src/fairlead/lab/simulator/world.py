@@ -77,6 +77,8 @@ class Replica(Struct, frozen=True, kw_only=True):
     #: From a request's arrival at the server until its engine has it.
     overhead_ms: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
+    #: Machine that it shares with others of the same name, see `EngineSpec.contention`; empty = its own.
+    machine: str = ""
 
 
 class World(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,255 @@
+"""Every rule in front of engines that nobody modelled, simulated: is the default right whatever the engine is like?
+
+For each shape of engine (`_engines_shapes.py`) a pool of servers and conversations with shared beginnings, at 40, 70
+and 90 % of what the pool can do. That capacity is the engine's own: requests per second of a flood under the better of
+two rules that model nothing. The scheduler's prior knows none of the shapes, and every request counts from the first.
+
+    python bench/engines.py                       all shapes, in two processes
+    python bench/engines.py --quick               fewer requests, seeds and loads
+    python bench/engines.py --shape cpu --shape moe --policy default --policy round-robin --seeds 3
+
+Per shape and rule: geometric means over loads and seeds. Regret is the default's figure / that of the shape's best.
+`behind_round_robin` has the shapes at which the default is behind round robin or least-requests in mean TTFT or E2E at
+some load: paired over the seeds, the mean log ratio is above 1 % and above zero with 97.5 % confidence (Student's t).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from math import exp, log, sqrt
+from multiprocessing import get_context
+from statistics import fmean, stdev
+from time import monotonic, process_time
+from typing import Any
+
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from _engines_shapes import LOADS, SHAPES, Shape, flood, scenario
+from _output import tell
+from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.lab.simulator.result import summarise
+from fairlead.lab.simulator.run import config_from, policy_text
+from fairlead.lab.simulator.simulation import Simulation
+
+DEFAULT, ROUND_ROBIN, LEAST_REQUESTS = "default", "round-robin", "least-requests"
+RULES = (DEFAULT, ROUND_ROBIN, LEAST_REQUESTS, "weights-322", "lmetric", "sticky-until-saturated")
+#: What the capacity is measured with.
+PLAIN = (LEAST_REQUESTS, "weights-322")
+#: Requests of a run, seeds, loads.
+WHOLE, QUICK = (500, 6, LOADS), (200, 4, (LOADS[1], LOADS[2]))
+#: Captured traffic is short, and the same for every seed: only the scheduler's chance differs.
+CAPTURED_SEEDS = 12
+#: First share of the forecasts that is not counted in the band: nothing was learned yet.
+LEARNING = 0.1
+#: Student's t at 97.5 % by degrees of freedom; the last holds for more.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.0)
+LEAST_RATIO = 1.01
+FIGURES = ("ttft_ms", "e2e_ms", "ttft_p99_ms", "busiest")
+
+
+class Cell(Struct, frozen=True):
+    """One simulation."""
+
+    shape: str
+    load: float
+    #: Requests per second, or the multiple of captured traffic's pace.
+    rate: float
+    requests: int
+    seed: int
+    rule: str
+
+
+class Found(Struct, frozen=True):
+    """What came of a cell. `in_band`: share of first tokens within the forecast's 90 % band; below 0 = no forecasts."""
+
+    cell: Cell
+    figures: dict[str, float]
+    in_band: float
+    failed: int
+    cpu_s: float
+
+
+def run_cell(cell: Cell) -> Found:
+    begun = process_time()
+    outcomes: list[OutcomeRecord] = []
+
+    def watch(record: DecisionRecord | OutcomeRecord) -> None:
+        if isinstance(record, OutcomeRecord):
+            outcomes.append(record)
+
+    config, registry = config_from(policy_text(cell.rule))
+    made = scenario(SHAPES[cell.shape], cell.rate, cell.requests, cell.seed)
+    simulation = Simulation(made, config, cell.seed, watch=watch, registry=registry)
+    simulation.run()
+    summary = summarise(simulation)
+    sent = [0] * len(simulation.servers)
+    for job in simulation.jobs:
+        sent[job.server] += job.server >= 0
+    figures = (summary.ttft_mean_ms, summary.e2e_mean_ms, summary.ttft_p99_ms, max(sent) / sum(sent))
+    return Found(
+        cell=cell,
+        figures=dict(zip(FIGURES, figures, strict=True)),
+        in_band=_in_band(outcomes),
+        failed=summary.failed + summary.shed,
+        cpu_s=process_time() - begun,
+    )
+
+
+def _in_band(outcomes: Sequence[OutcomeRecord]) -> float:
+    told = [o for o in outcomes if o.forecast is not None and o.ttft_ms >= 0][int(LEARNING * len(outcomes)) :]
+    return fmean(o.forecast.low_ms <= o.ttft_ms <= o.forecast.high_ms for o in told if o.forecast) if told else -1.0
+
+
+def capacity(name: str) -> float:
+    """Requests per second until nine tenths of a flood are over, under the better plain rule."""
+    shape = SHAPES[name]
+    if shape.captured:
+        return 1.0
+    return max(_flooded(shape, rule) for rule in PLAIN)
+
+
+def _flooded(shape: Shape, rule: str) -> float:
+    simulation = Simulation(flood(shape), config_from(policy_text(rule))[0])
+    simulation.run()
+    ends = sorted(job.ended_at for job in simulation.jobs if job.status == "done")
+    most = len(ends) * 9 // 10
+    return most / (ends[most] - simulation.jobs[0].arrived)
+
+
+def cells(options: argparse.Namespace, capacities: dict[str, float]) -> list[Cell]:
+    requests, seeds, loads = QUICK if options.quick else WHOLE
+    found = []
+    for name in options.shape or SHAPES:
+        shape = SHAPES[name]
+        count = options.seeds or (CAPTURED_SEEDS if shape.captured else seeds)
+        for load in shape.paces or options.load or loads:
+            for seed in range(count):
+                for rule in options.policy or RULES:
+                    rate = load * capacities[name]
+                    found.append(Cell(name, load, rate, (options.requests or requests) * shape.times, seed, rule))
+    return found
+
+
+# ---- what the figures say ----
+
+#: By shape, load, rule: what came of its seeds, in their order.
+Grouped = dict[str, dict[float, dict[str, list[Found]]]]
+
+
+def grouped(results: Sequence[Found]) -> Grouped:
+    found: Grouped = {}
+    for result in results:
+        cell = result.cell
+        found.setdefault(cell.shape, {}).setdefault(cell.load, {}).setdefault(cell.rule, []).append(result)
+    return found
+
+
+def _mean(rows: Sequence[Found], figure: str) -> float:
+    """Geometric."""
+    return exp(fmean(log(max(row.figures[figure], 1e-6)) for row in rows))
+
+
+def behind(mine: Sequence[Found], other: Sequence[Found], figure: str) -> bool:
+    """Beyond noise, as the module says. One seed says nothing of noise: there 5 % decide."""
+    ratios = [log(a.figures[figure] / b.figures[figure]) for a, b in zip(mine, other, strict=True)]
+    if len(ratios) < 2:
+        return ratios[0] > log(1.05)
+    error = stdev(ratios) / sqrt(len(ratios))
+    return fmean(ratios) > max(log(LEAST_RATIO), STUDENT[min(len(ratios) - 2, len(STUDENT) - 1)] * error)
+
+
+def report(results: Sequence[Found], capacities: dict[str, float]) -> dict[str, Any]:
+    shapes = {}
+    for name, loads in grouped(results).items():
+        shapes[name] = {"what": SHAPES[name].what, "capacity_rps": round(capacities[name], 3)} | _shape(loads)
+    made: dict[str, Any] = {"shapes": shapes}
+    judged = {name: shape for name, shape in shapes.items() if "regret_ttft" in shape}
+    if judged:
+        for figure in ("ttft", "e2e"):
+            made[f"worst_regret_{figure}"] = max(shape[f"regret_{figure}"] for shape in judged.values())
+        made["behind_round_robin"] = [name for name, shape in judged.items() if shape["behind"]]
+    made["failed"] = sum(result.failed for result in results)
+    made["cpu_s"] = round(sum(result.cpu_s for result in results), 1)
+    return made
+
+
+def _shape(loads: dict[float, dict[str, list[Found]]]) -> dict[str, Any]:
+    first = next(iter(loads.values()))
+    rules = {rule: _row([row for by_rule in loads.values() for row in by_rule[rule]]) for rule in first}
+    shape: dict[str, Any] = {
+        "rules": rules,
+        "loads": {f"{load:g}": {rule: _row(rows) for rule, rows in by_rule.items()} for load, by_rule in loads.items()},
+    }
+    if DEFAULT not in rules or len(rules) < 2:
+        return shape
+    for figure in ("ttft", "e2e"):
+        best = min(row[f"{figure}_ms"] for row in rules.values())
+        shape[f"regret_{figure}"] = round(rules[DEFAULT][f"{figure}_ms"] / best, 3)
+    shape["behind"] = [
+        f"{figure.removesuffix('_ms')} {rule} {load:g}"
+        for load, by_rule in loads.items()
+        for rule in (ROUND_ROBIN, LEAST_REQUESTS)
+        for figure in ("ttft_ms", "e2e_ms")
+        if rule in by_rule and behind(by_rule[DEFAULT], by_rule[rule], figure)
+    ]
+    return shape
+
+
+def _row(rows: Sequence[Found]) -> dict[str, float]:
+    found = {figure: round(_mean(rows, figure), 4 if figure == "busiest" else 2) for figure in FIGURES}
+    bands = [row.in_band for row in rows if row.in_band >= 0]
+    return found | {
+        "busiest_most": round(max(row.figures["busiest"] for row in rows), 4),
+        "in_band": round(fmean(bands), 3) if bands else -1.0,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    console = Console(width=140)
+    for name, shape in found["shapes"].items():
+        rate = f"{shape['capacity_rps']:.3g} requests/s" if not SHAPES[name].captured else "captured pace"
+        table = Table(title=f"{name}: {shape['what']} (100 % = {rate})", title_justify="left")
+        for column in ("rule", "mean TTFT, ms", "mean E2E, ms", "p99 TTFT, ms", "busiest, most", "in band"):
+            table.add_column(column, justify="left" if column == "rule" else "right")
+        for column in shape["loads"]:
+            table.add_column(f"TTFT {float(column):.0%}", justify="right")
+        for rule, row in shape["rules"].items():
+            cells = [f"{row[figure]:,.0f}" for figure in FIGURES[:3]]
+            cells.append(f"{row['busiest']:.0%}, {row['busiest_most']:.0%}")
+            cells.append(f"{row['in_band']:.0%}" if row["in_band"] >= 0 else "-")
+            table.add_row(rule, *cells, *(f"{load[rule]['ttft_ms']:,.0f}" for load in shape["loads"].values()))
+        console.print(table)
+        if "regret_ttft" in shape:
+            line = f"regret: TTFT {shape['regret_ttft']:.2f}, E2E {shape['regret_e2e']:.2f}"
+            console.print(line + (f"; behind: {', '.join(shape['behind'])}" if shape["behind"] else ""), "\n")
+    for key in ("worst_regret_ttft", "worst_regret_e2e", "behind_round_robin", "failed", "cpu_s"):
+        if key in found:
+            console.print(f"{key}: {found[key]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--quick", action="store_true", help="a first look: fewer requests, seeds and loads")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="only these (may be given more than once)")
+    parser.add_argument("--policy", action="append", help="only these: rules, or files (may be given more than once)")
+    parser.add_argument("--load", action="append", type=float, help="share of the capacity, instead of the usual ones")
+    parser.add_argument("--seeds", type=int, default=0, help="instead of the usual number")
+    parser.add_argument("--requests", type=int, default=0, help="of a run, instead of the usual number")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args(arguments)
+    begun = monotonic()
+    names = options.shape or list(SHAPES)
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        capacities = dict(zip(names, pool.map(capacity, names), strict=True))
+        results = list(pool.map(run_cell, cells(options, capacities), chunksize=4))
+    print(f"{len(results)} simulations in {monotonic() - begun:.0f} s", file=sys.stderr)
+    tell(report(results, capacities), options.json, show)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
