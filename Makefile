@@ -14,7 +14,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=10 --durations-min=1
 timed = SECONDS=0; $(2); code=$$?; echo "==> $(1): $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak states bench quality docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -91,6 +91,9 @@ states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
 	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal extproc start remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+
+real: $(VENV)/.dev ## real vLLM servers on this machine, policies in turns; REAL="--rate 5 --seed 1" for a slice (bench/real.py; installs 3 GB once)
+	$(BIN)/python bench/real.py --install $(REAL)
 
 quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
 	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))

@@ -42,6 +42,8 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("shapes/slots-4/rules/default/ttft_ms", "worst_regret_ttft", "worst_regret_e2e", "behind_round_robin"),
     ),
     "metrics": ("--endpoints 20 --rounds 1", ("plain/series",)),
+    #: Without an installation it tells what is kept: nothing.
+    "real": ("--report --out {out}", ("rows", "summary/runs")),
     "quality": (
         "--head 20 --policy default --scenario agents --fresh --out {out}",
         ("summary/agents/default", "regret"),
@@ -66,6 +68,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, b
         order = [(name, True) for name in PROGRAMS] + [(name, False) for name in TABLES]
         yield {(name, as_json): pool.submit(run, name, as_json) for name, as_json in order}
         pool.shutdown(cancel_futures=True)
+
+
+def test_real_engines_say_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "real.py"), "--home", str(tmp_path), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert str(tmp_path) in done.stderr and "--install" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_none_is_forgotten() -> None:

@@ -1,0 +1,224 @@
+"""Real vLLM servers as child processes: start, wait, warm, kill, stop and go on.
+
+The flags make a small machine hold two of them: four sequences at once, 96 MB of KV cache, eager mode, one OpenMP
+thread, the in-process executor (the other one spins on a core). Events and their replay are published over ZMQ.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from msgspec import Struct
+
+from _gateway import free_ports
+
+MODEL, ADAPTERS = "tiny", ("adapter-a", "adapter-b")
+READY_S, END_S = 240.0, 20.0
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+}
+_FLAGS = (
+    "--max-model-len 4096 --block-size 32 --max-num-seqs 4 --enforce-eager --distributed-executor-backend uni"
+    " --kv-cache-memory-bytes 96M --enable-prefix-caching --prefix-caching-hash-algo sha256_cbor"
+    " --enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking --enable-scale-out"
+)
+
+
+class Home(Struct, frozen=True):
+    """What the servers are started from."""
+
+    path: Path
+    #: The program; empty = that of the folder's own installation.
+    vllm: str = ""
+
+    @property
+    def program(self) -> Path:
+        return Path(self.vllm) if self.vllm else self.path / "venv" / "bin" / "vllm"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def adapter(self, name: str) -> Path:
+        return self.path / name
+
+    def missing(self) -> str:
+        """What is not there, as one sentence; empty = all is."""
+        for what, path in (("vLLM", self.program), ("a model", self.model / "config.json")):
+            if not path.is_file():
+                return f"{path} is not there: {what} has to be installed first, with --install"
+        return ""
+
+
+class Server:
+    """One server; its processes are a group of their own."""
+
+    def __init__(self, home: Home, name: str, log: Path, nice: int, lora: bool) -> None:
+        self.name = name
+        self.port, self.events, self.replay = free_ports(3)
+        self._home, self._log, self._nice, self._lora = home, log, nice, lora
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                env={**os.environ, **_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _command(self) -> list[str]:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events}",
+            "replay_endpoint": f"tcp://*:{self.replay}",
+            "topic": f"kv@127.0.0.1:{self.port}@{MODEL}",
+        }
+        nice = self._nice - os.getpriority(os.PRIO_PROCESS, 0)
+        command = ["nice", "-n", str(nice), str(self._home.program), "serve", str(self._home.model)]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port), *_FLAGS.split()]
+        command += ["--kv-events-config", json.dumps(events)]
+        if self._lora:
+            modules = [f"{name}={self._home.adapter(name)}" for name in ADAPTERS]
+            command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
+        return command
+
+    def healthy(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+        return False
+
+    def wait(self, seconds: float = READY_S) -> None:
+        """Until it is healthy. Raises SystemExit with its last words when it ends or takes too long."""
+        deadline = time.monotonic() + seconds
+        while not self.healthy():
+            if not self.running() or time.monotonic() > deadline:
+                words = self._log.read_text(errors="replace")[-3000:]
+                raise SystemExit(f"server {self.name} did not become healthy; the end of {self._log}:\n{words}")
+            time.sleep(0.25)
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def post(self, path: str, body: dict[str, object] | None = None, seconds: float = 60.0) -> int:
+        """Returns the status. Raises OSError."""
+        data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                answer.read()
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def signal(self, number: signal.Signals, core: bool = False) -> None:
+        """To all of its processes, or only to its engine core: then its pages still answer."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if core:
+                for pid in _engine_cores(self._process.pid):
+                    os.kill(pid, number)
+            else:
+                os.killpg(self._process.pid, number)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that its processes have used."""
+        return sum(map(_cpu_s, _family(self._process.pid))) if self._process else 0.0
+
+    def end(self) -> None:
+        """Harmless when repeated."""
+        if self._process is None:
+            return
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+class Pool:
+    """Servers that are equal, and end together."""
+
+    def __init__(self, home: Home, folder: Path, count: int = 2, nice: int = 5, lora: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lora = lora
+        self.servers = [Server(home, f"e{i}", folder / f"server-e{i}.log", nice, lora) for i in range(count)]
+
+    def __enter__(self) -> "Pool":
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:
+                server.wait()
+            self.warm()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.signal(signal.SIGCONT)
+            server.signal(signal.SIGTERM)
+        for server in self.servers:
+            server.end()
+
+    def warm(self) -> None:
+        """A few requests to each, so that no measured one is an engine's first."""
+        for server in self.servers:
+            for tokens in (50, 700, 1500):
+                body = {"model": MODEL, "prompt": "warm " * tokens, "max_tokens": 16, "ignore_eos": True}
+                if server.post("/v1/completions", body) != 200:
+                    raise SystemExit(f"server {server.name} does not answer a request")
+
+    def forget(self) -> None:
+        """Empty the prefix caches. Raises SystemExit when a server refuses."""
+        for server in self.servers:
+            if server.post("/reset_prefix_cache") != 200:
+                raise SystemExit(f"server {server.name} does not reset its prefix cache")
+
+
+def _engine_cores(pid: int) -> list[int]:
+    return [child for child in _family(pid) if b"EngineCore" in _read(child, "cmdline")]
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for one in found:
+        for path in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+    return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def _cpu_s(pid: int) -> float:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0

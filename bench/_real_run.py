@@ -1,0 +1,263 @@
+"""One run: a fresh Fairlead in front of the pool, one conversation workload through it, one row of figures."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from _gateway import environment, free_ports, wait_for
+from _real_pool import ADAPTERS, MODEL, Home, Pool
+from _real_table import calibration, shares, spread
+from fairlead.lab.load.report import summarise
+from fairlead.lab.load.runner import run
+from fairlead.lab.load.spec import Options, RunResult
+from fairlead.lab.load.workload import Recorded, Replay
+from fairlead.lab.simulator.journal import JournaledDecision, decisions, one_run
+from fairlead.lab.workload.conversation import Conversation, conversation
+from fairlead.lab.workload.record import Record
+
+#: Prompts of 670 tokens of which 448 are one of a few system prompts, answers of 30: what a small engine can bear.
+SHAPE = Conversation(
+    systems=6, system_tokens=448, turns=3, first_tokens=150, turn_tokens=40, output_tokens=30, gap_s=4, max_tokens=1600
+)
+WARM_REQUESTS, FAULT_S, LAG_MS = 60, 10.0, 20.0
+FRONT_NICE = -10
+#: Envoy tells the end of a request up to so long after it.
+SETTLED_S = 1.5
+
+
+class Case(Struct, frozen=True):
+    """What identifies a run. `policy` may end with `+events` (KV events), `+warm` (traffic before), or both."""
+
+    policy: str
+    rate: float
+    seed: int
+    requests: int
+    fault: str = "none"
+    adapters: bool = False
+
+    @property
+    def key(self) -> str:
+        words = (self.policy, f"{self.rate:g}rps", f"seed{self.seed}", f"n{self.requests}", self.fault)
+        return "_".join((*words, *(["adapters"] * self.adapters)))
+
+
+def traffic(case: Case) -> list[Record]:
+    """The same for every policy. Turns come in the order of their conversations, at exactly the rate (Poisson)."""
+    rate = 1.0
+    made = conversation(SHAPE, seconds=60.0 + case.requests / rate, rate=rate, seed=case.seed, dispatch="timestamp")
+    # The first minute has only first turns in it.
+    steady = [record for record in made.records if record.arrival_us > 30e6][: case.requests]
+    chance = Random(f"arrivals/{case.seed}/{case.rate}")
+    at, records = 0.0, []
+    for record in steady:
+        at += chance.expovariate(case.rate)
+        lora = chance.choice(ADAPTERS) if case.adapters else ""
+        records.append(replace(record, arrival_us=int(at * 1e6), lora=lora, parent="", think_ms=0.0))
+    return records
+
+
+class Gateway:
+    """`fairlead serve` with its embedded gateway, as a user would start it."""
+
+    def __init__(self, case: Case, pool: Pool, home: Home, folder: Path, source: str) -> None:
+        self.port, self.admin, ext_proc, als = free_ports(4)
+        self.journal = folder / "journal"
+        self.journal.mkdir(parents=True, exist_ok=True)
+        policy, *options = case.policy.split("+")
+        document: dict[str, Any] = {
+            "policy": policy,
+            "gateway": {"host": "127.0.0.1", "port": self.port, "concurrency": 1},
+            "extProc": {"host": "127.0.0.1", "port": ext_proc},
+            "als": {"port": als},
+            "admin": {"port": self.admin},
+            "endpoints": [{"name": s.name, "address": "127.0.0.1", "port": s.port} for s in pool.servers],
+            "journal": {"path": str(self.journal)},
+            "log": {"level": "warning"},
+            "seed": case.seed,
+        }
+        if "events" in options:
+            document["kvEvents"] = {"enabled": True}
+            document["tokens"] = {"models": {"*": {"modelPath": str(home.model)}}}
+        (folder / "fairlead.json").write_text(json.dumps(document, indent=2))
+        self._folder, self._source = folder, source
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Gateway":
+        log = self._folder / "fairlead.log"
+        with log.open("wb") as file:
+            command = [sys.executable, "-m", "fairlead", "serve", str(self._folder / "fairlead.json")]
+            self._process = subprocess.Popen(
+                command, env=environment(self._source), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        problem = wait_for(f"http://127.0.0.1:{self.admin}/readyz", self._look)
+        problem = problem or wait_for(f"{self.url}/v1/models", self._look)
+        if problem:
+            self.__exit__()
+            raise SystemExit(f"fairlead serve was not ready in time ({problem}):\n{log.read_text()[-2000:]}")
+        return self
+
+    def _look(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            words = (self._folder / "fairlead.log").read_text(errors="replace")[-2000:]
+            raise SystemExit(f"fairlead serve ended with status {self._process.returncode}:\n{words}")
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def measure(case: Case, pool: Pool, home: Home, folder: Path, source: str = "") -> dict[str, Any]:
+    """One run from nothing to its row. `source`: the sources of Fairlead; empty = these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (folder / "journal").glob("*.journal"):
+        old.unlink()
+    pool.forget()
+    records, salt = traffic(case), secrets.randbits(32)
+    begin, cpu = _load(), sum(server.cpu_s() for server in pool.servers)
+    with Gateway(case, pool, home, folder, source) as gateway:
+        if "warm" in case.policy.split("+"):
+            asyncio.run(_send(gateway, traffic(_warm(case)), salt + 1))
+        start = time.time()
+        result, marks = asyncio.run(_measured(case, pool, gateway, records, salt))
+        time.sleep(SETTLED_S)
+    cpu = sum(server.cpu_s() for server in pool.servers) - cpu
+    # A warm gateway has decided before.
+    made = list(decisions(one_run(gateway.journal)))[-len(records) :]
+    return {
+        "key": case.key,
+        **{name: getattr(case, name) for name in case.__struct_fields__},
+        "at": round(start),
+        "loadavg": [begin, _load()],
+        "salt": salt,
+        "servers_cpu_s": round(cpu, 2),
+        **_figures(result),
+        **_decided(made, marks),
+    }
+
+
+def _warm(case: Case) -> Case:
+    return replace(case, seed=case.seed + 1000, requests=WARM_REQUESTS)
+
+
+async def _measured(
+    case: Case, pool: Pool, gateway: Gateway, records: list[Record], salt: int
+) -> tuple[RunResult, dict[str, float]]:
+    """`marks`: Unix times of what was done to server 0."""
+    marks: dict[str, float] = {}
+    fault = asyncio.create_task(_trouble(case, pool, records[-1].arrival_us * 1e-6, marks))
+    try:
+        return await _send(gateway, records, salt), marks
+    finally:
+        if case.fault == "none" or sys.exc_info()[0] is not None:
+            fault.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await fault
+
+
+async def _send(gateway: Gateway, records: list[Record], salt: int) -> RunResult:
+    seconds = records[-1].arrival_us * 1e-6
+    options = Options(requests=len(records), timeout_s=60.0, time_limit_s=seconds + 90.0)
+    work = Replay(records, fallback_model=MODEL, extra={"ignore_eos": True, "temperature": 0}, seed=salt)
+    return await run(gateway.url, work, Recorded(records), options)
+
+
+async def _trouble(case: Case, pool: Pool, seconds: float, marks: dict[str, float]) -> None:
+    """After a third of the arrivals: `kill` (and start again), `hang` its engine, or `freeze` the whole server."""
+    if case.fault == "none":
+        return
+    server = pool.servers[0]
+    await asyncio.sleep(seconds / 3)
+    marks["fault"] = time.time()
+    if case.fault == "kill":
+        server.signal(signal.SIGKILL)
+        server.end()
+        server.start()
+        await asyncio.to_thread(server.wait)
+    else:
+        core = case.fault == "hang"
+        server.signal(signal.SIGSTOP, core)
+        try:
+            await asyncio.sleep(FAULT_S)
+        finally:
+            server.signal(signal.SIGCONT, core)
+    marks["healed"] = time.time()
+
+
+def _figures(result: RunResult) -> dict[str, Any]:
+    summary = summarise(result)
+    lag = summary["send_lag_ms"]["p99"] or 0.0
+    failed = [record for record in result.records if record.error]
+    return {
+        "failed": summary["failed"],
+        "failed_by_reason": summary["failed_by_reason"],
+        #: Nothing of the answer had come: these could have been sent elsewhere.
+        "failed_without_a_byte": sum(record.first_data == 0.0 for record in failed),
+        "ttft_ms": spread([record.ttft() * 1e3 for record in result.records if not record.error]),
+        "e2e_ms": spread([record.e2e() * 1e3 for record in result.records if not record.error]),
+        "hit_rate": summary["prefix_hit_rate"],
+        "duration_s": round(summary["duration_s"], 2),
+        "lag_p99_ms": round(lag, 2),
+        "valid": lag <= LAG_MS,
+    }
+
+
+def _decided(made: list[JournaledDecision], marks: dict[str, float]) -> dict[str, Any]:
+    """Where requests went, and how good the forecasts were."""
+    # Decisions have the scheduler's monotonic clock; all processes of a host share it.
+    shift = time.time() - time.monotonic()
+    places = [(entry.decision.at + shift, entry.decision.endpoint.rpartition("/")[2]) for entry in made]
+    judged = [
+        (entry.outcome.ttft_ms, f.ttft_ms, f.low_ms, f.high_ms)
+        for entry in made
+        if entry.outcome is not None and entry.outcome.ttft_ms > 0 and (f := entry.decision.forecast) is not None
+    ]
+    told: dict[str, Any] = {"shares": shares(place for _, place in places), "forecast": calibration(judged)}
+    if "fault" in marks:
+        stopped, healed = marks["fault"], marks.get("healed", time.time())
+        told["met_hung"] = sum(place == "e0" and stopped + 2 < at < healed for at, place in places)
+        after = [place for at, place in sorted(places) if at >= healed]
+        told["after"] = {"first_20": shares(after[:20]), "all": shares(after)}
+    return told
+
+
+def _load() -> float:
+    return os.getloadavg()[0]
+
+
+@contextlib.contextmanager
+def in_front() -> Iterator[None]:
+    """SIGTERM ends the program as Ctrl-C does. Where the system allows it, load generator and gateway go before the
+    servers: a core of theirs is no part of what is compared."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, FRONT_NICE)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, priority)

@@ -1,0 +1,152 @@
+"""Real vLLM servers behind Fairlead: policies in turns on the same pool, the same traffic for each.
+
+    python bench/real.py --install                        # once: vLLM and a small model, 3 GB, some minutes
+    python bench/real.py --rate 5 --seed 1                # two servers; default, round robin, least requests in turns
+    python bench/real.py --policy default+events --fault kill --requests 300
+    python bench/real.py --report                         # the table of all runs that are kept
+
+FAIRLEAD_REAL_HOME (or --home) names the folder with `venv` and `model`; default: ~/.cache/fairlead/real.
+Runs are kept as JSON lines in OUT/runs.jsonl, their journals under OUT/journals; what has been run with the same
+sources is not run again (--fresh does). A run whose load generator was more than 20 ms late (p99) is marked as
+invalid. Policies: any name, with `+events` for KV events, `+warm` for a scheduler that had traffic before.
+
+JSON: {"rows": [one object per run], "summary": {"runs", "invalid", "ratios": {"A / B": {"ttft_ms": [mean, low, high],
+"e2e_ms": …}}}}.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from _output import tell
+from _real_pool import Home, Pool
+from _real_run import Case, in_front, measure
+from _real_table import lines, summary
+
+HERE = Path(__file__).parents[1]
+FAULTS = ("none", "kill", "hang", "freeze")
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Policies in turns, beginning with another one each time."""
+    made: list[Case] = []
+    for number, (fault, rate, seed) in enumerate(product(options.fault, options.rate, options.seed)):
+        turn = number % len(options.policy)
+        policies = options.policy[turn:] + options.policy[:turn]
+        made += (Case(policy, rate, seed, options.requests, fault, options.adapters) for policy in policies)
+    return made
+
+
+def fingerprint() -> str:
+    """Of the sources of Fairlead: runs of other ones are not compared."""
+    digest = hashlib.sha256()
+    for path in sorted((HERE / "src" / "fairlead").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def kept(out: Path, sources: str) -> list[dict[str, Any]]:
+    """The runs of these sources; of equal ones the last. A line that was cut off is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    path = out / "runs.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["sources"] == sources:
+            found[row["key"]] = row
+    return list(found.values())
+
+
+def run_all(wanted: Sequence[Case], home: Home, options: argparse.Namespace, sources: str) -> None:
+    """Runs what is missing; each row is written as soon as it is there."""
+    folder = options.out / "journals" / sources
+    _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
+    with Pool(home, options.out, options.servers, options.nice, options.adapters) as pool:
+        for number, case in enumerate(wanted, 1):
+            _say(f"{number}/{len(wanted)} {case.key}")
+            row = measure(case, pool, home, folder / case.key) | {"sources": sources}
+            with (options.out / "runs.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            _say(_brief(row))
+
+
+def _brief(row: dict[str, Any]) -> str:
+    def mean(name: str) -> str:
+        return f"{row[name]['mean']:,.0f}" if row[name] else "-"
+
+    forecast = row["forecast"]
+    inside = f"{forecast['inside']:.0%} in band" if forecast else "no forecasts"
+    late = "" if row["valid"] else ", INVALID: the load generator was late"
+    return (
+        f"    TTFT {mean('ttft_ms')} ms, E2E {mean('e2e_ms')} ms, {row['shares']}, {inside}, {row['failed']} failed,"
+        f" load {max(row['loadavg']):.1f}{late}"
+    )
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _list(kind: type) -> Any:
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",") if part]
+
+    return parse
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    add("--home", type=Path, default=Path(os.environ.get("FAIRLEAD_REAL_HOME") or cache / "fairlead" / "real"))
+    add("--vllm", default="", help="a vllm program to use instead of the home's own")
+    add("--out", type=Path, default=HERE / "out" / "real")
+    add("--policy", type=_list(str), default=["default", "round-robin", "least-requests"])
+    add("--rate", type=_list(float), default=[2.5, 5.0, 8.0])
+    add("--seed", type=_list(int), default=[1, 2, 3])
+    add("--requests", type=int, default=90)
+    add("--fault", type=_list(str), default=["none"], help=f"to server 0, after a third: {', '.join(FAULTS)}")
+    add("--adapters", action="store_true", help="servers with two LoRA adapters, which requests ask for")
+    add("--servers", type=int, default=2)
+    add("--nice", type=int, default=5, help="of the servers")
+    add("--fresh", action="store_true", help="run again what is kept")
+    add("--report", action="store_true", help="only the table of what is kept")
+    add("--json", action="store_true")
+    options = parser.parse_args()
+    unknown = set(options.fault) - set(FAULTS)
+    if unknown or options.requests < 1 or options.servers < 1 or not min(options.rate, default=0) > 0:
+        parser.error(f"--fault takes {', '.join(FAULTS)}; requests, servers and rates must be above 0")
+    return options
+
+
+def main() -> None:
+    options = _arguments()
+    home, sources = Home(options.home, options.vllm), fingerprint()
+    options.out.mkdir(parents=True, exist_ok=True)
+    there = {} if options.fresh else {row["key"] for row in kept(options.out, sources) if row["valid"]}
+    wanted = [case for case in cases(options) if case.key not in there]
+    if wanted and not options.report:
+        if missing := home.missing():
+            raise SystemExit(missing)
+        with in_front():
+            try:
+                run_all(wanted, home, options, sources)
+            except KeyboardInterrupt:
+                _say("interrupted; what has been measured is kept")
+    rows = kept(options.out, sources)
+    if not options.report:
+        keys = {case.key for case in cases(options)}
+        rows = [row for row in rows if row["key"] in keys]
+    tell({"rows": rows, "summary": summary(rows)}, options.json, lambda found: print("\n".join(lines(found["rows"]))))
+
+
+if __name__ == "__main__":
+    main()

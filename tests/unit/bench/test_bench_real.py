@@ -1,0 +1,73 @@
+"""The statistics of runs against real engines. The runs themselves need an installation: `make real`."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "bench")
+    return importlib.import_module
+
+
+def row(policy: str, seed: int, ttft: float, **others: Any) -> dict[str, Any]:
+    return {
+        "policy": policy, "rate": 5.0, "seed": seed, "requests": 90, "fault": "none", "adapters": False, "valid": True,
+        "ttft_ms": {"mean": ttft, "p95": 2 * ttft}, "e2e_ms": {"mean": 3 * ttft}, "hit_rate": 0.5, "failed": 0,
+        "shares": {"e0": 0.6, "e1": 0.4}, "forecast": None, "loadavg": [0.1, 1.0],
+    } | others  # fmt: skip
+
+
+def test_shares_begin_with_the_busiest(bench: Any) -> None:
+    assert list(bench("_real_table").shares(["e1", "e0", "e1", "e1"]).items()) == [("e1", 0.75), ("e0", 0.25)]
+
+
+def test_calibration(bench: Any) -> None:
+    judged = [
+        (100.0, 100.0, 50.0, 200.0),
+        (300.0, 100.0, 50.0, 200.0),
+        (20.0, 40.0, 30.0, 60.0),
+        (40.0, 40.0, 30.0, 60.0),
+    ]
+    found = bench("_real_table").calibration(judged)
+    assert (found["inside"], found["below"], found["above"]) == (0.5, 0.25, 0.25)
+    assert found["ratio_p50"] == 1.0
+    assert bench("_real_table").calibration([]) is None
+
+
+def test_the_interval_of_a_mean_is_students(bench: Any) -> None:
+    mean, low, high = bench("_real_table").mean_interval([1.0, 2.0, 3.0])
+    assert (mean, round(low, 3), round(high, 3)) == (2.0, -0.484, 4.484)
+
+
+def test_policies_are_compared_where_both_have_run_and_the_load_was_in_time(bench: Any) -> None:
+    rows = [
+        row("default", 1, 50.0),
+        row("round-robin", 1, 100.0),
+        row("default", 2, 400.0),
+        row("round-robin", 2, 200.0),
+    ]
+    ratio = bench("_real_table").ratio
+    assert ratio(rows, "default", "round-robin", "ttft_ms")[0] == pytest.approx(1.0)
+    late = [*rows[:3], row("round-robin", 2, 200.0, valid=False)]
+    assert ratio(late, "default", "round-robin", "ttft_ms")[0] == pytest.approx(0.5)
+    assert ratio(rows, "default", "least-requests", "ttft_ms") is None
+
+
+def test_the_table_has_a_line_for_each_run_and_each_ratio(bench: Any) -> None:
+    rows = [row("default", 1, 50.0), row("round-robin", 1, 100.0), row("default", 2, 55.0, valid=False)]
+    table = bench("_real_table").lines(rows)
+    assert sum(line.startswith(("| default |", "| round-robin |", "| default (invalid")) for line in table) == 3
+    assert "| default / round-robin | 0.50 | 0.50 |" in table
+
+
+def test_traffic_is_the_same_for_all_policies_and_has_the_rate(bench: Any) -> None:
+    run = bench("_real_run")
+    traffic = [run.traffic(run.Case(policy, 5.0, 1, 400)) for policy in ("default", "round-robin")]
+    assert traffic[0] == traffic[1]
+    assert 400 / 5 * 0.8 < traffic[0][-1].arrival_us * 1e-6 < 400 / 5 * 1.2
+    shared = {record.hash_ids[:7] for record in traffic[0]}
+    assert len(shared) == run.SHAPE.systems
