@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _output import tell
+from _real_install import install
 from _real_pool import Home, Pool
 from _real_run import Case, in_front, measure
 from _real_table import lines, summary
@@ -117,6 +118,8 @@ def _arguments() -> argparse.Namespace:
     add("--adapters", action="store_true", help="servers with two LoRA adapters, which requests ask for")
     add("--servers", type=int, default=2)
     add("--nice", type=int, default=5, help="of the servers")
+    add("--install", action="store_true", help="first install what is missing in the home")
+    add("--tokeniser", default="", help="with --install: a folder with tokenizer.json, instead of one trained here")
     add("--fresh", action="store_true", help="run again what is kept")
     add("--report", action="store_true", help="only the table of what is kept")
     add("--json", action="store_true")
@@ -134,6 +137,8 @@ def main() -> None:
     there = {} if options.fresh else {row["key"] for row in kept(options.out, sources) if row["valid"]}
     wanted = [case for case in cases(options) if case.key not in there]
     if wanted and not options.report:
+        if options.install:
+            install(home, options.tokeniser, _say)
         if missing := home.missing():
             raise SystemExit(missing)
         with in_front():
