@@ -187,9 +187,19 @@ class _Documents:
                 self._held.append(_rename_QUOTE)
                 self._kept = match.end()
         elif byte in b"{[":
-            self._deeper(byte)
+            self._depth += 1
+            if self._depth == 2 and byte == 0x7B and self._in_value and self._key in _NESTED:
+                self._named = 2
+                self._in_value = False
+                self._key.clear()
         elif byte in b"}]":
-            self._higher()
+            self._depth -= 1
+            if self._depth == 0:
+                self.reset()
+            elif self._depth <= self._named:
+                self._named = min(self._named, self._depth)
+                self._in_value = True
+                self._key.clear()
         else:
             self._in_value = byte == 0x3A
             if not self._in_value:
@@ -201,22 +211,6 @@ class _Documents:
             self._key[:] = b'"'
             return _KEY
         return _NAME if self._key == _MODEL else _STRING
-
-    def _deeper(self, byte: int) -> None:
-        self._depth += 1
-        if self._depth == 2 and byte == 0x7B and self._in_value and self._key in _NESTED:
-            self._named = 2
-            self._in_value = False
-            self._key.clear()
-
-    def _higher(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.reset()
-        elif self._depth <= self._named:
-            self._named = min(self._named, self._depth)
-            self._in_value = True
-            self._key.clear()
 
     def _in_string(self, position: int, stop: int) -> int:
         """From the inside of a string to behind its closing quote, or to `stop`."""

@@ -27,11 +27,6 @@ _MAX_LINE = 64 << 20
 Told = dict[str, Any]
 
 
-def admin_address(url: str) -> str:
-    """`host:port` and a trailing slash are fine."""
-    return (url if "://" in url else f"http://{url}").rstrip("/")
-
-
 def snapshot(base: str) -> Told:
     """`about` and `now`. Raises `OSError` or `ValueError`."""
     with _open(f"{base}/dashboard/snapshot") as answer:
@@ -291,7 +286,7 @@ def top(
 
     if sort not in SORTS:
         raise typer.BadParameter(f"{sort!r} is none of {', '.join(SORTS)}", param_hint="--sort")
-    address = admin_address(url)
+    address = (url if "://" in url else f"http://{url}").rstrip("/")
     if not once:
         (_top_stream if as_json else _live)(address, sort, every)
         return

@@ -60,7 +60,9 @@ class Instances:
             self._declare(item, (*place, i))
         block = Around(self._block())
         for instance in self.by_name.values():
-            self._check_refs(instance)
+            for key, name in plain(instance.parameters).items():
+                if key in _PRODUCER_REFS and name:
+                    self.ref(name, (*instance.place, "parameters", key), "producer")
             if instance.entry is not None and instance.entry.use is not None:
                 self._translate(instance, block)
 
@@ -158,12 +160,6 @@ class Instances:
                 tokens = instance.parameters.token_processor_config
                 return max(tokens.block_size_tokens or tokens.block_size or 0, LEAST_BLOCK)
         return LEAST_BLOCK
-
-    def _check_refs(self, instance: Instance) -> None:
-        """Producers that a plugin names must be declared."""
-        for key, name in plain(instance.parameters).items():
-            if key in _PRODUCER_REFS and name:
-                self.ref(name, (*instance.place, "parameters", key), "producer")
 
     def _translate(self, instance: Instance, around: Around) -> None:
         assert instance.entry is not None and instance.entry.use is not None

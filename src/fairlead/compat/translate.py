@@ -139,11 +139,6 @@ def flow_spec(flow: FlowControl, named: Named, report: Report) -> FlowSpec:
     )
 
 
-def without_flow(admitter: Instance, report: Report) -> None:
-    """The gate is off, and nothing refuses sheddable requests early."""
-    report.note(admitter.place, f"{ADMITTER}: requests are not shed by it: that takes the feature gate flowControl")
-
-
 def _bands(named: Named, report: Report) -> tuple[BandSpec, ...]:
     default, bands = named.default, dict[int, BandSpec]()
     for listed in named.bands:
@@ -338,7 +333,10 @@ class _Translator:
         if given is not None:
             self._report.note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
         if named.admitter is not None:
-            without_flow(named.admitter, self._report)
+            self._report.note(
+                named.admitter.place,
+                f"{ADMITTER}: requests are not shed by it: that takes the feature gate flowControl",
+            )
         return None
 
     def _band(self, key: str | tuple[str, int], band: Band | None) -> NamedBand:

@@ -199,18 +199,15 @@ class Profile:
             try:
                 demotion = demoter.demote(request, fleet, cycle)
                 if demotion is not None:
-                    totals = self._demoted(name, totals, demotion, trace)
+                    lower = totals * demotion
+                    if lower.shape != totals.shape:
+                        raise ValueError(f"a demotion of shape {demotion.shape} for {len(totals)} slots")
+                    if trace is not None and self._points:
+                        trace.scorers.append((name, -self._points, (totals - lower) / self._points))
+                    totals = lower
             except Exception as error:
                 self._failed(name, error)
         return totals
-
-    def _demoted(self, name: str, totals: FloatColumn, demotion: FloatColumn, trace: Trace | None) -> FloatColumn:
-        lower = totals * demotion
-        if lower.shape != totals.shape:
-            raise ValueError(f"a demotion of shape {demotion.shape} for {len(totals)} slots")
-        if trace is not None and self._points:
-            trace.scorers.append((name, -self._points, (totals - lower) / self._points))
-        return lower
 
     def _pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
         try:

@@ -333,8 +333,22 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
     _write(plan, summaries)
     _show(plan, summaries, console)
     if check or plan.usual:
-        _show_goals(judge(summaries), console)
-    _show_files(plan, prepare(plan), console)
+        goals = judge(summaries)
+        console.print("Goals of this comparison, and what this run came to:")
+        for goal in goals:
+            verdict = "[green]met   [/]" if goal.met else "[bold red]missed[/]"
+            console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
+    commands = prepare(plan)
+    plot = f" and {plan.out / 'demo.png'}" if find_spec("matplotlib") is not None else ""
+    console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
+    console.print(
+        f"By hand, the first two each in a terminal of its own, all in this directory:\n"
+        f"  {commands.stub}\n  {commands.serve}\n  {commands.curl}\n"
+        f"What it decided, and why: {commands.dashboard}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     return summaries
 
 
@@ -387,23 +401,3 @@ def _show(plan: Plan, summaries: dict[str, dict[str, Any]], console: Console) ->
             style="bold",
             highlight=False,
         )
-
-
-def _show_goals(goals: list[Goal], console: Console) -> None:
-    console.print("Goals of this comparison, and what this run came to:")
-    for goal in goals:
-        verdict = "[green]met   [/]" if goal.met else "[bold red]missed[/]"
-        console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
-
-
-def _show_files(plan: Plan, commands: Commands, console: Console) -> None:
-    plot = f" and {plan.out / 'demo.png'}" if find_spec("matplotlib") is not None else ""
-    console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
-    console.print(
-        f"By hand, the first two each in a terminal of its own, all in this directory:\n"
-        f"  {commands.stub}\n  {commands.serve}\n  {commands.curl}\n"
-        f"What it decided, and why: {commands.dashboard}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )

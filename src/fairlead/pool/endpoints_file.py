@@ -94,7 +94,10 @@ class EndpointSet:
             if self._listed.get(endpoint_id) != entry:
                 self._listed[endpoint_id] = entry
                 self._bring_up(entry)
-        self._forget_names()
+        names = self._names()
+        for table in (self._addresses, self._failing):
+            for host in [host for host in table if host not in names]:
+                del table[host]
 
     async def start(self) -> None:
         """Resolve what needs it, for `RESOLVE_TIMEOUT_S` at most, and keep resolving in the background."""
@@ -135,12 +138,6 @@ class EndpointSet:
 
     def _names(self) -> dict[str, int]:
         return {entry.host: entry.port for entry in self._listed.values() if not entry.literal}
-
-    def _forget_names(self) -> None:
-        names = self._names()
-        for table in (self._addresses, self._failing):
-            for host in [host for host in table if host not in names]:
-                del table[host]
 
     async def _keep_resolving(self, first: "asyncio.Task[None]") -> None:
         await first

@@ -167,7 +167,10 @@ class Dashboard:
             text = _TOO_MANY.format(self._most)
             return web.Response(status=503, text=text, headers={"Retry-After": "10"})
         viewer = _Viewer()
-        self._join(viewer)
+        if not self._viewers:
+            self._sources.begin()
+            self._ticking = asyncio.create_task(self._tick())
+        self._viewers.add(viewer)
         try:
             response = web.StreamResponse(headers=_STREAM_HEADERS)
             await response.prepare(request)
@@ -193,12 +196,6 @@ class Dashboard:
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         async with asyncio.timeout(self._patience):
             await response.write(data)
-
-    def _join(self, viewer: _Viewer) -> None:
-        if not self._viewers:
-            self._sources.begin()
-            self._ticking = asyncio.create_task(self._tick())
-        self._viewers.add(viewer)
 
     def _leave(self, viewer: _Viewer) -> None:
         self._viewers.discard(viewer)

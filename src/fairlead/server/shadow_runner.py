@@ -116,17 +116,14 @@ class ShadowRunner:
         self.stats.judged += 1
         self.stats.cpu_s += cpu_s
         for verdict in record.verdicts:
-            self._tally(verdict)
+            name = verdict.shadow
+            failed = bool(verdict.error) and verdict.error != PASSED
+            self._failures[name] = self._failures.get(name, 0) + 1 if failed else 0
+            if verdict.took_us > self._limit * 1e6:
+                self._cut_off(name, f"took {verdict.took_us / 1e3:.0f} ms for one decision")
+            elif self._failures[name] >= MAX_FAILURES:
+                self._cut_off(name, f"failed {MAX_FAILURES} times in a row: {verdict.error}")
         self._judged(record)
-
-    def _tally(self, verdict: ShadowVerdict) -> None:
-        name = verdict.shadow
-        failed = bool(verdict.error) and verdict.error != PASSED
-        self._failures[name] = self._failures.get(name, 0) + 1 if failed else 0
-        if verdict.took_us > self._limit * 1e6:
-            self._cut_off(name, f"took {verdict.took_us / 1e3:.0f} ms for one decision")
-        elif self._failures[name] >= MAX_FAILURES:
-            self._cut_off(name, f"failed {MAX_FAILURES} times in a row: {verdict.error}")
 
     def _look(self) -> None:
         """Is a shadow still at it that began long ago?"""

@@ -68,7 +68,11 @@ class BodyWatch:
         if self._digest is not None:
             self._digest.update(new)
         if self._stream:
-            self._keep_tail(new)
+            tail = self._tail + new
+            if len(tail) > STREAM_TAIL:
+                # From the next line on: half an event cannot be read.
+                tail = tail[tail.find(b"\n", len(tail) - STREAM_TAIL) + 1 :]
+            self._tail = tail
         else:
             self._scanner.feed(new)
 
@@ -88,13 +92,6 @@ class BodyWatch:
     def sha256(self) -> str:
         """Hex digest of the body so far; empty unless asked for."""
         return self._digest.hexdigest() if self._digest is not None else ""
-
-    def _keep_tail(self, new: bytes) -> None:
-        tail = self._tail + new
-        if len(tail) > STREAM_TAIL:
-            # From the next line on: half an event cannot be read.
-            tail = tail[tail.find(b"\n", len(tail) - STREAM_TAIL) + 1 :]
-        self._tail = tail
 
 
 #: Enough for every response head and body together on the fast path.

@@ -241,7 +241,9 @@ def plot(summaries: Sequence[Summary], path: str | Path, title: str = "") -> Non
         canvas.suptitle(title or "Load runs side by side", fontsize=16, fontweight="bold", x=0.012, ha="left")
         waiting = canvas.add_subplot(grid[0, :])
         _draw_ttft(waiting, summaries)
-        _draw_bars(canvas.add_subplot(grid[1, 0]), summaries, "Output tokens per second", "output_tokens_per_s")
+        axes = canvas.add_subplot(grid[1, 0])
+        _draw_panel(axes, summaries, "output_tokens_per_s", lambda value: figure(value))
+        _finish(axes, "Output tokens per second")
         _draw_shares(
             canvas.add_subplot(grid[1, 1]), summaries, "Prefix hit rate (cached / prompt tokens)", "prefix_hit_rate"
         )
@@ -277,11 +279,6 @@ def _draw_ttft(axes: "Axes", summaries: Sequence[Summary]) -> None:
     axes.yaxis.set_minor_formatter("")
     axes.grid(axis="y", color=_FAINT, linewidth=0.8, zorder=0)
     _finish(axes, "Time to first token, log scale (lower is better)")
-
-
-def _draw_bars(axes: "Axes", summaries: Sequence[Summary], title: str, key: str) -> None:
-    _draw_panel(axes, summaries, key, lambda value: figure(value))
-    _finish(axes, title)
 
 
 def _draw_shares(axes: "Axes", summaries: Sequence[Summary], title: str, key: str) -> None:

@@ -24,7 +24,6 @@ from fairlead.server.journal.records import (
     SEGMENT,
     VERSION,
     Decided,
-    Detail,
     Ended,
     Item,
     Segment,
@@ -211,7 +210,7 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
         elif kind == DETAIL:
             mine = open_.get(body.request.id)
             if mine is not None:
-                mine.decision = with_detail(mine.decision, body)
+                mine.decision = replace(mine.decision, request=body.request, trace=body.trace)
         elif kind == ENDED:
             mine = open_.pop(body.request_id, None)
             if mine is not None:
@@ -255,10 +254,6 @@ def decision_record(time_s: float, decided: Decided, request: Request, trace: Tr
         forecast=decided.forecast,
         trace=trace,
     )
-
-
-def with_detail(record: DecisionRecord, detail: Detail) -> DecisionRecord:
-    return replace(record, request=detail.request, trace=detail.trace)
 
 
 def outcome_record(time_s: float, ended: Ended, decision: DecisionRecord) -> OutcomeRecord:

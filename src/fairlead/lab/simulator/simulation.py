@@ -51,7 +51,12 @@ class Faults:
         if fault.kind == "slow":
             server.slow(fault.factor)
         elif fault.kind == "down":
-            self._crash(fault.replica)
+            sim = self._sim
+            sim.servers[fault.replica].crash()
+            for job in sim.jobs:
+                if job.leg()[0] == fault.replica and job.leg()[1] is not None:
+                    sim.broken(job, "connection lost", status=0)
+            self._later(self._gone, fault.replica)
         else:
             server.freeze(fault.kind)
 
@@ -64,14 +69,6 @@ class Faults:
             self._later(self._rejoined, fault.replica)
         else:
             server.freeze("")
-
-    def _crash(self, index: int) -> None:
-        sim = self._sim
-        sim.servers[index].crash()
-        for job in sim.jobs:
-            if job.leg()[0] == index and job.leg()[1] is not None:
-                sim.broken(job, "connection lost", status=0)
-        self._later(self._gone, index)
 
     def _later(self, callback: object, index: int) -> None:
         sim = self._sim

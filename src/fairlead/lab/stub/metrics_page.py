@@ -219,7 +219,10 @@ class MetricsPage:
             self._add(family)
         self._add_rejections()
         for histogram in HISTOGRAMS:
-            self._add_histogram(histogram)
+            bounds = histogram.read(self._replica.engine.stats).bounds
+            self._parts.append(Fixed(header(histogram.name, "histogram", histogram.help)))
+            self._parts.append(HistogramLines(histogram.name, self._labels, self._now(histogram.read), bounds))
+            self._add_created(histogram.name, histogram.help, [self._labels])
         if replica.spec.max_loras:
             self._parts.append(Made(self._lora_lines))
         self._parts.append(Fixed(self._cache_config()))
@@ -257,12 +260,6 @@ class MetricsPage:
         for reason, read in reasons.items():
             self._parts.append(Value(f"{name}_total", {**model, "reason": reason}, read))
         self._add_created(name, help_text, [{**model, "reason": reason} for reason in reasons])
-
-    def _add_histogram(self, family: Distribution) -> None:
-        bounds = family.read(self._replica.engine.stats).bounds
-        self._parts.append(Fixed(header(family.name, "histogram", family.help)))
-        self._parts.append(HistogramLines(family.name, self._labels, self._now(family.read), bounds))
-        self._add_created(family.name, family.help, [self._labels])
 
     def _lora_lines(self) -> str:
         info = self._replica.lora_info

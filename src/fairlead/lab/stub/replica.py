@@ -297,9 +297,14 @@ class Replica:
         elif self.clock.frozen:
             self.clock.thaw()
         if faults.engine_dead:
-            self.fail_all(ApiError(DEAD, 500))
+            for generation in list(self._generations):
+                generation.fail(ApiError(DEAD, 500))
         elif before.engine_dead:
-            self._revive()
+            self.engine = Engine(self.spec, self.clock.now())
+            self.engine.slow_factor = self._faults.slow_factor
+            if self.kv_events is not None:
+                self.kv_events.attach(self.engine.blocks, self.block_size)
+                self.kv_events.restart()
         self._arm()
 
     def restart_engine(self) -> None:
@@ -314,18 +319,6 @@ class Replica:
         """Tell what the cache does from now on, in every life of the engine."""
         self.kv_events = publisher
         publisher.attach(self.engine.blocks, self.block_size)
-
-    def _revive(self) -> None:
-        self.engine = Engine(self.spec, self.clock.now())
-        self.engine.slow_factor = self._faults.slow_factor
-        if self.kv_events is not None:
-            self.kv_events.attach(self.engine.blocks, self.block_size)
-            self.kv_events.restart()
-
-    def fail_all(self, error: ApiError) -> None:
-        """Tell every client that waits, and forget its request."""
-        for generation in list(self._generations):
-            generation.fail(error)
 
     def close(self) -> None:
         """No more steps. Requests that are left get no answer."""

@@ -34,15 +34,6 @@ def load_adapter(body: Body, models: Models, now: int) -> str:
     return f"Success: LoRA adapter '{name}' added successfully."
 
 
-def unload_adapter(body: Body, models: Models) -> str:
-    name = fields.string(body, "lora_name")
-    if not name:
-        raise ApiError("'lora_name' needs to be provided to unload a LoRA adapter.")
-    if models.loras.pop(name, None) is None:
-        raise ApiError(f"The lora adapter '{name}' cannot be found.", 404)
-    return f"Success: LoRA adapter '{name}' removed successfully."
-
-
 def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
     """/v1/models."""
     base = _card(models.base, models.base, None, max_model_len, models.created, rng)
@@ -178,7 +169,13 @@ def load_lora(site: Site, connection: Connection, request: HttpRequest) -> None:
 
 
 def unload_lora(site: Site, connection: Connection, request: HttpRequest) -> None:
-    message = unload_adapter(_body(request), site.replica.models)
+    body = _body(request)
+    name = fields.string(body, "lora_name")
+    if not name:
+        raise ApiError("'lora_name' needs to be provided to unload a LoRA adapter.")
+    if site.replica.models.loras.pop(name, None) is None:
+        raise ApiError(f"The lora adapter '{name}' cannot be found.", 404)
+    message = f"Success: LoRA adapter '{name}' removed successfully."
     connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
 
 

@@ -223,7 +223,7 @@ class KubeClient:
     def _unreachable(self, error: Exception) -> Unreachable:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             self._access.distrusted()
-        return Unreachable(_why(error))
+        return Unreachable(str(error) or type(error).__name__)
 
 
 def _drop(response: aiohttp.ClientResponse) -> None:
@@ -260,10 +260,6 @@ def _refusal(status: int, answer: bytes, resource: Resource | None, verb: str, p
     elif status == 401:
         said = f"the API server does not know us (401): {said}"
     return KubeError(status, failure.reason, said)
-
-
-def _why(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _socket(info: Any) -> socket.socket:

@@ -61,7 +61,9 @@ def blocks(data: bytes) -> Iterator[tuple[int, bytes] | Damage]:
         block = _block_at(data, offset)
         if block is None:
             bad = offset if bad < 0 else bad
-            offset = _next_sync(data, offset + 1)
+            start = offset + 1
+            position = data.find(SYNC, start)
+            offset = len(data) if position < 0 else position
             continue
         if bad >= 0:
             yield Damage(bad, offset - bad, False)
@@ -71,11 +73,6 @@ def blocks(data: bytes) -> Iterator[tuple[int, bytes] | Damage]:
         offset = end
     if bad >= 0:
         yield Damage(bad, len(data) - bad, True)
-
-
-def _next_sync(data: bytes, start: int) -> int:
-    position = data.find(SYNC, start)
-    return len(data) if position < 0 else position
 
 
 def _block_at(data: bytes, offset: int) -> tuple[bytes, int] | None:

@@ -93,7 +93,14 @@ class Kube:
         if settings.leader_election.enabled:
             self.elector = self._elector()
             if settings.leader_election.service:
-                self.slice_publisher = self._slice_publisher(settings.leader_election.service)
+                self.slice_publisher = EndpointSlicePublisher(
+                    self.client,
+                    self.namespace,
+                    settings.leader_election.service,
+                    own_place(),
+                    self._rng,
+                    on_trouble=lambda why: self._on_trouble("endpointslices", why),
+                )
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Follow everything for as long as `stack` is open."""
@@ -165,16 +172,6 @@ class Kube:
         )
         return Elector(
             self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
-        )
-
-    def _slice_publisher(self, service: str) -> EndpointSlicePublisher:
-        return EndpointSlicePublisher(
-            self.client,
-            self.namespace,
-            service,
-            own_place(),
-            self._rng,
-            on_trouble=lambda why: self._on_trouble("endpointslices", why),
         )
 
     # ---- what happens ----

@@ -138,17 +138,14 @@ class KvListening(Knowledge):
         if settings.indexer.warm_from:
             await self._warm(settings.indexer.warm_from)
         if settings.bind:
-            self._bind(settings.bind, clients)
+            try:
+                bound = self._events.bind(settings.bind, self._curve, clients)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"cannot listen on {settings.bind}: {error}", "$.kvEvents.bind") from None
+            log.info("publishers of KV events may dial in", address=bound)
         stack.push_async_callback(self._end)
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
         stack.callback(lambda: self._timer.cancel())
-
-    def _bind(self, address: str, clients: list[str] | None) -> None:
-        try:
-            bound = self._events.bind(address, self._curve, clients)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen on {address}: {error}", "$.kvEvents.bind") from None
-        log.info("publishers of KV events may dial in", address=bound)
 
     async def _end(self) -> None:
         tasks = list(self._followed.values())

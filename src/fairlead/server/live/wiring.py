@@ -172,7 +172,16 @@ def wire(
         driver = Driver(pipeline, loop, watch, handlers)
     else:
         driver = RecordedDriver(pipeline, loop, journal.clock, watch, journal.recorder, handlers)
-    understanding = _understanding(config, loop.time, tokens, watch, kv, tracing)
+    understanding = Understanding(
+        tokens,
+        build_hasher(config),
+        loop.time,
+        conversations=config.parsing.conversations,
+        trusted=config.headers.trust,
+        parse=build_parse(config, watch.on_plugin_error),
+        prompts=kv.prompts if kv is not None else None,
+        trace=tracing.arrived if tracing is not None else None,
+    )
     host = _host(
         config, loop.time, run, driver, understanding, watch, inspection if kv is None else kv.inspecting(inspection)
     )
@@ -209,26 +218,6 @@ def _observers(
         cut=shadows.cut,
     )
     return scraper, watch
-
-
-def _understanding(
-    config: Config,
-    now: Callable[[], float],
-    tokens: TokenEstimator,
-    watch: Watch,
-    kv: Knowledge | None,
-    tracing: Tracing | None,
-) -> Understanding:
-    return Understanding(
-        tokens,
-        build_hasher(config),
-        now,
-        conversations=config.parsing.conversations,
-        trusted=config.headers.trust,
-        parse=build_parse(config, watch.on_plugin_error),
-        prompts=kv.prompts if kv is not None else None,
-        trace=tracing.arrived if tracing is not None else None,
-    )
 
 
 def _host(

@@ -151,13 +151,9 @@ class View:
             key = tuple(values[i] for i in self._indexes)
             row = rows.get(key)
             if row is None:
-                row = rows[key] = _blank(child)
+                row = rows[key] = Histogram(child.bounds) if isinstance(child, Histogram) else type(child)()
             _add(row, child)
         return rows
-
-
-def _blank(child: Any) -> Any:
-    return Histogram(child.bounds) if isinstance(child, Histogram) else type(child)()
 
 
 def _add(row: Counter | Gauge | Histogram, child: Any) -> None:

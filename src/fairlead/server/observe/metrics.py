@@ -207,7 +207,13 @@ class SchedulerMetrics:
             bundle.running.value = max(bundle.running.value - len(group), 0)
             for (status, cause), number in Counts(map(_END, group)).items():
                 if status >= 400 or cause != "natural":
-                    self._ended_badly(bundle, status, cause, number)
+                    self.families.ends.child(cause).value += number
+                    if cause == "expired":
+                        self.families.expired.child().value += number
+                    # A client that went away is nobody's error.
+                    if status >= 400 or cause in ("stream-lost", "endpoint-gone"):
+                        code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
+                        self._error(bundle, code, number)
                 else:
                     self.families.ends.child(cause).value += number
             for name, number in Counts(map(_UNREACHED, group)).items():
@@ -287,15 +293,6 @@ class SchedulerMetrics:
         families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
         if record.outcome == "rejected-saturated":
             self._overloaded_at = record.at
-
-    def _ended_badly(self, bundle: _Bundle, status: int, cause: str, number: int) -> None:
-        self.families.ends.child(cause).value += number
-        if cause == "expired":
-            self.families.expired.child().value += number
-        # A client that went away is nobody's error.
-        if status >= 400 or cause in ("stream-lost", "endpoint-gone"):
-            code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
-            self._error(bundle, code, number)
 
     def _error(self, bundle: _Bundle, code: str, number: int = 1) -> None:
         self.families.errors.child(*bundle.labels, code).value += number

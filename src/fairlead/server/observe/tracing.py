@@ -165,7 +165,10 @@ class Tracing:
         decided, queued = record.at, record.queued_ms * 1e-3
         if queued > 0.0:
             waited = self._tracer.start_span(
-                "fairlead.queue", parent, start_time=self._nanoseconds(decided - queued), attributes=_waited(record)
+                "fairlead.queue",
+                parent,
+                start_time=self._nanoseconds(decided - queued),
+                attributes={"fairlead.queued_ms": record.queued_ms, "fairlead.priority": record.request.priority},
             )
             waited.end(self._nanoseconds(decided))
         decision = self._tracer.start_span(
@@ -224,10 +227,6 @@ def _asked(request: Request) -> dict[str, Attribute]:
     if request.max_tokens:
         attributes["gen_ai.request.max_tokens"] = request.max_tokens
     return attributes
-
-
-def _waited(record: DecisionRecord) -> dict[str, Attribute]:
-    return {"fairlead.queued_ms": record.queued_ms, "fairlead.priority": record.request.priority}
 
 
 def _chosen(record: DecisionRecord) -> dict[str, Attribute]:

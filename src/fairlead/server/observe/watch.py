@@ -94,7 +94,10 @@ class Watch:
         self._durations.append(duration_s)
         if record.overloaded or not record.endpoint:
             self.count()
-            _log_shortage(record)
+            if record.overloaded:
+                log.warning("all endpoints are overloaded; more replicas are wanted")
+            elif record.status not in (400, 404):  # those are the client's own fault
+                log.warning("a request was refused", reason=record.outcome, status=record.status)
         elif len(self._decisions) >= _BATCH:
             self.count()
 
@@ -252,10 +255,3 @@ class Watch:
             leases=len(self.fleet.ledger),
             scrapes=self._scrapes,
         )
-
-
-def _log_shortage(record: DecisionRecord) -> None:
-    if record.overloaded:
-        log.warning("all endpoints are overloaded; more replicas are wanted")
-    elif record.status not in (400, 404):  # those are the client's own fault
-        log.warning("a request was refused", reason=record.outcome, status=record.status)
