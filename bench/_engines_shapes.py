@@ -178,10 +178,3 @@ def _workload(talk: Conversation, rate: float, requests: int, seed: int) -> Work
 def _from_zero(records: Sequence[Record]) -> list[Record]:
     first = records[0].arrival_us
     return [structs.replace(record, arrival_us=record.arrival_us - first) for record in records]
-
-
-def flood(shape: Shape) -> Scenario:
-    """All requests at once, enough to fill all slots more than twice: what the pool can do at most."""
-    slots = sum(replica.engine.max_num_seqs for replica in shape.servers)
-    made = scenario(shape, 10.0, min(max(240, 5 * slots // 2), 2400), seed=1_000)
-    return structs.replace(made, speedup=1e6)

@@ -1,8 +1,9 @@
 """Every rule in front of engines that nobody modelled, simulated: is the default right whatever the engine is like?
 
 For each shape of engine (`_engines_shapes.py`) a pool of servers and conversations with shared beginnings, at 40, 70
-and 90 % of what the pool can do. That capacity is the engine's own: requests per second of a flood under the better of
-two rules that model nothing. The scheduler's prior knows none of the shapes, and every request counts from the first.
+and 90 % of what the pool can do. That capacity is the engine's own: the rate at which first tokens take five times as
+long as in an idle pool, under the better of two rules that model nothing. The scheduler's prior knows none of the
+shapes, and every request counts from the first.
 
     python bench/engines.py                       all shapes, in two processes
     python bench/engines.py --quick               fewer requests, seeds and loads
@@ -27,7 +28,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from _engines_shapes import LOADS, SHAPES, Shape, flood, scenario
+from _engines_shapes import LOADS, SHAPES, scenario
 from _output import tell
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.lab.simulator.result import summarise
@@ -37,7 +38,8 @@ from fairlead.lab.simulator.simulation import Simulation
 DEFAULT, ROUND_ROBIN, LEAST_REQUESTS = "default", "round-robin", "least-requests"
 RULES = (DEFAULT, ROUND_ROBIN, LEAST_REQUESTS, "weights-322", "lmetric", "sticky-until-saturated")
 #: What the capacity is measured with.
-PLAIN = (LEAST_REQUESTS, "weights-322")
+PLAIN = ("weights-322", LEAST_REQUESTS)
+KNEE, KNEE_REQUESTS = 5.0, 300
 #: Requests of a run, seeds, loads.
 WHOLE, QUICK = (500, 6, LOADS), (200, 4, (LOADS[1], LOADS[2]))
 #: Captured traffic is short, and the same for every seed: only the scheduler's chance differs.
@@ -104,19 +106,22 @@ def _in_band(outcomes: Sequence[OutcomeRecord]) -> float:
 
 
 def capacity(name: str) -> float:
-    """Requests per second until nine tenths of a flood are over, under the better plain rule."""
+    """The highest rate, requests per second, at which first tokens take `KNEE` times as long as in an idle pool, under
+    the better plain rule. By bisection of the rate's logarithm, within 3 %."""
     shape = SHAPES[name]
     if shape.captured:
         return 1.0
-    return max(_flooded(shape, rule) for rule in PLAIN)
+    idle = min(_mean_ttft(name, 0.05, rule, 40) for rule in PLAIN)
+    low, high = 1.0, 1000.0
+    while high / low > 1.03:
+        rate = sqrt(low * high)
+        bears = any(_mean_ttft(name, rate, rule, KNEE_REQUESTS * shape.times) < KNEE * idle for rule in PLAIN)
+        low, high = (rate, high) if bears else (low, rate)
+    return low
 
 
-def _flooded(shape: Shape, rule: str) -> float:
-    simulation = Simulation(flood(shape), config_from(policy_text(rule))[0])
-    simulation.run()
-    ends = sorted(job.ended_at for job in simulation.jobs if job.status == "done")
-    most = len(ends) * 9 // 10
-    return most / (ends[most] - simulation.jobs[0].arrived)
+def _mean_ttft(name: str, rate: float, rule: str, requests: int) -> float:
+    return run_cell(Cell(name, 1.0, rate, requests, 1_000, rule)).figures["ttft_ms"]
 
 
 def cells(options: argparse.Namespace, capacities: dict[str, float]) -> list[Cell]:

@@ -55,11 +55,17 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_batched_tokens: int = 8192
     #: What a request takes besides its steps: HTTP, tokens, the way to the engine.
     overhead_ms: float = 0.0
+    #: As in `EngineSpec`.
+    chunked_prefill: bool = True
+    noise: float = 0.0
+    draft_tokens: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         latency = self.latency
         linear = (latency.c0_ms, latency.c_pf_us, latency.c_attn_ns, latency.c_seq_us, latency.c_kv_ns)
-        if not (latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in (*linear, self.overhead_ms))):
+        bent = (latency.weights_ms, *(more for _, more in latency.jumps))
+        if not (latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in (*linear, *bent, self.overhead_ms))):
             raise ValueError("latency: c0_ms must be above 0, the others and overhead_ms at least 0")
         if min(self.kv_tokens, self.max_model_len, self.kv_bytes) < 1 or self.block_size < 0:
             raise ValueError("kv_tokens, max_model_len and kv_bytes must be at least 1")
@@ -75,8 +81,9 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         max_loras: int = 0,
         kv_tokens: int = 0,
     ) -> EngineSpec:
-        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force, and steps have room for a token of
-        every sequence. Raises `ValueError` on limits that no server could start with."""
+        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force, and steps have room for the tokens
+        of every sequence, or for the longest prompt that they must take whole. Raises `ValueError` on limits that no
+        server could start with."""
         size = block_size or self.block_size or 16
         blocks = (kv_tokens or self.kv_tokens) // max(1, size)
         longest = max_model_len or self.max_model_len
@@ -92,8 +99,16 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             block_size=size,
             max_model_len=longest,
             max_num_seqs=sequences,
-            max_batched_tokens=max(max_batched_tokens or self.max_batched_tokens, sequences),
+            max_batched_tokens=max(
+                max_batched_tokens or self.max_batched_tokens,
+                sequences * (1 + self.draft_tokens),
+                0 if self.chunked_prefill else longest,
+            ),
             max_loras=max_loras,
+            chunked_prefill=self.chunked_prefill,
+            noise=self.noise,
+            draft_tokens=self.draft_tokens,
+            acceptance=self.acceptance,
         )
 
 

@@ -119,7 +119,7 @@ class Replica:
         self.models = Models(config.served_model, config.loras, int(unix()))
         self.lora_info = LoraInfo(self.spec.max_loras)
         self.clock = EngineClock(loop.time, config.time_ratio)
-        self.engine = Engine(self.spec, self.clock.now())
+        self.engine = Engine(self.spec, self.clock.now(), chance=self.rng)
         self.unix = unix
         self.rejections = 0
         #: `None` = nobody is told what the cache holds.
@@ -300,7 +300,7 @@ class Replica:
             for generation in list(self._generations):
                 generation.fail(ApiError(DEAD, 500))
         elif before.engine_dead:
-            self.engine = Engine(self.spec, self.clock.now())
+            self.engine = Engine(self.spec, self.clock.now(), chance=self.rng)
             self.engine.slow_factor = self._faults.slow_factor
             if self.kv_events is not None:
                 self.kv_events.attach(self.engine.blocks, self.block_size)

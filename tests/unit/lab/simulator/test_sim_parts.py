@@ -1,12 +1,15 @@
 """Kernel, prompts and server of the simulator, each for itself."""
 
 import pytest
+from msgspec import structs
 
 from fairlead.core.tokens import TokenEstimator
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.simulator.prompts import Prompts
+from fairlead.lab.simulator.run import config_from
 from fairlead.lab.simulator.server import Server
-from fairlead.lab.simulator.world import Kernel, replicas
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.lab.simulator.world import Kernel, Replica, Scenario, replicas
 from fairlead.lab.workload.record import Record, Workload
 
 
@@ -111,3 +114,21 @@ def test_a_crash_forgets_everything_and_a_restart_begins_anew():
     sample = server.sample()
     assert sample is not None
     assert (sample.running, sample.prefix_queries) == (0, 0)
+
+
+def test_servers_on_one_machine_slow_each_other_down_while_both_compute():
+    engine = structs.replace(replicas(1)[0].engine, contention=1.0)
+    records = [Record(id=str(i), in_tokens=64, out_tokens=out) for i, out in enumerate((200, 100))]
+
+    def ends(machine):
+        pool = (Replica(engine=engine, machine=machine), Replica(engine=engine, machine=machine))
+        made = Scenario(name="pair", workload=Workload(name="pair", records=records), replicas=pool)
+        simulation = Simulation(made, config_from("policy: round-robin")[0], validate=True)
+        simulation.run()
+        assert {job.server for job in simulation.jobs} == {0, 1}
+        return [job.e2e_ms for job in simulation.jobs]
+
+    long, short = ends("")
+    beside = ends("a")
+    assert beside[1] == pytest.approx(2 * short, rel=0.02)
+    assert beside[0] == pytest.approx(long + short, rel=0.02), "the machine is its own once the short one ended"
