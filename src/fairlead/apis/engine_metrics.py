@@ -38,6 +38,7 @@ class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     #: Counters, in tokens, summed.
     prefix_queries: tuple[str, ...] = ()
     prefix_hits: tuple[str, ...] = ()
+    generation_tokens: tuple[str, ...] = ()
     #: Further gauges for `Sample.extra`: name to spec, summed.
     extra: Mapping[str, str] = field(default_factory=dict)
 
@@ -97,6 +98,7 @@ class EngineSpecs(Struct, frozen=True, kw_only=True):
     num_blocks: tuple[Spec, ...]
     prefix_queries: tuple[Spec, ...]
     prefix_hits: tuple[Spec, ...]
+    generation_tokens: tuple[Spec, ...]
     extra: tuple[tuple[str, Spec], ...]
 
 
@@ -120,6 +122,7 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
         num_blocks=parse("num_blocks"),
         prefix_queries=parse("prefix_queries"),
         prefix_hits=parse("prefix_hits"),
+        generation_tokens=parse("generation_tokens"),
         extra=tuple((key, parse_spec(text, f"{path}.extra.{key}")) for key, text in metrics.extra.items()),
     )
 
@@ -159,6 +162,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
         cache_info=("vllm:cache_config_info", "vllm_cache_config_info"),
         prefix_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
         prefix_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        generation_tokens=("vllm:generation_tokens_total",),
     ),
     "sglang": EngineMetrics(
         waiting=("sglang:num_queue_reqs", "sglang_num_queue_reqs"),
@@ -167,6 +171,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
         cache_info=("sglang:cache_config_info", "sglang_cache_config_info"),
         block_size_label="page_size",
         num_blocks_label="num_pages",
+        generation_tokens=("sglang:generation_tokens_total",),
     ),
     "trtllm-serve": EngineMetrics(
         waiting=("trtllm_num_requests_waiting",),

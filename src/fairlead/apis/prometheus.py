@@ -303,6 +303,7 @@ class _Interpreter:
             num_blocks=num_blocks,
             prefix_queries=self._number("prefix_queries", specs.prefix_queries, sum),
             prefix_hits=self._number("prefix_hits", specs.prefix_hits, sum),
+            generation_tokens=self._number("generation_tokens", specs.generation_tokens, sum),
             extra=self._extra(),
         )
         if self._had_adapters and not self._series(specs.lora) and self._whole(sample):

@@ -193,6 +193,8 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str | Text]], ...] = (
 def _state(row: Row) -> tuple[str, str]:
     if row["avoided_s"] > 0:
         return "avoided", "red"
+    if row["suspicion"] != "well":
+        return "hangs", "red"
     if row["fresh"]:
         return "fresh", "green"
     return ("no metrics" if row["age_s"] is None else f"silent {_seconds(row['age_s'])}"), "yellow"

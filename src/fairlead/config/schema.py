@@ -117,6 +117,7 @@ class EngineNames(Section):
     num_blocks: str | list[str] | None = None
     prefix_queries: str | list[str] | None = None
     prefix_hits: str | list[str] | None = None
+    generation_tokens: str | list[str] | None = None
     extra: dict[str, str] = {}
 
 

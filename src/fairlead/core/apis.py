@@ -36,6 +36,9 @@ OTHER = "other"
 WITHOUT_OUTPUT = frozenset(
     (EMBEDDINGS, CONVERSATIONS, COUNT_TOKENS, SCORE, RERANK, POOLING, IMAGES, GRPC_EMBED, TOKENIZE, RENDER, MODELS)
 )
+#: What is not sent a second time once it may have begun: nobody knows what it does, or it changes what is stored.
+#: Everything else is sampling, or computes the same again.
+BEGUN_ONCE = frozenset((OTHER, CONVERSATIONS))
 #: A request may ask for its answer as a stream. One that could not be read is taken to have asked for it.
 STREAMING = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, AUDIO, IMAGES, GENERATE, SGLANG, GRPC))
 

@@ -50,5 +50,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     #: Prefix cache counters of the engine, in tokens, cumulative.
     prefix_queries: float | None = None
     prefix_hits: float | None = None
+    #: Tokens generated, cumulative.
+    generation_tokens: float | None = None
     #: Further gauges by configured name.
     extra: Mapping[str, float] = field(default_factory=dict)

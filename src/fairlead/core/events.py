@@ -68,12 +68,13 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RequestMoved(Struct, frozen=True, gc=False):
-    """No connection to the chosen endpoint could be made; the gateway took the fallback endpoint (`Route.fallback`).
+    """The gateway sent the request to the fallback endpoint (`Route.fallback`) as well: the chosen one could not be
+    reached, broke off before a byte of an answer, or was overdue.
 
-    Fed when a response comes from there, or at the end; before `ResponseEnded` in any case."""
+    Fed when a response comes, or at the end; before `ResponseEnded` in any case."""
 
     request_id: int
-    #: Of the fallback endpoint.
+    #: Of the endpoint that answers: the fallback endpoint, or after all the chosen one.
     address: str
 
 

@@ -24,6 +24,7 @@ from fairlead.core.policy import Context, Cycle, Explainable, Picked, Policy
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
 from fairlead.core.snapshot import Restored
+from fairlead.core.stalls import LEVELS
 from fairlead.core.table import FLOATS
 
 # What an explanation consists of; its JSON has the same names.
@@ -36,6 +37,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     chosen: bool
     #: The filters that spoke against it.
     removed_by: tuple[str, ...] = ()
+    #: It hung: `suspect` or `out` (`fairlead.core.stalls`); empty = it did not.
+    hung: str = ""
     cached_tokens: int = 0
     queued_requests: float = 0.0
     queued_tokens: float = 0.0
@@ -79,6 +82,7 @@ def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
     if held_most is not None and held_most.cached_tokens > chosen.cached_tokens and held_most not in rivals:
         rivals.append(held_most)
     lines = [_against(chosen, rival, unit) for rival in rivals]
+    lines += [f"{c.endpoint} made no progress for too long ({c.hung})" for c in candidates if c.hung]
     removed = [candidate for candidate in unchosen if candidate.removed_by]
     if removed:
         names = ", ".join(sorted({name for candidate in removed for name in candidate.removed_by}))
@@ -199,6 +203,7 @@ def _candidates(
             endpoint=trace.endpoints[slot],
             chosen=slot == chosen,
             removed_by=tuple(name for name, mask in trace.filters if not mask[slot]),
+            hung=LEVELS[int(table.suspicion[slot])] if table.suspicion[slot] else "",
             cached_tokens=int(held[slot] * request.prompt_tokens),
             queued_requests=float(table.queue[slot]),
             queued_tokens=float(table.queued_tokens[slot]),

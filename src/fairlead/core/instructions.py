@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.records import Column, DecisionRecord, OutcomeRecord, ShadowCase, ShadowRecord
+from fairlead.core.records import Column, DecisionRecord, OutcomeRecord, ShadowCase, ShadowRecord, StallRecord
 from fairlead.core.request import Request
 
 
@@ -26,6 +26,10 @@ class Route(Struct, frozen=True, gc=False):
     evictable: bool = False
     #: `RequestArrived.client`, here and below.
     client: Any = None
+    #: The fallback endpoint may have it also after the first one has, as long as no byte of an answer came.
+    repeatable: bool = False
+    #: Milliseconds without a byte after which both may have it, and the first byte wins; 0 = never.
+    hedge_after_ms: float = 0.0
 
 
 class Reject(Struct, frozen=True, kw_only=True):
@@ -107,7 +111,7 @@ class SetTimer(Struct, frozen=True, gc=False):
 class Record(Struct, frozen=True, gc=False):
     """Something worth counting happened: for metrics, journal and logs. Never changes what is done."""
 
-    record: DecisionRecord | OutcomeRecord | ShadowRecord
+    record: DecisionRecord | OutcomeRecord | ShadowRecord | StallRecord
 
 
 Instruction = (

@@ -121,6 +121,21 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     unreached: str = ""
 
 
+class StallRecord(Struct, frozen=True, gc=False):
+    """An endpoint seems to hang, or moves again; see `fairlead.core.stalls`."""
+
+    endpoint: str
+    #: Clock seconds.
+    time_s: float
+    #: `well`, `suspect`, `out`.
+    level: str
+    #: How long nothing moved, and how long that was plausible, in seconds.
+    silent_s: float
+    plausible_s: float
+    #: Our requests there.
+    leases: int
+
+
 # What policies on trial would have done, beside what was done.
 
 

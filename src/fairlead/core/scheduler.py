@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
 from fairlead.core import events as ev
+from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.core.fleet import Fleet
@@ -178,6 +179,8 @@ class Pipeline:
                 instructions = []  # late
             else:
                 instructions = self._handlers[kind](entry, event)
+        if self.fleet.stalls.changes:
+            instructions = instructions + [Record(record) for record in self.fleet.stalls.take_changes()]
         if self.flow_controller is not None and len(self.flow_controller):
             instructions = instructions + self.flow_controller.dispatched(
                 self._bound, self._evict, self.fleet, self._clock.time()
@@ -192,6 +195,8 @@ class Pipeline:
 
     def _request_arrived(self, event: ev.RequestArrived) -> list[Instruction]:
         now = self._clock.time()
+        if now >= self.fleet.stalls.due:
+            self.fleet.stalls.look(now)
         request = event.request
         if not self.models.empty or request.rewrite:
             resolution = self.models.resolve(request, self._rng)
@@ -402,6 +407,8 @@ class Pipeline:
             request.model if request.target else "",
             evictable,
             entry.client,
+            repeatable=request.api not in BEGUN_ONCE,
+            hedge_after_ms=fleet.stalls.hedge_after_ms(lease) if fallback else 0.0,
         )
         record = DecisionRecord(
             request=request,
@@ -445,7 +452,7 @@ class Pipeline:
         return []
 
     def _request_moved(self, entry: RequestEntry, event: ev.RequestMoved) -> list[Instruction]:
-        """Charge the request to the endpoint that has it. Nothing when that is known already, or is not of the pool."""
+        """Charge the request to the endpoint that has it; nothing more when that is known already."""
         lease = entry.lease
         assert lease is not None
         there = (slot for slot, endpoint in self.fleet.table.slots() if endpoint.address == event.address)
@@ -453,6 +460,8 @@ class Pipeline:
         if not lease.unreached and slot != lease.slot:
             entry.lease = self.fleet.move(lease, slot, self._clock.time())
             self.requests.move(entry, ev.RequestMoved, S.ANSWERING)
+        elif not lease.unreached:  # a second attempt was begun, and the first one answered
+            self.fleet.stalls.hedged_in_vain()
         return []
 
     def _usage_reported(self, entry: RequestEntry, event: ev.UsageReported) -> list[Instruction]:
@@ -570,11 +579,17 @@ class Pipeline:
         return [entry for lease in leases if (entry := self.requests.get(lease.request.id)) is not None]
 
     def _metrics_sampled(self, event: ev.MetricsSampled) -> list[Instruction]:
-        held_no_more = self.fleet.sampled(event.endpoint_id, event.started, self._clock.time(), event.sample)
+        now = self._clock.time()
+        held_no_more = self.fleet.sampled(event.endpoint_id, event.started, now, event.sample)
+        if now >= self.fleet.stalls.due:
+            self.fleet.stalls.look(now)
         return self._endings.add(self._entries(held_no_more), T.RECONCILED) if held_no_more else []
 
     def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
-        self.fleet.scrape_failed(event.endpoint_id, self._clock.time(), event.answered)
+        now = self._clock.time()
+        self.fleet.scrape_failed(event.endpoint_id, now, event.answered)
+        if now >= self.fleet.stalls.due:
+            self.fleet.stalls.look(now)
         return []
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:

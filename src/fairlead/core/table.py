@@ -21,8 +21,8 @@ from fairlead.core.endpoint import ROLE_LABEL, Endpoint, Sample
 FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens",
-    "sampled_at", "failures", "errors", "ejected_until", "max_adapters", "loaded_adapters", "capacity_tokens",
-    "per_capacity",
+    "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
+    "capacity_tokens", "per_capacity",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
@@ -70,6 +70,8 @@ class EndpointTable:
     capacity_tokens: FloatColumn
     #: Its inverse, 0 = unknown.
     per_capacity: FloatColumn
+    #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
+    suspicion: FloatColumn
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
@@ -84,7 +86,7 @@ class EndpointTable:
         self.count = 0
         #: Rises when endpoints come, go or change labels, and when adapters change.
         self.version = 0
-        #: Some endpoint has failed scrapes or responses now.
+        #: Some endpoint has failed scrapes or responses now, or hangs.
         self.troubled = False
         #: Slots whose numbers changed since `cost.renew` looked. Who writes a column adds its slot.
         self.stale: set[int] = set()
@@ -214,7 +216,15 @@ class EndpointTable:
 
     def judge_trouble(self) -> None:
         """To be called when a failure counter changed."""
-        self.troubled = bool(np.count_nonzero(self.failures) or np.count_nonzero(self.errors))
+        self.troubled = bool(
+            np.count_nonzero(self.failures) or np.count_nonzero(self.errors) or np.count_nonzero(self.suspicion)
+        )
+
+    def set_suspicion(self, slot: int, level: float) -> None:
+        """Who waits for an endpoint is told by the version."""
+        self.suspicion[slot] = level
+        self.version += 1
+        self.judge_trouble()
 
     def role(self, slot: int) -> str:
         endpoint = self.endpoints[slot]

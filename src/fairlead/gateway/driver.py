@@ -29,7 +29,7 @@ from fairlead.core.instructions import (
     Route,
     SetTimer,
 )
-from fairlead.core.records import DecisionRecord, OutcomeRecord, ShadowRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord, ShadowRecord, StallRecord
 from fairlead.core.scheduler import Pipeline
 
 log = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Driver:
         handlers: Handlers | None = None,
     ) -> None:
         """`handlers`: who carries out instructions that are not about a request's client (`AskRemote`, `JudgeShadows`,
-        `AdoptConfiguration`, `RefuseConfiguration`), and who hears of a `ShadowRecord`. What nobody does is left
-        undone: a question without an answer ends with its deadline."""
+        `AdoptConfiguration`, `RefuseConfiguration`), and who hears of a `ShadowRecord` or a `StallRecord`. What nobody
+        does is left undone: a question without an answer ends with its deadline."""
         self.pipeline = pipeline
         self._clock = clock
         self._observer = observer
@@ -111,6 +111,7 @@ class Driver:
             AdoptConfiguration: _leave_undone,
             RefuseConfiguration: _leave_undone,
             ShadowRecord: _leave_undone,
+            StallRecord: _leave_undone,
             **(handlers or {}),
         }
 

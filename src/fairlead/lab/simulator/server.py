@@ -121,6 +121,7 @@ class Server:
             num_blocks=spec.num_blocks,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
+            generation_tokens=stats.generation_tokens,
         )
         if self.page == "freeze":
             self._frozen = sample

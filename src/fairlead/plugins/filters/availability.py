@@ -8,6 +8,7 @@ from pydantic import Field
 from fairlead.core.columns import BoolColumn
 from fairlead.core.policy import Cycle, Stage, prefix_share
 from fairlead.core.request import Request
+from fairlead.core.stalls import OUT_OF_USE, SUSPECT
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import backlog_ms, headroom, ttft_ms, unless_all
 from fairlead.plugins.params import Params, Plain
@@ -18,9 +19,10 @@ class HealthParams(Params):
 
 
 class Health:
-    """Removes endpoints that failed several scrapes, or several responses moments ago.
+    """Removes endpoints that failed several scrapes, or several responses moments ago, and those that hang.
 
     It never removes the last ones: when all look ill, the fault is more likely ours, and a pool must not halt over it.
+    Of endpoints that hang it then keeps those that are only suspect (`fairlead.core.stalls`).
     It is about availability, not load: where load filters leave nothing, the fallback still avoids ill endpoints.
     """
 
@@ -37,11 +39,12 @@ class Health:
         table = fleet.table
         if not table.troubled:
             return None  # by far the most frequent case; an endpoint with no error is not ejected
-        well = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
-        healthy = np.count_nonzero(well & table.alive)
-        if healthy == table.count or not healthy:
-            return None
-        return well
+        answers = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
+        for well in (answers & (table.suspicion < SUSPECT), answers & (table.suspicion < OUT_OF_USE)):
+            healthy = np.count_nonzero(well & table.alive)
+            if healthy:
+                return None if healthy == table.count else well
+        return None
 
 
 class UtilizationParams(Params):

@@ -27,7 +27,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AdoptConfiguration, AskRemote, JudgeShadows, RefuseConfiguration
-from fairlead.core.records import ShadowRecord
+from fairlead.core.records import ShadowRecord, StallRecord
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
@@ -165,6 +165,7 @@ def wire(
         AskRemote: connections.ask,
         JudgeShadows: shadows.judge,
         ShadowRecord: watch.shadows.on_shadow,
+        StallRecord: watch.on_stall,
         AdoptConfiguration: adopt,
         RefuseConfiguration: refuse,
     }

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from fairlead.core.stalls import LEVELS
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Counter, Family, Gauge, Readings, counters, gauges
 
@@ -23,6 +24,10 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     age_s: float | None = None
     #: Why scrapes fail now; empty = they do not, or only just began to.
     last_error: str = ""
+    #: `well`, `suspect` or `out`, and for how many seconds nothing has moved there although there is work
+    #: (`fairlead.core.stalls`).
+    suspicion: str = "well"
+    silent_s: float = 0.0
     #: As the engine reported.
     waiting: float | None = None
     running: float | None = None
@@ -73,6 +78,7 @@ class FleetGauges:
         self._queue = Readings("gauge", "model_server_endpoint")
         self._stale = Readings("gauge", "endpoint")
         self._age = Readings("gauge", "endpoint")
+        self._suspicion = Readings("gauge", "endpoint")
         self._endpoint_leases = Readings("gauge", "endpoint")
         self._inflight = Readings("gauge", "endpoint_name", "namespace")
         self._tokens = Readings("gauge", "endpoint_name", "namespace")
@@ -113,6 +119,7 @@ class FleetGauges:
         self._stale.values = {(status.id,): 0 if status.fresh else 1 for status in endpoints}
         self._age.values = {(status.id,): round(status.age_s, 3) for status in endpoints if status.age_s is not None}
         self._endpoint_leases.values = {(status.id,): status.leases for status in endpoints}
+        self._suspicion.values = {(status.id,): LEVELS.index(status.suspicion) for status in endpoints}
         names = [(name, namespace) for namespace, _, name in (status.id.rpartition("/") for status in endpoints)]
         self._inflight.values = dict(zip(names, (status.leases for status in endpoints), strict=True))
         self._tokens.values = dict(zip(names, (status.pending_tokens for status in endpoints), strict=True))
@@ -153,6 +160,7 @@ class FleetGauges:
             ("fairlead_endpoint_leases", "Of those, per endpoint.", self._endpoint_leases),
             ("fairlead_endpoint_stale", "1 while an endpoint's metrics are too old to be believed.", self._stale),
             ("fairlead_endpoint_age_seconds", "Time since an endpoint's last good scrape.", self._age),
+            ("fairlead_endpoint_suspicion", "1 while an endpoint seems to hang, 2 while it does.", self._suspicion),
             ("fairlead_scrape_total", "Scrapes of metrics pages, by result.", self._scrapes),
             ("fairlead_scrape_bytes_total", "Bytes of metrics pages read.", self._scrape_bytes),
             ("fairlead_scrape_seconds_total", "Time from asking for a page to having it.", self._scrape_seconds),

@@ -63,6 +63,7 @@ class RequestFamilies:
         self.expired = counters()
         self.fallbacks = counters("endpoint", cap=cap, fold=("endpoint",))
         self.repeated = counters("endpoint", cap=cap, fold=("endpoint",))
+        self.stalls = counters("endpoint", "level", cap=cap, fold=("endpoint",))
         self.loop_lag = histograms(bounds=buckets.LAG)
         self.predicted_ttft = histograms(*_PREDICTED, bounds=buckets.GENERAL, cap=cap, fold=CLIENT_LABELS)
         self.predicted_tpot = histograms(*_PREDICTED, bounds=buckets.TPOT_TWIN, cap=cap, fold=CLIENT_LABELS)
@@ -194,6 +195,7 @@ class RequestFamilies:
         show("fairlead_all_overloaded_total", "Decisions with every candidate overloaded.", self.overloaded)
         show("fairlead_lease_expired_total", "Requests whose end was never told.", self.expired)
         show("fairlead_fallback_requests_total", "Requests the gateway served without asking.", self.fallbacks)
-        text = "Requests sent elsewhere because this endpoint could not be reached."
+        text = "Requests answered elsewhere because this endpoint could not be reached, broke off or was overdue."
         show("fairlead_repeated_total", text, self.repeated)
+        show("fairlead_stalls_total", "Times that an endpoint was found to hang, or to move again.", self.stalls)
         show("fairlead_loop_lag_seconds", "How late timers of the event loop fire.", self.loop_lag)

@@ -43,6 +43,7 @@ def _endpoint(watch: Watch, slot: int, status: EndpointStatus, recent: Recent, n
         active=float(table.active[slot]),
         leases=status.leases,
         avoided_s=_left(float(table.ejected_until[slot]) - now),
+        suspicion=status.suspicion,
         sent=int(sums.routed),
         hit_rate=_share(sums.hit_tokens, sums.prompt_tokens),
         predicted_ms=_share(sums.predicted_ms, sums.judged),

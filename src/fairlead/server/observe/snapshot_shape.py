@@ -45,6 +45,8 @@ class EndpointRow(Struct, frozen=True, kw_only=True):
     leases: int
     #: Failed responses in a row keep it out for so many seconds.
     avoided_s: float
+    #: Whether it hangs: `well`, `suspect`, `out`.
+    suspicion: str
     #: Last minute: requests sent, share of their prompt tokens that was predicted to be cached.
     sent: int
     hit_rate: float | None
@@ -275,6 +277,7 @@ def notices(
     listed = [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
     listed += _silent(endpoints)
     listed += _avoided(endpoints)
+    listed += _hanging(endpoints)
     listed += _pressure(watch, queues)
     listed += _choosers(watch)
     listed += _failing(watch, happened, now)
@@ -318,6 +321,14 @@ def _avoided(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
         yield Notice(
             BAD, f"{_some(avoided, len(rows))} {verb} avoided for now after {ERRORS_TO_EJECT} failed answers in a row."
         )
+
+
+def _hanging(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
+    rows = list(endpoints)
+    hanging = [row for row in rows if row.suspicion != "well"]
+    if hanging:
+        verb = "seems" if len(hanging) == 1 else "seem"
+        yield Notice(BAD, f"{_some(hanging, len(rows))} {verb} to hang: there is work, and nothing moves.")
 
 
 def _pressure(watch: Watch, queues: Queues | None) -> Iterable[Notice]:

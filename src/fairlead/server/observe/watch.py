@@ -9,7 +9,8 @@ from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
-from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
+from fairlead.core.stalls import LEVELS
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics
 from fairlead.server.observe.decisions import Journal, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus, ScrapeTotals
@@ -204,6 +205,17 @@ class Watch:
         """An instruction of the pipeline could not be carried out; whoever carries it out logs why."""
         self.metrics.families.failed_instructions.child(instruction).inc()
 
+    def on_stall(self, record: StallRecord) -> None:
+        self.metrics.families.stalls.child(record.endpoint, record.level).inc()
+        silent = {"endpoint": record.endpoint, "silent_s": round(record.silent_s, 1)}
+        if record.level == "well":
+            log.info("an endpoint moves again", **silent)
+        else:
+            plausible = round(record.plausible_s, 1)
+            log.warning(
+                f"an endpoint seems to hang: {record.level}", **silent, plausible_s=plausible, leases=record.leases
+            )
+
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request without asking us."""
         self.metrics.on_fallback(address)
@@ -227,6 +239,7 @@ class Watch:
         # A value at a time out of numpy's arrays would take three times as long.
         ages = (self._now() - table.sampled_at).tolist()
         leases, pending = table.inflight.tolist(), table.pending_tokens.tolist()
+        suspicion = table.suspicion.tolist()
         statuses = []
         for slot, endpoint in table.slots():
             age, sample = ages[slot], table.samples[slot]
@@ -238,6 +251,8 @@ class Watch:
                     fresh=age <= fleet.staleness,
                     age_s=age if isfinite(age) else None,
                     last_error=self._silent.get(endpoint.id, ""),
+                    suspicion=LEVELS[int(suspicion[slot])],
+                    silent_s=round(fleet.stalls.silence(slot, self._now()), 2),
                     waiting=sample.waiting if sample else None,
                     running=sample.running if sample else None,
                     kv_usage=sample.kv_usage if sample else None,

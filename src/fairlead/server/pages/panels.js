@@ -9,11 +9,12 @@ const FIRST = 16;
 
 const state = (row) => {
   if (row.avoided_s > 0) return { text: "avoided", kind: "state bad", title: `after failed answers, for ${seconds(row.avoided_s)}` };
+  if (row.suspicion !== "well") return { text: "hangs", kind: "state bad", title: "there is work, and nothing moves" };
   if (row.fresh) return { text: "fresh", kind: "state good" };
   if (row.age_s === null) return { text: "no metrics", kind: "state watch", title: "it never answered a scrape" };
   return { text: `silent ${seconds(row.age_s)}`, kind: "state watch", title: "its load is estimated from our own requests" };
 };
-const rank = (row) => (row.avoided_s > 0 ? 3 : row.fresh ? 0 : row.age_s === null ? 2 : 1);
+const rank = (row) => (row.avoided_s > 0 || row.suspicion !== "well" ? 3 : row.fresh ? 0 : row.age_s === null ? 2 : 1);
 const about = (row) => (row.fresh ? "" : "≈ ");
 
 const SOURCES = { learned: "learned", either: "events, unproven", most: "events, catching up", exact: "events" };
@@ -168,7 +169,7 @@ export class Panels {
     const height = (value) => `${Math.round((value / most) * 1000) / 10}%`;
     rows.forEach((row, i) => {
       const bar = strip.children[i];
-      const name = row.avoided_s > 0 ? "is-avoided" : row.fresh ? "" : "is-stale";
+      const name = row.avoided_s > 0 || row.suspicion !== "well" ? "is-avoided" : row.fresh ? "" : "is-stale";
       setClass(bar, name);
       for (const [part, value] of [[bar.firstChild, row.queue], [bar.lastChild, row.active]]) {
         const wanted = height(value);

@@ -161,7 +161,7 @@ def test_damage_in_the_middle_is_counted_and_no_longer_exact(recorded: Any, tmp_
 
 
 def test_what_was_rotated_away_is_said(record_run: Callable[..., Any], tmp_path: Path) -> None:
-    record_run(tmp_path, turns=20, seconds=30.0, max_bytes=300_000, segment_bytes=100_000)
+    record_run(tmp_path, turns=20, seconds=30.0, max_bytes=360_000, segment_bytes=120_000)
     run = one_run(tmp_path)
     assert not run.whole
     assert run.head.number > 0

@@ -1,0 +1,221 @@
+"""Endpoints that hang: there is work, and nothing of it moves, although the metrics page may still answer.
+
+Theory
+* Progress of an endpoint is: a first token, an answer that ends well, or a scrape that differs from the last one in
+  tokens generated or looked up in the cache, in memory in use or in requests that run, or has fewer that wait. More
+  that wait are none: an engine's front takes requests while the engine hangs.
+* Silence is the time since the last progress, or since there is work. It is plausible for as long as the longest of
+
+      PLAUSIBLE_S                                whatever the engine is
+      PACED × the longest silence that ended     of the last minute or so: its own recent pace. One silence teaches at
+                                                 most twice what was known, so that a hang teaches little
+      forecast × band of the largest prompt      that waits for its first token: computing it alone, as learned.
+                                                 A prompt that takes 30 s is no hang
+
+  and where no page tells tokens or memory, until the first answer that is due is overdue (`overdue_s`).
+* An endpoint is *suspect* when its silence is longer than that, and *out* after `OUT` times that. With the floors a
+  scrape every 0.2 s means: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other can
+  serve them, those that are out only if all others are out too (`plugins.filters.availability.Health`).
+* It recovers at the first progress. Where nothing is left that could move, it is tried again after `RETRIED_S`.
+
+A request is *overdue* where `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
+
+      stream   OVERDUE × the upper end of the forecast's band for its first token, at least `OVERDUE_S`
+      other    that, and twice what the most tokens that it may generate would take (without a limit, ten times the
+               expected ones), at least `OVERDUE_WHOLE_S`; above `NEVER_S` it is never
+
+Hedges that were in vain (the first endpoint answered after all, or did not hang) lengthen all of these by a quarter,
+each other request shortens them again: about one request in fifty is hedged in vain at most, also where forecasts are
+bad or the pool is overloaded.
+"""
+
+from math import inf
+
+from msgspec import Struct
+
+from fairlead.core.endpoint import Sample
+from fairlead.core.ledger import Lease, Ledger
+from fairlead.core.predictor import Predictor
+from fairlead.core.records import StallRecord
+from fairlead.core.table import EndpointTable
+
+#: Levels of `EndpointTable.suspicion`.
+WELL, SUSPECT, OUT_OF_USE = 0.0, 1.0, 2.0
+LEVELS = ("well", "suspect", "out")
+
+PLAUSIBLE_S = 1.2
+PACED = 2.0
+OUT = 2.5
+RETRIED_S = 5.0
+#: The pace of an endpoint that is not known, in seconds, and how long it takes to forget half of it.
+PACE_S = 0.5
+PACE_HALVES_S = 30.0
+#: Bounds of the band that is taken for how far off a forecast may be.
+BAND = (1.0, 8.0)
+#: A page of so many seconds ago still says that the endpoint tells tokens.
+TELLS_S = 10.0
+#: Seconds between two looks at all endpoints.
+LOOK_S = 0.2
+
+OVERDUE = 3.0
+OVERDUE_S, OVERDUE_WHOLE_S, NEVER_S = 4.0, 10.0, 600.0
+#: What a hedge in vain and any other request make of the factor on it, and the most that it becomes.
+IN_VAIN, WORTH_IT, MOST = 1.25, 0.995, 16.0
+
+
+class _Watched(Struct):
+    """One endpoint. Clock seconds."""
+
+    #: The last progress, or look without work.
+    since: float = -inf
+    #: The longest silence of late that ended, in seconds, and when it did.
+    pace: float = PACE_S
+    paced_at: float = -inf
+    #: Since when there is nothing that could move, while it is suspect; inf = there is.
+    empty_since: float = inf
+    #: When it was out for the last time: what was sent there before teaches nothing about its speed.
+    out_until: float = -inf
+
+
+class Stalls:
+    """See the module's rules. Writes the table's column `suspicion`, and nothing else."""
+
+    def __init__(self, table: EndpointTable, ledger: Ledger, predictor: Predictor) -> None:
+        self._table = table
+        self._ledger = ledger
+        self._predictor = predictor
+        self._watched: list[_Watched] = []
+        #: Clock seconds of the next look that is worth it.
+        self.due = -inf
+        #: What changed, until somebody takes it.
+        self.changes: list[StallRecord] = []
+        #: Lengthens what is overdue, 1 to `MOST`.
+        self.caution = 1.0
+
+    def reset(self, slot: int) -> None:
+        """A new endpoint stands at `slot`."""
+        while slot >= len(self._watched):
+            self._watched.append(_Watched())
+        self._watched[slot] = _Watched()
+
+    def take_changes(self) -> list[StallRecord]:
+        """Those since the last call."""
+        changes, self.changes = self.changes, []
+        return changes
+
+    # ---- progress ----
+
+    def moved(self, slot: int, now: float) -> None:
+        watched = self._watched[slot]
+        silent = now - watched.since
+        if PACE_S < silent < inf:
+            pace = self._pace(watched, now)
+            if silent > pace:
+                watched.pace, watched.paced_at = min(silent, 2.0 * pace), now
+        watched.since = now
+        if self._table.suspicion[slot]:
+            self._judged(slot, WELL, silent, now)
+
+    def sampled(self, slot: int, before: Sample | None, sample: Sample, now: float) -> None:
+        """A scrape came; `before` is the one before it."""
+        if before is not None and (
+            sample.generation_tokens != before.generation_tokens
+            or sample.prefix_queries != before.prefix_queries
+            or sample.kv_usage != before.kv_usage
+            or sample.running != before.running
+            or (sample.waiting or 0.0) < (before.waiting or 0.0)
+        ):
+            self.moved(slot, now)
+
+    # ---- silence ----
+
+    def look(self, now: float) -> None:
+        """At all endpoints. To be called when `due`, before a decision and after a scrape."""
+        self.due = now + LOOK_S
+        table = self._table
+        for slot, work in enumerate((table.queue + table.active).tolist()):
+            watched = self._watched[slot]
+            if work <= 0.0 or watched.since == -inf:
+                watched.since = now
+                if table.suspicion[slot]:
+                    watched.empty_since = min(watched.empty_since, now)
+                    if now - watched.empty_since > RETRIED_S:
+                        self._judged(slot, WELL, 0.0, now)
+            elif now - watched.since > PLAUSIBLE_S:
+                self._judge(slot, watched, now)
+
+    def silence(self, slot: int, now: float) -> float:
+        """Seconds without progress, as of the last look; 0 = nothing is there that could move."""
+        since = self._watched[slot].since
+        return max(now - since, 0.0) if since > -inf else 0.0
+
+    def was_out(self, lease: Lease) -> bool:
+        """Its endpoint hung while it was there."""
+        return lease.charged_at <= self._watched[lease.slot].out_until
+
+    def _judge(self, slot: int, watched: _Watched, now: float) -> None:
+        watched.empty_since = inf
+        silent = now - watched.since
+        known = self._table.suspicion[slot]
+        if known == OUT_OF_USE:
+            watched.out_until = now
+            return
+        plausible = self._plausible(slot, watched, now)
+        level = OUT_OF_USE if silent > OUT * plausible else SUSPECT if silent > plausible else WELL
+        if level > known:
+            self._judged(slot, level, silent, now, plausible)
+
+    def _plausible(self, slot: int, watched: _Watched, now: float) -> float:
+        """Seconds, see the module's rules."""
+        plausible = max(PLAUSIBLE_S, PACED * self._pace(watched, now))
+        pending = [lease for lease in self._ledger.of_slot(slot) if lease.pending]
+        if pending:
+            largest = max(pending, key=lambda lease: lease.work_us)
+            forecast = largest.forecast
+            band = forecast.high_ms / forecast.model_ttft_ms if forecast.model_ttft_ms > 0.0 else 1.0
+            alone_ms = largest.work_us * 1e-3 * float(self._predictor.rates.prefill[slot]) + forecast.model_tpot_ms
+            plausible = max(plausible, 1e-3 * alone_ms * min(max(band, BAND[0]), BAND[1]))
+        sample, fresh = self._table.samples[slot], now - float(self._table.sampled_at[slot]) < TELLS_S
+        if sample is not None and fresh and not (sample.generation_tokens is None and sample.kv_usage is None):
+            return plausible
+        due = min((lease.charged_at + overdue_s(lease) for lease in pending), default=inf)
+        return max(plausible, due - watched.since)
+
+    def _pace(self, watched: _Watched, now: float) -> float:
+        halves = (now - watched.paced_at) / PACE_HALVES_S
+        return max(watched.pace * float(0.5**halves), PACE_S)
+
+    def _judged(self, slot: int, level: float, silent: float, now: float, plausible: float = 0.0) -> None:
+        table, watched = self._table, self._watched[slot]
+        endpoint = table.endpoints[slot]
+        assert endpoint is not None, "who is not there has no work"
+        if OUT_OF_USE in (level, float(table.suspicion[slot])):
+            watched.out_until = now
+        watched.empty_since = inf
+        table.set_suspicion(slot, level)
+        self.changes.append(
+            StallRecord(endpoint.id, now, LEVELS[int(level)], silent, plausible, int(table.inflight[slot]))
+        )
+
+    # ---- hedges ----
+
+    def hedge_after_ms(self, lease: Lease) -> float:
+        """Milliseconds after which the gateway may send it to the fallback endpoint too; 0 = never."""
+        self.caution = max(self.caution * WORTH_IT, 1.0)
+        after = self.caution * overdue_s(lease)
+        return after * 1e3 if after <= NEVER_S else 0.0
+
+    def hedged_in_vain(self) -> None:
+        self.caution = min(self.caution * IN_VAIN, MOST)
+
+
+def overdue_s(lease: Lease) -> float:
+    """Seconds from its charge after which its answer should have begun; `inf` = nobody can say."""
+    request, forecast = lease.request, lease.forecast
+    if forecast.high_ms <= 0.0:
+        return inf
+    first = OVERDUE * forecast.high_ms * 1e-3
+    if request.stream:
+        return max(first, OVERDUE_S)
+    tokens = request.max_tokens or 20.0 * lease.growth_tokens
+    return max(first + 2e-3 * tokens * forecast.tpot_ms, OVERDUE_WHOLE_S)

@@ -1,0 +1,267 @@
+"""Endpoints that hang: found in time, spared, found again; and slow ones that are not taken for hanging."""
+
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import EndpointUp, FirstTokenSeen, MetricsSampled, RequestArrived, RequestMoved, ResponseEnded
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Record, Route
+from fairlead.core.records import Forecast, StallRecord
+from fairlead.core.request import Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.stalls import MOST, OUT_OF_USE, SUSPECT, WELL, overdue_s
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.filters.availability import Health, HealthParams
+from fairlead.plugins.policies.cost_model import CostModel
+
+SCRAPE = 0.2
+
+
+class Clock:
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class Rig:
+    """A pool whose engines answer, or do not, as the test says."""
+
+    def __init__(self, servers: int = 2) -> None:
+        self.clock = Clock()
+        self.fleet = Fleet()
+        filters = [Health(HealthParams())]
+        self.pipeline = Pipeline(self.clock, Random(1), self.fleet, CostModel(filters=filters), TokenEstimator())
+        self.names = [f"e{number}" for number in range(servers)]
+        self.tokens = dict.fromkeys(self.names, 0.0)
+        self.pages: dict[str, Sample] = {}
+        self.hung: set[str] = set()
+        self.told: list[StallRecord] = []
+        self.running: list[tuple[float, int, str]] = []
+        self.number = 0
+        for number, name in enumerate(self.names):
+            self.feed(EndpointUp(Endpoint(id=name, address=f"10.0.0.{number}:80")))
+
+    def feed(self, event: Any) -> list[Any]:
+        instructions = self.pipeline.handle(event)
+        records = [i.record for i in instructions if isinstance(i, Record)]
+        self.told += [record for record in records if isinstance(record, StallRecord)]
+        return instructions
+
+    def send(self, took: float = 0.3, tokens: int = 300, **fields: Any) -> Route:
+        self.number += 1
+        fields = {"stream": True, "api": "chat", "max_tokens": 32} | fields
+        request = Request(id=self.number, arrived=self.clock.now, prompt_tokens=tokens, **fields)
+        (route,) = (i for i in self.feed(RequestArrived(request)) if isinstance(i, Route))
+        self.running.append((self.clock.now + took, request.id, route.endpoint.id))
+        return route
+
+    def step(self, scraped: bool = True) -> None:
+        """0.2 s: answers that are due end, and pages are read."""
+        self.clock.now += SCRAPE
+        for end, number, name in list(self.running):
+            if end <= self.clock.now and name not in self.hung:
+                self.running.remove((end, number, name))
+                self.tokens[name] += 32.0
+                self.feed(FirstTokenSeen(number))
+                self.feed(ResponseEnded(request_id=number, status=200))
+        for name in self.names if scraped else ():
+            if name not in self.hung or name not in self.pages:
+                runs = float(sum(there == name for _, _, there in self.running))
+                if runs:
+                    self.tokens[name] += 1.0
+                self.pages[name] = Sample(
+                    waiting=0.0, running=runs, kv_usage=0.01 * runs, generation_tokens=self.tokens[name]
+                )
+            self.feed(MetricsSampled(name, self.clock.now - 0.01, self.pages[name]))
+        self.pipeline.validate()
+
+    def warm(self, seconds: float = 10.0) -> None:
+        for _ in range(round(seconds / SCRAPE)):
+            self.send()
+            self.step()
+
+    def suspicion(self, name: str) -> float:
+        slot = self.fleet.table.slot(name)
+        assert slot is not None
+        return float(self.fleet.table.suspicion[slot])
+
+    def hang(self, name: str, seconds: float, scraped: bool = True) -> dict[float, float]:
+        """Level → seconds until it was reached."""
+        self.hung.add(name)
+        began, reached = self.clock.now, dict[float, float]()
+        while self.clock.now < began + seconds:
+            self.send()
+            self.step(scraped)
+            reached.setdefault(self.suspicion(name), self.clock.now - began)
+        return reached
+
+
+@pytest.mark.parametrize("scraped", [True, False], ids=["page-answers", "page-does-not"])
+def test_a_hung_engine_is_suspect_within_two_seconds_out_within_five_and_spared(scraped: bool) -> None:
+    rig = Rig()
+    rig.warm()
+    assert not rig.told, "a busy pool is well"
+    reached = rig.hang("e0", 2.0, scraped)
+    assert reached[SUSPECT] <= 2.0
+    before = sum(there == "e0" for _, _, there in rig.running)
+    assert before > 0
+    reached = rig.hang("e0", 8.0, scraped)
+    assert reached[OUT_OF_USE] <= 3.0
+    assert sum(there == "e0" for _, _, there in rig.running) - before <= 3
+    assert rig.suspicion("e1") == WELL
+    assert [(record.endpoint, record.level) for record in rig.told] == [("e0", "suspect"), ("e0", "out")]
+    assert rig.told[0].leases == before
+    assert rig.told[0].silent_s > rig.told[0].plausible_s
+
+
+def test_it_recovers_with_the_first_progress() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hang("e0", 10.0)
+    prefill = rig.fleet.predictor.rates.prefill.copy()
+    kappa = rig.fleet.predictor.kappa.copy()
+    rig.hung.clear()
+    rig.step()
+    assert rig.suspicion("e0") == WELL
+    assert [record.level for record in rig.told] == ["suspect", "out", "well"]
+    slot = rig.fleet.table.slot("e0")
+    assert (rig.fleet.predictor.rates.prefill[slot], rig.fleet.predictor.kappa[slot]) == (prefill[slot], kappa[slot]), (
+        "requests that hung there say nothing about its speed"
+    )
+    met = sum(rig.send().endpoint.id == "e0" or rig.step() is not None for _ in range(40))
+    assert met > 5, "it is used again"
+
+
+def test_a_pool_where_all_hang_serves() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hung = {"e0", "e1"}
+    rig.hang("e0", 6.0)
+    assert rig.suspicion("e0") == rig.suspicion("e1") == OUT_OF_USE
+    assert {rig.send().endpoint.id for _ in range(20)} == {"e0", "e1"}
+
+
+def test_suspect_ones_are_better_than_those_that_are_out() -> None:
+    rig = Rig(3)
+    table = rig.fleet.table
+    for slot, level in enumerate((OUT_OF_USE, SUSPECT, OUT_OF_USE)):
+        table.set_suspicion(slot, level)
+    assert {rig.send().endpoint.id for _ in range(10)} == {"e1"}
+    table.set_suspicion(0, WELL)
+    assert {rig.send().endpoint.id for _ in range(10)} == {"e0"}
+
+
+def test_a_long_prefill_is_no_hang() -> None:
+    """A prompt that takes half a minute on this engine, computed in one step: no counter moves meanwhile."""
+    rig = Rig()
+    rig.warm(2.0)
+    rig.step()
+    rig.step()
+    rig.fleet.predictor.rates.prefill[:] = 30.0
+    rig.fleet.table.stale.update(range(2))
+    long = rig.send(took=30.0, tokens=20_000)
+    slot = rig.fleet.table.slot(long.endpoint.id)
+    for _ in range(130):
+        rig.pages[long.endpoint.id] = Sample(waiting=0.0, running=1.0, kv_usage=0.5, generation_tokens=1.0)
+        rig.hung = {long.endpoint.id}
+        rig.step()
+    assert rig.fleet.table.suspicion[slot] == WELL
+
+
+def test_an_engine_that_is_slower_than_thought_is_soon_known_to_be() -> None:
+    """Steps of 4 s, of which the page shows nothing: suspected at first, and then no more."""
+    rig = Rig(1)
+    rig.warm(2.0)
+    found = []
+    for _ in range(8):
+        rig.told.clear()
+        rig.hang("e0", 4.0)
+        rig.hung.clear()
+        rig.step()
+        found.append([record.level for record in rig.told])
+    assert found[0] == ["suspect", "out", "well"]
+    assert found[-1] == []
+
+
+def test_long_answers_of_an_engine_that_tells_no_tokens_are_no_hang() -> None:
+    rig = Rig(1)
+    rig.send(took=60.0)
+    rig.feed(FirstTokenSeen(rig.number))
+    for _ in range(100):
+        rig.clock.now += SCRAPE
+        rig.feed(MetricsSampled("e0", rig.clock.now, Sample(waiting=0.0, running=1.0)))
+    assert rig.told == []
+
+
+def test_more_that_wait_are_no_progress() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hung.add("e0")
+    for number in range(15):
+        rig.send()
+        rig.pages["e0"] = replace(rig.pages["e0"], waiting=float(number))
+        rig.step()
+    assert rig.suspicion("e0") == OUT_OF_USE
+
+
+def test_where_nothing_is_left_that_could_move_it_is_tried_again() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hang("e0", 5.0, scraped=False)
+    for _, number, name in rig.running:
+        if name == "e0":
+            rig.feed(ResponseEnded(request_id=number, status=0, client_gone=True))
+    rig.running = [entry for entry in rig.running if entry[2] != "e0"]
+    rig.step(scraped=False)
+    assert rig.suspicion("e0") == OUT_OF_USE
+    for _ in range(40):
+        rig.fleet.ledger.own_accounting(0)
+        rig.step(scraped=False)
+        rig.send()
+    assert "well" in [record.level for record in rig.told]
+
+
+# ---- when an answer is overdue ----
+
+
+def test_how_long_an_answer_may_take() -> None:
+    fleet = Fleet()
+    fleet.up(Endpoint(id="e0", address="a:1"))
+    stream = fleet.charge(Request(id=1, arrived=0.0, prompt_tokens=300, stream=True), 0, 0.0, 0, 100.0)
+    whole = fleet.charge(Request(id=2, arrived=0.0, prompt_tokens=300), 0, 0.0, 0, 100.0)
+    limited = fleet.charge(Request(id=3, arrived=0.0, prompt_tokens=300, max_tokens=4000), 0, 0.0, 0, 100.0)
+    long = fleet.charge(Request(id=4, arrived=0.0, prompt_tokens=200_000, stream=True), 0, 0.0, 0, 100.0)
+    assert overdue_s(stream) == 4.0
+    assert overdue_s(whole) > 10.0
+    assert overdue_s(limited) > overdue_s(whole) + 20.0
+    assert overdue_s(long) == pytest.approx(3.0 * long.forecast.high_ms * 1e-3)
+    long.forecast = Forecast()
+    assert overdue_s(long) == inf, "nobody can say"
+
+
+def test_hedges_in_vain_make_the_gateway_wait_longer() -> None:
+    rig = Rig()
+    rig.warm(1.0)
+    first = rig.send().hedge_after_ms
+    assert 4000.0 <= first < 6000.0
+    for _ in range(20):
+        route = rig.send()
+        rig.feed(RequestMoved(rig.number, route.endpoint.address))
+    assert rig.send().hedge_after_ms == pytest.approx(first * MOST, rel=0.1)
+    for _ in range(700):
+        rig.send()
+        rig.step()
+    assert rig.send().hedge_after_ms == pytest.approx(first, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("api", "may"), [("chat", True), ("embeddings", True), ("conversations", False), ("other", False)]
+)
+def test_what_may_be_sent_twice(api: str, may: bool) -> None:
+    assert Rig().send(api=api).repeatable is may
