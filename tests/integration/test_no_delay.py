@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from stat import S_ISSOCK
 
 import pytest
-from aiohttp import web
 from echo_server import PATH, Echo
 
 from fairlead.gateway.grpc_server import GrpcServer
@@ -83,7 +82,7 @@ async def grpc_aio() -> AsyncIterator[int]:
 async def pages() -> AsyncIterator[int]:
     """What admin, dashboard and indexer listen with."""
     port = HttpPort("127.0.0.1", 0, grace_s=0.0)
-    await port.start(web.Application())
+    await port.start()
     try:
         yield port.port
     finally:

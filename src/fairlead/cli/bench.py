@@ -2,11 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, examples, exits, pairs
+from fairlead.cli.options import FAILED, WRONG_INPUT, examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.cli.bench_load import Load, LoadOptions
@@ -117,7 +117,7 @@ def bench(
         seconds=seconds,
         speedup=speedup,
         output_tokens=output_tokens,
-        extra=_object(extra),
+        extra=json_object(extra),
         seed=seed,
     )
     with exits(WRONG_INPUT, TraceError, OSError):
@@ -130,17 +130,6 @@ def bench(
     _show(summary, out, json)
     if summary["failed"] or not summary["requests"]:
         raise typer.Exit(FAILED)
-
-
-def _object(text: str) -> dict[str, Any]:
-    import msgspec
-
-    from fairlead.core.errors import ConfigError
-
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{text!r} is no JSON object: {error}", "--extra") from None
 
 
 def _options(load: "Load", headers: dict[str, str], timeout: float, max_in_flight: int) -> "Options":

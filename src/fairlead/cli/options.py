@@ -56,6 +56,18 @@ def echo_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value)))
 
 
+def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
+    """What `option` was given; nothing = an empty one. Raises `ConfigError`."""
+    import msgspec
+
+    from fairlead.core.errors import ConfigError
+
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{text!r} is no JSON object: {error}", option) from None
+
+
 def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False) -> dict[str, str]:
     """What `option` was given as NAME=VALUE, any number of times. Raises `ConfigError`."""
     from fairlead.core.errors import ConfigError

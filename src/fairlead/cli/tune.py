@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, echo_json, examples, exits, pairs
+from fairlead.cli.options import FAILED, WRONG_INPUT, echo_json, examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset
@@ -72,7 +72,7 @@ def tune(
         if observations is not None:
             facts, made = Facts(model=model), _read(observations)
         else:
-            facts, made = _probe(url, model, pairs(header, "--header"), _object(extra), seed, time_ratio, seconds)
+            facts, made = _probe(url, model, pairs(header, "--header"), json_object(extra), seed, time_ratio, seconds)
         if save is not None:
             _save(save, made)
         fitted = fit(made)
@@ -198,12 +198,3 @@ def _show(
     for item in advice:
         typer.echo(f"#   {item.parameter}: {item.value}")
         typer.echo(f"#     {item.reason}")
-
-
-def _object(text: str) -> dict[str, Any]:
-    import msgspec
-
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"--extra: {error}") from None

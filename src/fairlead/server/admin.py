@@ -68,7 +68,7 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     dashboard: DashboardSources | None = None
 
 
-class Admin:
+class Admin(HttpPort):
     """`await start()`, then `port`; `await close()`. Raises `OSError` when the port is taken."""
 
     def __init__(
@@ -80,27 +80,15 @@ class Admin:
         debug: bool = True,
         on_error: Callable[[str, Exception], object] | None = None,
     ) -> None:
+        super().__init__(host, port, grace_s=1.0)
         self._sources = sources
-        self._port = HttpPort(host, port, grace_s=1.0)
         self._debug = debug
         self._on_error = on_error
         self._dashboard: Dashboard | None = None
         if debug and sources.dashboard is not None:
             self._dashboard = Dashboard(sources.dashboard, on_error=on_error)
 
-    @property
-    def port(self) -> int:
-        """The port in use, once started."""
-        return self._port.port
-
-    async def start(self) -> None:
-        await self._port.start(self.make_app())
-
-    async def close(self) -> None:
-        await self._port.close()
-
     def make_app(self) -> web.Application:
-        """The application, for those who bring their own server."""
         app = web.Application(client_max_size=1024)
         if self._dashboard is not None:
             self._dashboard.add_to(app)

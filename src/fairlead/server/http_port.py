@@ -4,7 +4,7 @@ from aiohttp import web
 
 
 class HttpPort:
-    """`await start(app)`, then `port`; `await close()`.
+    """`await start()`, then `port`; `await close()`.
 
     `grace_s`: seconds that requests being answered get at `close`, which takes no more connections.
     """
@@ -18,9 +18,13 @@ class HttpPort:
         #: The port in use, once started.
         self.port = 0
 
-    async def start(self, app: web.Application) -> None:
+    def make_app(self) -> web.Application:
+        """What is served, also for those who bring their own server."""
+        return web.Application()
+
+    async def start(self) -> None:
         """Raises `OSError` when the port is taken."""
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=self._grace_s)
+        runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=self._grace_s)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._wanted_port).start()

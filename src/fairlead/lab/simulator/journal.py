@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from fairlead.core.errors import FairleadError
 from fairlead.core.events import RequestArrived
-from fairlead.core.records import DecisionRecord, OutcomeRecord, Trace
+from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.journal.blocks import Damage, blocks
 from fairlead.server.journal.records import (
@@ -202,7 +202,8 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
             scheduling = body.document
         elif kind == DECIDED:
             request = requests.pop(body.request_id, None) or Request(id=body.request_id, arrived=time_s)
-            entry = JournaledDecision(run.id, decision_record(time_s, body, request, None), scheduling)
+            record = DecisionRecord(request=request, at=time_s, **_shared(body, DecisionRecord))
+            entry = JournaledDecision(run.id, record, scheduling)
             if body.endpoint:
                 open_[body.request_id] = entry
             else:
@@ -214,7 +215,14 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
         elif kind == ENDED:
             mine = open_.pop(body.request_id, None)
             if mine is not None:
-                mine.outcome = outcome_record(time_s, body, mine.decision)
+                mine.outcome = OutcomeRecord(
+                    request=mine.decision.request,
+                    at=time_s,
+                    request_bytes=mine.decision.request.body_bytes,
+                    hit_tokens=mine.decision.hit_tokens,
+                    forecast=mine.decision.forecast,
+                    **_shared(body, OutcomeRecord),
+                )
                 yield mine
     yield from open_.values()
 
@@ -236,40 +244,6 @@ def _number(text: str, base: int = 16) -> int:
         return -1
 
 
-def decision_record(time_s: float, decided: Decided, request: Request, trace: Trace | None) -> DecisionRecord:
-    """The record that the live process had."""
-    return DecisionRecord(
-        request=request,
-        at=time_s,
-        policy=decided.policy,
-        endpoint=decided.endpoint,
-        address=decided.address,
-        prefill=decided.prefill,
-        hit_tokens=decided.hit_tokens,
-        best_hit_tokens=decided.best_hit_tokens,
-        outcome=decided.outcome,
-        status=decided.status,
-        overloaded=decided.overloaded,
-        queued_ms=decided.queued_ms,
-        forecast=decided.forecast,
-        trace=trace,
-    )
-
-
-def outcome_record(time_s: float, ended: Ended, decision: DecisionRecord) -> OutcomeRecord:
-    return OutcomeRecord(
-        request=decision.request,
-        at=time_s,
-        endpoint=ended.endpoint,
-        status=ended.status,
-        cause=ended.cause,
-        ttft_ms=ended.ttft_ms,
-        duration_ms=ended.duration_ms,
-        request_bytes=decision.request.body_bytes,
-        response_bytes=ended.response_bytes,
-        prompt_tokens=ended.prompt_tokens,
-        completion_tokens=ended.completion_tokens,
-        cached_tokens=ended.cached_tokens,
-        hit_tokens=decision.hit_tokens,
-        forecast=decision.forecast,
-    )
+def _shared(short: Decided | Ended, kind: type[DecisionRecord] | type[OutcomeRecord]) -> dict[str, Any]:
+    """What a record has in common with the one that the live process had."""
+    return {name: value for name, value in asdict(short).items() if name in kind.__struct_fields__}

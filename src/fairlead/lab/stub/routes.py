@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
@@ -38,9 +39,7 @@ def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
     """/v1/models."""
     base = _card(models.base, models.base, None, max_model_len, models.created, rng)
     loras = [_card(name, path, models.base, None, created, rng) for name, (path, created) in models.loras.items()]
-    return json.dumps({"object": "list", "data": [base, *loras]}, separators=(",", ":"), ensure_ascii=False).encode(
-        "utf-8", "replace"
-    )
+    return _json({"object": "list", "data": [base, *loras]})
 
 
 def _card(
@@ -102,15 +101,7 @@ def _json(value: object) -> bytes:
 # ---------------------------------------------------------------- generation
 
 
-def completions(site: Site, connection: Connection, request: HttpRequest) -> None:
-    _generate(site, connection, request, "cmpl")
-
-
-def chat_completions(site: Site, connection: Connection, request: HttpRequest) -> None:
-    _generate(site, connection, request, "chatcmpl")
-
-
-def _generate(site: Site, connection: Connection, request: HttpRequest, prefix: str) -> None:
+def _generate(prefix: str, site: Site, connection: Connection, request: HttpRequest) -> None:
     replica = site.replica
     make = plan_chat if prefix == "chatcmpl" else plan_completion
     plan = make(_body(request), replica.models, replica.config)
@@ -188,24 +179,9 @@ def health(site: Site, connection: Connection, request: HttpRequest) -> None:
     connection.reply(faults.health_status or truth, b"", content_type=b"")
 
 
-def version(site: Site, connection: Connection, request: HttpRequest) -> None:
-    connection.reply(200, _json({"version": VERSION}))
-
-
-def load(site: Site, connection: Connection, request: HttpRequest) -> None:
-    connection.reply(200, _json({"server_load": site.replica.in_flight}))
-
-
-def is_sleeping(site: Site, connection: Connection, request: HttpRequest) -> None:
-    connection.reply(200, _json({"is_sleeping": False}))
-
-
-def reset_prefix_cache(site: Site, connection: Connection, request: HttpRequest) -> None:
-    connection.reply(200, _json({"success": site.replica.engine.clear_cache()}))
-
-
-def metrics(site: Site, connection: Connection, request: HttpRequest) -> None:
-    site.metrics(connection)
+def _answering(tell: Callable[[Replica], object]) -> Handler:
+    """Answers with what `tell` says, as JSON."""
+    return lambda site, connection, request: connection.reply(200, _json(tell(site.replica)))
 
 
 # ---------------------------------------------------------------- faults
@@ -299,8 +275,8 @@ _GET, _POST = ("GET",), ("POST",)
 
 #: Path to methods and handler. `_ADAPTERS` exist only on a server that was started with adapters.
 ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
-    "/v1/completions": (_POST, completions),
-    "/v1/chat/completions": (_POST, chat_completions),
+    "/v1/completions": (_POST, partial(_generate, "cmpl")),
+    "/v1/chat/completions": (_POST, partial(_generate, "chatcmpl")),
     "/v1/completions/render": (_POST, scale_out),
     "/v1/chat/completions/render": (_POST, scale_out),
     "/inference/v1/generate": (_POST, scale_out),
@@ -311,11 +287,11 @@ ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/unload_lora_adapter": (_POST, unload_lora),
     "/health": (_GET, health),
     "/ping": (("GET", "POST"), health),
-    "/version": (_GET, version),
-    "/load": (_GET, load),
-    "/is_sleeping": (_GET, is_sleeping),
-    "/reset_prefix_cache": (_POST, reset_prefix_cache),
-    "/metrics": (_GET, metrics),
+    "/version": (_GET, _answering(lambda replica: {"version": VERSION})),
+    "/load": (_GET, _answering(lambda replica: {"server_load": replica.in_flight})),
+    "/is_sleeping": (_GET, _answering(lambda replica: {"is_sleeping": False})),
+    "/reset_prefix_cache": (_POST, _answering(lambda replica: {"success": replica.engine.clear_cache()})),
+    "/metrics": (_GET, lambda site, connection, request: site.metrics(connection)),
     "/kv_event_sources": (_GET, kv_event_sources),
     "/fault": (("GET", "POST", "DELETE"), faults),
     "/fault/kv_events": (("GET", "POST"), kv_faults),

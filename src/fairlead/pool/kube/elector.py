@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
-from fairlead.pool.kube.objects import Meta, Unreadable
+from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
 
 
@@ -58,10 +58,7 @@ _decoder = msgspec.json.Decoder(_Lease)
 
 def read_lease(text: bytes | Raw) -> Lease:
     """Raises `Unreadable`."""
-    try:
-        lease = _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(str(error)) from None
+    lease = decoded(_decoder, text)
     spec = lease.spec
     return Lease(
         spec.holder_identity or "",

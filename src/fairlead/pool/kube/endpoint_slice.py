@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
-from fairlead.pool.kube.objects import Meta, Unreadable
+from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
 
 GROUP, VERSION = "discovery.k8s.io", "v1"
@@ -104,10 +104,7 @@ class _Slice(Struct, frozen=True):
 
 def read_service(text: bytes | Raw) -> Service:
     """Raises `Unreadable` also for one that cannot be kept by us: Kubernetes keeps it, or a port has no number."""
-    try:
-        service = msgspec.json.decode(text, type=_Service)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(str(error)) from None
+    service = decoded(msgspec.json.Decoder(_Service), text)
     name = service.metadata.name
     if service.spec.selector:
         raise Unreadable(f"the service {name} has a selector; one that names the leader must have none")
@@ -122,10 +119,7 @@ def read_service(text: bytes | Raw) -> Service:
 
 def read_slice(text: bytes | Raw) -> Slice:
     """Raises `Unreadable`."""
-    try:
-        listed = msgspec.json.decode(text, type=_Slice)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(str(error)) from None
+    listed = decoded(msgspec.json.Decoder(_Slice), text)
     endpoints = listed.endpoints or []
     return Slice(
         listed.metadata.resource_version,

@@ -72,30 +72,30 @@ _failure = msgspec.json.Decoder(Failure)
 
 def read_page(text: bytes) -> Page:
     """Raises `Unreadable`."""
-    return _decoded(_page, text)
+    return decoded(_page, text)
 
 
 def read_event(line: bytes) -> WatchEvent:
     """One line of a watch. Raises `Unreadable`."""
-    return _decoded(_event, line)
+    return decoded(_event, line)
 
 
 def read_meta(text: bytes | Raw) -> Meta:
     """Raises `Unreadable`."""
-    return _decoded(_named, text).metadata
+    return decoded(_named, text).metadata
 
 
 def read_failure(text: bytes | Raw) -> Failure:
     """Of anything: what is no `Status` says nothing."""
     try:
-        return _decoded(_failure, text)
+        return decoded(_failure, text)
     except Unreadable:
         return Failure()
 
 
 def read_plain(text: bytes | Raw) -> dict[str, Any]:
     """An object as plain values. Raises `Unreadable` for anything but a JSON object."""
-    value = _decoded(_plain, text)
+    value = decoded(_plain, text)
     if not isinstance(value, dict):
         raise Unreadable("expected an object")
     return value
@@ -104,7 +104,8 @@ def read_plain(text: bytes | Raw) -> dict[str, Any]:
 _plain: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], text: bytes | Raw) -> T:
+def decoded(decoder: msgspec.json.Decoder[T], text: bytes | Raw) -> T:
+    """Raises `Unreadable`."""
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -182,10 +183,7 @@ _decoder = msgspec.json.Decoder(_Pool)
 
 def read_pool(text: bytes | Raw) -> Pool:
     """Raises `Unreadable` with what is wrong."""
-    try:
-        pool = _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(str(error)) from None
+    pool = decoded(_decoder, text)
     spec = pool.spec
     ref = spec.endpoint_picker_ref or spec.extension_ref
     return Pool(

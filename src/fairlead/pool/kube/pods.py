@@ -19,7 +19,7 @@ from fairlead.config.endpoint_list import MAX_LABELS, join
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool.kube.client import KubeClient, Resource
-from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, read_pool, selector_text
+from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded, read_pool, selector_text
 from fairlead.pool.kube.reflector import Reflector
 
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
@@ -66,10 +66,7 @@ class Pod(Struct, frozen=True):
 
 def read_pod(text: bytes | Raw) -> Pod:
     """Raises `Unreadable`."""
-    try:
-        pod = _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(str(error)) from None
+    pod = decoded(_decoder, text)
     meta, status = pod.metadata, pod.status
     if not meta.name:
         raise Unreadable("metadata.name is missing")

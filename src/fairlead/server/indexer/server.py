@@ -54,31 +54,18 @@ class IndexSources(Struct, frozen=True, kw_only=True):
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class IndexServer:
+class IndexServer(HttpPort):
     """`await start()`, then `port`; `await close()`. Raises `OSError` when the port is taken."""
 
     def __init__(
         self, service: IndexService, sources: IndexSources, host: str, port: int, grace_s: float = 5.0
     ) -> None:
+        super().__init__(host, port, grace_s)
         self._service = service
         self._sources = sources
-        self._port = HttpPort(host, port, grace_s)
         self._saving = asyncio.Lock()
 
-    @property
-    def port(self) -> int:
-        """The port in use, once started."""
-        return self._port.port
-
-    async def start(self) -> None:
-        await self._port.start(self.make_app())
-
-    async def close(self) -> None:
-        """Take no more connections; give those that are being answered their time."""
-        await self._port.close()
-
     def make_app(self) -> web.Application:
-        """The application, for those who bring their own server."""
         app = web.Application(client_max_size=MAX_QUERY, middlewares=[self._told])
         app.router.add_get("/", self._index)
         app.router.add_post("/query", self._query)

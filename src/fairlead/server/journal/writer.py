@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from fairlead.compat.recorded import record
 from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
 from fairlead.core.instructions import AdoptConfiguration
@@ -288,16 +290,13 @@ class Writer:
     def begin(self) -> None:
         """Begin a segment. `start` does this first, and so must whoever takes the turns without the thread."""
         first = self._directory.number == 0
-        head = Segment(
-            run=self._head.run,
+        head = replace(
+            self._head,
             number=self._directory.number,
-            epoch=self._head.epoch,
             scheduling=self._scheduling,
             chance=self._head.chance if first else None,
             endpoints=tuple(self._endpoints.values()),
             models=self._models,
-            beside=self._head.beside,
-            sample=self._head.sample,
         )
         self._directory.begin(block(joined([encode((SEGMENT, 0.0, head))], 1)))
         self._recorder.counts.segments += 1
