@@ -1,9 +1,9 @@
 """Every rule in front of engines that nobody modelled, simulated: is the default right whatever the engine is like?
 
 For each shape of engine (`_engines_shapes.py`) a pool of servers and conversations with shared beginnings, at 40, 70
-and 90 % of what the pool can do. That capacity is the engine's own: the rate at which first tokens take five times as
-long as in an idle pool, under the better of two rules that model nothing. The scheduler's prior knows none of the
-shapes, and every request counts from the first.
+and 90 % of what the pool can do. That capacity is the engine's own, found by simulation (--capacity): the rate at which
+first tokens take five times as long as in an idle pool, under the better of two rules that model nothing. The
+scheduler's prior knows none of the shapes, and every request counts from the first.
 
     python bench/engines.py                       all shapes, in two processes
     python bench/engines.py --quick               fewer requests, seeds and loads
@@ -109,8 +109,6 @@ def capacity(name: str) -> float:
     """The highest rate, requests per second, at which first tokens take `KNEE` times as long as in an idle pool, under
     the better plain rule. By bisection of the rate's logarithm, within 3 %."""
     shape = SHAPES[name]
-    if shape.captured:
-        return 1.0
     idle = min(_mean_ttft(name, 0.05, rule, 40) for rule in PLAIN)
     low, high = 1.0, 1000.0
     while high / low > 1.03:
@@ -124,7 +122,7 @@ def _mean_ttft(name: str, rate: float, rule: str, requests: int) -> float:
     return run_cell(Cell(name, 1.0, rate, requests, 1_000, rule)).figures["ttft_ms"]
 
 
-def cells(options: argparse.Namespace, capacities: dict[str, float]) -> list[Cell]:
+def cells(options: argparse.Namespace) -> list[Cell]:
     requests, seeds, loads = QUICK if options.quick else WHOLE
     found = []
     for name in options.shape or SHAPES:
@@ -133,7 +131,7 @@ def cells(options: argparse.Namespace, capacities: dict[str, float]) -> list[Cel
         for load in shape.paces or options.load or loads:
             for seed in range(count):
                 for rule in options.policy or RULES:
-                    rate = load * capacities[name]
+                    rate = load * shape.capacity_rps
                     found.append(Cell(name, load, rate, (options.requests or requests) * shape.times, seed, rule))
     return found
 
@@ -166,10 +164,10 @@ def behind(mine: Sequence[Found], other: Sequence[Found], figure: str) -> bool:
     return fmean(ratios) > max(log(LEAST_RATIO), STUDENT[min(len(ratios) - 2, len(STUDENT) - 1)] * error)
 
 
-def report(results: Sequence[Found], capacities: dict[str, float]) -> dict[str, Any]:
+def report(results: Sequence[Found]) -> dict[str, Any]:
     shapes = {}
     for name, loads in grouped(results).items():
-        shapes[name] = {"what": SHAPES[name].what, "capacity_rps": round(capacities[name], 3)} | _shape(loads)
+        shapes[name] = {"what": SHAPES[name].what, "capacity_rps": SHAPES[name].capacity_rps} | _shape(loads)
     made: dict[str, Any] = {"shapes": shapes}
     judged = {name: shape for name, shape in shapes.items() if "regret_ttft" in shape}
     if judged:
@@ -244,15 +242,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", action="append", type=float, help="share of the capacity, instead of the usual ones")
     parser.add_argument("--seeds", type=int, default=0, help="instead of the usual number")
     parser.add_argument("--requests", type=int, default=0, help="of a run, instead of the usual number")
+    parser.add_argument("--capacity", action="store_true", help="find what the pools can do, and nothing else")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     begun = monotonic()
-    names = options.shape or list(SHAPES)
+    names = [name for name in options.shape or SHAPES if not (options.capacity and SHAPES[name].captured)]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        capacities = dict(zip(names, pool.map(capacity, names), strict=True))
-        results = list(pool.map(run_cell, cells(options, capacities), chunksize=4))
+        if options.capacity:
+            tell(dict(zip(names, pool.map(capacity, names), strict=True)), options.json, print)
+            return 0
+        results = list(pool.map(run_cell, cells(options), chunksize=4))
     print(f"{len(results)} simulations in {monotonic() - begun:.0f} s", file=sys.stderr)
-    tell(report(results, capacities), options.json, show)
+    tell(report(results), options.json, show)
     return 0
 
 
