@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from fairlead.cli.main import build_app
 from fairlead.lab.load import tune_probe
-from fairlead.lab.load.tune import TooLittle, ask_facts
+from fairlead.lab.load.tune import Observation, TooLittle, ask_facts
 from fairlead.lab.load.tune_probe import Ask, probe
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
@@ -19,50 +24,125 @@ CONFIG = StubConfig(preset="llama-8b-h100", time_ratio=20.0, max_model_len=8192)
 @pytest.fixture
 def little(monkeypatch):
     monkeypatch.setattr(tune_probe, "PREFILL_TOKENS", (128, 512, 2048, 9000))
-    monkeypatch.setattr(tune_probe, "BATCHES", {64: (1, 4), 600: (2,)})
+    monkeypatch.setattr(tune_probe, "BATCHES", (1, 4, 6))
+    monkeypatch.setattr(tune_probe, "LONG", 600)
+    monkeypatch.setattr(tune_probe, "ROUNDS", 2)
     # On a busy machine a fast stub's first tokens are seen far apart; how long things took is not looked at here.
     monkeypatch.setattr(tune_probe, "TOGETHER", 1e6)
 
 
+async def asked(pool, **fields):
+    target = f"http://{pool.addresses[0]}"
+    facts = await asyncio.to_thread(ask_facts, target, {})
+    return Ask(target=target, facts=facts, time_ratio=20.0, **fields)
+
+
 async def test_each_probe_is_observed_and_says_what_it_is(little):
     async with StubPool(CONFIG) as pool:
-        target, seen = f"http://{pool.addresses[0]}", []
-        facts = await asyncio.to_thread(ask_facts, target, {})
+        ask, found, seen = await asked(pool), [], []
+        facts = ask.facts
         assert (facts.model, facts.max_model_len, facts.block_size) == ("meta-llama/Llama-3.1-8B-Instruct", 8192, 16)
         assert facts.num_blocks > 1000
-        ask = Ask(target=target, model=facts.model, max_model_len=facts.max_model_len, time_ratio=20.0)
-        found = await probe(ask, lambda *look: seen.append(look))
-    alone = [one for one in found if one.batch == 1 and one.completion_tokens == 2]
-    # 9000 tokens are more than the model takes.
-    assert len(alone) == 9
+        await probe(ask, found.extend, lambda *look: seen.append(look))
+    alone = [one for one in found if one.completion_tokens == 2]
+    # 9000 tokens are more than the model takes; the longest is as long as it takes.
+    assert len(alone) == 8
+    assert 6000 < max(one.prompt_tokens for one in alone) < 8192
     assert all(one.cached_tokens < 32 and one.ttft_ms > 0 for one in alone)
     decoding = [one for one in found if one.completion_tokens == tune_probe.ANSWER_TOKENS]
-    assert {one.batch for one in decoding} <= {1, 2, 4}
+    assert {one.batch for one in decoding} <= {1, 4, 6} and len(decoding) > 1
     assert all(one.cached_tokens >= one.prompt_tokens - 32 for one in decoding)
-    assert seen[-1] == (6, 6, "done")
+    assert seen[-1] == (20, 20, "done")
 
 
-async def test_time_ends_it(little):
+async def test_the_servers_slots_are_found(little):
+    """A page does not tell them, and a group that is larger does not decode together."""
+    async with StubPool(msgspec.structs.replace(CONFIG, max_num_seqs=3)) as pool:
+        found = []
+        facts = await probe(await asked(pool), found.extend)
+    assert facts.max_num_seqs == 3
+    assert {one.batch for one in found} == {1, 3}
+
+
+async def test_a_neighbour_is_kept_busy_meanwhile(little):
+    async with StubPool(CONFIG, replicas=2) as pool:
+        found = []
+        ask = await asked(pool, neighbour=f"http://{pool.addresses[1]}")
+        await probe(ask, found.extend)
+        served = [replica.engine.stats.prefix_queries for replica in pool.replicas]
+    assert {one.neighbours for one in found} == {0, 1}
+    assert served[1] > 0
+
+
+async def test_the_end_of_time_ends_what_is_under_way_and_keeps_the_rest(little):
+    """One request of this server takes minutes."""
+    async with StubPool(msgspec.structs.replace(CONFIG, time_ratio=0.01)) as pool:
+        found = []
+        facts = await probe(await asked(pool, seconds=2.0), found.extend)
+        assert facts.max_model_len == 8192
+    assert all(one.ttft_ms > 0 for one in found)
+
+
+async def test_no_time_at_all(little):
     async with StubPool(CONFIG) as pool:
-        ask = Ask(target=f"http://{pool.addresses[0]}", model="", max_model_len=8192, seconds=0.0)
-        assert await probe(ask) == []
+        found = []
+        await probe(await asked(pool, seconds=0.0), found.extend)
+    assert found == []
 
 
-async def test_a_server_that_refuses_is_said(little):
+async def test_a_server_that_refuses_is_quoted(little):
     async with StubPool(CONFIG) as pool:
-        with pytest.raises(TooLittle, match="probes failed: status_404"):
-            await probe(Ask(target=f"http://{pool.addresses[0]}", model="nobody"))
+        ask = await asked(pool)
+        ask = msgspec.structs.replace(ask, facts=msgspec.structs.replace(ask.facts, model="nobody"))
+        with pytest.raises(TooLittle, match=r"probes failed: status_404: .*`nobody` does not exist"):
+            await probe(ask, lambda more: None)
 
 
-async def test_the_command_prints_a_preset(little):
-    async with StubPool(CONFIG) as pool:
-        arguments = ["tune", pool.addresses[0], "--time-ratio", "20", "--json"]
+async def test_the_command_prints_a_preset_that_is_simulated(little, tmp_path):
+    out = tmp_path / "mine.yaml"
+    async with StubPool(msgspec.structs.replace(CONFIG, max_num_seqs=4, max_model_len=2048, kv_tokens=8192)) as pool:
+        arguments = ["tune", pool.addresses[0], "--time-ratio", "20", "--json", "--out", str(out)]
         done = await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
         gone = pool.addresses[0]
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
-    assert document["preset"]["model"] == "meta-llama/Llama-3.1-8B-Instruct"
-    assert document["preset"]["kv_tokens"] > 100_000
-    assert document["fit"]["prefills"] >= 9
+    preset = document["preset"]
+    limits = {name: preset[name] for name in ("max_num_seqs", "max_model_len", "kv_tokens", "block_size")}
+    assert limits == {"max_num_seqs": 4, "max_model_len": 2048, "kv_tokens": 8192, "block_size": 16}
+    assert document["fit"]["prefills"] >= 6 and document["fit"]["residuals"]
+    ran = CliRunner().invoke(build_app(), ["simulate", "viral-prompt", "--head", "4", "--preset", str(out)])
+    assert ran.exit_code == 0, ran.output
     failed = await asyncio.to_thread(CliRunner().invoke, build_app(), ["tune", gone])
-    assert failed.exit_code == 1 or "does not answer" in str(failed.exception)
+    assert (failed.exit_code, "does not answer" in failed.output) == (1, True)
+
+
+async def test_a_running_server_is_imitated_by_simulate(little, tmp_path):
+    async with StubPool(msgspec.structs.replace(CONFIG, max_num_seqs=4)) as pool:
+        arguments = ["simulate", "viral-prompt", "--head", "4", "--like", pool.addresses[0], "--json"]
+        done = await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["figures"]["done"] == 4
+    assert "max_num_seqs: 4" in document["configuration"]["preset"]
+    assert "prefill of" in done.stderr
+
+
+async def test_what_was_seen_until_it_was_stopped_is_kept(tmp_path):
+    save, out = tmp_path / "seen.jsonl", tmp_path / "mine.yaml"
+    async with StubPool(msgspec.structs.replace(CONFIG, time_ratio=4.0, max_num_seqs=4)) as pool:
+        command = [sys.executable, "-m", "fairlead", "tune", pool.addresses[0], "--save", str(save), "--out", str(out)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 60.0
+        while not _enough(save) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said, complaint = await process.communicate()
+    assert process.returncode == 130, complaint
+    assert b"stopped; fitted from" in complaint
+    assert b"latency" in said and b"latency" in out.read_bytes()
+
+
+def _enough(save):
+    lines = save.read_bytes().splitlines() if save.exists() else []
+    seen = [msgspec.json.decode(line, type=Observation) for line in lines]
+    return sum(one.tpot_ms > 0 for one in seen) >= 3 and sum(one.batch == 1 for one in seen) >= 4

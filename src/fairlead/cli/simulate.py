@@ -37,6 +37,7 @@ Examples:
   fairlead simulate shared-prefix-14
   fairlead simulate agents --policy mine.yaml --servers 4 --seed 1
   fairlead simulate traffic.jsonl --speeds 1,1,0.4 --json
+  fairlead simulate traffic.jsonl --servers 2 --like http://localhost:8000
 """)
 def simulate(
     source: Source = "",
@@ -47,6 +48,7 @@ def simulate(
     head: Annotated[int, typer.Option(min=0, help="Only the first so many requests.")] = 0,
     servers: Annotated[int, typer.Option(min=0, max=1000, help="Model servers; default: the scenario's own.")] = 0,
     preset: Annotated[str, typer.Option(help="Model and hardware: a name, or a FILE of `fairlead tune`.")] = "",
+    like: Annotated[str, typer.Option(help="http://HOST:PORT of an idle server to imitate: a minute of probes.")] = "",
     kv_tokens: KvTokens = 0,
     block_size: BlockSize = 0,
     max_num_seqs: MaxNumSeqs = 0,
@@ -86,7 +88,7 @@ def simulate(
             speedup=speedup,
             head=head,
             servers=servers,
-            preset=preset_argument(preset),
+            preset=_preset(preset, like),
             kv_tokens=kv_tokens,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -97,6 +99,15 @@ def simulate(
             kv_lag_ms=kv_lag_ms,
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, requests)
+
+
+def _preset(preset: str, like: str) -> str:
+    """Its name or text. Raises `ValueError` or `OSError`."""
+    from fairlead.cli.tune import preset_like
+
+    if like and preset:
+        raise ValueError("give --preset or --like, not both")
+    return preset_like(like) if like else preset_argument(preset)
 
 
 def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_json: bool, requests: Path | None) -> None:

@@ -3,15 +3,26 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, echo_json, examples, exits, json_object, pairs
+from fairlead.cli.options import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_INPUT,
+    complain,
+    echo_json,
+    examples,
+    exits,
+    json_object,
+    pairs,
+)
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset
-    from fairlead.lab.load.tune import Advice, Facts, Fitted, Observation
+    from fairlead.lab.load.tune import Advice, Fitted, Measured, Observation
+    from fairlead.lab.load.tune_probe import Ask
 
 _Url = Annotated[
     str, typer.Argument(metavar="URL", help="http://HOST:PORT of one model server that has nothing else to do.")
@@ -23,6 +34,15 @@ _Observations = Annotated[
         dir_okay=False,
     ),
 ]
+_Neighbour = Annotated[
+    str, typer.Option(help="http://HOST:PORT of a server on the same machine: kept busy, to see what that costs.")
+]
+_HitRate = Annotated[
+    float, typer.Option(min=-1, max=1, help="Your traffic: share of prompt tokens in caches. -1 = as FILE or server.")
+]
+_MaxNumSeqs = Annotated[
+    int, typer.Option(min=0, help="The engine's limit of requests in one batch. 0 = as it says or shows, or 256.")
+]
 _Header = Annotated[
     list[str] | None, typer.Option("--header", "-H", help="NAME=VALUE, sent with every request; repeat.", metavar="K=V")
 ]
@@ -32,89 +52,139 @@ _Header = Annotated[
 \b
 Examples:
   fairlead tune http://localhost:8000 --out mine.yaml
+  fairlead tune http://localhost:8000 --neighbour http://localhost:8001 --out mine.yaml
   fairlead tune --observations answers.jsonl --json
   fairlead simulate agents --preset mine.yaml
 """)
 def tune(
     url: _Url = "",
     observations: _Observations = None,
-    save: Annotated[Path | None, typer.Option(help="Write the observations as JSON lines.", dir_okay=False)] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write observations, as they come, as JSON.", dir_okay=False)
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the preset to this file.", dir_okay=False)] = None,
     model: Annotated[str, typer.Option(help="Default: the first of /v1/models.")] = "",
     name: Annotated[str, typer.Option(help="Of the preset.")] = "fitted",
-    seconds: Annotated[float, typer.Option(min=1, help="No probe begins after so many seconds.")] = 180.0,
+    neighbour: _Neighbour = "",
+    seconds: Annotated[float, typer.Option(min=1, help="Probing ends after so many seconds.")] = 180.0,
     time_ratio: Annotated[float, typer.Option(min=0.001, help="Of a stub: model seconds per second.")] = 1.0,
     header: _Header = None,
     extra: Annotated[str, typer.Option(help="JSON object of further fields of each request.")] = '{"ignore_eos": true}',
     seed: Annotated[int, typer.Option(help="Of the prompts; another seed asks what no cache holds.")] = 0,
     prompt_tokens: Annotated[float, typer.Option(min=0, help="Your traffic: mean prompt. 0 = as FILE, or 4000.")] = 0,
     output_tokens: Annotated[float, typer.Option(min=0, help="Your traffic: mean answer. 0 = as FILE, or 300.")] = 0,
-    hit_rate: Annotated[
-        float,
-        typer.Option(min=-1, max=1, help="Your traffic: share of prompt tokens in caches. -1 = as FILE or server."),
-    ] = -1,
+    hit_rate: _HitRate = -1,
     slo_ttft_ms: Annotated[float, typer.Option(min=1, help="Wanted time to the first token.")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=1, help="Wanted time per further token.")] = 50.0,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="The engine's limit of requests in one batch.")] = 256,
+    max_num_seqs: _MaxNumSeqs = 0,
     json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
 ) -> None:
-    """Fit a server's step times from some 300 short requests, and suggest parameters.
+    """Fit a server's step times and limits from some 300 short requests, and suggest parameters.
 
     The preset goes into the simulator and the stub: --preset FILE. Probe one idle server, not the gateway: other
-    traffic is measured as slowness. The default policy needs none of this; it learns while it works.
+    traffic is measured as slowness. What is asked follows the server's limits. Ctrl-C, or the end of --seconds, ends
+    the probing, and what was seen by then is fitted. The default policy needs none of this; it learns while it works.
     """
-    from fairlead.core.errors import ConfigError
-    from fairlead.lab.load.tune import Facts, TooLittle, Traffic, advise, fit, traffic_of
+    from msgspec.structs import replace
 
-    with exits(FAILED, TooLittle), exits(WRONG_INPUT, ConfigError, ValueError, OSError):
+    from fairlead.lab.load.tune import Facts, Measured, Traffic, advise, traffic_of
+
+    with _problems():
         if bool(url) == (observations is not None):
             raise ValueError("give the URL of a server, or --observations FILE")
         if observations is not None:
-            facts, made = Facts(model=model), _read(observations)
+            measured = Measured(Facts(model=model, max_num_seqs=max_num_seqs), _read(observations))
+            seen = traffic_of(measured.observations)
         else:
-            facts, made = _probe(url, model, pairs(header, "--header"), json_object(extra), seed, time_ratio, seconds)
-        if save is not None:
-            _save(save, made)
-        fitted = fit(made)
-    seen = traffic_of(made) if observations is not None else Traffic(hit_rate=facts.hit_rate)
+            fields, headers = json_object(extra), pairs(header, "--header")
+            ask = _ask(url, neighbour, model, max_num_seqs, headers)
+            ask = replace(ask, extra=fields, seed=seed, time_ratio=time_ratio, seconds=seconds)
+            measured = _probe(ask, save)
+            seen = Traffic(hit_rate=measured.facts.hit_rate)
+        fitted = measured.fit()
     traffic = Traffic(
         prompt_tokens=prompt_tokens or seen.prompt_tokens,
         output_tokens=output_tokens or seen.output_tokens,
         hit_rate=hit_rate if hit_rate >= 0 else seen.hit_rate,
         ttft_ms=slo_ttft_ms,
         tpot_ms=slo_tpot_ms,
-        max_num_seqs=max_num_seqs,
     )
-    preset = _preset(name, fitted, facts)
+    preset = measured.preset(fitted, name)
     if out is not None:
         _write(out, preset, fitted)
-    _show(json, preset, fitted, facts, advise(fitted, facts, traffic), len(made))
+    _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
+    if measured.stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
-def _probe(
-    url: str, model: str, headers: dict[str, str], extra: dict[str, Any], seed: int, ratio: float, seconds: float
-) -> "tuple[Facts, list[Observation]]":
-    import asyncio
+def preset_like(url: str) -> str:
+    """The preset of a running server as text; what was measured goes to stderr. A minute."""
+    from msgspec.structs import replace
 
-    from fairlead.lab.load.probe import ask_models, normal_target
+    from fairlead.lab.engine.presets import write_preset
+
+    with _problems():
+        measured = _probe(replace(_ask(url, "", "", 0, {}), seconds=60.0), None)
+        fitted = measured.fit()
+    preset = measured.preset(fitted, url)
+    typer.echo("\n".join([*_comments(preset, fitted), write_preset(preset)]), err=True)
+    return write_preset(preset)
+
+
+@contextmanager
+def _problems() -> Iterator[None]:
+    from fairlead.core.errors import ConfigError, FairleadError
+
+    with exits(FAILED, FairleadError), exits(WRONG_INPUT, ConfigError, ValueError, OSError):
+        yield
+
+
+def _ask(url: str, neighbour: str, model: str, max_num_seqs: int, headers: dict[str, str]) -> "Ask":
+    from msgspec.structs import replace
+
+    from fairlead.lab.load.probe import NoAnswer, ask_models, normal_target
     from fairlead.lab.load.tune import ask_facts
-    from fairlead.lab.load.tune_probe import Ask, probe
+    from fairlead.lab.load.tune_probe import Ask
 
     target = normal_target(url)
-    ask_models(target, headers)
+    status, names = ask_models(target, headers)
+    if not names and not model:
+        raise NoAnswer(f"{target}/v1/models: {status} and no model; name it with --model, credentials with --header")
     facts = ask_facts(target, headers, model)
-    ask = Ask(
+    return Ask(
         target=target,
-        model=facts.model or model or "default",
-        max_model_len=facts.max_model_len or 8192,
-        seed=seed,
-        time_ratio=ratio,
+        neighbour=normal_target(neighbour) if neighbour else "",
+        facts=replace(facts, max_num_seqs=max_num_seqs or facts.max_num_seqs),
         headers=headers,
-        extra=extra,
-        seconds=seconds,
     )
-    with _progress() as step:
-        return facts, asyncio.run(probe(ask, step))
+
+
+def _probe(ask: "Ask", save: Path | None) -> "Measured":
+    """Until it is over, or is stopped."""
+    import asyncio
+
+    import msgspec
+
+    from fairlead.lab.load.tune import Measured
+    from fairlead.lab.load.tune_probe import probe
+
+    measured = Measured(ask.facts)
+    if save is not None:
+        save.write_bytes(b"")
+
+    def keep(more: "list[Observation]") -> None:
+        measured.observations += more
+        if save is not None:
+            with save.open("ab") as file:
+                file.writelines(msgspec.json.encode(observation) + b"\n" for observation in more)
+
+    try:
+        with _progress() as step:
+            measured.facts = asyncio.run(probe(ask, keep, step))
+    except KeyboardInterrupt:
+        measured.stopped = True
+        complain(f"stopped; fitted from {len(measured.observations)} observations")
+    return measured
 
 
 @contextmanager
@@ -146,33 +216,14 @@ def _read(path: Path) -> "list[Observation]":
     return observations
 
 
-def _save(path: Path, observations: "list[Observation]") -> None:
-    import msgspec
-
-    path.write_bytes(b"".join(msgspec.json.encode(observation) + b"\n" for observation in observations))
-
-
-def _preset(name: str, fitted: "Fitted", facts: "Facts") -> "Preset":
-    from fairlead.lab.engine.presets import Preset
-
-    return Preset(
-        name=name,
-        model=facts.model or "fitted",
-        latency=fitted.latency,
-        kv_tokens=facts.kv_tokens or 270_000,
-        max_model_len=facts.max_model_len or 40_960,
-    )
-
-
 def _comments(preset: "Preset", fitted: "Fitted") -> list[str]:
-    lines = [
+    return [
         f"# {fitted.prefills} prefills, median error {fitted.prefill_error:.1%}; {fitted.decodes} answers, "
         f"{fitted.decode_error:.1%}",
-        f"# besides its steps a request takes {fitted.overhead_ms:.1f} ms",
+        *(f"# {residual}" for residual in fitted.residuals),
+        *(f"# {term}: the observations do not tell it from the others" for term in fitted.unknown),
         "# kv_bytes, of a token, for handing prompts over, was not measured",
     ]
-    lines += [f"# {term}: the observations do not tell it from the others" for term in fitted.unknown]
-    return lines
 
 
 def _write(path: Path, preset: "Preset", fitted: "Fitted") -> None:
@@ -181,15 +232,12 @@ def _write(path: Path, preset: "Preset", fitted: "Fitted") -> None:
     path.write_text("\n".join([*_comments(preset, fitted), write_preset(preset)]), encoding="utf-8")
 
 
-def _show(
-    as_json: bool, preset: "Preset", fitted: "Fitted", facts: "Facts", advice: "list[Advice]", observed: int
-) -> None:
-
+def _show(as_json: bool, preset: "Preset", fitted: "Fitted", measured: "Measured", advice: "list[Advice]") -> None:
     from fairlead.lab.engine.presets import write_preset
 
     if as_json:
-        document = {"preset": preset, "fit": fitted, "server": facts, "advice": advice, "observations": observed}
-        echo_json(document)
+        seen = len(measured.observations)
+        echo_json({"preset": preset, "fit": fitted, "server": measured.facts, "advice": advice, "observations": seen})
         return
     for line in _comments(preset, fitted):
         typer.echo(line)

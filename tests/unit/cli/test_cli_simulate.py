@@ -89,6 +89,7 @@ def test_policies_are_compared_and_reported(tmp_path):
         (("simulate", "agents", "--policy", "nothing"), "neither a policy nor a file"),
         (("simulate", "agents", "--speeds", "1,fast"), "could not convert"),
         (("simulate", "agents", "--preset", "abacus"), "unknown preset"),
+        (("simulate", "agents", "--preset", "x", "--like", "http://127.0.0.1:1"), "not both"),
         (("workload", "show"), "show needs a file"),
         (("workload", "show", "no-such-file"), "No such file"),
         (("workload", "convert", "x"), "second file"),

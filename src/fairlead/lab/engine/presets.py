@@ -60,6 +60,8 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     noise: float = 0.0
     draft_tokens: int = 0
     acceptance: float = 0.0
+    #: See `EngineSpec`; servers of such a preset are simulated on one machine.
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         latency = self.latency
@@ -109,6 +111,7 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             noise=self.noise,
             draft_tokens=self.draft_tokens,
             acceptance=self.acceptance,
+            contention=self.contention,
         )
 
 
@@ -184,10 +187,17 @@ def read_preset(text: str, where: str = "preset") -> Preset:
         raise ValueError(f"{where}: {error}") from None
 
 
+_ALWAYS = ("name", "model", "latency", "kv_tokens", "max_model_len", "max_num_seqs", "max_batched_tokens")
+
+
 def write_preset(preset: Preset) -> str:
-    """The opposite of `read_preset`."""
-    fields = msgspec.to_builtins(preset)
+    """The opposite of `read_preset`; of what is as usual, only the limits are written."""
+    fields, usual = msgspec.to_builtins(preset), msgspec.to_builtins(Preset(latency=LatencyModel(1.0)))
     fields["latency"] = {
-        name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in fields["latency"].items()
+        name: float(f"{value:.5g}") if isinstance(value, float) else value
+        for name, value in fields["latency"].items()
+        if value
     }
-    return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
+    shown = {name: fields[name] for name in _ALWAYS}
+    shown |= {name: value for name, value in fields.items() if value != usual[name]}
+    return yaml.safe_dump(shown, sort_keys=False, default_flow_style=None, width=120)

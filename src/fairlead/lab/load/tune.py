@@ -1,9 +1,9 @@
 """What a model server says of itself: name, context length, KV cache, prefix hits. Asked once, all optional."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from math import isfinite
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -13,6 +13,7 @@ from msgspec import Struct
 from fairlead.apis.engine_metrics import ENGINES, compile_engine
 from fairlead.apis.prometheus import read_page
 from fairlead.core.errors import FairleadError
+from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
 
 _MOST_BYTES = 8 << 20
@@ -25,12 +26,16 @@ class Facts(Struct, kw_only=True, frozen=True):
     max_model_len: int = 0
     block_size: int = 0
     num_blocks: int = 0
+    max_num_seqs: int = 0
+    #: Tokens of one step.
+    max_batched_tokens: int = 0
     #: Of all prompt tokens since its start, the share found in its cache; below 0 = nothing was asked yet.
     hit_rate: float = -1.0
 
     @property
     def kv_tokens(self) -> int:
-        return self.block_size * self.num_blocks
+        """One block is the null block and holds nothing (vLLM 0.32)."""
+        return self.block_size * max(self.num_blocks - 1, 0)
 
 
 class _Model(Struct):
@@ -42,21 +47,35 @@ class _Models(Struct):
     data: list[_Model]
 
 
+class _SchedulerLimits(Struct):
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+
+
+class _VllmConfig(Struct):
+    scheduler_config: _SchedulerLimits
+
+
+class _ServerInfo(Struct):
+    """vLLM in development mode (`VLLM_SERVER_DEV_MODE=1`) tells its whole configuration."""
+
+    vllm_config: _VllmConfig
+
+
 def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: float = 10.0) -> Facts:
     """Of `http://host:port`. A page that does not come or cannot be read leaves its part unknown."""
     facts = Facts(model=model)
-    try:
-        listed = msgspec.json.decode(_get(target, "/v1/models", headers, timeout_s), type=_Models).data
-    except (OSError, HTTPException, msgspec.DecodeError):
-        listed = []
-    for entry in listed:
+    for entry in _asked(target, "/v1/models", headers, timeout_s, _Models, _Models([])).data:
         if not model or entry.id == model:
             facts = msgspec.structs.replace(facts, model=entry.id, max_model_len=max(entry.max_model_len or 0, 0))
             break
-    try:
-        page = _get(target, "/metrics", headers, timeout_s)
-    except (OSError, HTTPException):
-        return facts
+    nothing = _ServerInfo(_VllmConfig(_SchedulerLimits()))
+    info = _asked(target, "/server_info?config_format=json", headers, timeout_s, _ServerInfo, nothing)
+    limits = info.vllm_config.scheduler_config
+    facts = msgspec.structs.replace(
+        facts, max_num_seqs=max(limits.max_num_seqs, 0), max_batched_tokens=max(limits.max_num_batched_tokens, 0)
+    )
+    page = _get(target, "/metrics", headers, timeout_s)
     for engine in ENGINES.values():
         sample = read_page(page, compile_engine(engine)).sample
         if sample.num_blocks:
@@ -70,7 +89,18 @@ def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: 
     return facts
 
 
+T = TypeVar("T")
+
+
+def _asked(target: str, path: str, headers: dict[str, str], timeout_s: float, kind: type[T], otherwise: T) -> T:
+    try:
+        return msgspec.json.decode(_get(target, path, headers, timeout_s), type=kind)
+    except msgspec.DecodeError:
+        return otherwise
+
+
 def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> bytes:
+    """Empty when there is no such page."""
     parts = urlsplit(target)
     connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
     try:
@@ -78,6 +108,8 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
         answer = connection.getresponse()
         body = answer.read(_MOST_BYTES)
         return body if 200 <= answer.status < 300 else b""
+    except (OSError, HTTPException):
+        return b""
     finally:
         connection.close()
 
@@ -90,7 +122,8 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
 #     B requests that decode together, m tokens each:      TPOT = c0 + c_seq·B + c_kv·B·m
 #
 # `h` is what a request takes besides (HTTP, tokenising, network), C the tokens of one step. All of it is linear in the
-# six unknowns: least squares of relative errors, with outliers weighed down, and none of them below 0.
+# six unknowns: least squares of relative errors, with outliers weighed down, and none of them below 0. What was seen
+# beside a busy neighbour takes `1 + contention` times as long: the median of what it took over what the fit says.
 #
 # Rules
 # * Requests that waited for others say nothing of prefill, and answers of a few tokens nothing of decoding.
@@ -115,6 +148,7 @@ class Observation(Struct, kw_only=True, frozen=True):
     """One answered request. As a line of JSON, further fields are ignored. Milliseconds; -1 = not known."""
 
     prompt_tokens: int
+    #: -1 = not known: then it says nothing of prefill.
     cached_tokens: int = 0
     completion_tokens: int = -1
     ttft_ms: float = -1.0
@@ -123,6 +157,8 @@ class Observation(Struct, kw_only=True, frozen=True):
     duration_ms: float = -1.0
     #: Requests that decoded together, this one included. 0 = not known: then it says nothing.
     batch: int = 0
+    #: Servers on the same machine that computed meanwhile.
+    neighbours: int = 0
 
     @property
     def tpot_ms(self) -> float:
@@ -133,12 +169,43 @@ class Observation(Struct, kw_only=True, frozen=True):
         return (end - self.ttft_ms) / (self.completion_tokens - 1)
 
 
+class Residual(Struct, kw_only=True, frozen=True):
+    """Observations of one kind, and what the fit says of them: medians, in milliseconds."""
+
+    kind: Literal["prefill", "decode"]
+    #: Of the prompt.
+    tokens: int
+    cached: int
+    batch: int
+    neighbours: int
+    count: int
+    observed_ms: float
+    fitted_ms: float
+
+    @property
+    def error(self) -> float:
+        """Relative, above 0 where the fit is too slow."""
+        return self.fitted_ms / self.observed_ms - 1.0
+
+    def __str__(self) -> str:
+        what = (
+            f"prefill of {self.tokens - self.cached:,} of {self.tokens:,} tokens"
+            if self.kind == "prefill"
+            else f"step of {self.batch} decoding behind {self.tokens:,} tokens"
+        ) + " beside a busy neighbour" * bool(self.neighbours)
+        return (
+            f"{what}: {self.observed_ms:.1f} ms, fitted {self.fitted_ms:.1f} ({self.error:+.0%}), {self.count} observed"
+        )
+
+
 class Fitted(Struct, kw_only=True, frozen=True):
     """A step model, and how well it repeats what was observed."""
 
     latency: LatencyModel
     #: Of a request besides its steps.
     overhead_ms: float
+    #: How much longer everything takes while a server on the same machine computes; 0 where none was seen.
+    contention: float = 0.0
     #: Median relative errors.
     prefill_error: float
     decode_error: float
@@ -146,11 +213,13 @@ class Fitted(Struct, kw_only=True, frozen=True):
     decodes: int
     #: Terms that the observations do not tell apart from others.
     unknown: tuple[str, ...] = ()
+    residuals: tuple[Residual, ...] = ()
+    step_tokens: int = STEP_TOKENS
 
     def prefill_ms(self, prompt: float, uncached: float = -1.0) -> float:
         """TTFT of a request alone."""
         uncached = prompt if uncached < 0 else uncached
-        return self.overhead_ms + _prefill(self.latency, prompt, uncached)
+        return self.overhead_ms + _prefill(self.latency, prompt, uncached, self.step_tokens)
 
     def step_ms(self, batch: float, tokens: float) -> float:
         """A step of `batch` decoding sequences of `tokens` each."""
@@ -158,55 +227,89 @@ class Fitted(Struct, kw_only=True, frozen=True):
         return model.c0_ms + batch * (model.c_seq_us * 1e-3 + model.c_kv_ns * 1e-6 * tokens)
 
 
-def _prefill(model: LatencyModel, prompt: float, uncached: float) -> float:
+def _prefill(model: LatencyModel, prompt: float, uncached: float, step_tokens: int) -> float:
     pairs = uncached * (prompt - uncached / 2)
-    steps = -(-uncached // STEP_TOKENS)
+    steps = -(-uncached // step_tokens)
     return model.c0_ms * steps + model.c_pf_us * 1e-3 * uncached + model.c_attn_ns * 1e-6 * pairs
 
 
-def fit(observations: Sequence[Observation]) -> Fitted:
-    """Raises `TooLittle` with what to observe as well."""
-    rows, values, kinds = _rows(observations)
-    prefills, decodes = kinds.count("prefill"), kinds.count("decode")
+class _Row(NamedTuple):
+    """What one observation says: `value` milliseconds are `terms` times the six unknowns."""
+
+    kind: Literal["prefill", "decode"]
+    seen: Observation
+    terms: tuple[float, ...]
+    value: float
+
+
+def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
+    """`step_tokens`: of one step of the engine, 0 = `STEP_TOKENS`. Raises `TooLittle` with what to observe as well."""
+    step_tokens = step_tokens or STEP_TOKENS
+    rows = [row for seen in observations for row in _rows(seen, step_tokens)]
+    alone = [row for row in rows if not row.seen.neighbours]
+    prefills = sum(row.kind == "prefill" for row in alone)
+    decodes = len(alone) - prefills
     if prefills < 3 or decodes < 3:
         raise TooLittle(
             f"{prefills} requests that ran alone (ttft_ms, batch 1) and {decodes} answers of at least {LEAST_ANSWER} "
             "tokens with a known batch were observed; at least 3 of each are needed"
         )
-    matrix, target = np.array(rows) / np.array(values)[:, None], np.ones(len(values))
-    solved, unknown = _solve(matrix, target)
-    errors = np.abs(matrix @ solved - target)
-    prefill = np.array([kind == "prefill" for kind in kinds])
+    values = np.array([row.value for row in alone])
+    matrix = np.array([row.terms for row in alone]) / values[:, None]
+    solved, unknown = _solve(matrix, np.ones(len(values)))
+    errors = np.abs(matrix @ solved - 1.0)
+    prefill = np.array([row.kind == "prefill" for row in alone])
+    beside = [row.value / float(np.dot(row.terms, solved)) for row in rows if row.seen.neighbours]
+    contention = max(float(np.median(beside)) - 1.0, 0.0) if beside else 0.0
     h, c0, c_pf, c_attn, c_seq, c_kv = (float(value) for value in solved)
     return Fitted(
         latency=LatencyModel(c0, c_pf * 1e3, c_attn * 1e6, c_seq * 1e3, c_kv * 1e6),
         overhead_ms=h,
+        contention=contention,
         prefill_error=float(np.median(errors[prefill])),
         decode_error=float(np.median(errors[~prefill])),
         prefills=prefills,
         decodes=decodes,
         unknown=unknown,
+        residuals=_residuals(rows, solved, contention),
+        step_tokens=step_tokens,
     )
 
 
-def _rows(observations: Sequence[Observation]) -> tuple[list[list[float]], list[float], list[str]]:
-    rows: list[list[float]] = []
-    values: list[float] = []
-    kinds: list[str] = []
-    for observation in observations:
-        prompt = float(observation.prompt_tokens)
-        uncached = max(prompt - max(observation.cached_tokens, 0), 1.0)
-        if observation.batch == 1 and observation.ttft_ms > 0 and prompt > 0:
-            steps = float(-(-uncached // STEP_TOKENS))
-            rows.append([1.0, steps, uncached, uncached * (prompt - uncached / 2), 0.0, 0.0])
-            values.append(observation.ttft_ms)
-            kinds.append("prefill")
-        if observation.batch > 0 and observation.tpot_ms > 0:
-            tokens = prompt + observation.completion_tokens / 2
-            rows.append([0.0, 1.0, 0.0, 0.0, float(observation.batch), observation.batch * tokens])
-            values.append(observation.tpot_ms)
-            kinds.append("decode")
-    return rows, values, kinds
+def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
+    prompt = float(seen.prompt_tokens)
+    uncached = max(prompt - seen.cached_tokens, 1.0)
+    if seen.batch == 1 and seen.ttft_ms > 0 and prompt > 0 and seen.cached_tokens >= 0:
+        steps = float(-(-uncached // step_tokens))
+        terms = (1.0, steps, uncached, uncached * (prompt - uncached / 2), 0.0, 0.0)
+        yield _Row("prefill", seen, terms, seen.ttft_ms)
+    if seen.batch > 0 and seen.tpot_ms > 0:
+        tokens = prompt + seen.completion_tokens / 2
+        yield _Row("decode", seen, (0.0, 1.0, 0.0, 0.0, float(seen.batch), seen.batch * tokens), seen.tpot_ms)
+
+
+def _residuals(rows: Sequence[_Row], solved: _Array, contention: float) -> tuple[Residual, ...]:
+    """Alike are rows whose tokens differ by less than an eighth, as tokenisers make of words of one number."""
+    groups: dict[tuple[Any, ...], list[_Row]] = {}
+    for row in rows:
+        seen = row.seen
+        size = round(8 * np.log2(max(seen.prompt_tokens, 1)))
+        cached = row.kind == "prefill" and seen.cached_tokens > 0
+        groups.setdefault((seen.neighbours, row.kind, cached, size, seen.batch), []).append(row)
+    return tuple(
+        Residual(
+            kind=alike[0].kind,
+            tokens=int(np.median([row.seen.prompt_tokens for row in alike])),
+            cached=int(np.median([max(row.seen.cached_tokens, 0) for row in alike])),
+            batch=alike[0].seen.batch,
+            neighbours=alike[0].seen.neighbours,
+            count=len(alike),
+            observed_ms=float(np.median([row.value for row in alike])),
+            fitted_ms=float(np.median([np.dot(row.terms, solved) for row in alike]))
+            * (1.0 + contention * alike[0].seen.neighbours),
+        )
+        for _, alike in sorted(groups.items())
+    )
 
 
 def _solve(matrix: _Array, target: _Array) -> tuple[_Array, tuple[str, ...]]:
@@ -235,6 +338,35 @@ def _solve(matrix: _Array, target: _Array) -> tuple[_Array, tuple[str, ...]]:
     return values, tuple(dict.fromkeys(unknown))
 
 
+class Measured(Struct):
+    """What came of probing a server."""
+
+    facts: Facts
+    observations: list[Observation] = []
+    #: Before its end, by the user.
+    stopped: bool = False
+
+    def fit(self) -> Fitted:
+        """Raises `TooLittle`."""
+        return fit(self.observations, self.facts.max_batched_tokens)
+
+    def preset(self, fitted: Fitted, name: str) -> Preset:
+        """What the server does not tell is as of a data-centre GPU."""
+        facts, usual = self.facts, Preset(latency=fitted.latency)
+        return Preset(
+            name=name,
+            model=facts.model or usual.model,
+            latency=fitted.latency,
+            overhead_ms=round(fitted.overhead_ms, 2),
+            contention=round(fitted.contention, 3),
+            kv_tokens=facts.kv_tokens or max(usual.kv_tokens, facts.max_model_len),
+            block_size=facts.block_size,
+            max_model_len=facts.max_model_len or min(usual.max_model_len, facts.kv_tokens or usual.max_model_len),
+            max_num_seqs=facts.max_num_seqs or usual.max_num_seqs,
+            max_batched_tokens=facts.max_batched_tokens or usual.max_batched_tokens,
+        )
+
+
 # What the fitted times mean for parameters that people set by hand, each with its reason. Pure.
 #
 # The default policy needs none of them: it learns its speeds. They are for profiles of filters and scorers, for flow
@@ -255,7 +387,6 @@ class Traffic(Struct, kw_only=True, frozen=True):
     hit_rate: float = -1.0
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0
-    max_num_seqs: int = 256
 
 
 def traffic_of(observations: Sequence[Observation]) -> Traffic:
@@ -279,11 +410,18 @@ class Advice(Struct, kw_only=True, frozen=True):
     reason: str
 
 
+#: Of an engine that does not tell it.
+USUAL_SLOTS = 256
+
+
 def advise(fitted: Fitted, facts: Facts, traffic: Traffic) -> list[Advice]:
+    if facts.max_model_len:  # most of it may be answer
+        most = 0.7 * facts.max_model_len
+        traffic = msgspec.structs.replace(traffic, prompt_tokens=min(traffic.prompt_tokens, most))
     return [
         _block_size(traffic),
         *_weights(traffic),
-        _queue_length(fitted, traffic),
+        _queue_length(fitted, facts, traffic),
         _concurrency(fitted, facts, traffic),
         _waiting_tokens(fitted, traffic),
         _peak(fitted),
@@ -320,9 +458,9 @@ def _weights(traffic: Traffic) -> list[Advice]:
     ]
 
 
-def _queue_length(fitted: Fitted, traffic: Traffic) -> Advice:
+def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     own = fitted.prefill_ms(traffic.prompt_tokens, _uncached(traffic)) - fitted.overhead_ms
-    value = max(1, min(traffic.max_num_seqs, int((traffic.ttft_ms - fitted.overhead_ms) / max(own, 1e-3))))
+    value = max(1, min(facts.max_num_seqs or USUAL_SLOTS, int((traffic.ttft_ms - fitted.overhead_ms) / max(own, 1e-3))))
     return Advice(
         parameter="maxQueueLength",
         value=value,
@@ -336,9 +474,10 @@ def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     per_sequence = fitted.step_ms(1, tokens) - fitted.step_ms(0, tokens)
     by_time = (traffic.tpot_ms - fitted.latency.c0_ms) / per_sequence if per_sequence > 0 else float("inf")
     by_memory = facts.kv_tokens / tokens if facts.kv_tokens else float("inf")
-    value = max(1, int(min(by_time, by_memory, traffic.max_num_seqs)))
-    if not isfinite(min(by_time, by_memory)) or value == traffic.max_num_seqs:
-        why = f"neither time per token nor memory is short before the engine's own limit of {traffic.max_num_seqs}"
+    slots = facts.max_num_seqs or USUAL_SLOTS
+    value = max(1, int(min(by_time, by_memory, slots)))
+    if not isfinite(min(by_time, by_memory)) or value == slots:
+        why = f"neither time per token nor memory is short before the engine's own limit of {slots}"
     elif by_memory < by_time:
         why = f"its KV cache of {facts.kv_tokens:,} tokens has no room for more of {tokens:,.0f} that share nothing"
     else:
@@ -347,7 +486,7 @@ def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
 
 
 def _waiting_tokens(fitted: Fitted, traffic: Traffic) -> Advice:
-    per_token = max(fitted.prefill_ms(8192) - fitted.overhead_ms, 1e-3) / 8192
+    per_token = 1e3 / _tokens_per_s(fitted)
     value = int((traffic.ttft_ms / 2) / per_token)
     return Advice(
         parameter="waiting prompt tokens per endpoint",
@@ -357,12 +496,16 @@ def _waiting_tokens(fitted: Fitted, traffic: Traffic) -> Advice:
     )
 
 
+def _tokens_per_s(fitted: Fitted) -> float:
+    return fitted.step_tokens / max(fitted.prefill_ms(fitted.step_tokens) - fitted.overhead_ms, 1e-3) * 1e3
+
+
 def _peak(fitted: Fitted) -> Advice:
-    value = 8192 / max(fitted.prefill_ms(8192) - fitted.overhead_ms, 1e-3) * 1e3
     return Advice(
         parameter="peakPrefillThroughput",
-        value=round(value),
-        reason="prompt tokens per second in a step of 8192; `prefix-cache-affinity-filter` turns tokens into time",
+        value=round(_tokens_per_s(fitted)),
+        reason=f"prompt tokens per second in a step of {fitted.step_tokens}; `prefix-cache-affinity-filter` turns "
+        "tokens into time",
     )
 
 

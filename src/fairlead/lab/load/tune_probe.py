@@ -4,37 +4,52 @@
   few tokens: how long prefill takes.
 * Groups of equal requests at the same moment, whose prompts the server has just computed: they begin to decode together
   and end together, so their time per token is that of a batch of known size. Short and long contexts tell what a
-  sequence costs from what its cache costs.
+  sequence costs from what its cache costs. A group whose last members begin when the first ones end tells how many
+  sequences the server takes at once.
+* Some of both while a neighbour on the same machine computes, where one is named: how much that slows the server.
 
 Rules
 * The server must have nothing else to do; other traffic is measured as slowness.
+* What is asked fits the server: its context length, its KV cache, its slots. Sizes are in its own tokens.
+* The plan is repeated a few times, so that a stop at any moment leaves some of everything. When time is over, what is
+  under way is given up and the rest kept.
 * Wall-clock times are multiplied by `time_ratio`: model time of a stub that runs faster.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from random import Random
 from statistics import median
 from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record
-from fairlead.lab.load.tune import Observation, TooLittle
+from fairlead.lab.load.tune import Facts, Observation, TooLittle
 from fairlead.lab.load.workload import CHAT_PATH, Call, ClosedLoop, text
 
-PREFILL_TOKENS = (128, 512, 1024, 2048, 4096, 8000, 16_000)
-PREFILL_REPEATS = 3
-#: Groups by their prompts' tokens: many sequences with little behind them, few with much.
-BATCHES = {64: (1, 4, 16, 48, 128), 3000: (1, 2, 4, 8, 16, 32)}
+PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8000, 16_000)
+#: Prompts of groups: many sequences with little behind them, few with much.
+SHORT, LONG = 64, 3000
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+#: Tokens of prompts in all that a group may have: a long one takes long to compute.
+MOST_GROUP_TOKENS = 100_000
 ANSWER_TOKENS = 64
 #: Time per token of prefill probes is measured as well.
 SHORT_ANSWER = 2
+ROUNDS = 3
 #: First tokens of a group farther apart than this share of its decoding: its requests did not decode together.
 TOGETHER = 0.3
+#: What keeps the neighbour busy: so many clients, prompts and answers of so many tokens.
+NEIGHBOUR_LOAD = (4, 300, 50)
+#: Context length of a server that does not tell it.
+_USUAL_LENGTH = 8192
 #: Told (probes done, probes in all, what comes next).
 OnProgress = Callable[[int, int, str], object]
 
@@ -43,26 +58,90 @@ class Ask(Struct, frozen=True, kw_only=True):
     """Whom to ask, and how."""
 
     target: str
-    model: str
-    #: Prompt plus answer.
-    max_model_len: int = 40_960
+    #: `http://host:port` of a server on the same machine; empty = none.
+    neighbour: str = ""
+    #: Without a `model`, requests name `default`.
+    facts: Facts = Facts()
     seed: int = 0
     time_ratio: float = 1.0
     headers: dict[str, str] = {}
     #: Further fields of every request; answers must have the length asked for.
     extra: dict[str, Any] = msgspec.field(default_factory=lambda: {"ignore_eos": True})
-    #: No further probe begins after so many wall-clock seconds.
+    #: Wall-clock seconds after which everything is over.
     seconds: float = 180.0
+
+
+class Probe(Struct, frozen=True):
+    """`batch` equal requests at once; 0 = a prompt alone."""
+
+    batch: int
+    tokens: int
+    beside: bool = False
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.batch} answers at once behind {self.tokens:,} tokens" if self.batch else f"{self.tokens:,} tokens"
+        )
+        return what + " beside a busy neighbour" * self.beside
+
+
+def plan(facts: Facts, beside: bool = False) -> list[Probe]:
+    """One round. The first probes already tell something of everything."""
+    room = (facts.max_model_len or _USUAL_LENGTH) - 2 * ANSWER_TOKENS
+    memory = 0.9 * (facts.kv_tokens or room * 4)
+    longest = int(0.85 * room)
+    prompts = [tokens for tokens in PREFILL_TOKENS if tokens <= longest]
+    if not prompts or prompts[-1] < 0.7 * longest <= PREFILL_TOKENS[-1]:
+        prompts.append(max(longest, 1))
+    slots = facts.max_num_seqs or BATCHES[-1]
+    batches = sorted({batch for batch in BATCHES if batch < slots} | {min(slots, BATCHES[-1])})
+    groups = [
+        Probe(batch, tokens)
+        for batch in batches
+        for tokens in (min(SHORT, longest), min(LONG, int(0.6 * room)))
+        if batch * (tokens + ANSWER_TOKENS) <= min(memory, MOST_GROUP_TOKENS)
+    ]
+    alone = [Probe(0, tokens) for tokens in prompts]
+    made = [*alone[1::2], *groups, *alone[::2]]
+    if beside:
+        made += [msgspec.structs.replace(probe, beside=True) for probe in (alone[len(alone) // 2], *groups[-2:])]
+    return made
+
+
+async def probe(ask: Ask, keep: Callable[[list[Observation]], object], on_progress: OnProgress | None = None) -> Facts:
+    """Tells `keep` what was observed, probe by probe, and returns what is known of the server at the end. When
+    cancelled, what was told stays good.
+
+    Raises `TooLittle` when requests fail, `ConfigError` for a target or header that cannot be used."""
+    prober = _Prober(ask)
+    await prober.begin()
+    took: dict[Probe, float] = {}
+    done = 0
+    for _ in range(ROUNDS):
+        items = plan(prober.facts, bool(ask.neighbour))
+        total = ROUNDS * len(items)
+        for item in items:
+            begun = monotonic()
+            if item.batch > (prober.facts.max_num_seqs or item.batch) or begun + took.get(item, 0.0) >= prober.ends:
+                continue
+            if on_progress is not None:
+                on_progress(done, total, str(item))
+            keep(await prober.observe(item))
+            took[item] = monotonic() - begun
+            done += 1
+    if on_progress is not None:
+        on_progress(done, done, "done")
+    return prober.facts
 
 
 class _Calls:
     """Requests that are given; for `fairlead.lab.load.runner.run`."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Iterator[Call]) -> None:
         self._calls = calls
 
     def calls(self) -> Iterator[Call]:
-        return iter(self._calls)
+        return self._calls
 
 
 class _Together:
@@ -75,84 +154,130 @@ class _Together:
         return iter([0.0] * self._count)
 
 
-async def probe(ask: Ask, on_progress: OnProgress | None = None) -> list[Observation]:
-    """Observations in the order in which they were made. Raises `TooLittle` when requests fail, `ConfigError` for a
-    target or header that cannot be used."""
-    rng = Random(ask.seed)
-    observations: list[Observation] = []
-    begun = monotonic()
-    steps = _plan(ask)
-    for done, (batch, tokens) in enumerate(steps):
-        if monotonic() - begun > ask.seconds:
-            break
-        if on_progress is not None:
-            what = f"prompts of {tokens:,} tokens" if not batch else f"{batch} answers at once behind {tokens:,} tokens"
-            on_progress(done, len(steps), what)
-        observations += await (_batch(ask, rng, batch, tokens) if batch else _prefill(ask, rng, tokens))
-    if on_progress is not None:
-        on_progress(len(steps), len(steps), "done")
-    return observations
+class _Prober:
+    """`facts` may become more while it asks."""
 
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.facts = ask, ask.facts
+        self.ends = monotonic() + ask.seconds
+        self._rng = Random(ask.seed)
+        #: Tokens that the server counts besides the words of a prompt, and for each of them.
+        self._frame, self._per_word = 0.0, 1.0
 
-def _plan(ask: Ask) -> list[tuple[int, int]]:
-    """(batch, prompt tokens); batch 0 = prefill. Decoding first with little: an early end still leaves some of each."""
-    room = ask.max_model_len - 2 * ANSWER_TOKENS
-    prefills = [(0, tokens) for tokens in PREFILL_TOKENS if tokens < 0.9 * room]
-    groups = [(tokens, batches) for tokens, batches in BATCHES.items() if tokens < 0.9 * room]
-    decodes = sorted((batch, tokens) for tokens, batches in groups for batch in batches)
-    return [*prefills[:3], *decodes, *prefills[3:]]
+    async def begin(self) -> None:
+        """A server that was just started takes longer for its first requests, and every tokeniser counts otherwise."""
+        lengths = []
+        for words in (8, 40):
+            records = await self._send([self._call(self._words(words), SHORT_ANSWER)], together=False)
+            lengths += [record.prompt_tokens for record in records]
+        if len(lengths) == 2:
+            self._per_word = max((lengths[1] - lengths[0]) / 32, 0.1)
+            self._frame = max(lengths[0] - 8 * self._per_word, 0.0)
 
+    async def observe(self, item: Probe) -> list[Observation]:
+        async with self._busy_neighbour(item.beside):
+            return await (self._group(item) if item.batch else self._prefill(item))
 
-async def _prefill(ask: Ask, rng: Random, tokens: int) -> list[Observation]:
-    calls = [_call(ask, text(tokens, rng), SHORT_ANSWER) for _ in range(PREFILL_REPEATS)]
-    records = await _send(ask, calls, together=False)
-    return [_observed(ask, record, 1) for record in records]
+    async def _prefill(self, item: Probe) -> list[Observation]:
+        records = await self._send([self._call(self._prompt(item.tokens), SHORT_ANSWER)], together=False)
+        return [self._observed(record, 1, item.beside, max(record.cached_tokens, 0)) for record in records]
 
+    async def _group(self, item: Probe) -> list[Observation]:
+        prompts = [self._prompt(item.tokens) for _ in range(item.batch)]
+        await self._send([self._call(prompt, 1) for prompt in prompts], together=False)
+        records = await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], together=True)
+        if len(records) < item.batch:
+            return []
+        first = [record.first_data for record in records]
+        at_once = sum(start < min(record.last_data for record in records) for start in first)
+        if at_once < item.batch:
+            # A longer prompt may have to wait for memory, which is no limit of sequences.
+            if item.tokens <= SHORT:
+                self.facts = msgspec.structs.replace(self.facts, max_num_seqs=at_once)
+            return []
+        decoding = median(record.last_data - record.first_data for record in records)
+        if max(first) - min(first) > TOGETHER * decoding:
+            return []
+        # A server that does not say what it found in its cache says nothing of prefill here.
+        return [self._observed(record, item.batch, item.beside, record.cached_tokens) for record in records]
 
-async def _batch(ask: Ask, rng: Random, batch: int, tokens: int) -> list[Observation]:
-    prompts = [text(tokens, rng) for _ in range(batch)]
-    await _send(ask, [_call(ask, prompt, 1) for prompt in prompts], together=False)
-    records = await _send(ask, [_call(ask, prompt, ANSWER_TOKENS) for prompt in prompts], together=True)
-    first = max(record.first_data for record in records) - min(record.first_data for record in records)
-    decoding = median(record.last_data - record.first_data for record in records)
-    if first > TOGETHER * decoding:
-        return []
-    return [_observed(ask, record, batch) for record in records]
+    def _prompt(self, tokens: int) -> bytes:
+        return self._words(max(1, int((tokens - self._frame) / self._per_word)))
 
+    def _words(self, count: int) -> bytes:
+        return text(count, self._rng)
 
-def _call(ask: Ask, prompt: bytes, answer: int) -> Call:
-    fields = {
-        "model": ask.model,
-        "messages": [{"role": "user", "content": prompt.decode("ascii")}],
-        "max_tokens": answer,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **ask.extra,
-    }
-    return Call(body=msgspec.json.encode(fields), path=CHAT_PATH)
+    def _call(self, prompt: bytes, answer: int) -> Call:
+        fields = {
+            "model": self.facts.model or "default",
+            "messages": [{"role": "user", "content": prompt.decode("ascii")}],
+            "max_tokens": answer,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.ask.extra,
+        }
+        return Call(body=msgspec.json.encode(fields), path=CHAT_PATH)
 
+    async def _send(self, calls: list[Call], together: bool) -> list[Record]:
+        """What was answered in time. Raises `TooLittle` with what the server says of a request that failed."""
+        left = self.ends - monotonic()
+        if left <= 0:
+            return []
+        options = Options(
+            requests=len(calls), headers=self.ask.headers, gaps=False, timeout_s=max(left, 60.0), time_limit_s=left
+        )
+        arrivals = _Together(len(calls)) if together else ClosedLoop(workers=1)
+        result = await run(self.ask.target, _Calls(iter(calls)), arrivals, options)
+        good = [record for record in result.records if not record.error and record.prompt_tokens >= 0]
+        failed = [record for record in result.records if record not in good]
+        if failed and not result.cut:
+            why = failed[0].error or "no usage in the answer (stream_options.include_usage)"
+            words = await asyncio.to_thread(self._words_of, calls[0]) if failed[0].status >= 400 else ""
+            raise TooLittle(f"{len(failed)} of {len(calls)} probes failed: {why}{words}")
+        # The next probe finds an idle server.
+        await asyncio.sleep(0.02)
+        return good
 
-async def _send(ask: Ask, calls: list[Call], together: bool) -> list[Record]:
-    options = Options(requests=len(calls), headers=ask.headers, gaps=False, time_limit_s=max(2 * ask.seconds, 60.0))
-    arrivals = _Together(len(calls)) if together else ClosedLoop(workers=1)
-    result = await run(ask.target, _Calls(calls), arrivals, options)
-    failed = [record for record in result.records if record.error or record.prompt_tokens < 0]
-    if failed:
-        error = failed[0].error or "no usage in the answer (stream_options.include_usage)"
-        raise TooLittle(f"{len(failed)} of {len(calls)} probes failed: {error}")
-    # The next probe finds an idle server.
-    await asyncio.sleep(0.02)
-    return result.records
+    def _words_of(self, call: Call) -> str:
+        """The server's own words for why it refuses a request."""
+        parts = urlsplit(self.ask.target)
+        connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10.0)
+        headers = {"content-type": "application/json", **self.ask.headers}
+        try:
+            connection.request("POST", call.path, call.body, headers)
+            said = connection.getresponse().read(500).decode("utf-8", "replace")
+        except (OSError, HTTPException):
+            return ""
+        finally:
+            connection.close()
+        return ": " + "".join(letter if letter.isprintable() else " " for letter in said)
 
+    @asynccontextmanager
+    async def _busy_neighbour(self, wanted: bool) -> AsyncIterator[None]:
+        if not wanted:
+            yield
+            return
+        workers, tokens, answer = NEIGHBOUR_LOAD
+        calls = iter(lambda: self._call(self._prompt(tokens), answer), None)
+        options = Options(duration_s=self.ask.seconds, headers=self.ask.headers, gaps=False)
+        load = asyncio.create_task(run(self.ask.neighbour, _Calls(calls), ClosedLoop(workers=workers), options))
+        try:
+            await asyncio.sleep(0.5)
+            yield
+        finally:
+            load.cancel()
+            with suppress(asyncio.CancelledError):
+                await load
 
-def _observed(ask: Ask, record: Record, batch: int) -> Observation:
-    scale = 1e3 * ask.time_ratio
-    # The last token's chunk, not the usage and the end behind it.
-    return Observation(
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=max(record.cached_tokens, 0),
-        completion_tokens=record.completion_tokens,
-        ttft_ms=(record.first_data - record.sent) * scale,
-        e2e_ms=(record.last_data - record.sent) * scale,
-        batch=batch,
-    )
+    def _observed(self, record: Record, batch: int, beside: bool, cached: int) -> Observation:
+        scale = 1e3 * self.ask.time_ratio
+        # The last token's chunk, not the usage and the end behind it.
+        return Observation(
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=cached,
+            completion_tokens=record.completion_tokens,
+            ttft_ms=(record.first_data - record.sent) * scale,
+            e2e_ms=(record.last_data - record.sent) * scale,
+            batch=batch,
+            neighbours=int(beside),
+        )

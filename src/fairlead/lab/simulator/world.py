@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any, Literal
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fairlead.core.request import Request
 from fairlead.lab.engine.presets import DEFAULT_PRESET, PRESETS, Preset, preset
@@ -184,10 +185,8 @@ def replicas(
         max_num_seqs=max_num_seqs,
         max_loras=max_loras,
     )
-    return tuple(
-        Replica(engine=spec, overhead_ms=made.overhead_ms, speed=speeds[i % len(speeds)] if speeds else 1.0)
-        for i in range(count)
-    )
+    alike = Replica(engine=spec, overhead_ms=made.overhead_ms, machine="shared" if made.contention else "")
+    return tuple(replace(alike, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))
 
 
 #: `done`; `shed` = refused by the scheduler; `failed` = broken off by a server, refused by it, or never over;
