@@ -13,7 +13,7 @@ from echo_server import PATH, Echo
 from fairlead.gateway.grpc_server import GrpcServer
 from fairlead.gateway.h2_server import H2Server
 from fairlead.lab.engine.spec import EngineSpec, LatencyModel
-from fairlead.lab.load.client import Client
+from fairlead.lab.load.connection import Client
 from fairlead.lab.load.reactor import Reactor
 from fairlead.lab.load.spec import Options, Record
 from fairlead.lab.load.workload import Call

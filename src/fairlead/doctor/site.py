@@ -4,15 +4,14 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
 
 from fairlead.apis.engine_metrics import EngineSpecs, compile_engine, engine_of
-from fairlead.apis.parsed import ParsedRequest
 from fairlead.apis.prometheus import Reading, find_family, read_page
-from fairlead.apis.tokens import PromptTokens
+from fairlead.apis.tokens import PromptTokeniser
 from fairlead.compat.load import read_bytes
 from fairlead.config.checks import engine_table
 from fairlead.config.endpoint_list import Listed, join, parse_endpoints_text
@@ -73,19 +72,6 @@ T = TypeVar("T")
 MOST_FOLLOWED = 64
 
 
-class Tokeniser(Protocol):
-    """`fairlead.apis.tokens.PromptTokeniser`, as far as it is needed."""
-
-    def tokens_of(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptTokens: ...
-
-    def knows(self, model: str) -> bool: ...
-
-    @property
-    def state(self) -> str:
-        """Which tokenisers there are, and what is wrong with them."""
-        ...
-
-
 def series(page: Answer | None, name: str) -> list[tuple[dict[str, str], float]]:
     """Labels and values of one family on a metrics page; empty where there is no page or no such family."""
     family = find_family(page.body, name.encode()) if page is not None and page.status == 200 else None
@@ -108,7 +94,7 @@ class Site:
         gateway_admin: str = "",
         *,
         probe: bool = False,
-        tokeniser: Tokeniser | None = None,
+        tokeniser: PromptTokeniser | None = None,
     ) -> None:
         """`admin`: URL of a running scheduler's admin port; empty = as configured, and it need not be there.
         `gateway`: URL where clients connect; `gateway_admin`: of Envoy's admin page, empty = as configured for the
@@ -327,7 +313,7 @@ class Site:
         """The base model of an endpoint; empty = it does not tell."""
         return next((name for name, adapter in (await self.served(endpoint)).items() if not adapter), "")
 
-    async def tokeniser(self) -> Tokeniser:
+    async def tokeniser(self) -> PromptTokeniser:
         """Loads the configured ones: seconds for each large vocabulary."""
         if self._lent is not None:
             return self._lent

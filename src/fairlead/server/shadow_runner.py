@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict
+from fairlead.core.shadow import Bench
 
 MAX_WAITING = 64
 MAX_FAILURES = 20
@@ -32,16 +33,6 @@ PASSED = "passed"
 SWITCH = 0.0005
 #: Seconds of CPU that may be used at once.
 _BURST = 0.05
-
-
-class Bench(Protocol):
-    """What judges; see `core.shadow.Bench`."""
-
-    def open(self, case: ShadowCase) -> object: ...
-
-    def decide(self, name: str, policy: Any) -> ShadowVerdict: ...
-
-    def record(self, verdicts: Sequence[ShadowVerdict]) -> ShadowRecord: ...
 
 
 class RunnerStats(Struct):

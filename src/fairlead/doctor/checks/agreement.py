@@ -57,7 +57,7 @@ def settings_of(site: Site, model: str) -> ModelTokens | None:
 
 async def _compared(site: Site, client: RenderClient, endpoint: Endpoint, model: str) -> list[Finding]:
     tokeniser = await site.tokeniser()
-    token_check = await compare(tokeniser, client, f"http://{endpoint.address}", model)  # type: ignore[arg-type]
+    token_check = await compare(tokeniser, client, f"http://{endpoint.address}", model)
     if _TEXT in token_check.differing:
         return [OTHER_TOKENS.at(endpoint.id, f"{model}: {token_check.state}")]
     if token_check.differing:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from fairlead.lab.load.client import Client
+from fairlead.lab.load.connection import Client
 from fairlead.lab.load.reactor import Alarm, Reactor
 from fairlead.lab.load.spec import Options, Progress, Record, RunResult, RunSpec
 from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Workload

@@ -4,7 +4,6 @@ Gauges and sums are set at each rendering.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -13,6 +12,7 @@ from fairlead.apis.tokens import PromptTokeniser
 from fairlead.core.policy import Policy
 from fairlead.core.records import ShadowRecord, ShadowVerdict
 from fairlead.core.remote import STATES, Canary, RemotePolicy
+from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
 
@@ -280,19 +280,7 @@ class TokenMetrics:
 # What the journal on disk tells of itself, on the metrics page.
 
 
-class JournalCounts(Protocol):
-    """Totals since the start; `size` is now."""
-
-    dropped: int
-    unwritten: int
-    records: int
-    bytes: int
-    segments: int
-    size: int
-    errors: int
-
-
-def show_journal(registry: Registry, counts: JournalCounts) -> None:
+def show_journal(registry: Registry, counts: Counts) -> None:
     """Read when somebody looks."""
     written, lost = counters(), counters("why")
     volume, segments, errors, size = counters(), counters(), counters(), gauges()

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
 from statistics import fmean, stdev
-from typing import Protocol
 
 from msgspec import Struct
 
 from fairlead.core.stalls import LEVELS
+from fairlead.pool.scrape import ScrapeStats
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Counter, Family, Gauge, Readings, counters, gauges
 
@@ -38,16 +38,6 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     adapters: Sequence[str] = ()
 
 
-class ScrapeTotals(Protocol):
-    """Totals of scraping since the start; `fairlead.pool.scrape.ScrapeStats` is one."""
-
-    ok: int
-    failed: int
-    suppressed: int
-    bytes: int
-    seconds: float
-
-
 class FleetStatus(Struct, frozen=True, kw_only=True):
     """The whole pool."""
 
@@ -55,7 +45,7 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
     #: Entries of the prefix index.
     index_size: int = 0
     leases: int = 0
-    scrapes: ScrapeTotals | None = None
+    scrapes: ScrapeStats | None = None
 
 
 # Gauges about the pool, set anew from a `FleetStatus` at every rendering.

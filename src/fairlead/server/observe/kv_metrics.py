@@ -1,7 +1,7 @@
 """Metrics of KV events (what is known, how far it is relied on) and of the indexer. Set anew at each rendering."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -10,6 +10,10 @@ from fairlead.core.exact import SOURCES, ExactKnowledge
 from fairlead.core.kv.index import KvIndex
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Readings, counters, gauges, histograms
+
+if TYPE_CHECKING:
+    from fairlead.server.indexer.client import IndexClient
+    from fairlead.server.indexer.service import Asked
 
 
 class KvFeedStatus(Struct, frozen=True):
@@ -162,26 +166,11 @@ class KvMetrics:
 _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
-class _Counts(Protocol):
-    ends: dict[str, int]
-    states: int
-    lost_states: int
-
-
-class Asker(Protocol):
-    """`fairlead.server.indexer.client.IndexClient` is one."""
-
-    up: bool
-
-    @property
-    def counts(self) -> _Counts: ...
-
-
 class QueryMetrics:
     """Of a scheduler that asks an indexer."""
 
     def __init__(self, registry: Registry) -> None:
-        self._asker: Asker | None = None
+        self._asker: IndexClient | None = None
         self._ends = counters("result")
         self._up = gauges()
         self._seconds = histograms(bounds=_BOUNDS)
@@ -193,7 +182,7 @@ class QueryMetrics:
         registry.show("fairlead_indexer_up", "1 while the indexer answers.", self._up)
         registry.show("fairlead_indexer_answer_seconds", "How long answers of the indexer took.", self._seconds)
 
-    def watch(self, asker: Asker) -> None:
+    def watch(self, asker: "IndexClient") -> None:
         self._asker = asker
 
     def _refresh(self) -> None:
@@ -204,23 +193,12 @@ class QueryMetrics:
         self._up.child().set(float(self._asker.up))
 
 
-class Questions(Protocol):
-    """`fairlead.server.indexer.service.Asked` is one."""
-
-    questions: int
-    looked_up: int
-    hit: int
-
-    @property
-    def refused(self) -> Mapping[int, int]: ...
-
-
 class IndexerMetrics:
     """Of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts."""
 
     def __init__(self, registry: Registry, index: KvIndex) -> None:
         self._index = index
-        self._questions: Questions | None = None
+        self._questions: Asked | None = None
         self._size = gauges()
         self._asked, self._hit, self._looked_up = counters(), counters(), counters()
         self._refused = counters("status")
@@ -236,7 +214,7 @@ class IndexerMetrics:
         show("fairlead_indexer_refused_total", "Questions that were refused, by status.", self._refused)
         show("fairlead_indexer_query_seconds", "How long the answers took to make.", self._seconds)
 
-    def watch(self, questions: Questions) -> None:
+    def watch(self, questions: "Asked") -> None:
         self._questions = questions
 
     def _refresh(self) -> None:

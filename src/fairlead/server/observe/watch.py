@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite
-from typing import Any, Protocol
+from typing import Any
 
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint
 from fairlead.core.errors import PluginError
@@ -11,13 +11,15 @@ from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.stalls import LEVELS
+from fairlead.pool.scrape import ScrapeStats
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics
 from fairlead.server.observe.decisions import Journal, explained
-from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus, ScrapeTotals
+from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
 from fairlead.server.observe.log import get
 from fairlead.server.observe.metrics import SchedulerMetrics
 from fairlead.server.observe.recent import Recent
+from fairlead.server.observe.tracing import Tracing
 
 log = get("schedule")
 #: The pool's name in published metrics.
@@ -28,17 +30,6 @@ POOL = "default"
 _BATCH = 64
 #: Seconds between two lines about requests that went past us: while we are away that is every request.
 _FALLBACK_GAP = 15.0
-
-
-class Traces(Protocol):
-    """Who makes spans of records."""
-
-    def on_decision(self, record: DecisionRecord, duration_s: float) -> None: ...
-
-    def on_outcome(self, record: OutcomeRecord) -> None: ...
-
-    def trace_id(self, request_id: int) -> str:
-        """The trace of a request; empty = it has none."""
 
 
 class Watch:
@@ -59,8 +50,8 @@ class Watch:
         pool: str = POOL,
         *,
         on_routed: Callable[[str], object] = lambda endpoint_id: None,
-        tracing: Traces | None = None,
-        scrapes: ScrapeTotals | None = None,
+        tracing: Tracing | None = None,
+        scrapes: ScrapeStats | None = None,
         skipped: Callable[[], Mapping[str, int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
