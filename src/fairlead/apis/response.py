@@ -29,16 +29,19 @@ _HEAD = 5
 class GrpcUsageScanner:
     """Feed it every chunk of one response body, then ask. Looks like `usage.UsageScanner`."""
 
-    __slots__ = ("_buffer", "_done", "_embed", "_error", "_skip", "_usage")
+    __slots__ = ("_buffer", "_embed", "_skip", "done", "error_status", "usage")
 
     def __init__(self, embed: bool = False) -> None:
         self._embed = embed
         self._buffer = bytearray()
         #: Bytes of a frame that are still to be thrown away.
         self._skip = 0
-        self._usage: Usage | None = None
-        self._error = 0
-        self._done = False
+        #: The last usage reported; `None` = none so far.
+        self.usage: Usage | None = None
+        #: Status of an error inside the body; 0 = no error. The first one counts.
+        self.error_status = 0
+        #: The service's last message was seen. (gRPC itself tells the end in the trailers, which are not shown.)
+        self.done = False
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes. Amortised linear in their number; never raises."""
@@ -63,21 +66,6 @@ class GrpcUsageScanner:
                 start = end
         del buffer[:start]
 
-    @property
-    def usage(self) -> Usage | None:
-        """The last usage reported; `None` = none so far."""
-        return self._usage
-
-    @property
-    def error_status(self) -> int:
-        """Status of an error inside the body; 0 = no error. The first one counts."""
-        return self._error
-
-    @property
-    def done(self) -> bool:
-        """The service's last message was seen. (gRPC itself tells the end in the trailers, which are not shown.)"""
-        return self._done
-
     def _message(self, data: bytes) -> None:
         try:
             fields = {field.number: field for field in walk(data, Budget())}
@@ -92,27 +80,27 @@ class GrpcUsageScanner:
         older = fields.keys() & {3, 4} or len(fields) > 1
         answer = fields.get(3) or fields.get(2) or (None if older else fields.get(1))
         if 4 in fields:
-            self._error = self._error or _status(data, fields[4])
+            self.error_status = self.error_status or _status(data, fields[4])
         if answer is None or answer.kind != BYTES:
             return
-        self._done = self._done or answer.number == (3 if older else 2)
+        self.done = self.done or answer.number == (3 if older else 2)
         parts = {field.number: field for field in walk(data, Budget(), answer.start, answer.end)}
         second = parts.get(2)
         # The finish reason of a whole answer is a string, and its counts stand behind it.
         first = 3 if second is not None and second.kind == BYTES else 2
         counts = [_count(parts.get(first + i)) for i in range(3)]
         if counts[0] or counts[1]:
-            self._usage = Usage(prompt_tokens=counts[0], completion_tokens=counts[1], cached_tokens=counts[2])
+            self.usage = Usage(prompt_tokens=counts[0], completion_tokens=counts[1], cached_tokens=counts[2])
 
     def _embedded(self, data: bytes, fields: dict[int, Field]) -> None:
         tokens = fields.get(2)
         if tokens is not None and tokens.kind == BYTES:
             tokens = {field.number: field for field in walk(data, Budget(), tokens.start, tokens.end)}.get(2)
-        self._done = True  # one message is all there is
+        self.done = True  # one message is all there is
         if _count(tokens):
-            self._usage = Usage(prompt_tokens=_count(tokens))
+            self.usage = Usage(prompt_tokens=_count(tokens))
         if 3 in fields and fields[3].kind == BYTES:
-            self._error = self._error or 500
+            self.error_status = self.error_status or 500
 
 
 def _count(field: Field | None) -> int:

@@ -96,7 +96,8 @@ class ExactKnowledge:
         self._costs = costs or TierCosts()
         self._slots: set[int] = set()
         self._sources = np.zeros(0, np.int8)
-        self._sizes: tuple[int, ...] = ()
+        #: Tokens per block, of all engines.
+        self.sizes: tuple[int, ...] = ()
         self._adapters: set[str] = set()
         #: Token ids of prompts that are not sent yet, and how many bytes they hold.
         self._offered: OrderedDict[PromptBlocks, TokenIds] = OrderedDict()
@@ -132,7 +133,7 @@ class ExactKnowledge:
                 if len(self._adapters) < _MOST_ADAPTERS:
                     self._adapters.update(head.lora for head in cache.beginnings if head.lora)
             self._judge(slot)
-        self._sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
+        self.sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
 
     def _judge(self, slot: int) -> None:
         """How far the endpoint's events are relied on now."""
@@ -162,11 +163,6 @@ class ExactKnowledge:
     def adapter(self, model: str) -> str:
         """The name as an adapter's; empty = it is none that is known."""
         return self._adapter(model)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Tokens per block, of all engines."""
-        return self._sizes
 
     def source(self, slot: int) -> str:
         """One of `SOURCES`."""
@@ -245,7 +241,7 @@ class ExactKnowledge:
 
     def _chains(self, tokens: TokenIds, model: str) -> dict[int, BlockChain]:
         lora = self._adapter(model)
-        chains = {size: self.recipe.chain(self.index.space, tokens, size, lora) for size in self._sizes}
+        chains = {size: self.recipe.chain(self.index.space, tokens, size, lora) for size in self.sizes}
         return {size: chain for size, chain in chains.items() if chain is not None}
 
     def _adapter(self, model: str) -> str:

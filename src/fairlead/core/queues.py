@@ -137,7 +137,8 @@ class Queues:
         self._order: list[int] = []
         self._count = 0
         self._deadlines = Deadlines()
-        self._numbers = 0
+        #: The number of the request that joined last.
+        self.newest = 0
         self._flows_made = 0
         #: The first is looked at next. (An ordered one: a plain dict would be walked through from its emptied front.)
         self._idle: OrderedDict[FlowKey, Flow] = OrderedDict()
@@ -145,11 +146,6 @@ class Queues:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def newest(self) -> int:
-        """The number of the request that joined last."""
-        return self._numbers
 
     def members(self) -> list[Waiting]:
         """Everybody, highest priority first."""
@@ -170,8 +166,8 @@ class Queues:
         if isinstance(displaced, Refused):
             self._forget_idle(now)
             return displaced, []
-        self._numbers += 1
-        waiting = Waiting(request, now, now + ttl, max(work, 1.0), self._numbers, flow=flow)
+        self.newest += 1
+        waiting = Waiting(request, now, now + ttl, max(work, 1.0), self.newest, flow=flow)
         waiting.key = band.ordering.key(waiting)
         self._idle.pop(key, None)
         insort(flow.waiting, (waiting.key, waiting.number, waiting))

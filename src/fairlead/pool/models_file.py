@@ -55,12 +55,8 @@ class ModelsFile:
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
         self._complaint = ""
-        self._models: ModelSet | None = None
-
-    @property
-    def models(self) -> ModelSet | None:
-        """What is in force; `None` until everything was read and understood once."""
-        return self._models
+        #: What is in force; `None` until everything was read and understood once.
+        self.models: ModelSet | None = None
 
     async def start(self) -> None:
         """Load, and begin to watch. Whether it worked shows in `models`."""
@@ -98,11 +94,11 @@ class ModelsFile:
             else:
                 used[name] = manifests
         self._used = used
-        if not good and self._models is None:
+        if not good and self.models is None:
             return
         models = self._joined()
-        if models != self._models:
-            self._models = models
+        if models != self.models:
+            self.models = models
             self._feed(models)
 
     def _joined(self) -> ModelSet:

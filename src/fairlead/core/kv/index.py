@@ -56,7 +56,8 @@ class KvIndex:
         self.speculation = Speculation(max_leases)
         self.matcher = Matcher(self.blocks, self.speculation)
         self._caches: dict[int, dict[int, RankCache]] = {}
-        self._copies = 0
+        #: Blocks held, once per (endpoint, rank, group, tier); disowned ones count until they are taken apart.
+        self.entries = 0
         self._shelf_numbers = 0
         self._dead: deque[Shelf] = deque()
         self._parents: deque[tuple[str, int, int, int]] = deque()
@@ -140,13 +141,13 @@ class KvIndex:
         """Consecutive blocks, the first one `depth` blocks after the beginning. At most some hundred at a time."""
         if shelf.dead:
             return
-        self._copies += self.blocks.store(shelf, hashes, keys, depth, copies)
+        self.entries += self.blocks.store(shelf, hashes, keys, depth, copies)
         if len(self.orphans):
             model = shelf.cache.model
             for index, digest in enumerate(hashes):
                 if self.orphans.waiting(model, digest):
                     self._parents.append((model, digest, keys[index], depth + index + 1))
-        total = self._copies + len(self.orphans)
+        total = self.entries + len(self.orphans)
         # Use matters only for who is evicted, and nobody is before the index is full.
         self.matcher.note_use = 4 * total > 3 * self.max_blocks
         if total > self.max_blocks:
@@ -171,7 +172,7 @@ class KvIndex:
             return
         counts.removed += 1
         if left == 0:
-            self._copies -= 1
+            self.entries -= 1
 
     def resolve(self, cache: RankCache, digest: int, first: Shelf | None = None) -> int | None:
         """The key that an engine's hash stands for: as this rank says, else as another one of the same model does."""
@@ -206,11 +207,6 @@ class KvIndex:
                 yield slot, int(tokens[slot])
 
     # ---------------------------------------------------------------- housekeeping
-
-    @property
-    def entries(self) -> int:
-        """Blocks held, once per (endpoint, rank, group, tier); disowned ones count until they are taken apart."""
-        return self._copies
 
     @property
     def nbytes(self) -> int:
@@ -257,7 +253,7 @@ class KvIndex:
             shelf.cache.told.orphans_dropped += self.orphans.drop_shelf(shelf, 200)
             return
         if shelf.reclaimed < shelf.table.segments:
-            self._copies -= self.blocks.take_apart(shelf, shelf.reclaimed)
+            self.entries -= self.blocks.take_apart(shelf, shelf.reclaimed)
             shelf.reclaimed += 1
         if shelf.reclaimed == shelf.table.segments:
             self._dead.popleft()
@@ -279,7 +275,7 @@ class KvIndex:
     def _make_room(self, newest: Shelf) -> None:
         """Back to the bound. Dead shelves go first, then who has grown beyond its share, else the largest."""
         looks = 0
-        while self._copies + len(self.orphans) > self.max_blocks:
+        while self.entries + len(self.orphans) > self.max_blocks:
             if self._dead:
                 self._take_apart()
                 continue
@@ -292,7 +288,7 @@ class KvIndex:
                 continue
             evicted = self.blocks.evict(loser, forced=looks >= _LOOKS)
             loser.cache.told.evicted += evicted
-            self._copies -= evicted
+            self.entries -= evicted
             looks += 1
 
     def validate(self) -> None:
@@ -315,7 +311,7 @@ class KvIndex:
                 held[key] = self.blocks.holders.mask(number)
                 sets[number] = sets.get(number, 0) + 1
         assert marks == held, "shelves and holder sets disagree"
-        assert copies == self._copies <= self.max_blocks
+        assert copies == self.entries <= self.max_blocks
         self.blocks.holders.validate(sets)
         self.orphans.validate()
         self.speculation.validate()

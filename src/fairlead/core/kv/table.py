@@ -67,7 +67,7 @@ class Table:
         self.live = 0
         self._dtypes = tuple(dtypes)
         self._limit = limit
-        self._segments = 1
+        self.segments = 1
         self._depths = [0]
         #: Places of each segment that are not empty.
         self._filled = [0]
@@ -116,7 +116,7 @@ class Table:
             order = _ALL[first & _IN_GROUP]
             group = group + GROUP & _GROUP_START
         if free < 0:
-            raise TableFull(f"{self.live} entries in {self._segments} segments of at most {self._limit}")
+            raise TableFull(f"{self.live} entries in {self.segments} segments of at most {self._limit}")
         return ~free
 
     def enter(self, key: int) -> int:
@@ -205,10 +205,6 @@ class Table:
             column[positions] = 0
         self.live -= len(positions)
 
-    @property
-    def segments(self) -> int:
-        return self._segments
-
     def of_segment(self, segment: int) -> tuple[Keys, Positions]:
         """Keys (small ones as they are stored) and positions of a segment: the way to walk a table in small steps."""
         start = segment * SEGMENT
@@ -220,7 +216,7 @@ class Table:
     def nbytes(self) -> int:
         """Bytes of memory that entries have touched, without address space that is only reserved."""
         width = 8 + sum(np.dtype(dtype).itemsize for dtype in self._dtypes)
-        return self._segments * (SEGMENT * width + 64) + len(self._directory) * 16
+        return self.segments * (SEGMENT * width + 64) + len(self._directory) * 16
 
     # ---------------------------------------------------------------- growing
 
@@ -230,14 +226,14 @@ class Table:
         if entries <= _SPARSE:
             self._refill(segment, segment)
             return True
-        if self._depths[segment] < _DEEPEST and self._segments < self._limit:
+        if self._depths[segment] < _DEEPEST and self.segments < self._limit:
             self._split(key, segment)
             return True
         if entries < self._filled[segment]:
             self._refill(segment, segment)
             return True
         if entries >= SEGMENT - GROUP:
-            raise TableFull(f"{self.live} entries in {self._segments} segments of at most {self._limit}")
+            raise TableFull(f"{self.live} entries in {self.segments} segments of at most {self._limit}")
         return False
 
     def _split(self, key: int, segment: int) -> None:
@@ -245,10 +241,10 @@ class Table:
             self._directory = [base for base in self._directory for _ in (0, 1)]
             self._depth += 1
             self._shift -= 1
-        new = self._segments
+        new = self.segments
         if new == self._capacity:
             self._allocate(min(2 * new, self._limit))
-        self._segments += 1
+        self.segments += 1
         depth = self._depths[segment] + 1
         self._depths[segment] = depth
         self._depths.append(depth)
@@ -307,7 +303,7 @@ class Table:
 
     def _allocate(self, capacity: int) -> None:
         """Have room for `capacity` segments. Fresh pages cost memory only once they are written to."""
-        old = self._segments * SEGMENT
+        old = self.segments * SEGMENT
         arrays: list[NDArray[Any]] = [np.zeros(capacity * SEGMENT, dtype) for dtype in ("u8", *self._dtypes)]
         if self.vectors:
             for array, before in zip(arrays, (self._vector_keys, *self.vectors), strict=True):

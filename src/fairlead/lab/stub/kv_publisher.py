@@ -291,7 +291,7 @@ class KvPublisher:
         self._unix = unix
         self._loop = asyncio.get_running_loop()
         self._topic = b"" if config.topic == "-" else config.topic.encode() or topic(name, model)
-        self._next = config.first
+        self.next_sequence = config.first
         self._events: list[KvEvent] = []
         self._salt = ""
         self._names = BlockNames(config.hashes, config.hash_seed) if config.hashes else None
@@ -319,10 +319,6 @@ class KvPublisher:
     def invalid_replay_requests(self) -> int:
         """Requests for replays that got no answer because of their form."""
         return self._replays.invalid if self._replays is not None else 0
-
-    @property
-    def next_sequence(self) -> int:
-        return self._next
 
     def attach(self, blocks: BlockManager, block_size: int) -> None:
         """Publish what this cache does from now on."""
@@ -390,7 +386,7 @@ class KvPublisher:
         self._events.clear()
         self._buffer.clear()
         self._told.clear()
-        self._next = self.config.first
+        self.next_sequence = self.config.first
 
     def flush(self) -> None:
         """Send what has been gathered as one batch."""
@@ -403,8 +399,8 @@ class KvPublisher:
 
     def send(self, payload: bytes) -> None:
         """Number and send any bytes as a batch."""
-        number = self._next
-        self._next += 1
+        number = self.next_sequence
+        self.next_sequence += 1
         self._buffer.append((number, payload))
         if self._lose:
             self._lose -= 1

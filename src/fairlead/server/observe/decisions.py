@@ -42,16 +42,13 @@ class Journal:
         self._by_id: dict[int, _Entry] = {}
         self._size = size
         self._max_cells = max_cells
-        self._cells = 0
-        self._dropped = False
+        #: Cells of all traces held.
+        self.cells = 0
+        #: Older ones were let go.
+        self.full = False
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def cells(self) -> int:
-        """Cells of all traces held."""
-        return self._cells
 
     def on_decisions(self, records: Iterable[DecisionRecord]) -> None:
         entries, by_id = self._entries, self._by_id
@@ -64,8 +61,8 @@ class Journal:
                 cells = len(trace.endpoints) * columns
             entry = by_id[record.request.id] = _Entry(record, cells)
             entries.append(entry)
-            self._cells += cells
-        while len(self._entries) > self._size or (self._cells > self._max_cells and len(self._entries) > 1):
+            self.cells += cells
+        while len(self._entries) > self._size or (self.cells > self._max_cells and len(self._entries) > 1):
             self._drop_oldest()
 
     def on_outcomes(self, records: Iterable[OutcomeRecord]) -> None:
@@ -84,11 +81,6 @@ class Journal:
         """The newest `count`, newest first, as they were recorded."""
         return [(entry.decision, entry.outcome) for entry in islice(reversed(self._entries), count)]
 
-    @property
-    def full(self) -> bool:
-        """Older ones were let go."""
-        return self._dropped
-
     def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
         """The newest decision of that name: our number for the request, a decision id, or the client's x-request-id."""
         number = request_number(wanted)
@@ -100,8 +92,8 @@ class Journal:
 
     def _drop_oldest(self) -> None:
         entry = self._entries.popleft()
-        self._dropped = True
-        self._cells -= entry.cells
+        self.full = True
+        self.cells -= entry.cells
         if self._by_id.get(entry.decision.request.id) is entry:
             del self._by_id[entry.decision.request.id]
 

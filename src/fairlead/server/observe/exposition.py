@@ -13,7 +13,7 @@ Rules
   whose series change their names because a scraper was updated is worse.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -168,7 +168,8 @@ class Registry:
     """Everything that is shown."""
 
     def __init__(self) -> None:
-        self._views: list[View] = []
+        #: All that is shown, in its order.
+        self.views: list[View] = []
         self._names: set[str] = set()
         #: Tells an observation's request in OpenMetrics.
         self.naming: Naming = lambda request_id: {}
@@ -179,16 +180,11 @@ class Registry:
         if name in self._names:
             raise ValueError(f"metric {name} is shown twice")
         self._names.add(name)
-        self._views.append(View(name, help_text, family, **how))
+        self.views.append(View(name, help_text, family, **how))
 
     def before(self, refresh: Callable[[], object]) -> None:
         """Call `refresh` at the beginning of every rendering, to set gauges that nobody keeps up to date."""
         self._before.append(refresh)
-
-    @property
-    def views(self) -> Sequence[View]:
-        """All that is shown, in its order."""
-        return self._views
 
     def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
         """The exposition, in pieces of one refreshing or name, so that a server can serve others in between."""
@@ -196,7 +192,7 @@ class Registry:
             refresh()
             yield b""
         naming = self.naming if openmetrics else None
-        for view in self._views:
+        for view in self.views:
             out: list[str] = []
             view.lines(out, naming)
             yield "".join(out).encode("utf-8", "replace")
