@@ -1,17 +1,29 @@
-"""The HTTP side of one replica: a listening socket, its connections, and requests to their routes."""
+"""The HTTP side of one replica: a listening socket, its connections, and what each path does."""
 
 import asyncio
+import json
 import logging
+import random
 import time
 import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPMethod
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
+from msgspec import Meta, Struct
+
+from fairlead.lab.engine import tokens as tk
+from fairlead.lab.stub import fields
+from fairlead.lab.stub.config import NO_FAULTS, VERSION, changed
 from fairlead.lab.stub.connection import Connection, Heads, Held
 from fairlead.lab.stub.exposition import HttpStats, Part
-from fairlead.lab.stub.fields import ApiError
+from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
+from fairlead.lab.stub.generation import REQUEST_HEADER
 from fairlead.lab.stub.metrics_page import MetricsPage
+from fairlead.lab.stub.plans import Models, id_tokens, plan_chat, plan_completion, prompts_of, render_chat
 from fairlead.lab.stub.replica import Replica
-from fairlead.lab.stub.routes import routes
 from fairlead.pool.http1 import HttpRequest
 
 _METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
@@ -178,3 +190,280 @@ class _Delayed:
 
     def writable(self) -> None:
         """Nothing was written yet."""
+
+
+# Loading and unloading adapters at run time, and the list of models.
+
+_MAX_ADAPTERS = 1000
+
+
+def load_adapter(body: Body, models: Models, now: int) -> str:
+    """Returns the success message. Raises `ApiError`."""
+    name, path = fields.string(body, "lora_name"), fields.string(body, "lora_path")
+    if not name or not path:
+        raise ApiError("Both 'lora_name' and 'lora_path' must be provided.")
+    if len(models.loras) >= _MAX_ADAPTERS:
+        raise ApiError(f"No more than {_MAX_ADAPTERS} adapters can be loaded.")
+    if name in models.loras or name == models.base:
+        raise ApiError(f"The lora adapter '{name}' has already been loaded.")
+    models.loras[name] = (path, now)
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
+    """/v1/models."""
+    base = _card(models.base, models.base, None, max_model_len, models.created, rng)
+    loras = [_card(name, path, models.base, None, created, rng) for name, (path, created) in models.loras.items()]
+    return _json({"object": "list", "data": [base, *loras]})
+
+
+def _card(
+    name: str, root: str, parent: str | None, max_model_len: int | None, created: int, rng: random.Random
+) -> dict[str, object]:
+    permission = {
+        "id": f"modelperm-{rng.getrandbits(64):016x}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [permission],
+    }
+
+
+# What each path of a replica does. A handler answers on the connection, now or later, or raises `ApiError`.
+
+if TYPE_CHECKING:
+    from fairlead.lab.stub.kv_publisher import KvPublisher
+
+
+Handler = Callable[["ReplicaServer", Connection, HttpRequest], None]
+
+
+def _body(request: HttpRequest) -> fields.Body:
+    return fields.parse_body(request.body, request.headers.get("content-type", ""))
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------- generation
+
+
+def _generate(prefix: str, site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    replica = site.replica
+    make = plan_chat if prefix == "chatcmpl" else plan_completion
+    plan = make(_body(request), replica.models, replica.config)
+    asked = request.headers.get("x-request-id") or plan.request_id
+    answer_id = f"{prefix}-{asked or format(replica.rng.getrandbits(64), '016x')}"
+    replica.submit(connection, plan, answer_id, int(site.unix()), request.headers.get(REQUEST_HEADER, ""))
+
+
+def scale_out(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    """Rendering and token generation for other servers: off, as on a server without flags."""
+    raise ApiError(SCALE_OUT, 403)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def tokenize(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    body = _body(request)
+    replica = site.replica
+    replica.models.resolve(fields.string(body, "model"))
+    if "messages" in body:
+        tokens = render_chat(fields.array(body, "messages"), body.get("tools"))
+    elif isinstance(body.get("prompt"), str):
+        prompt = body["prompt"]
+        tokens = prompts_of(prompt, replica.config.vocab_size)[0][0] if prompt else b""
+    else:
+        raise fields.missing(body, "prompt")
+    ids = tk.ids(tokens)
+    strings = None
+    if fields.boolean(body, "return_token_strs"):
+        width = tk.TOKEN_BYTES
+        strings = [tk.text(tokens[position : position + width]) for position in range(0, len(tokens), width)]
+    limit = replica.spec.max_model_len
+    connection.reply(200, _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}))
+
+
+def detokenize(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    body = _body(request)
+    site.replica.models.resolve(fields.string(body, "model"))
+    ids = [fields.integer({"tokens": item}, "tokens", 0) or 0 for item in fields.array(body, "tokens")]
+    tokens = id_tokens(ids, site.replica.config.vocab_size) if ids else b""
+    connection.reply(200, _json({"prompt": tk.text(tokens)}))
+
+
+# ---------------------------------------------------------------- models and adapters
+
+
+def models(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    replica = site.replica
+    connection.reply(200, model_list(replica.models, replica.spec.max_model_len, replica.rng))
+
+
+def load_lora(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    message = load_adapter(_body(request), site.replica.models, int(site.unix()))
+    connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
+
+
+def unload_lora(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    body = _body(request)
+    name = fields.string(body, "lora_name")
+    if not name:
+        raise ApiError("'lora_name' needs to be provided to unload a LoRA adapter.")
+    if site.replica.models.loras.pop(name, None) is None:
+        raise ApiError(f"The lora adapter '{name}' cannot be found.", 404)
+    message = f"Success: LoRA adapter '{name}' removed successfully."
+    connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
+
+
+# ---------------------------------------------------------------- state
+
+
+def health(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    faults = site.replica.faults
+    truth = 503 if faults.engine_dead else 200
+    connection.reply(faults.health_status or truth, b"", content_type=b"")
+
+
+def _answering(tell: Callable[[Replica], object]) -> Handler:
+    """Answers with what `tell` says, as JSON."""
+    return lambda site, connection, request: connection.reply(200, _json(tell(site.replica)))
+
+
+# ---------------------------------------------------------------- faults
+
+
+def faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    """GET shows the faults in force, POST changes those it names, DELETE ends all."""
+    replica = site.replica
+    if request.method == "DELETE":
+        replica.faults = NO_FAULTS
+    elif request.method == "POST":
+        try:
+            replica.faults = changed(replica.faults, dict(_body(request)))
+        except ValueError as error:
+            raise ApiError(str(error)) from None
+    connection.reply(200, msgspec.json.encode(replica.faults))
+
+
+# ---------------------------------------------------------------- KV events
+
+_Count = Annotated[int, Meta(ge=0, le=100_000)]
+#: What vLLM's publisher is configured with by default; the stub's sockets are no different.
+_HWM = _QUEUE = 100_000
+
+
+class KvFaults(Struct, forbid_unknown_fields=True):
+    """What can be done to a replica's KV events, in this order."""
+
+    #: A new engine with an empty cache, which numbers its batches from the start, unsaid. Running requests fail.
+    restart: bool = False
+    #: So many batches from now on are numbered and can be replayed, but are not sent; 0 = send again.
+    lose: _Count | None = None
+    #: Say that the blocks which were stored last lie in another tier too.
+    offload: _Count = 0
+    #: Say that these blocks (hashes, as `offload` answers them) no longer lie in that tier.
+    drop: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=100_000)] = []
+    medium: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "CPU"
+
+
+def kv_event_sources(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    """Where this replica publishes, in vLLM's form. The addresses are those that were bound, with their real ports."""
+    publisher = site.replica.kv_events
+    if publisher is None:
+        connection.reply(404, b'{"detail":"Not Found"}')
+        return
+    config = publisher.config
+    source = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": publisher.events_address,
+        "replay_endpoint": publisher.replay_address or None,
+        "buffer_steps": config.buffer_steps,
+        "hwm": _HWM,
+        "max_queue_size": _QUEUE,
+        "topic": "" if config.topic == "-" else config.topic,
+    }
+    connection.reply(200, _json({str(config.rank): source}))
+
+
+def kv_faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+    """POST loses batches, restarts the engine, offloads or drops blocks; GET only says how far the events are."""
+    publisher = site.replica.kv_events
+    if publisher is None:
+        raise ApiError("This server publishes no KV events; start it with --kv-events.", 404)
+    answer: dict[str, object] = {}
+    if request.method == "POST":
+        try:
+            asked = msgspec.convert(dict(_body(request)), KvFaults)
+        except msgspec.ValidationError as error:
+            raise ApiError(str(error)) from None
+        answer = _do(asked, site.replica, publisher)
+    connection.reply(200, _json({"next_sequence": publisher.next_sequence, **answer}))
+
+
+def _do(asked: KvFaults, replica: Replica, publisher: "KvPublisher") -> dict[str, object]:
+    if any(digest >> 64 for digest in asked.drop):
+        raise ApiError("Hashes in `drop` must fit into 64 bits.")
+    if asked.restart:
+        replica.restart_engine()
+    if asked.lose is not None:
+        publisher.lose(asked.lose)
+    offloaded = publisher.offload(asked.offload, asked.medium)
+    if asked.drop:
+        publisher.drop(asked.drop, asked.medium)
+    if offloaded or asked.drop:
+        publisher.flush()  # now, so that the number in the answer counts it
+    return {"offloaded": offloaded} if asked.offload else {}
+
+
+_GET, _POST = ("GET",), ("POST",)
+
+#: Path to methods and handler. `_ADAPTERS` exist only on a server that was started with adapters.
+ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
+    "/v1/completions": (_POST, partial(_generate, "cmpl")),
+    "/v1/chat/completions": (_POST, partial(_generate, "chatcmpl")),
+    "/v1/completions/render": (_POST, scale_out),
+    "/v1/chat/completions/render": (_POST, scale_out),
+    "/inference/v1/generate": (_POST, scale_out),
+    "/tokenize": (_POST, tokenize),
+    "/detokenize": (_POST, detokenize),
+    "/v1/models": (_GET, models),
+    "/v1/load_lora_adapter": (_POST, load_lora),
+    "/v1/unload_lora_adapter": (_POST, unload_lora),
+    "/health": (_GET, health),
+    "/ping": (("GET", "POST"), health),
+    "/version": (_GET, _answering(lambda replica: {"version": VERSION})),
+    "/load": (_GET, _answering(lambda replica: {"server_load": replica.in_flight})),
+    "/is_sleeping": (_GET, _answering(lambda replica: {"is_sleeping": False})),
+    "/reset_prefix_cache": (_POST, _answering(lambda replica: {"success": replica.engine.clear_cache()})),
+    "/metrics": (_GET, lambda site, connection, request: site.metrics(connection)),
+    "/kv_event_sources": (_GET, kv_event_sources),
+    "/fault": (("GET", "POST", "DELETE"), faults),
+    "/fault/kv_events": (("GET", "POST"), kv_faults),
+}
+
+_ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+
+def routes(adapters: bool) -> Mapping[str, tuple[tuple[str, ...], Handler]]:
+    return {path: entry for path, entry in ROUTES.items() if adapters or path not in _ADAPTERS}
