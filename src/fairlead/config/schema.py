@@ -135,6 +135,9 @@ class Metrics(Section):
         default=1000.0, gt=0, description="Scrapes per second over all endpoints; above it all intervals are stretched."
     )
     max_page_bytes: Bytes = 4 << 20
+    models_interval: Seconds = Field(
+        default=30.0, description="How often `/v1/models` is read, which says what adapters are loaded; 0 = never."
+    )
     token_file: str = Field(default="", description="Bearer token, read again when the file changes.")
     tls: ScrapeTls = Field(default_factory=ScrapeTls.model_construct)
     default_engine: Name = Field(default="vllm", description="For endpoints without the label `llm-d.ai/engine-type`.")

@@ -116,6 +116,14 @@ class MetricsFailed(Struct, frozen=True, gc=False):
     answered: bool = False
 
 
+class AdaptersListed(Struct, frozen=True):
+    """An endpoint's list of models was read: what it has loaded, whether requests use it now or not."""
+
+    endpoint_id: str
+    #: `None` = it does not tell.
+    adapters: frozenset[str] | None
+
+
 class ModelsChanged(Struct, frozen=True):
     """The definitions of models were read (again). They replace all former ones."""
 
@@ -176,6 +184,7 @@ Event = (
     | EndpointDown
     | MetricsSampled
     | MetricsFailed
+    | AdaptersListed
     | ModelsChanged
     | Reconfigured
     | RemoteUp

@@ -6,7 +6,7 @@ import numpy as np
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import PRIOR
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.predictor import Predictor
@@ -113,6 +113,24 @@ class Fleet:
             if lease.auxiliary:
                 self.ledger.release(lease)
         return [lease for lease in dropped if not lease.auxiliary]
+
+    def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None) -> None:
+        """Its list of models was read; `None` = it does not tell."""
+        slot = self.table.slot(endpoint_id)
+        if slot is not None:
+            self.table.set_listed(slot, adapters)
+            if adapters and self.exact is not None:
+                self.exact.know_adapters(adapters)
+
+    def without_model(self, slot: int, model: str) -> bool:
+        """It answered 404. Whether its list of models should be read again, because the model may be an adapter."""
+        table = self.table
+        endpoint, listed = table.endpoints[slot], table.listed[slot]
+        if not model or endpoint is None or endpoint.labels.get(MODEL_LABEL) == model:
+            return False
+        if listed is not None and model in listed:
+            table.set_listed(slot, listed - {model})
+        return True
 
     def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
         """No reading. When the last good one is too old, the columns become what we know of our own requests.

@@ -101,6 +101,12 @@ class RefuseConfiguration(Struct, frozen=True, gc=False):
     problem: str
 
 
+class ListAdapters(Struct, frozen=True, gc=False):
+    """An endpoint answered 404 for a model: read soon what it has loaded, and the others, and feed `AdaptersListed`."""
+
+    endpoint_id: str
+
+
 class SetTimer(Struct, frozen=True, gc=False):
     """Feed `TimerFired(name)` back at `at` (clock seconds). A second one of the same name replaces the first."""
 
@@ -123,6 +129,7 @@ Instruction = (
     | JudgeShadows
     | AdoptConfiguration
     | RefuseConfiguration
+    | ListAdapters
     | SetTimer
     | Record
 )

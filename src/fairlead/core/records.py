@@ -39,6 +39,8 @@ class Snapshot(Struct, frozen=True, gc=False):
     endpoints: tuple[Endpoint | None, ...]
     #: By slot; `None` = the endpoint reports none.
     adapters: tuple[frozenset[str] | None, ...]
+    #: By slot, of its list of models; `None` = not known.
+    listed: tuple[frozenset[str] | None, ...]
     #: (columns of `fleet.table.FLOATS`) × slots.
     floats: Any
     #: 4 × slots: the learned factors of first tokens, of output tokens, of prefill and of a step.

@@ -35,6 +35,7 @@ from fairlead.core.instructions import (
     Evict,
     Hold,
     Instruction,
+    ListAdapters,
     Record,
     RefuseConfiguration,
     Reject,
@@ -158,6 +159,7 @@ class Pipeline:
             ev.EndpointDown: self._endpoint_down,
             ev.MetricsSampled: self._metrics_sampled,
             ev.MetricsFailed: self._metrics_failed,
+            ev.AdaptersListed: self._adapters_listed,
             ev.ModelsChanged: self._models_changed,
             ev.Reconfigured: self._reconfigured,
             ev.RemoteUp: self._remote,
@@ -491,7 +493,10 @@ class Pipeline:
             usage = entry.usage
         if 200 <= status < 300:
             fleet.completed(lease, now, usage.completion_tokens if usage is not None else -1, event.ttft_ms)
-        return [self._ended(entry, ev.ResponseEnded, event, "natural", now)]
+        ended = self._ended(entry, ev.ResponseEnded, event, "natural", now)
+        if status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
+            return [ended, ListAdapters(lease.endpoint_id)]
+        return [ended]
 
     def _ended(
         self, entry: RequestEntry, trigger: type | Trigger, event: ev.ResponseEnded, cause: str, now: float
@@ -590,6 +595,10 @@ class Pipeline:
         self.fleet.scrape_failed(event.endpoint_id, now, event.answered)
         if now >= self.fleet.stalls.due:
             self.fleet.stalls.look(now)
+        return []
+
+    def _adapters_listed(self, event: ev.AdaptersListed) -> list[Instruction]:
+        self.fleet.adapters_listed(event.endpoint_id, event.adapters)
         return []
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:

@@ -26,17 +26,20 @@ class Snapshots:
         self._version = -1
         self._endpoints: tuple[Endpoint | None, ...] = ()
         self._adapters: tuple[frozenset[str] | None, ...] = ()
+        self._listed: tuple[frozenset[str] | None, ...] = ()
 
     def __call__(self, fleet: Fleet, now: float) -> Snapshot:
         table, predictor = fleet.table, fleet.predictor
         if table.version != self._version:
             self._version = table.version
             self._endpoints, self._adapters = tuple(table.endpoints), tuple(table.adapters)
+            self._listed = tuple(table.listed)
         rates = predictor.rates
         return Snapshot(
             now,
             self._endpoints,
             self._adapters,
+            self._listed,
             table.floats.copy(),
             (predictor.kappa.copy(), predictor.tpot_kappa.copy(), rates.prefill.copy(), rates.step.copy()),
             predictor.hold_ms,
@@ -73,6 +76,7 @@ def _fill(table: EndpointTable, snapshot: Snapshot) -> None:
             free.append(slot)
         else:
             table.set_adapters(slot, snapshot.adapters[slot])
+            table.set_listed(slot, snapshot.listed[slot])
     for slot in free:
         table.remove(slot)
     table.floats[:] = np.asarray(snapshot.floats, dtype=np.float64)

@@ -77,7 +77,12 @@ class EndpointTable:
         self.endpoints: list[Endpoint | None] = []
         #: A new tuple whenever endpoints come, go or change.
         self.ids: tuple[str, ...] = ()
+        #: Adapters on the metrics page, which vLLM names there only while requests use them; `None` = it tells of none.
         self.adapters: list[frozenset[str] | None] = []
+        #: Adapters that its list of models has, used or not; `None` = not known.
+        self.listed: list[frozenset[str] | None] = []
+        #: Endpoints whose list of models is not known.
+        self.unlisted: BoolColumn = np.zeros(0, dtype=np.bool_)
         self.samples: list[Sample | None] = []
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: All float columns as the rows of one array, in the order of `FLOATS`: copied in one go.
@@ -95,6 +100,7 @@ class EndpointTable:
         self._keeping: dict[tuple[Hashable, ...], BoolColumn | None] = {}
         self._answers: dict[tuple[Hashable, ...], BoolColumn | None] = {}
         self._holders: dict[str, BoolColumn] = {}
+        self._listing: dict[str, set[int]] = {}
         self._extra: dict[str, FloatColumn] = {}
 
     def __len__(self) -> int:
@@ -128,6 +134,7 @@ class EndpointTable:
         del self._slots[endpoint.id]
         self.count -= 1
         self.set_adapters(slot, None)
+        self.set_listed(slot, None)
         self._put(slot, None)
 
     def set_adapters(self, slot: int, adapters: frozenset[str] | None) -> None:
@@ -145,9 +152,33 @@ class EndpointTable:
                 self._holders[name] = held
         self._adapters_changed()
 
+    def set_listed(self, slot: int, listed: frozenset[str] | None) -> None:
+        before = self.listed[slot]
+        if listed == before:
+            return
+        self.listed[slot] = listed
+        for name in before or ():
+            slots = self._listing[name]
+            slots.discard(slot)
+            if not slots:
+                del self._listing[name]
+        for name in listed or ():
+            self._listing.setdefault(name, set()).add(slot)
+        self._judge_unlisted(slot)
+        self._adapters_changed()
+
     def holders(self, adapter: str) -> BoolColumn | None:
-        """Where the adapter is reported as loaded; `None` = nowhere."""
+        """Where the adapter is on the metrics page; `None` = nowhere."""
         return self._holders.get(adapter)
+
+    def loaded(self, adapter: str) -> BoolColumn | None:
+        """Where the adapter is on the metrics page or in the list of models; `None` = nowhere."""
+        slots, running = self._listing.get(adapter), self._holders.get(adapter)
+        if not slots:
+            return running
+        loaded = np.zeros(len(self), dtype=np.bool_) if running is None else running.copy()
+        loaded[list(slots)] = True
+        return loaded
 
     def extra(self, name: str) -> FloatColumn:
         """A configured further gauge (`Sample.extra`); NaN where an endpoint does not report it."""
@@ -237,6 +268,7 @@ class EndpointTable:
         self.samples[slot] = None
         self.alive = self.alive.copy()
         self.alive[slot] = endpoint is not None
+        self._judge_unlisted(slot)
         self.floats[:, slot] = 0.0
         for column in self._extra.values():
             column[slot] = nan
@@ -247,8 +279,10 @@ class EndpointTable:
     def _grow(self) -> None:
         self.endpoints.append(None)
         self.adapters.append(None)
+        self.listed.append(None)
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
+        self.unlisted = np.append(self.unlisted, False)
         self._holders = {name: np.append(held, False) for name, held in self._holders.items()}
         self.floats = np.hstack((self.floats, np.zeros((len(FLOATS), 1))))
         self._name_rows()
@@ -260,6 +294,10 @@ class EndpointTable:
             setattr(self, name, row)
         #: A row per slot with its `LOAD`, written in one go.
         self.load = self.floats[_LOAD].T
+
+    def _judge_unlisted(self, slot: int) -> None:
+        self.unlisted = self.unlisted.copy()
+        self.unlisted[slot] = self.alive[slot] and self.listed[slot] is None
 
     def _adapters_changed(self) -> None:
         self.version += 1

@@ -23,6 +23,7 @@ from fairlead.core.instructions import (
     Hold,
     Instruction,
     JudgeShadows,
+    ListAdapters,
     Record,
     RefuseConfiguration,
     Reject,
@@ -92,8 +93,8 @@ class Driver:
         handlers: Handlers | None = None,
     ) -> None:
         """`handlers`: who carries out instructions that are not about a request's client (`AskRemote`, `JudgeShadows`,
-        `AdoptConfiguration`, `RefuseConfiguration`), and who hears of a `ShadowRecord` or a `StallRecord`. What nobody
-        does is left undone: a question without an answer ends with its deadline."""
+        `ListAdapters`, `AdoptConfiguration`, `RefuseConfiguration`), and who hears of a `ShadowRecord` or a
+        `StallRecord`. What nobody does is left undone: a question without an answer ends with its deadline."""
         self.pipeline = pipeline
         self._clock = clock
         self._observer = observer
@@ -108,6 +109,7 @@ class Driver:
             SetTimer: self._set_timer,
             AskRemote: _leave_undone,
             JudgeShadows: _leave_undone,
+            ListAdapters: _leave_undone,
             AdoptConfiguration: _leave_undone,
             RefuseConfiguration: _leave_undone,
             ShadowRecord: _leave_undone,

@@ -37,6 +37,8 @@ class ScrapeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     #: An idle endpoint's unchanged sample is repeated this often; in between it is not reported.
     repeat_s: float = 1.0
     timeout_s: float = 1.0
+    #: Interval of reading `/v1/models`, see `fairlead.pool.served_models`; 0 = never.
+    models_s: float = 30.0
     #: Failures double the interval up to this.
     backoff_cap_s: float = 2.0
     #: Scrapes per second over all endpoints; above it every interval is stretched alike.
@@ -171,10 +173,12 @@ class ScrapeError(Exception):
 
 
 class SecureFetcher:
-    """One session for all endpoints that need it."""
+    """One session for all endpoints that need it. `keep`: hold connections for the next time."""
 
-    def __init__(self, options: ScrapeOptions) -> None:
+    def __init__(self, options: ScrapeOptions, accept: str = "text/plain", keep: bool = True) -> None:
         self._options = options
+        self._accept = accept
+        self._keep = keep
         self._session: aiohttp.ClientSession | None = None
         self._ssl: ssl.SSLContext | bool = True
         self._token = ""
@@ -214,7 +218,9 @@ class SecureFetcher:
         elif self._options.ca_file:
             self._ssl = ssl.create_default_context(cafile=self._options.ca_file)
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=1, keepalive_timeout=30)
-        agent = {"User-Agent": USER_AGENT, "Accept": "text/plain", "Accept-Encoding": "identity"}
+        agent = {"User-Agent": USER_AGENT, "Accept": self._accept, "Accept-Encoding": "identity"}
+        if not self._keep:
+            agent["Connection"] = "close"
         self._session = aiohttp.ClientSession(
             connector=connector, headers=agent, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar()
         )

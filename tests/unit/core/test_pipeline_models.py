@@ -6,7 +6,7 @@ from typing import Any
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fleet import Fleet
-from fairlead.core.instructions import Instruction, Record, Reject, Route
+from fairlead.core.instructions import Instruction, ListAdapters, Record, Reject, Route
 from fairlead.core.models import InferenceModel, InferenceModelRewrite, ModelSet, Origin, RewriteRule, Target
 from fairlead.core.profile import Profile
 from fairlead.core.records import DecisionRecord
@@ -100,3 +100,28 @@ def test_the_same_events_give_the_same_targets() -> None:
         return [arrive(made, i, model="chat")[1].target for i in range(40)]
 
     assert targets() == targets()
+
+
+def answered(made: Pipeline, number: int, status: int, name: str) -> list[Instruction]:
+    """What follows from this answer to a request for the model `name`."""
+    arrive(made, number, model=name)
+    return made.handle(ev.ResponseEnded(request_id=number, status=status))
+
+
+def test_a_404_takes_the_adapter_off_the_list_and_has_lists_read_again() -> None:
+    made = pipeline()
+    for name in ("e-a", "e-b"):
+        made.handle(ev.AdaptersListed(name, frozenset({"poet", "critic"})))
+    assert [type(told) for told in answered(made, 1, 200, "poet")] == [Record]
+    record, asked = answered(made, 2, 404, "poet")
+    assert isinstance(record, Record) and asked == ListAdapters("e-b")
+    assert made.fleet.table.listed == [frozenset({"poet", "critic"}), frozenset({"critic"})]
+    assert [arrive(made, number, model="poet")[0].endpoint.id for number in (3, 4)] == ["e-a", "e-a"]  # type: ignore[union-attr]
+    made.handle(ev.AdaptersListed("e-b", frozenset({"poet"})))
+    assert {arrive(made, number, model="poet")[0].endpoint.id for number in (5, 6)} == {"e-a", "e-b"}  # type: ignore[union-attr]
+
+
+def test_a_404_for_the_base_model_is_no_matter_of_adapters() -> None:
+    made = pipeline()
+    assert [type(told) for told in answered(made, 1, 404, "a")] == [Record]
+    assert [type(told) for told in answered(made, 2, 404, "")] == [Record]

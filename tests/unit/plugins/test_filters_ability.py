@@ -164,6 +164,8 @@ def test_a_model_that_is_only_a_label() -> None:
 
 def test_an_adapter_that_is_reported_must_be_loaded() -> None:
     fleet = model_fleet()
+    for name in ("e0", "e1", "e2", "e3"):
+        fleet.adapters_listed(name, frozenset())
     plugin = ModelCompatibility(NoParams())
     request = Request(id=1, arrived=0.0, model="poet")
     fleet.sampled("e2", 1.0, 1.0, Sample(adapters=frozenset({"poet", "critic"}), max_adapters=4))
@@ -174,6 +176,31 @@ def test_an_adapter_that_is_reported_must_be_loaded() -> None:
     assert kept(plugin, fleet, request) == [1]
     fleet.sampled("e1", 2.0, 2.0, Sample(adapters=frozenset(), max_adapters=4))
     assert kept(plugin, fleet, request) == [1, 3], "no report left"
+
+
+def test_an_adapter_that_is_loaded_but_not_running_is_loaded() -> None:
+    fleet, plugin = model_fleet(), ModelCompatibility(NoParams())
+    poet = Request(id=1, arrived=0.0, model="poet")
+    fleet.sampled("e1", 1.0, 1.0, Sample(adapters=frozenset({"poet"}), max_adapters=4))
+    assert kept(plugin, fleet, poet) == [0, 1, 2, 3], "what the others have loaded is not known"
+    fleet.adapters_listed("e1", frozenset())
+    fleet.adapters_listed("e2", frozenset({"poet", "critic"}))
+    fleet.adapters_listed("e3", frozenset({"critic"}))
+    assert kept(plugin, fleet, poet) == [0, 1, 2]
+    fleet.adapters_listed("e0", frozenset())
+    assert kept(plugin, fleet, poet) == [1, 2], "the page of one and the list of the other"
+    fleet.adapters_listed("e2", None)
+    fleet.sampled("e1", 2.0, 2.0, Sample(adapters=frozenset(), max_adapters=4))
+    assert kept(plugin, fleet, poet) == [1, 2, 3], "nobody has it: whoever may load it"
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="critic")) == [2, 3]
+    fleet.down("e3")
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="critic")) == [1, 2]
+
+
+def test_a_promise_holds_where_lists_are_not_known() -> None:
+    fleet, plugin = fleet_of({"lora-adapters": "poet"}, {}, {}), ModelCompatibility(NoParams())
+    fleet.adapters_listed("e1", frozenset({"poet"}))
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="poet")) == [0, 1]
 
 
 def test_a_promised_adapter_counts_like_a_reported_one() -> None:

@@ -15,7 +15,7 @@ from fairlead.server.shadow_runner import MAX_FAILURES, MAX_WAITING, ShadowRunne
 
 
 def case(number: int) -> ShadowCase:
-    snapshot = Snapshot(0.0, (), (), np.zeros((1, 0)), ())
+    snapshot = Snapshot(0.0, (), (), (), np.zeros((1, 0)), ())
     return ShadowCase(Request(id=number, arrived=0.0), 0, "e0", snapshot, None)
 
 

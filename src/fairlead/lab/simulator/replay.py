@@ -136,6 +136,8 @@ class Player:
                 self.pipeline.handle(EndpointUp(endpoint))
             if head.models is not None:
                 self.pipeline.handle(head.models)
+            for listed in head.listed:
+                self.pipeline.handle(listed)
         records = [instruction.record for instruction in self.pipeline.handle(event) if type(instruction) is Record]
         return [record for record in records if type(record) is DecisionRecord]
 

@@ -14,7 +14,7 @@ from fairlead.config.schema import Config
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Sample
 from fairlead.core.errors import PluginError
-from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.events import EndpointDown
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Evict, Instruction, Reject, Route, SetTimer
 from fairlead.core.instructions import Record as Note
@@ -82,7 +82,7 @@ class Faults:
     def _rejoined(self, index: int) -> None:
         server = self._sim.servers[index]
         if server.up:
-            self._sim.feed(EndpointUp(server.endpoint))
+            self._sim.join(index)
 
 
 # Prefill and decode apart: a request's prompt on one server, its KV cache on the way, its answer on another.
@@ -221,6 +221,7 @@ class Simulation:
         self._pairs = Pairs(self)
         self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
         self.jobs = self._make_jobs()
+        self._adapters = frozenset(job.record.lora for job in self.jobs) - {""}
         self.open = len(self.jobs)
         self._decided = xxh3_64()
         self._timers: dict[str, Timer] = {}
@@ -236,8 +237,8 @@ class Simulation:
     def run(self) -> bool:
         """To the end of the last request; False when `drain_s` after the last arrival some were not over."""
         kernel, scenario = self.kernel, self.scenario
-        for server in self.servers:
-            self.feed(ev.EndpointUp(server.endpoint))
+        for index in range(len(self.servers)):
+            self.join(index)
         self._do(self.pipeline.start())
         self._scrape_all()
         self._dispatch()
@@ -250,6 +251,14 @@ class Simulation:
         # The last ends are still on their way to the scheduler.
         kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
         return over
+
+    def join(self, index: int) -> None:
+        """A server comes. Its list of models has every adapter of the workload, if it has slots for any."""
+        server = self.servers[index]
+        self.feed(ev.EndpointUp(server.endpoint))
+        if self._adapters:
+            loaded = self._adapters if server.replica.engine.max_loras else frozenset[str]()
+            self.feed(ev.AdaptersListed(server.endpoint.id, loaded))
 
     # ---- clients ----
 

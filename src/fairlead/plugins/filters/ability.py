@@ -169,13 +169,15 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 
 # `model-compatibility`: only endpoints that serve the requested model or adapter.
 #
-# vLLM lists an adapter only while requests use it (`vllm:lora_requests_info`), so "nobody lists it" does not mean
-# "nobody has it". An endpoint is kept when
+# vLLM's metrics page has an adapter only while requests use it (`vllm:lora_requests_info`), `/v1/models` has all that
+# are loaded. An endpoint is kept when
 #
 # * its label `model-id` is the requested model, or
-# * it reports the requested name as an adapter, or its label `lora-adapters` (comma list) promises it, or
-# * nobody reports or promises the name, and it has no label `model-id` (nothing is known of it), or
-# * nobody reports or promises the name or has it as `model-id`, and it has adapter slots (it may load it on demand).
+# * its page or `/v1/models` has the requested name as an adapter, or its label `lora-adapters` (comma list) says so, or
+# * somebody's does, no label promises it, and what this endpoint has loaded is not known: a page alone is no reason to
+#   send everything to the one that happens to run it, or
+# * nobody has or promises the name, and it has no label `model-id` (nothing is known of it), or
+# * nobody has or promises the name or has it as `model-id`, and it has adapter slots (it may load it on demand).
 
 
 ADAPTERS_LABEL = "lora-adapters"
@@ -197,10 +199,12 @@ class ModelCompatibility(Plain):
 
 def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
     promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
-    loaded = table.holders(model)
-    if loaded is not None or np.count_nonzero(promised):
+    loaded = table.loaded(model)
+    if np.count_nonzero(promised):
         able = promised | _has_base(table, model)
         return unless_all(able if loaded is None else able | loaded)
+    if loaded is not None:
+        return unless_all(loaded | table.unlisted | _has_base(table, model))
     plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
     if plain is None or np.count_nonzero(_has_base(table, model)):
         return plain

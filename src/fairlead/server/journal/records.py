@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.events import Event, ModelsChanged, Reconfigured, RequestArrived
+from fairlead.core.events import AdaptersListed, Event, ModelsChanged, Reconfigured, RequestArrived
 from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace
 from fairlead.core.request import Request
 
@@ -50,6 +50,7 @@ class Segment(Struct, frozen=True, kw_only=True):
     #: Who was there, and what was defined of model names, when the segment began.
     endpoints: tuple[Endpoint, ...] = ()
     models: ModelsChanged | None = None
+    listed: tuple[AdaptersListed, ...] = ()
     #: What decides beside the recorded policy and events, in words: a replay cannot be exact then.
     beside: tuple[str, ...] = ()
     #: Share of the decisions that have a detail.
@@ -213,15 +214,18 @@ class Packer:
     def _snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         numbers = np.concatenate((snapshot.floats, snapshot.learned))
         packed: dict[str, Any] = {"at": snapshot.at, "hold_ms": snapshot.hold_ms, "steps": snapshot.answer_steps}
-        roster = (snapshot.endpoints, snapshot.adapters)
+        roster = (snapshot.endpoints, snapshot.adapters, snapshot.listed)
         if self._before is None or roster != self._roster:
-            packed |= {"endpoints": snapshot.endpoints, "adapters": snapshot.adapters, "all": numbers.tobytes()}
-            packed["rows"] = len(snapshot.floats)
+            packed |= {"endpoints": snapshot.endpoints, "adapters": snapshot.adapters, "listed": snapshot.listed}
+            packed |= {"all": numbers.tobytes(), "rows": len(snapshot.floats)}
         else:
             slots = np.flatnonzero((numbers != self._before).any(axis=0))
             packed |= {"slots": slots.tolist(), "values": numbers.take(slots, axis=1).tobytes()}
         self._before, self._roster = numbers, roster
         return packed
+
+
+_Names = tuple[frozenset[str] | None, ...]
 
 
 class Unpacker:
@@ -231,7 +235,8 @@ class Unpacker:
         self._before: Any = None
         self._rows = 0
         self._endpoints: tuple[Endpoint | None, ...] = ()
-        self._adapters: tuple[frozenset[str] | None, ...] = ()
+        self._adapters: _Names = ()
+        self._listed: _Names = ()
 
     def unpack(self, packed: dict[str, Any]) -> Detail:
         """Raises `ValueError` when it is none."""
@@ -258,7 +263,8 @@ class Unpacker:
     def _snapshot(self, packed: dict[str, Any]) -> Snapshot:
         if "all" in packed:
             self._endpoints = msgspec.convert(packed["endpoints"], tuple[Endpoint | None, ...])
-            self._adapters = msgspec.convert(packed["adapters"], tuple[frozenset[str] | None, ...])
+            self._adapters = msgspec.convert(packed["adapters"], _Names)
+            self._listed = msgspec.convert(packed.get("listed") or [None] * len(self._endpoints), _Names)
             self._rows = int(packed["rows"])
             self._before = np.frombuffer(packed["all"]).reshape(-1, len(self._endpoints))
         else:
@@ -273,6 +279,7 @@ class Unpacker:
             at=packed["at"],
             endpoints=self._endpoints,
             adapters=self._adapters,
+            listed=self._listed,
             floats=numbers[: self._rows],
             learned=tuple(numbers[self._rows :]),
             hold_ms=packed["hold_ms"],

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from fairlead.compat.recorded import record
-from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
+from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.journal.blocks import MAGIC, block, decided, ended, sampled
@@ -176,6 +176,7 @@ class Writer:
         self._on_trouble = on_trouble
         self._endpoints = {endpoint.id: endpoint for endpoint in head.endpoints}
         self._models = head.models
+        self._listed: dict[str, AdaptersListed] = {}
         self._scheduling = head.scheduling
         self._packer = Packer()
         self._encoded: list[bytes] = []
@@ -246,6 +247,9 @@ class Writer:
             self._endpoints[event.endpoint.id] = event.endpoint
         elif isinstance(event, EndpointDown):
             self._endpoints.pop(event.endpoint_id, None)
+            self._listed.pop(event.endpoint_id, None)
+        elif isinstance(event, AdaptersListed):
+            self._listed[event.endpoint_id] = event
         elif isinstance(event, ModelsChanged):
             self._models = event
 
@@ -297,6 +301,7 @@ class Writer:
             chance=self._head.chance if first else None,
             endpoints=tuple(self._endpoints.values()),
             models=self._models,
+            listed=tuple(self._listed.values()),
         )
         self._directory.begin(block(joined([encode((SEGMENT, 0.0, head))], 1)))
         self._recorder.counts.segments += 1

@@ -12,8 +12,6 @@ from random import Random
 from typing import Any
 
 import aiohttp
-import msgspec
-from msgspec import Struct
 
 from fairlead.apis.tokens import PromptTokeniser
 from fairlead.config.schema import Config, KvEvents
@@ -26,6 +24,7 @@ from fairlead.core.kv.answered import AnsweredIndex
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
 from fairlead.core.trust import TEMPLATE, TOKENISER, Finding, Verdict
 from fairlead.pool.render import PROBES, RenderClient, TokenCheckResult, compare
+from fairlead.pool.served_models import read_model_list
 from fairlead.server.live.prompts import Asker, PromptReading
 from fairlead.server.observe.component_metrics import TokenMetrics
 from fairlead.server.observe.exposition import Registry
@@ -193,15 +192,6 @@ MOST_MODELS, _MOST_QUEUED, _MOST_BYTES = 64, 256, 1 << 20
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 
 
-class _Model(Struct):
-    id: str = ""
-    parent: str | None = None
-
-
-class _Models(Struct):
-    data: list[_Model] = []
-
-
 class TokenCheck:
     """`asks(model)`: whether an engine itself is asked for that model's ids, so that there is nothing to compare.
 
@@ -309,7 +299,6 @@ async def _served(session: aiohttp.ClientSession, url: str) -> set[str]:
             body = await response.content.read(_MOST_BYTES) if response.status == 200 else b""
             while not response.content.at_eof() and len(body) < _MOST_BYTES:
                 body += await response.content.read(_MOST_BYTES - len(body))
-        models = msgspec.json.decode(body, type=_Models).data if body else []
-    except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return set(read_model_list(body).models)
+    except (OSError, aiohttp.ClientError, TimeoutError, ValueError):
         return set()
-    return {model.id for model in models if model.id and not model.parent}

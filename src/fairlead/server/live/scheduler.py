@@ -119,6 +119,7 @@ class Live:
         stack.push_async_callback(core.shadows.close)
         self._follow(config, core.builder.scheduling)
         stack.push_async_callback(self.scraper.close)
+        stack.push_async_callback(core.served.close)
         stack.callback(LoopLag(loop, self._turned).close)
         if core.kv is not None:
             await core.kv.start(stack)
@@ -216,6 +217,7 @@ class Live:
         if isinstance(event, EndpointUp):
             self.watch.on_endpoint(event.endpoint)
             self.scraper.up(event.endpoint)
+            self.core.served.up(event.endpoint)
             engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
             if engine:
                 read_as = self.config.metrics.default_engine
@@ -223,6 +225,7 @@ class Live:
             log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
         else:
             self.scraper.down(event.endpoint_id)
+            self.core.served.down(event.endpoint_id)
             self.watch.on_endpoint_gone(event.endpoint_id)
             log.info("endpoint down", endpoint=event.endpoint_id)
 

@@ -26,7 +26,7 @@ from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
-from fairlead.core.instructions import AdoptConfiguration, AskRemote, JudgeShadows, RefuseConfiguration
+from fairlead.core.instructions import AdoptConfiguration, AskRemote, JudgeShadows, ListAdapters, RefuseConfiguration
 from fairlead.core.records import ShadowRecord, StallRecord
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
@@ -35,6 +35,7 @@ from fairlead.gateway.driver import Driver, Handlers
 from fairlead.gateway.host import Host
 from fairlead.gateway.understand import Understanding
 from fairlead.pool.scrape import ScrapeOptions, Scraper
+from fairlead.pool.served_models import ServedModels
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
 from fairlead.server.journal.writer import Directory, Full, Writer
@@ -116,6 +117,7 @@ class Core(Struct):
 
     fleet: Fleet
     scraper: Scraper
+    served: ServedModels
     watch: Watch
     kv: Knowledge | None
     builder: SchedulingBuilder
@@ -145,7 +147,7 @@ def wire(
         driver.feed(event)
 
     connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
-    scraper, watch = _observers(config, loop, fleet, feed, shadows, tracing)
+    scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing)
     kv = knowledge(config, fleet, watch.metrics.registry)
     builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
     journal = LiveJournal(config, loop, run, rng, watch.metrics.registry) if config.journal.path else None
@@ -164,14 +166,14 @@ def wire(
     handlers: Handlers = {
         AskRemote: connections.ask,
         JudgeShadows: shadows.judge,
+        ListAdapters: lambda asked: served.look(asked.endpoint_id),
         ShadowRecord: watch.shadows.on_shadow,
         StallRecord: watch.on_stall,
         AdoptConfiguration: adopt,
         RefuseConfiguration: refuse,
     }
-    if journal is None:
-        driver = Driver(pipeline, loop, watch, handlers)
-    else:
+    driver = Driver(pipeline, loop, watch, handlers)
+    if journal is not None:
         driver = RecordedDriver(pipeline, loop, journal.clock, watch, journal.recorder, handlers)
     understanding = Understanding(
         tokens,
@@ -183,10 +185,11 @@ def wire(
         prompts=kv.prompts if kv is not None else None,
         trace=tracing.arrived if tracing is not None else None,
     )
-    host = _host(
-        config, loop.time, run, driver, understanding, watch, inspection if kv is None else kv.inspecting(inspection)
+    inspect = inspection if kv is None else kv.inspecting(inspection)
+    host = _host(config, loop.time, run, driver, understanding, watch, inspect)
+    return Core(
+        fleet, scraper, served, watch, kv, builder, journal, pipeline, connections, shadows, driver, inspection, host
     )
-    return Core(fleet, scraper, watch, kv, builder, journal, pipeline, connections, shadows, driver, inspection, host)
 
 
 def _observers(
@@ -196,8 +199,8 @@ def _observers(
     feed: Callable[[Event], None],
     shadows: LiveShadows,
     tracing: Tracing | None,
-) -> tuple[Scraper, Watch]:
-    """The scraper, and the watch that wakes it for each routed request and tells what it says."""
+) -> tuple[Scraper, ServedModels, Watch]:
+    """The scraper, who reads lists of models, and the watch that wakes the one and tells what it says."""
     scraper = Scraper(
         loop,
         feed,
@@ -218,7 +221,7 @@ def _observers(
         skipped=shadows.skipped,
         cut=shadows.cut,
     )
-    return scraper, watch
+    return scraper, ServedModels(loop, feed, scrape_options(config)), watch
 
 
 def _host(
@@ -282,6 +285,7 @@ def scrape_options(config: Config) -> ScrapeOptions:
         fast_s=metrics.interval,
         idle_s=metrics.idle_interval,
         timeout_s=metrics.timeout,
+        models_s=metrics.models_interval,
         backoff_cap_s=metrics.backoff_cap,
         max_rate=metrics.max_rate,
         max_page=metrics.max_page_bytes,

@@ -249,7 +249,7 @@ class Watch:
                     kv_usage=sample.kv_usage if sample else None,
                     leases=int(leases[slot]),
                     pending_tokens=pending[slot],
-                    adapters=sorted(table.adapters[slot] or ()),
+                    adapters=sorted((table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset())),
                 )
             )
         return statuses

@@ -1,11 +1,13 @@
 """Whole runs: what the clients, the pipeline and the servers see of each other, and when."""
 
+from collections import Counter
 from itertools import pairwise
 from random import Random
 
 import pytest
 from msgspec import structs
 
+from fairlead.compat.load import load
 from fairlead.core import events as ev
 from fairlead.core.instructions import SetTimer
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -247,6 +249,22 @@ def test_adapters_take_slots_and_are_shown(scenario, workload, always):
     assert shown and all(len(adapters) == 1 for adapters in shown)
     assert {job.status for job in simulation.jobs} == {"done"}
     assert simulation.jobs[1].ttft_ms > simulation.jobs[2].ttft_ms
+
+
+def test_an_adapter_that_all_have_loaded_is_served_by_all(scenario):
+    """The page of a simulated server names it only while it runs there, as vLLM's does."""
+    plain = conversation(Conversation(), rate=2.0, seconds=60.0, seed=3)
+    lora = arranged("w", [structs.replace(record, lora="poet") for record in plain.records])
+    config = load("policy: cost-model\n", need_endpoints=False)
+    means = []
+    for made in (plain, lora):
+        simulation, told = run(scenario(made, replicas=replicas(3, max_loras=4)), config, seed=5)
+        assert {job.status for job in simulation.jobs} == {"done"}
+        assert max(Counter(job.server for job in simulation.jobs).values()) < 0.5 * len(simulation.jobs)
+        means.append(sum(job.ttft_ms for job in simulation.jobs))
+    shown = [event.sample.adapters for _, event in of(told, ev.MetricsSampled)]
+    assert frozenset() in shown and frozenset({"poet"}) in shown
+    assert means[1] < 1.05 * means[0]
 
 
 def test_a_policy_that_fails_harms_nobody(scenario, workload):

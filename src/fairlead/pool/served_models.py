@@ -1,0 +1,188 @@
+"""What each endpoint has loaded, read from its `/v1/models`: metrics pages name an adapter only while requests use it.
+
+Rules
+* An endpoint is asked when it comes and then every `ScrapeOptions.models_s` (a fifth more or less, so that they
+  spread), at most `AT_ONCE` at a time and `MOST_RATE` in a second: with many endpoints the period is longer.
+* An answer of 404 for a model (`look`) has its endpoint asked at once, and all others soon: the adapter may have been
+  loaded at one of them. Clients choose the names, so no endpoint is asked twice within `SOON` seconds.
+* Only what changed is told, and what was looked for. A server that refuses (4xx) does not tell: `None`. One that cannot
+  be reached, or answers with a broken page, is tried again after `RETRY` seconds, then twice that, …; what it said
+  before stays in force.
+* The bearer token is sent only where the metrics page is at the same address.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import AdaptersListed
+from fairlead.pool.scrape import ScrapeError, ScrapeOptions, SecureFetcher
+
+PATH = "/v1/models"
+AT_ONCE, MOST_RATE = 16, 20.0
+SOON, RETRY, TIMEOUT = 1.0, 2.0, 5.0
+MAX_PAGE = 1 << 20
+#: A list of more adapters, or a longer name, is not kept.
+MOST_NAMES, MOST_LETTERS = 10_000, 1024
+
+log = logging.getLogger(__name__)
+
+
+class _Model(Struct, gc=False):
+    id: str = ""
+    parent: str | None = None
+
+
+class _Page(Struct, gc=False):
+    data: list[_Model]
+
+
+class ModelList(Struct, frozen=True):
+    """Names of the models that a server has, and of the adapters to them."""
+
+    models: frozenset[str]
+    adapters: frozenset[str]
+
+
+def read_model_list(page: bytes) -> ModelList:
+    """From the body of `/v1/models`. Raises `ValueError` when it is none, or a list of more than `MOST_NAMES`."""
+    try:
+        cards = msgspec.json.decode(page, type=_Page).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"no list of models: {error}") from None
+    if len(cards) > MOST_NAMES:
+        raise ValueError(f"a list of more than {MOST_NAMES} models")
+    cards = [card for card in cards if 0 < len(card.id) <= MOST_LETTERS]
+    return ModelList(
+        frozenset(card.id for card in cards if not card.parent), frozenset(card.id for card in cards if card.parent)
+    )
+
+
+class _Target:
+    """An endpoint, and when it is asked."""
+
+    __slots__ = ("due", "endpoint", "fails", "known", "looked", "read_at", "reported", "task", "timer")
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.timer: asyncio.TimerHandle | None = None
+        self.due = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.read_at = -SOON
+        self.fails = 0
+        #: The last that was fed.
+        self.reported: frozenset[str] | None = None
+        #: Tell the next answer even if it is the last one again.
+        self.looked = False
+
+
+class ServedModels:
+    """Feeds `AdaptersListed`. All calls on the loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        feed: Callable[[AdaptersListed], object],
+        options: ScrapeOptions,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._loop, self._feed, self._period_s = loop, feed, options.models_s
+        self._rng = rng or random.Random()
+        options = replace(options, max_page=MAX_PAGE)
+        self._trusted = SecureFetcher(options, accept="application/json", keep=False)
+        self._plain = SecureFetcher(replace(options, token_file=""), accept="application/json", keep=False)
+        self._targets: dict[str, _Target] = {}
+        self._free = asyncio.Semaphore(AT_ONCE)
+
+    def up(self, endpoint: Endpoint) -> None:
+        """Ask it from now on, or take note that it changed."""
+        old = self._targets.get(endpoint.id)
+        if old is not None and old.endpoint.address == endpoint.address:
+            old.endpoint = endpoint
+        elif self._period_s:
+            self.down(endpoint.id)
+            target = self._targets[endpoint.id] = _Target(endpoint)
+            self._schedule(target, 0.0)
+
+    def down(self, endpoint_id: str) -> None:
+        target = self._targets.pop(endpoint_id, None)
+        if target is None:
+            return
+        if target.timer is not None:
+            target.timer.cancel()
+        if target.task is not None:
+            target.task.cancel()
+
+    def look(self, endpoint_id: str) -> None:
+        """It answered 404 for what may be an adapter."""
+        now = self._loop.time()
+        soon = max(SOON, len(self._targets) / MOST_RATE)
+        for name, target in self._targets.items():
+            due = max(target.read_at + SOON, now) if name == endpoint_id else max(target.read_at, now - soon) + soon
+            target.looked = True
+            if target.task is None and due < target.due:
+                self._schedule(target, due - now)
+
+    async def close(self) -> None:
+        tasks = [target.task for target in self._targets.values() if target.task is not None]
+        for endpoint_id in list(self._targets):
+            self.down(endpoint_id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._trusted.close()
+        await self._plain.close()
+
+    def _schedule(self, target: _Target, delay: float) -> None:
+        if target.timer is not None:
+            target.timer.cancel()
+        target.due = self._loop.time() + delay
+        target.timer = self._loop.call_later(delay, self._start, target)
+
+    def _start(self, target: _Target) -> None:
+        target.timer = None
+        target.task = self._loop.create_task(self._ask(target))
+
+    async def _ask(self, target: _Target) -> None:
+        url, trusted = _address(target.endpoint)
+        fetcher = self._trusted if trusted else self._plain
+        adapters: frozenset[str] | None = None
+        looked, problem = False, ""
+        try:
+            async with self._free, asyncio.timeout(TIMEOUT):
+                target.read_at = self._loop.time()
+                looked, target.looked = target.looked, False
+                adapters = read_model_list(await fetcher.fetch(url)).adapters
+        except ScrapeError as error:
+            problem = "" if error.answered else str(error)
+        except (TimeoutError, ValueError) as error:
+            problem = str(error) or "no answer in time"
+        target.task = None
+        self._schedule(target, self._pause(target, problem))
+        if problem:
+            target.looked |= looked
+            log.debug("%s: %s", url, problem)
+        elif looked or adapters != target.reported:
+            target.reported = adapters
+            self._feed(AdaptersListed(target.endpoint.id, adapters))
+
+    def _pause(self, target: _Target, problem: str) -> float:
+        """Seconds until it is asked again."""
+        period = max(self._period_s, len(self._targets) / MOST_RATE) * self._rng.uniform(0.8, 1.2)
+        if problem:
+            target.fails += 1
+            return min(RETRY * 2.0 ** min(target.fails - 1, 16), period)
+        target.fails = 0
+        return SOON if target.looked else period
+
+
+def _address(endpoint: Endpoint) -> tuple[str, bool]:
+    """Of the list, and whether it is at the address of the metrics page."""
+    page = urlsplit(endpoint.scrape_url)
+    same = page.netloc == endpoint.address
+    return f"{page.scheme if same else 'http'}://{endpoint.address}{PATH}", same

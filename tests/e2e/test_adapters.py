@@ -1,0 +1,80 @@
+"""Adapters that several servers have loaded, where metrics pages name an adapter only while it runs."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from gw_http1 import Http1
+from gw_processes import Serve, Stub, sees_the_scheduler
+from gw_site import post
+
+
+async def told(port: int, path: str, body: dict[str, Any]) -> int:
+    """The status that the model server at `port` answers."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
+    try:
+        with await asyncio.to_thread(urllib.request.urlopen, request, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+async def statuses(serve: Serve, model: str, count: int) -> Counter[int]:
+    """Of `count` requests, two at a time, each with a prompt of its own."""
+
+    async def some(first: int) -> list[int]:
+        async with Http1(serve.port) as client:
+            found = []
+            for number in range(first, count, 2):
+                text = f"{number} " * 200
+                body = {"model": model, "max_tokens": 20, "messages": [{"role": "user", "content": text}]}
+                found.append((await client.ask(post(json.dumps(body).encode()))).status)
+            return found
+
+    first, second = await asyncio.gather(some(0), some(1))
+    return Counter(first + second)
+
+
+async def served(stub: Stub) -> list[int]:
+    """Requests that each server has ended well."""
+    counts = []
+    for port in stub.ports:
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            lines = [
+                line for line in page.read().decode().splitlines() if line.startswith("vllm:request_success_total")
+            ]
+        counts.append(round(sum(float(line.rsplit(" ", 1)[1]) for line in lines)))
+    return counts
+
+
+async def test_an_adapter_is_served_by_all_that_have_it_and_found_again(
+    stub: Callable[..., Stub], serve: Callable[..., Serve]
+) -> None:
+    servers = stub(3, "--lora", "poet", "--max-loras", "2")
+    third = servers.ports[2]
+    assert await told(third, "/v1/unload_lora_adapter", {"lora_name": "poet"}) == 200
+    scheduler = serve({"endpoints": servers.addresses, "metrics": {"modelsInterval": "600s"}})
+    await sees_the_scheduler(scheduler.gateway)
+    assert await statuses(scheduler, "poet", 40) == {200: 40}
+    before = await served(servers)
+    assert before[2] == 0 and min(before[:2]) >= 8, before
+
+    async def settles(wanted: Callable[[list[int]], bool]) -> None:
+        """Lists are read again only because of a 404, and within a second or two of it."""
+        async with asyncio.timeout(20):
+            while not wanted(await served(servers)):
+                await statuses(scheduler, "poet", 2)
+
+    # Another one has it now, and one of those that had it no longer does.
+    assert await told(third, "/v1/load_lora_adapter", {"lora_name": "poet", "lora_path": "/x"}) == 200
+    assert await told(servers.ports[0], "/v1/unload_lora_adapter", {"lora_name": "poet"}) == 200
+    await settles(lambda counts: counts[2] > 0)
+    between = await served(servers)
+    assert await statuses(scheduler, "poet", 30) == {200: 30}
+    after = await served(servers)
+    assert after[0] == between[0] and after[2] > between[2]
