@@ -25,7 +25,9 @@ from gw_processes import Envoy, Serve, Stub, Upstream, free_ports, sees_the_sche
 from gw_site import EMBEDDED, post, site
 from gw_traffic import Tally, exchanges, run
 
-from fairlead.core.events import RequestArrived
+from fairlead.core import stalls
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointUp, RequestArrived
 from fairlead.lab.load.workload import Call
 from fairlead.server.live import Live
 
@@ -75,7 +77,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(live: Any, envoy: Any, addresses: list[str], pair: Pair = PAIRS[0]) -> AsyncIterator[World]:
+async def world(
+    live: Any, envoy: Any, addresses: list[str], pair: Pair = PAIRS[0], gone: str = ""
+) -> AsyncIterator[World]:
+    """`gone`: one more model server, that takes part only once the others have answered."""
     listed = [
         {"name": f"e{i}", "address": "127.0.0.1", "port": int(a.rpartition(":")[2])} for i, a in enumerate(addresses)
     ]
@@ -90,6 +95,8 @@ async def world(live: Any, envoy: Any, addresses: list[str], pair: Pair = PAIRS[
         while not running.host.logs.connected:
             await asyncio.sleep(0.01)
     await at.settled()
+    if gone:
+        running.driver.feed(EndpointUp(Endpoint("default/mute", gone)))
     at.before = await at.counts()
     yield at
 
@@ -98,8 +105,7 @@ def nobody() -> str:
     return f"127.0.0.1:{free_ports(1)[0]}"
 
 
-def chat(tokens: int, stream: bool) -> bytes:
-    content = "What does a fairlead do on a ship? " * 20
+def chat(tokens: int, stream: bool, content: str = "What does a fairlead do on a ship? " * 20) -> bytes:
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
     return json.dumps(body | {"stream": stream, "ignore_eos": True}).encode()
 
@@ -132,6 +138,88 @@ async def test_requests_are_repeated_byte_for_byte(
         await at.settled()
         once = asked // 4
         assert await at.counts() == {"retries": once, "second": once, "default/e0": once, "natural": asked}
+
+
+class Mute:
+    """A model server that reads requests and never answers a byte: `dies` hangs up after the request, `begins` after
+    the head of an answer, `hangs` keeps the connection."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.address = ""
+        self.heads: list[str] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Mute"]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 22)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for writer in self._writers:
+                writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        if "get /metrics" in head:
+            writer.write(b"HTTP/1.1 404 No\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+            return
+        self.heads.append(head)
+        await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0]))
+        if self.how == "begins":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        if self.how != "hangs":
+            writer.transport.abort()
+
+
+@pytest.mark.parametrize("how", ["dies", "begins", "hangs"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+async def test_what_got_no_byte_is_answered_elsewhere_byte_for_byte(
+    live: Callable[..., Awaitable[Any]],
+    envoy: Callable[..., Envoy],
+    upstream: Upstream,
+    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair,
+    how: str,
+) -> None:
+    monkeypatch.setattr(stalls, "OVERDUE_S", 0.3)
+    monkeypatch.setattr(stalls, "OVERDUE_WHOLE_S", 0.3)
+    monkeypatch.setattr(stalls, "OVERDUE", 0.01)
+    steering = [("x-envoy-retry-on", "5xx"), ("x-envoy-upstream-rq-per-try-timeout-ms", "1")]
+    async with Mute(how).listening() as mute, world(live, envoy, [*upstream.addresses[:3]], pair, mute.address) as at:
+        asked = 0
+        for size in (10, 32_769, 300_000):
+            for stream in (False, True):
+                for _ in range(4):
+                    body = chat(5, stream, "x" * size)
+                    got = await at.ask(body, ("x-bench-mode", "echo"), *steering)
+                    told = {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+                    assert (got.status, json.loads(got.body)) == (200, told), got
+                    asked += 1
+        await at.settled()
+        counts = await at.counts()
+        assert counts["default/mute"] == counts["retries"] == asked // 4, (
+            "only what went there, whatever clients ask for"
+        )
+        assert len(mute.heads) == asked // 4
+        for name, _ in steering:
+            assert not any(name in head for head in mute.heads), "what is for the gateway stays there"
+
+
+async def test_what_nobody_knows_is_not_begun_twice(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream
+) -> None:
+    async with Mute("dies").listening() as mute, world(live, envoy, [*upstream.addresses[:3]], gone=mute.address) as at:
+        statuses = [(await at.ask(b"{}", ("x-bench-mode", "echo"), path="/v1/load")).status for _ in range(8)]
+        await at.settled()
+        assert sorted(statuses) == [200] * 6 + [503] * 2
+        assert (await at.counts())["retries"] == 0
 
 
 @pytest.mark.slow
@@ -289,7 +377,7 @@ async def test_a_killed_model_server_costs_only_what_ran_there(
         os.kill(busiest.pid, signal.SIGKILL)
         await busiest.wait()  # now its sockets are closed: until then the kernel takes connections for it
         note("the end")
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(4.0)  # 500 requests and more
 
     story = await under_load(f"http://127.0.0.1:{started.port}", script, RATE, workload=Chats())  # type: ignore[arg-type]
     failed = [record for record in story.records if record.error]
@@ -300,8 +388,69 @@ async def test_a_killed_model_server_costs_only_what_ran_there(
         f"kill -9 of a model server ({rules}): requests {len(story.records)}, at it "
         f"{running}, failed {len(failed)}, repeated {repeated:.0f}, dead after {took * 1e3:.0f} ms"
     )
-    assert late == [], "what was sent later is repeated elsewhere"
-    assert 0 < len(failed) <= running + 2 * RATE * took + 5, "only what it had"
+    assert [record.error for record in failed if not record.first_byte] == [], "what had no byte is repeated elsewhere"
+    assert late == [], "and so is what was sent later"
+    assert len(failed) <= running + 2 * RATE * took + 5, "only what it had"
     assert repeated >= (20 if "policy" in rules else 1)
     assert await started.settled(60.0) == {}
     assert await started.metric("fairlead_request_end_total") == len(story.records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang", ["engine", "server"])
+async def test_a_model_server_that_hangs_costs_no_request_and_is_soon_spared(
+    serve: Callable[..., Serve], ending: Callable[[Stub], Stub], tmp_path: Path, figures: list[str], hang: str
+) -> None:
+    """Its engine makes no step while its page answers, or the whole server is stopped."""
+    stubs = [ending(Stub(tmp_path / f"stub{i}.log")) for i in range(3)]
+    await asyncio.gather(*(asyncio.to_thread(stub.start, 1, "--time-ratio", "5") for stub in stubs))
+    started = await asyncio.to_thread(serve, {"endpoints": [stub.addresses[0] for stub in stubs], "seed": 1})
+    await sees_the_scheduler(started.gateway)
+    hung = stubs[0]
+    asked: list[float] = []
+
+    async def sent_there() -> float:
+        return await started.metric("llm_d_epp_scheduler_attempts_total", port=str(hung.ports[0]), status="success")
+
+    async def level() -> str:
+        return next(e["suspicion"] for e in await started.endpoints() if e["address"] == hung.addresses[0])
+
+    async def script(note: Note) -> None:
+        await asyncio.sleep(2.0)
+        note("the hang")
+        if hang == "server":
+            os.kill(hung.pid, signal.SIGSTOP)
+        else:
+            await hung.fault(0, stall=True)
+        await asyncio.sleep(2.0)
+        asked.append(await sent_there())
+        await asyncio.sleep(6.0)
+        asked.append(await sent_there())
+        assert await level() == "out"
+        assert await started.metric("fairlead_endpoint_suspicion") == 2.0
+        if hang == "server":
+            os.kill(hung.pid, signal.SIGCONT)
+        else:
+            await hung.fault(0, stall=False)
+        note("it goes on")
+        while await level() != "well":
+            await asyncio.sleep(0.1)
+        note("it is well")
+        while await sent_there() < asked[-1] + 5:
+            await asyncio.sleep(0.1)
+
+    story = await under_load(f"http://127.0.0.1:{started.port}", script, 40.0, workload=Chats())  # type: ignore[arg-type]
+    failed = [record.error for record in story.records if record.error]
+    there = [record for record in story.records if record.ttft() > 2.0]
+    repeated = await started.metric("fairlead_repeated_total")
+    figures.append(
+        f"a hung {hang}: requests {len(story.records)}, failed {len(failed)}, sent there from 2 s on "
+        f"{asked[1] - asked[0]:.0f}, first byte after more than 2 s {len(there)}, answered elsewhere {repeated:.0f}, "
+        f"slowest TTFT {story.slowest_ms():.0f} ms"
+    )
+    assert failed == []
+    assert asked[1] - asked[0] <= 3, "who hangs is spared"
+    assert repeated >= 1, "what was overdue there was answered elsewhere"
+    assert "an endpoint seems to hang: out" in started.said()
+    assert "an endpoint moves again" in started.said()
+    assert await started.settled(60.0) == {}

@@ -25,6 +25,12 @@ class ResponseMode(StrEnum):
     full = "full"
 
 
+class Retry(StrEnum):
+    connect = "connect"
+    unanswered = "unanswered"
+    hedge = "hedge"
+
+
 @examples("""
 \b
 Examples:
@@ -35,9 +41,7 @@ Examples:
 def envoy_config(
     listen: Annotated[str, typer.Option(help="Where clients connect, ip:port.")] = "127.0.0.1:8080",
     ext_proc: Annotated[str, typer.Option(help="The scheduler: host:port or unix:/path.")] = "127.0.0.1:9002",
-    als: Annotated[
-        str, typer.Option(help="The scheduler's access log service; empty = the scheduler's port, 'none' = no log.")
-    ] = "",
+    als: Annotated[str, typer.Option(help="Its access log service; empty = the same port, 'none' = no log.")] = "",
     endpoint: Annotated[
         list[str] | None, typer.Option(help="ip:port of a model server, for requests nobody scheduled. Repeatable.")
     ] = None,
@@ -47,6 +51,7 @@ def envoy_config(
     admin_port: Annotated[int, typer.Option(help="Envoy's admin page on 127.0.0.1; 0 = none.")] = 0,
     request_mode: Annotated[RequestMode, typer.Option(help="See docs/gateway.md.")] = RequestMode.whole,
     response_mode: Annotated[ResponseMode, typer.Option(help="What the scheduler sees.")] = ResponseMode.first_chunk,
+    retry: Annotated[Retry, typer.Option(help="When a second choice is tried; see docs/gateway.md.")] = Retry.hedge,
     body_limit: Annotated[int, typer.Option(help="Bytes; larger request bodies get 413.")] = 64 << 20,
     message_timeout: Annotated[float, typer.Option(help="Seconds until a silent scheduler is taken for hung.")] = 1.0,
     queue_timeout: Annotated[float, typer.Option(help="Seconds a request may wait in the scheduler.")] = 600.0,
@@ -78,6 +83,7 @@ def envoy_config(
         endpoints_file=str(endpoints_file) if endpoints_file else "",
         request_mode=request_mode.value,
         response_mode=response_mode.value,
+        retry=retry.value,
         body_limit=body_limit,
         message_timeout=message_timeout,
         queue_timeout=queue_timeout,

@@ -57,6 +57,12 @@ class Gateway(Section):
         description="What Envoy shows of responses: the body until the first chunk was seen, or nothing (TTFT comes "
         "with the log).",
     )
+    retry: Literal["connect", "unanswered", "hedge"] = Field(
+        default="hedge",
+        description="When a request is sent to its second choice: if no connection to the first came about; also if "
+        "that broke off before the first byte of an answer; also if that byte is overdue (the first one to answer "
+        "wins).",
+    )
     body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies are answered 413.")
     concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
 

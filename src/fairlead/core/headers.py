@@ -123,6 +123,11 @@ OWN_NAMESPACE = "fairlead"
 FALLBACK = "second"
 #: What the gateway then tells beside the first chunk of the response, if that is the first message of it.
 ATTEMPTS = "upstream.request_attempt_count"
+ANSWERED_BY = "upstream.address"
+#: Of a pick with a fallback endpoint, read by the gateway alone: that it may be repeated also after it has begun, and
+#: after how many milliseconds it is sent there too.
+RETRY_ON = "x-envoy-retry-on"
+HEDGE_AFTER = "x-envoy-upstream-rq-per-try-timeout-ms"
 
 # What a client's headers ask of the scheduler, as far as the configuration trusts them.
 

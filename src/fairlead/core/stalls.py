@@ -91,6 +91,8 @@ class Stalls:
         self.changes: list[StallRecord] = []
         #: Lengthens what is overdue, 1 to `MOST`.
         self.caution = 1.0
+        #: When any endpoint was out for the last time.
+        self._any_out = -inf
 
     def reset(self, slot: int) -> None:
         """A new endpoint stands at `slot`."""
@@ -106,15 +108,16 @@ class Stalls:
     # ---- progress ----
 
     def moved(self, slot: int, now: float) -> None:
+        """Something of its work moves. On every request's way: one that comes soon after another costs little."""
         watched = self._watched[slot]
         silent = now - watched.since
-        if PACE_S < silent < inf:
-            pace = self._pace(watched, now)
-            if silent > pace:
-                watched.pace, watched.paced_at = min(silent, 2.0 * pace), now
         watched.since = now
-        if self._table.suspicion[slot]:
-            self._judged(slot, WELL, silent, now)
+        if silent > PACE_S:
+            pace = self._pace(watched, now)
+            if pace < silent < inf:
+                watched.pace, watched.paced_at = min(silent, 2.0 * pace), now
+            if self._table.suspicion[slot]:
+                self._judged(slot, WELL, silent, now)
 
     def sampled(self, slot: int, before: Sample | None, sample: Sample, now: float) -> None:
         """A scrape came; `before` is the one before it."""
@@ -151,14 +154,15 @@ class Stalls:
 
     def was_out(self, lease: Lease) -> bool:
         """Its endpoint hung while it was there."""
-        return lease.charged_at <= self._watched[lease.slot].out_until
+        sent = lease.charged_at
+        return sent <= self._any_out and sent <= self._watched[lease.slot].out_until
 
     def _judge(self, slot: int, watched: _Watched, now: float) -> None:
         watched.empty_since = inf
         silent = now - watched.since
         known = self._table.suspicion[slot]
         if known == OUT_OF_USE:
-            watched.out_until = now
+            watched.out_until = self._any_out = now
             return
         plausible = self._plausible(slot, watched, now)
         level = OUT_OF_USE if silent > OUT * plausible else SUSPECT if silent > plausible else WELL
@@ -190,7 +194,7 @@ class Stalls:
         endpoint = table.endpoints[slot]
         assert endpoint is not None, "who is not there has no work"
         if OUT_OF_USE in (level, float(table.suspicion[slot])):
-            watched.out_until = now
+            watched.out_until = self._any_out = now
         watched.empty_since = inf
         table.set_suspicion(slot, level)
         self.changes.append(
@@ -201,8 +205,10 @@ class Stalls:
 
     def hedge_after_ms(self, lease: Lease) -> float:
         """Milliseconds after which the gateway may send it to the fallback endpoint too; 0 = never."""
-        self.caution = max(self.caution * WORTH_IT, 1.0)
-        after = self.caution * overdue_s(lease)
+        after = overdue_s(lease)
+        if self.caution > 1.0:
+            self.caution = max(self.caution * WORTH_IT, 1.0)
+            after *= self.caution
         return after * 1e3 if after <= NEVER_S else 0.0
 
     def hedged_in_vain(self) -> None:
@@ -211,11 +217,12 @@ class Stalls:
 
 def overdue_s(lease: Lease) -> float:
     """Seconds from its charge after which its answer should have begun; `inf` = nobody can say."""
-    request, forecast = lease.request, lease.forecast
-    if forecast.high_ms <= 0.0:
+    forecast = lease.forecast
+    first = OVERDUE * 1e-3 * forecast.high_ms
+    if first <= 0.0:
         return inf
-    first = OVERDUE * forecast.high_ms * 1e-3
+    request = lease.request
     if request.stream:
-        return max(first, OVERDUE_S)
+        return first if first > OVERDUE_S else OVERDUE_S
     tokens = request.max_tokens or 20.0 * lease.growth_tokens
     return max(first + 2e-3 * tokens * forecast.tpot_ms, OVERDUE_WHOLE_S)

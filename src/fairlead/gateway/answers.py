@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
+from math import ceil, log2
 from urllib.parse import unquote
 
 from msgspec.json import encode
@@ -13,8 +15,10 @@ from fairlead.core.headers import (
     DESTINATION,
     DROPPED_REASON,
     FALLBACK,
+    HEDGE_AFTER,
     OWN_NAMESPACE,
     PREFILLER,
+    RETRY_ON,
     REWRITTEN,
     TEST_SERVED,
 )
@@ -42,12 +46,15 @@ class Answers:
     Lease ids have a fixed width, so an answer is constant per endpoint but for the id in its middle.
     """
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, retry: str = "hedge") -> None:
+        """`retry`: as the configuration's `gateway.retry`."""
         self._instance = instance
+        self._retry = retry
         self._own_lease = re.compile(rf"{re.escape(instance)}\.([0-9a-f]{{16}})").fullmatch
         self._prefix = instance.encode()
         self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
-        self._fallbacks: dict[str, bytes] = {"": b""}
+        self._retries: dict[float, bytes] = {}
+        self._fallbacks: dict[tuple[Kind, str, bytes], bytes] = {}
 
     def lease(self, request_id: int) -> str:
         return f"{self._instance}.{request_id:016x}"
@@ -66,14 +73,15 @@ class Answers:
         prefill: str = "",
         fallback: str = "",
         trace: str = "",
+        retry: bytes = b"",
     ) -> bytes:
         """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
         metadata, the address of who computes the prompt if that is another one, that of who gets the request if the
-        first cannot be reached, the header `traceparent` if the request is traced, and the client's control headers
-        (`spoofed`) out."""
-        end = self._fallbacks.get(fallback)
-        if end is None:
-            end = self._fallback(fallback)
+        first does not answer (with what `retry_headers` says of it), the header `traceparent` if the request is traced,
+        and the client's control headers (`spoofed`) out."""
+        end = b""
+        if fallback:
+            end = self._fallbacks.get((kind, fallback, retry)) or self._fallback(kind, fallback, retry)
         lease = b"%b.%016x" % (self._prefix, request_id)
         if trace:
             address = endpoint.address.encode()
@@ -86,14 +94,29 @@ class Answers:
             template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed, prefill)
         return lease.join(template) + end
 
-    def _fallback(self, address: str) -> bytes:
-        """More metadata, behind that of the answer. The two are one message: protobuf merges what is there twice, and
-        of two namespaces each stays. So a pool needs a template for each endpoint, not for each two."""
+    def retry_headers(self, repeatable: bool, hedge_after_ms: float) -> bytes:
+        """HeaderMutation of a pick with a fallback endpoint; see `Route`. Times are rounded up by a fifth at most: few
+        different ones make few templates."""
+        if not repeatable or self._retry == "connect":
+            return b""
+        known = self._retries.get(hedge_after_ms)
+        if known is None:
+            if len(self._retries) > _CACHE:
+                self._retries.clear()
+            steps = ceil(4.0 * log2(hedge_after_ms)) if hedge_after_ms > 1.0 and self._retry == "hedge" else 0
+            known = self._retries[hedge_after_ms] = _retry_headers(steps)
+        return known
+
+    def _fallback(self, kind: Kind, address: str, retry: bytes) -> bytes:
+        """More metadata and headers, behind those of the answer. The two are one message: protobuf merges what is there
+        twice, and of two namespaces each stays. So a pool needs a template for each endpoint, not for each two."""
         if len(self._fallbacks) > _CACHE:
-            self._fallbacks = {"": b""}
-        entries = string_struct({FALLBACK: address.encode()})
-        entry = self._fallbacks[address] = field(8, nested_struct(OWN_NAMESPACE, entries))
-        return entry
+            self._fallbacks.clear()
+        end = field(8, nested_struct(OWN_NAMESPACE, string_struct({FALLBACK: address.encode()})))
+        if retry:
+            end = ext_proc.answer(kind, retry) + end
+        self._fallbacks[kind, address, retry] = end
+        return end
 
     def _template(self, kind: Kind, address: bytes, spoofed: frozenset[str], prefill: str) -> tuple[bytes, bytes]:
         lease = self.lease(0).encode()
@@ -113,6 +136,7 @@ class Answers:
         prefill: str = "",
         fallback: str = "",
         trace: str = "",
+        retry: bytes = b"",
     ) -> list[bytes]:
         """All answers to a request that leaves with another body. `mapped`: its response is going to change as well."""
         more: dict[str, bytes] = {}
@@ -122,9 +146,17 @@ class Answers:
             more[REWRITTEN] = b"1"
         lease = self.lease(request_id).encode()
         mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more, trace)
-        return rewrite_request(
-            modes, body, mutation, metadata + (self._fallback(fallback) if fallback else b""), trailers
-        )
+        if fallback:
+            mutation += retry
+            metadata += self._fallback(Kind.REQUEST_BODY, fallback, b"")
+        return rewrite_request(modes, body, mutation, metadata, trailers)
+
+
+@lru_cache(maxsize=256)
+def _retry_headers(steps: int) -> bytes:
+    """`steps`: four times the binary logarithm of the milliseconds; 0 = never."""
+    hedge = ext_proc.set_header(HEDGE_AFTER, b"%d" % ceil(2.0 ** (steps / 4))) if steps else b""
+    return ext_proc.set_header(RETRY_ON, b"reset") + hedge
 
 
 def _parts(

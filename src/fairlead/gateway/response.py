@@ -18,7 +18,7 @@ from fairlead.apis.rename import ModelRenamer
 from fairlead.apis.response import Scanner, scanner_for, scanner_unseen
 from fairlead.apis.splice import json_string
 from fairlead.core.events import ResponseEnded
-from fairlead.core.headers import ATTEMPTS
+from fairlead.core.headers import ANSWERED_BY, ATTEMPTS
 from fairlead.core.request import Request, Usage
 from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_response, rewrite_chunk
 
@@ -45,15 +45,15 @@ class ResponseWatch:
         self.is_sse = kind.startswith("text/event-stream")
         self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
 
-    def attributes(self, attributes: Mapping[str, Any]) -> bool:
-        """Of a response whose headers are not shown; what it is shows in its request and in its first bytes. True if it
-        comes from the fallback endpoint: the first one could not be reached."""
+    def attributes(self, attributes: Mapping[str, Any]) -> str | None:
+        """Of a response whose headers are not shown; what it is shows in its request and in its first bytes. If it was
+        sent to the fallback endpoint too, the address of who answers (empty = not told); else `None`."""
         request = self._request
         status, attempts = attributes.get("response.code"), attributes.get(ATTEMPTS)
         self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
         self.is_sse = request.stream
         self._scanner = scanner_unseen(request.api, request.stream)
-        return isinstance(attempts, float | int) and attempts > 1
+        return str(attributes.get(ANSWERED_BY) or "") if isinstance(attempts, float | int) and attempts > 1 else None
 
     def chunk(self, chunk: bytes, now: Callable[[], float]) -> bool:
         """Note a piece of the body. True for the first one that has content."""

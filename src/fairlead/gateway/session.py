@@ -108,7 +108,7 @@ class Session:
     _chunks: int
     # While knowledge is asked for.
     _reading: Reading
-    # From the pick on. `_fallback`: who has the request if its endpoint could not be reached, an address or empty.
+    # From the pick on. `_fallback`: who has the request if its endpoint does not answer, an address or empty.
     # `_renaming`: the response is going to be changed.
     _fallback: str
     _renaming: Renaming | None = None
@@ -304,16 +304,19 @@ class Session:
         removed = REMOVED_HEADERS.intersection(self._headers)
         # With trailers Envoy would double the body.
         fallback = route.fallback if mode.resizable and self._request_end is RequestEnd.MARKED else ""
+        retry = host.answers.retry_headers(route.repeatable, route.hedge_after_ms) if fallback else b""
         trace = request.trace.traceparent if request.trace is not None else ""
         if route.target:
-            messages = self._rewritten(route, removed, fallback, trace)
+            messages = self._rewritten(route, removed, fallback, trace, retry)
             if not messages:
                 self._fail(ClientError("the model's name cannot be replaced in this body", 400, "model"))
                 host.driver.feed(StreamLost(request.id))
                 return
         else:
-            pick = host.answers.pick(self._awaited, route.endpoint, request.id, removed, route.prefill, fallback, trace)
-            messages = [pick]
+            prefill, awaited = route.prefill, self._awaited
+            messages = [
+                host.answers.pick(awaited, route.endpoint, request.id, removed, prefill, fallback, trace, retry)
+            ]
             if self._awaited is Kind.REQUEST_HEADERS:
                 if mode.request is BodyMode.STREAMED and self._request_end is RequestEnd.MARKED:  # mostly
                     messages += [CONTINUE[Kind.REQUEST_BODY]] * self._chunks
@@ -336,7 +339,7 @@ class Session:
             self._fallback = route.fallback
             self._watch = ResponseWatch(request)
 
-    def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str) -> list[bytes]:
+    def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
         """The pick with another model name in the body; nothing if there is no place for it."""
         request, mode = self._request, self._mode
         body = splice_model(self._body, route.target, self._headers.get("content-type", ""), request.api)
@@ -355,6 +358,7 @@ class Session:
             route.prefill,
             fallback,
             trace,
+            retry,
         )
 
     def _may_leave_at_pick(self, messages: list[bytes]) -> bool:
@@ -391,10 +395,10 @@ class Session:
         host, watch = self._host, self._watch
         chunk, ended = message.body()
         if self._state is SessionState.ROUTED:  # no headers message came; the status is an attribute then
-            moved = watch.attributes(message.attributes())
+            answered_by = watch.attributes(message.attributes())
             self._state = SessionState.ANSWERING
-            if moved and self._fallback:
-                host.driver.feed(RequestMoved(self._request.id, self._fallback))
+            if answered_by is not None and self._fallback:
+                host.driver.feed(RequestMoved(self._request.id, answered_by or self._fallback))
         first = watch.chunk(chunk, host.now)
         if first:
             host.driver.feed(FirstTokenSeen(self._request.id))

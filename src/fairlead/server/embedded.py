@@ -119,6 +119,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         # Our own process on the loopback: its certificate is for others, and may be renewed while Envoy runs.
         tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
+        retry=gateway.retry,
         body_limit=gateway.body_limit,
         concurrency=gateway.concurrency or os.cpu_count() or 1,
         decision_header=config.journal.header,

@@ -52,3 +52,47 @@ def test_addresses_that_come_and_go_are_forgotten() -> None:
     for number in range(20_000):
         answers.pick(Kind.REQUEST_BODY, FIRST, 7, frozenset(), fallback=f"10.0.0.1:{number}")
     assert len(answers._fallbacks) < 17_000
+
+
+def retry(mode: str, repeatable: bool, hedge_after_ms: float) -> dict[str, str]:
+    """The headers of a pick with a fallback endpoint that only the gateway reads."""
+    answers = Answers("fl", mode)
+    answer = answers.pick(
+        Kind.REQUEST_BODY,
+        FIRST,
+        7,
+        frozenset(),
+        fallback="a:1",
+        retry=answers.retry_headers(repeatable, hedge_after_ms),
+    )
+    assert metadata(answer)["fairlead"] == {"second": "a:1"}
+    found = {}
+    for name in (b"x-envoy-retry-on", b"x-envoy-upstream-rq-per-try-timeout-ms"):
+        at = answer.find(name)
+        if at >= 0:
+            size = answer[at + len(name) + 1]
+            found[name.decode()] = answer[at + len(name) + 2 : at + len(name) + 2 + size].decode()
+    return found
+
+
+def test_the_gateway_is_told_what_it_may_repeat_and_when() -> None:
+    on, after = "x-envoy-retry-on", "x-envoy-upstream-rq-per-try-timeout-ms"
+    assert retry("hedge", True, 4000.0) == {on: "reset", after: "4096"}
+    assert retry("hedge", True, 0.0) == {on: "reset"}, "never overdue"
+    assert retry("unanswered", True, 4000.0) == {on: "reset"}
+    assert retry("connect", True, 4000.0) == retry("hedge", False, 4000.0) == {}
+
+
+@pytest.mark.parametrize("milliseconds", [1.5, 777.0, 4000.0, 123_456.0])
+def test_times_are_rounded_up_a_little(milliseconds: float) -> None:
+    told = float(retry("hedge", True, milliseconds)["x-envoy-upstream-rq-per-try-timeout-ms"])
+    assert milliseconds <= told <= 1.2 * milliseconds + 1.0
+
+
+def test_a_changed_body_is_repeated_by_the_same_rules() -> None:
+    answers = Answers("fl")
+    headers = answers.retry_headers(True, 4000.0)
+    messages = answers.pick_with_body(
+        MODES, FIRST, 7, frozenset(), b"{}", False, False, fallback="10.0.0.2:1", retry=headers
+    )
+    assert headers in messages[0]

@@ -1,6 +1,7 @@
 """The embedded Envoy's configuration: listener, routes, filters, access log."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import yaml
@@ -8,6 +9,7 @@ import yaml
 from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.headers import (
     ACCESS_LOG_METADATA,
+    ANSWERED_BY,
     ATTEMPTS,
     CONTROL_HEADERS,
     DESTINATION,
@@ -192,10 +194,12 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
             "response_trailer_mode": "SKIP",
         },
     }
+    if options.retry != "connect":
+        config["mutation_rules"] = {"allow_envoy": True}  # its headers say which request may be repeated, and when
     if whole_body:
         config["send_body_without_waiting_for_header_response"] = True
     if headers == "SKIP" and body != "NONE":
-        config["response_attributes"] = ["response.code", ATTEMPTS]
+        config["response_attributes"] = ["response.code", ATTEMPTS, ANSWERED_BY]
     return {"name": "envoy.filters.http.ext_proc", "typed_config": config}
 
 
@@ -268,24 +272,29 @@ def _routes(options: Options) -> list[Json]:
         "response_headers_to_remove": ["content-length"],
     }
     refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
+    repeated = partial(_repeated, hedge=options.retry == "hedge")
     # A model server's name never stands in a gRPC message, so nothing is rewritten there.
     grpc = [
-        _repeated(_for_grpc(picked, GRPC_DESTINATION), GRPC_EITHER),
+        repeated(_for_grpc(picked, GRPC_DESTINATION), GRPC_EITHER),
         _for_grpc(picked, GRPC_DESTINATION),
         _for_grpc(unscheduled, GRPC_POOL),
     ]
-    return [refused, *grpc, _repeated(rewritten, EITHER), rewritten, _repeated(picked, EITHER), picked, unscheduled]
+    return [refused, *grpc, repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked, unscheduled]
 
 
-def _repeated(route: Json, cluster: str) -> Json:
-    """The same where the scheduler named a fallback endpoint: once, and at once."""
+def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
+    """The same where the scheduler named a fallback endpoint: once, and at once. Headers of the scheduler's answer say
+    of which requests that is true after they have begun (`answers.Answers.retry_headers`)."""
     named = [*route["match"]["dynamic_metadata"], _present(FALLBACK, OWN_NAMESPACE)]
     at_once = {"base_interval": "0.001s", "max_interval": "0.001s"}
     policy = {"retry_on": f"{_NOT_BEGUN},reset-before-request", "num_retries": 1, "retry_back_off": at_once}
+    action = {**route["route"], "cluster": cluster, "retry_policy": policy}
+    if hedge:
+        action["hedge_policy"] = {"hedge_on_per_try_timeout": True}
     return {
         **route,
         "match": {**route["match"], "dynamic_metadata": named},
-        "route": {**route["route"], "cluster": cluster, "retry_policy": policy},
+        "route": action,
         "request_body_buffer_limit": _REPEATABLE_BODY,
     }
 

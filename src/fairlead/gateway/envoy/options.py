@@ -94,6 +94,9 @@ class Options(Struct, frozen=True, kw_only=True):
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.
     access_log: str = ""
+    #: When a request is sent to its fallback endpoint: if no connection came about; also if the first endpoint broke
+    #: off before the first byte of its answer; also if that is overdue, and then whoever answers first wins.
+    retry: Literal["connect", "unanswered", "hedge"] = "hedge"
     #: Response header that tells clients the id of the decision; empty = none.
     decision_header: str = ""
     #: Worker threads; 0 = one per CPU. Not part of the bootstrap: Envoy takes it as an argument.

@@ -233,7 +233,7 @@ def _host(
     watch: Watch,
     inspect: Callable[[bool], bool],
 ) -> Host:
-    answers = Answers(run)
+    answers = Answers(run, config.gateway.retry)
     watch.naming(answers.lease)
     served = "test-selection" in config.headers.trust
     return Host(driver, understanding, answers, watch, now, config.parsing.max_body_bytes, inspect, tells_served=served)

@@ -137,6 +137,17 @@ def test_what_names_a_second_endpoint_is_repeated_once_and_nothing_else_is() -> 
         assert (path["key"], path["path"]) == ("fairlead", [{"key": "second"}])
 
 
+@pytest.mark.parametrize(("retry", "held", "hedged"), [("connect", 0, 0), ("unanswered", 1, 0), ("hedge", 1, 3)])
+def test_what_is_repeated_after_it_began_is_an_option(retry: Any, held: int, hedged: int) -> None:
+    bootstrap = build(Options(retry=retry))
+    (host,) = manager(bootstrap)["route_config"]["virtual_hosts"]
+    assert sum("hedge_policy" in route.get("route", {}) for route in host["routes"]) == hedged
+    text = json.dumps(bootstrap["static_resources"]["clusters"])
+    assert text.count('envoy.filters.http.wasm"') == held
+    assert ("http_filters" in json.dumps(cluster(bootstrap, "dst_or_second"))) is bool(held)
+    assert ("mutation_rules" in ext_proc(bootstrap)) is bool(held)
+
+
 def test_admin_is_local_or_absent() -> None:
     assert "admin" not in build(Options())
     assert build(Options(admin_port=9901))["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
@@ -196,6 +207,7 @@ def test_envoy_takes_every_combination(
         request_mode=request_mode,
         response_mode=response_mode,
         fail_open=fail_open,
+        retry=("connect", "unanswered", "hedge")[number % 3],
         access_log=("", "-", str(tmp_path / "access.log"))[number % 3],
         max_heap=1 << 30 if bits[2] else 0,
         concurrency=number % 3,
