@@ -8,7 +8,7 @@ from msgspec.json import Decoder
 
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, count, flag
 from fairlead.apis.openai import messages_of
-from fairlead.apis.parsed import Parsed, ParsedRequest, model_bytes, named, scope, sent, short_text
+from fairlead.apis.parsed import ParsedRequest, model_bytes, named, reading, scope, sent, short_text
 from fairlead.apis.prompt import media_items, text_size
 from fairlead.core.apis import COUNT_TOKENS, MESSAGES
 
@@ -35,15 +35,10 @@ _decode_metadata = Decoder(_Metadata).decode
 _MARK = re.compile(rb', ?"cache_control": ?\{[^{}]{0,80}+\}')
 
 
-def parse_messages(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`.
-
-    The system prompt comes before the messages in the prompt, so it is hashed before them: requests that have only it
-    in common share it.
-    """
-    read = _read(body)
-    if read is None:
-        return None
+@reading(_read)
+def parse_messages(read: MessagesBody) -> ParsedRequest:
+    """The system prompt comes before the messages, so it is hashed before them: requests that have only it in common
+    share it."""
     messages = messages_of(read.messages)
     items = media_items(messages)
     system, tools = _unmarked(sent(read.system)), _unmarked(sent(read.tools))
@@ -67,11 +62,9 @@ def parse_messages(body: bytes, content_type: str = "") -> Parsed:
     )
 
 
-def parse_count(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`. The same body; tokens are counted and nothing goes through the model."""
-    read = _read(body)
-    if read is None:
-        return None
+@reading(_read)
+def parse_count(read: MessagesBody) -> ParsedRequest:
+    """The same body; tokens are counted and nothing goes through the model."""
     messages_of(read.messages)
     model_bytes(read.model)
     return ParsedRequest(COUNT_TOKENS, read.model or "", user=_user(read.metadata))

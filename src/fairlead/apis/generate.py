@@ -6,7 +6,7 @@ from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
 
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, StreamOptions, count, flag
-from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, Text, is_sent, named, scope, short_text
+from fairlead.apis.parsed import MAX_N, ParsedRequest, Text, is_sent, named, reading, scope, short_text
 from fairlead.apis.prompt import MEDIA_BYTES, list_prefix, text_or_list, token_ids
 from fairlead.core.apis import GENERATE, SGLANG
 from fairlead.core.errors import ClientError
@@ -52,11 +52,8 @@ _decode_hashes = Decoder(dict[str, list[Any] | None]).decode
 _decode_items = Decoder(list[Raw]).decode
 
 
-def parse_generate(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    read = _read_generate(body)
-    if read is None:
-        return None
+@reading(_read_generate)
+def parse_generate(read: GenerateBody) -> ParsedRequest:
     ids = list_prefix(read.token_ids)
     tokens = token_ids(ids) if ids is not None else 0
     if ids is None or not tokens:
@@ -80,11 +77,9 @@ def parse_generate(body: bytes, content_type: str = "") -> Parsed:
     )
 
 
-def parse_sglang(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`. The adapter (`lora_path`) is the model unless one is named."""
-    read = _read_sglang(body)
-    if read is None:
-        return None
+@reading(_read_sglang)
+def parse_sglang(read: SglangBody) -> ParsedRequest:
+    """The adapter (`lora_path`) is the model unless one is named."""
     text = _sglang_prompt(read)
     sampling = _sampling(read.sampling_params)
     media = sum(map(_items, (read.image_data, read.audio_data, read.video_data)))

@@ -15,6 +15,7 @@ from fairlead.apis.parsed import (
     is_sent,
     model_bytes,
     named,
+    reading,
     scope,
     sent,
     short_text,
@@ -159,11 +160,8 @@ class CompletionBody(Body, gc=False):
 read_completion = Reader(CompletionBody).read
 
 
-def parse_completion(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    read = read_completion(body)
-    if read is None:
-        return None
+@reading(read_completion)
+def parse_completion(read: CompletionBody) -> ParsedRequest:
     text = _prompt(read)
     options = read.stream_options
     return ParsedRequest(
@@ -207,11 +205,8 @@ class EmbeddingBody(Body, gc=False):
 _read = Reader(EmbeddingBody).read
 
 
-def parse_embeddings(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    read = _read(body)
-    if read is None:
-        return None
+@reading(_read)
+def parse_embeddings(read: EmbeddingBody) -> ParsedRequest:
     if not is_sent(read.input) and not is_sent(read.messages):
         raise ClientError("Missing required parameter: 'input'.", param="input")
     if is_sent(read.input) and text_or_list(read.input) is None:
@@ -219,10 +214,10 @@ def parse_embeddings(body: bytes, content_type: str = "") -> Parsed:
     return _pooled(EMBEDDINGS, read)
 
 
-def parse_pooling(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`. What goes in may also be `data`, in a form that only a plugin of the engine knows."""
-    read = _read(body)
-    return None if read is None else _pooled(POOLING, read)
+@reading(_read)
+def parse_pooling(read: EmbeddingBody) -> ParsedRequest:
+    """What goes in may also be `data`, in a form that only a plugin of the engine knows."""
+    return _pooled(POOLING, read)
 
 
 def _pooled(api: str, read: EmbeddingBody) -> ParsedRequest:
@@ -275,15 +270,11 @@ _read_conversation = Reader(ConversationBody).read
 _decode_stored = Decoder(_Stored).decode
 
 
-def parse_responses(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`.
-
-    What the server has stored (`previous_response_id`, `conversation`, a template) comes before the input, so it
+@reading(_read_responses)
+def parse_responses(read: ResponsesBody) -> ParsedRequest:
+    """What the server has stored (`previous_response_id`, `conversation`, a template) comes before the input, so it
     scopes it.
     """
-    read = _read_responses(body)
-    if read is None:
-        return None
     text = text_or_list(read.input)
     if text is None and is_sent(read.input):
         raise ClientError("Invalid type for 'input': expected a string or a list.", param="input")
@@ -315,11 +306,9 @@ def parse_responses(body: bytes, content_type: str = "") -> Parsed:
     )
 
 
-def parse_conversation(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`. Items are stored, not run: there is no prompt."""
-    read = _read_conversation(body)
-    if read is None:
-        return None
+@reading(_read_conversation)
+def parse_conversation(read: ConversationBody) -> ParsedRequest:
+    """Items are stored, not run: there is no prompt."""
     if is_sent(read.items) and list_prefix(read.items) is None:
         raise ClientError("Invalid type for 'items': expected a list.", param="items")
     model_bytes(read.model)
@@ -343,22 +332,16 @@ def _conversation(raw: Raw) -> str:
 _token_apis_read = Reader(Body).read
 
 
-def parse_tokenize(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    return _named(TOKENIZE, body)
-
-
-def parse_render(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    return _named(RENDER, body)
-
-
-def _named(api: str, body: bytes) -> Parsed:
-    read = _token_apis_read(body)
-    if read is None:
-        return None
+@reading(_token_apis_read)
+def parse_tokenize(read: Body) -> ParsedRequest:
     model_bytes(read.model)
-    return ParsedRequest(api, read.model or "")
+    return ParsedRequest(TOKENIZE, read.model or "")
+
+
+@reading(_token_apis_read)
+def parse_render(read: Body) -> ParsedRequest:
+    model_bytes(read.model)
+    return ParsedRequest(RENDER, read.model or "")
 
 
 # Texts compared with texts: `/score` (vLLM and SGLang) and `/rerank` (the form of Jina and Cohere).
@@ -381,22 +364,16 @@ class RankingBody(Body, gc=False):
 _ranking_read = Reader(RankingBody).read
 
 
-def parse_rerank(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    read = _ranking_read(body)
-    if read is None:
-        return None
+@reading(_ranking_read)
+def parse_rerank(read: RankingBody) -> ParsedRequest:
     for name, side in (("query", read.query), ("documents", read.documents)):
         if not is_sent(side):
             raise ClientError(f"Missing required parameter: '{name}'.", param=name)
     return _compared(RERANK, read, read.query, read.documents)
 
 
-def parse_score(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
-    read = _ranking_read(body)
-    if read is None:
-        return None
+@reading(_ranking_read)
+def parse_score(read: RankingBody) -> ParsedRequest:
     for query, documents in (
         (read.queries, read.documents),
         (read.data_1, read.data_2),

@@ -1,6 +1,7 @@
 """What every API's reader makes of a body, and the pieces that they share."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
@@ -9,6 +10,7 @@ from fairlead.apis.body import ABSENT
 from fairlead.core.apis import OTHER, STREAMING
 from fairlead.core.errors import ClientError
 
+B = TypeVar("B")
 #: Longer names cannot be a model's, and they would be kept as keys and labels.
 MAX_MODEL_CHARS = 1024
 #: Longer ones are not used as a session hint.
@@ -134,3 +136,18 @@ class Text(NamedTuple):
 
 #: What a reader returns: `None` = too large for a second reading.
 Parsed = ParsedRequest | None
+
+
+def reading(
+    read: Callable[[bytes], B | None],
+) -> Callable[[Callable[[B], ParsedRequest]], Callable[[bytes, str], Parsed]]:
+    """Makes a parser, which raises `ClientError`, of a function of what `read` makes of a body."""
+
+    def parser(parse: Callable[[B], ParsedRequest]) -> Callable[[bytes, str], Parsed]:
+        def parse_body(body: bytes, content_type: str) -> Parsed:
+            body_fields = read(body)
+            return None if body_fields is None else parse(body_fields)
+
+        return parse_body
+
+    return parser
