@@ -45,11 +45,7 @@ def json_schema(registry: Registry | None = None) -> Schema:
     entries = {_entry_name(kind): _entry(kind, table, ref) for kind, table in plugins.items()}
     properties = _properties(plugins, ref)
     document = _document(definitions[Document.__name__], properties)
-    own = {
-        "type": "object",
-        "properties": {**properties, "router": {"type": "object"}},
-        "additionalProperties": False,
-    }
+    own = {"type": "object", "properties": {**properties, "router": {"type": "object"}}, "additionalProperties": False}
     return {
         "$schema": DIALECT,
         "title": "Fairlead configuration",

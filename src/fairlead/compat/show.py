@@ -41,10 +41,7 @@ class _Show:
 
     def values(self) -> Iterator[Value]:
         yield from self._policy()
-        for plural, specs in (
-            ("metricSources", self._config.metric_sources),
-            ("parsers", self._config.parsers),
-        ):
+        for plural, specs in (("metricSources", self._config.metric_sources), ("parsers", self._config.parsers)):
             yield from (value for i, spec in enumerate(specs) for value in self._plugin(f"$.{plural}[{i}]", spec))
         flow = self._config.flow_control
         if flow is not None:

@@ -195,10 +195,7 @@ def build_pipeline(
 
 
 def build_entry(
-    node: PolicyEntry,
-    config: Config,
-    on_plugin_error: OnPluginError = None,
-    registry: Registry | None = None,
+    node: PolicyEntry, config: Config, on_plugin_error: OnPluginError = None, registry: Registry | None = None
 ) -> Policy:
     """A policy named in `canary` or `shadows`. Raises `PluginError`, or `ConfigError` where it was never checked."""
     registry = registry or Registry()

@@ -88,12 +88,7 @@ class PluginReader:
         return specs
 
     def plugin(
-        self,
-        kind: Kind,
-        entry: object,
-        place: Place,
-        places: Mapping[str, Place] | None = None,
-        written: bool = True,
+        self, kind: Kind, entry: object, place: Place, places: Mapping[str, Place] | None = None, written: bool = True
     ) -> PluginSpec | None:
         """One entry of a list. `places` says where its keys stand if not under `place`; `written`: it is in the file,
         and no default."""

@@ -148,9 +148,7 @@ def _names(value: object) -> bool:
 
 
 def build_policy(
-    config: Config,
-    on_plugin_error: Callable[[PluginError], None] | None = None,
-    registry: Registry | None = None,
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
 ) -> Policy:
     """The policy that `config.policy` describes: a profile, unless it names a policy plugin.
 
@@ -208,9 +206,7 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
 
 
 def build_measure(
-    config: Config,
-    on_plugin_error: Callable[[PluginError], None] | None = None,
-    registry: Registry | None = None,
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
 ) -> Measuring | None:
     """What reads further columns from metrics pages; `None` when nothing does. Raises `PluginError`."""
     registry = registry or Registry()
@@ -219,9 +215,7 @@ def build_measure(
 
 
 def build_parse(
-    config: Config,
-    on_plugin_error: Callable[[PluginError], None] | None = None,
-    registry: Registry | None = None,
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
 ) -> Callable[..., ParsedRequest]:
     """What reads request bodies. Raises `PluginError`."""
     registry = registry or Registry()

@@ -80,10 +80,7 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
             applied[name] = kept
             paths += changed
     changes = Changes(
-        old.model_copy(update=applied),
-        tuple(paths),
-        policy="policy" in applied,
-        endpoints="endpoints" in applied,
+        old.model_copy(update=applied), tuple(paths), policy="policy" in applied, endpoints="endpoints" in applied
     )
     return changes, refused
 

@@ -28,16 +28,7 @@ from msgspec import Struct
 
 from fairlead.core.columns import BoolColumn
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import (
-    EVICTED,
-    EXPIRED,
-    NO_ENDPOINTS,
-    SATURATED,
-    SHUTTING_DOWN,
-    Ceiling,
-    Times,
-    Waiting,
-)
+from fairlead.core.flow import EVICTED, EXPIRED, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN, Ceiling, Times, Waiting
 from fairlead.core.gates import EarlyShedding
 from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
 from fairlead.core.ledger import Lease
@@ -497,12 +488,7 @@ class FlowController:
     def record(self, request: Request, why: Refused, now: float, queued_ms: float) -> Record:
         return Record(
             DecisionRecord(
-                request=request,
-                at=now,
-                policy=self.policy,
-                outcome=why.reason,
-                status=why.status,
-                queued_ms=queued_ms,
+                request=request, at=now, policy=self.policy, outcome=why.reason, status=why.status, queued_ms=queued_ms
             )
         )
 

@@ -192,11 +192,7 @@ class Bench:
         if endpoint is None or (terms.able is not None and not terms.able[slot]):
             raise ValueError(f"picked slot {slot}, which cannot serve the request")
         return ShadowVerdict(
-            name,
-            endpoint.id,
-            slot == case.slot,
-            self._regret(slot),
-            float(terms.ttft[case.slot] - terms.ttft[slot]),
+            name, endpoint.id, slot == case.slot, self._regret(slot), float(terms.ttft[case.slot] - terms.ttft[slot])
         )
 
     def record(self, verdicts: Sequence[ShadowVerdict]) -> ShadowRecord:

@@ -364,19 +364,13 @@ PLURALS = {
 }
 #: The groups and versions of each plural, the one that counts first where several are installed.
 SERVED = {
-    "inferencemodels": (
-        ("inference.networking.x-k8s.io", "v1alpha2"),
-        ("inference.networking.x-k8s.io", "v1alpha1"),
-    ),
+    "inferencemodels": (("inference.networking.x-k8s.io", "v1alpha2"), ("inference.networking.x-k8s.io", "v1alpha1")),
     "inferenceobjectives": (
         ("llm-d.ai", "v1alpha2"),
         ("llm-d.ai", "v1"),
         ("inference.networking.x-k8s.io", "v1alpha2"),
     ),
-    "inferencemodelrewrites": (
-        ("llm-d.ai", "v1alpha2"),
-        ("inference.networking.x-k8s.io", "v1alpha2"),
-    ),
+    "inferencemodelrewrites": (("llm-d.ai", "v1alpha2"), ("inference.networking.x-k8s.io", "v1alpha2")),
 }
 _SHOWN = 5
 

@@ -91,10 +91,7 @@ class _Source(Struct):
 async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: Curve | None) -> KvSource | None:
     """What the engine at `host:port` says; `None` = it has no events, or did not answer in time."""
     try:
-        async with (
-            asyncio.timeout(_TIMEOUT),
-            session.get(f"http://{address}{_PATH}", allow_redirects=False) as answer,
-        ):
+        async with asyncio.timeout(_TIMEOUT), session.get(f"http://{address}{_PATH}", allow_redirects=False) as answer:
             if answer.status != 200:
                 return None
             body = b""

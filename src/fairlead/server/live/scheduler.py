@@ -265,11 +265,7 @@ class Live:
         )
         settings = self.config.admin
         self.admin = Admin(
-            sources,
-            host=settings.host,
-            port=settings.port,
-            debug=settings.debug,
-            on_error=self.watch.on_admin_error,
+            sources, host=settings.host, port=settings.port, debug=settings.debug, on_error=self.watch.on_admin_error
         )
         try:
             await self.admin.start()

@@ -52,10 +52,7 @@ class SchedulerServer:
     def __init__(self, make: Callable[[], Policy], tls: ServerTls | None = None) -> None:
         self.stats = SchedulerStats()
         self._health = HealthService()
-        routes = {
-            PATH: lambda stream, metadata: Session(stream, metadata, make, self.stats),
-            **self._health.routes(),
-        }
+        routes = {PATH: lambda stream, metadata: Session(stream, metadata, make, self.stats), **self._health.routes()}
         self._server = H2Server(routes, H2Limits(max_message=16 << 20, keepalive=20.0), tls=tls)
 
     async def start(self, address: str) -> str:
