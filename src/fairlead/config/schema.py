@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from msgspec import Struct, field
 from pydantic import ConfigDict, Field, model_validator
 
+from fairlead.config.builtins import Kind
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Problem
 from fairlead.core.endpoint import MAX_PORTS
@@ -633,18 +634,7 @@ class EndpointSource(Struct, frozen=True, kw_only=True):
 class PluginSpec(Struct, frozen=True, kw_only=True):
     """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
 
-    kind: Literal[
-        "filter",
-        "scorer",
-        "picker",
-        "policy",
-        "metric-source",
-        "parser",
-        "fairness",
-        "ordering",
-        "saturation",
-        "ceiling",
-    ]
+    kind: Kind
     type: str
     name: str
     parameters: Any

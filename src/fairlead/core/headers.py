@@ -25,18 +25,11 @@ PREFILLER = "x-prefiller-host-port"
 #: Never accepted from a client.
 CONTROL_HEADERS = frozenset(
     {
-        DESTINATION,
-        "x-gateway-destination-endpoint-subset",
-        "x-gateway-destination-endpoint-served",
-        "x-gateway-destination-endpoint-scores",
-        PREFILLER,
-        "x-encoder-hosts-ports",
-        "x-data-parallel-host-port",
-        "x-kv-cache-source-host-port",
-        "x-conformance-test-served-endpoint",
-        DROPPED_REASON,
+        DESTINATION, "x-gateway-destination-endpoint-subset", "x-gateway-destination-endpoint-served",
+        "x-gateway-destination-endpoint-scores", PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port",
+        "x-kv-cache-source-host-port", "x-conformance-test-served-endpoint", DROPPED_REASON,
     }
-)
+)  # fmt: skip
 
 #: Where a session id may stand, first one wins. The last is the OpenAI clients' way.
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")

@@ -216,22 +216,9 @@ class ResponseReader:
     """Reads one response, interim ones (1xx) before it included; `reset` makes it ready for the next one."""
 
     __slots__ = (
-        "_chunk_begun",
-        "_fed",
-        "_fields",
-        "_max_body",
-        "_max_head",
-        "_parser",
-        "_payload",
-        "_silent",
-        "_state",
-        "body_bytes",
-        "chunks",
-        "excess",
-        "headers",
-        "keep_alive",
-        "status",
-    )
+        "_chunk_begun", "_fed", "_fields", "_max_body", "_max_head", "_parser", "_payload", "_silent", "_state",
+        "body_bytes", "chunks", "excess", "headers", "keep_alive", "status",
+    )  # fmt: skip
 
     def __init__(self, payload: Payload | None = None, max_head: int = MAX_HEAD, max_body: int = 1 << 62) -> None:
         """`payload` is called with each piece of the body (framing removed), in order."""

@@ -12,18 +12,6 @@ from fairlead.testing.checks import (
 )
 
 __all__ = [
-    "SimClock",
-    "assert_refused",
-    "assert_routed",
-    "busy",
-    "check_filter",
-    "check_picker",
-    "check_policy",
-    "check_scorer",
-    "choose",
-    "cycle",
-    "endpoint",
-    "fleet",
-    "holds",
-    "request",
-]
+    "SimClock", "assert_refused", "assert_routed", "busy", "check_filter", "check_picker", "check_policy",
+    "check_scorer", "choose", "cycle", "endpoint", "fleet", "holds", "request",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from fairlead.core.events import RequestArrived, UsageReported
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -111,12 +111,7 @@ def _outcomes(run: Run) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]
     for entry in decisions(run):
         outcome, usage = entry.outcome, reported.get(entry.decision.request.id)
         if outcome is not None and usage is not None and outcome.prompt_tokens < 0:
-            outcome = replace(
-                outcome,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-            )
+            outcome = replace(outcome, **asdict(usage))
         if entry.decision.request.id in chains:
             yield entry.decision, outcome
 

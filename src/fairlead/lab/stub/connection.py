@@ -131,22 +131,9 @@ class Connection(asyncio.Protocol):
     """The protocol that the event loop drives."""
 
     __slots__ = (
-        "_began",
-        "_busy",
-        "_chunked",
-        "_close_after",
-        "_parser",
-        "_refused",
-        "_request",
-        "_server",
-        "_transport",
-        "_turning",
-        "active_at",
-        "exchange",
-        "paused",
-        "request_id",
-        "responded",
-    )
+        "_began", "_busy", "_chunked", "_close_after", "_parser", "_refused", "_request", "_server", "_transport",
+        "_turning", "active_at", "exchange", "paused", "request_id", "responded",
+    )  # fmt: skip
 
     def __init__(self, server: Server) -> None:
         self._server = server

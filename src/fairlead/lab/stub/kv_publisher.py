@@ -43,18 +43,9 @@ class Encoding(Struct, frozen=True):
 
 #: vLLM's own order.
 _STORED: tuple[str, ...] = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-)
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+    "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
+)  # fmt: skip
 _REMOVED: tuple[str, ...] = ("block_hashes", "medium", "group_idx")
 _encoder = msgspec.msgpack.Encoder()
 

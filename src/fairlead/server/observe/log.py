@@ -30,19 +30,10 @@ _ROOT = "fairlead"
 #: Fields that would carry what users said or what keeps others out.
 _SECRET = frozenset(
     {
-        "prompt",
-        "body",
-        "messages",
-        "content",
-        "input",
-        "text",
-        "authorization",
-        "token",
-        "api_key",
-        "password",
+        "prompt", "body", "messages", "content", "input", "text", "authorization", "token", "api_key", "password",
         "cookie",
     }
-)
+)  # fmt: skip
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 

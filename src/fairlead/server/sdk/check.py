@@ -343,23 +343,11 @@ class Checker:
 
 Check = Callable[[Checker, Dialogue], Awaitable[str | None]]
 CHECKS: tuple[Check, ...] = (
-    Checker._welcomes,
-    Checker._picks,
-    Checker._every_request_once,
-    Checker._batches_in_flight,
-    Checker._candidates,
-    Checker._empty_pool,
-    Checker._departures,
-    Checker._slots_are_reused,
-    Checker._labels_change,
-    Checker._unknown_fields,
-    Checker._odd_requests,
-    Checker._large_pool,
-    Checker._streams_are_apart,
-    Checker._hello_first,
-    Checker._survives_garbage,
-    Checker._in_time,
-)
+    Checker._welcomes, Checker._picks, Checker._every_request_once, Checker._batches_in_flight, Checker._candidates,
+    Checker._empty_pool, Checker._departures, Checker._slots_are_reused, Checker._labels_change,
+    Checker._unknown_fields, Checker._odd_requests, Checker._large_pool, Checker._streams_are_apart,
+    Checker._hello_first, Checker._survives_garbage, Checker._in_time,
+)  # fmt: skip
 
 
 def _pool(count: int) -> list[EndpointState]:
