@@ -69,6 +69,7 @@ class Server:
         self.port, self.events, self.replay = free_ports(3)
         self._home, self._log, self._nice, self._lora = home, log, nice, lora
         self._process: subprocess.Popen[bytes] | None = None
+        self._spent_s = 0.0
 
     @property
     def url(self) -> str:
@@ -142,8 +143,16 @@ class Server:
                 os.killpg(self._process.pid, number)
 
     def cpu_s(self) -> float:
-        """CPU seconds that its processes have used."""
-        return sum(map(_cpu_s, _family(self._process.pid))) if self._process else 0.0
+        """CPU seconds that its processes have used, those that were killed too."""
+        return self._spent_s + (family_cpu_s(self._process.pid) if self._process else 0.0)
+
+    def kill(self) -> None:
+        """At once, as a node that is gone."""
+        self._spent_s = self.cpu_s()
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
 
     def end(self) -> None:
         """Harmless when repeated."""
@@ -197,6 +206,11 @@ class Pool:
         for server in self.servers:
             if server.post("/reset_prefix_cache") != 200:
                 raise SystemExit(f"server {server.name} does not reset its prefix cache")
+
+
+def family_cpu_s(pid: int) -> float:
+    """CPU seconds of a process and all below it."""
+    return sum(map(_cpu_s, _family(pid)))
 
 
 def _engine_cores(pid: int) -> list[int]:

@@ -18,12 +18,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from _gateway import environment, free_ports, wait_for
-from _real_pool import ADAPTERS, MODEL, Home, Pool
+from _real_pool import ADAPTERS, MODEL, Home, Pool, family_cpu_s
 from _real_table import calibration, shares, spread
 from fairlead.lab.load.report import summarise
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, RunResult
-from fairlead.lab.load.workload import Recorded, Replay
+from fairlead.lab.load.workload import OpenLoop, Recorded, Replay
 from fairlead.lab.simulator.journal import JournaledDecision, decisions, one_run
 from fairlead.lab.workload.conversation import Conversation, conversation
 from fairlead.lab.workload.record import Record
@@ -34,12 +34,15 @@ SHAPE = Conversation(
 )
 WARM_REQUESTS, FAULT_S, LAG_MS = 60, 10.0, 20.0
 FRONT_NICE = -10
+#: Requests after a fault is over; and how often the requests asked for may be exceeded until it is.
+AFTER, LONGEST = 60, 5
 #: Envoy tells the end of a request up to so long after it.
 SETTLED_S = 1.5
 
 
 class Case(Struct, frozen=True):
-    """What identifies a run. `policy` may end with `+events` (KV events), `+warm` (traffic before), or both."""
+    """What identifies a run. `policy` may end with `+events` (KV events), `+warm` (traffic before), or both; and with
+    `@REVISION`, whose sources are used."""
 
     policy: str
     rate: float
@@ -76,7 +79,7 @@ class Gateway:
         self.port, self.admin, ext_proc, als = free_ports(4)
         self.journal = folder / "journal"
         self.journal.mkdir(parents=True, exist_ok=True)
-        policy, *options = case.policy.split("+")
+        policy, *options = case.policy.partition("@")[0].split("+")
         document: dict[str, Any] = {
             "policy": policy,
             "gateway": {"host": "127.0.0.1", "port": self.port, "concurrency": 1},
@@ -113,6 +116,9 @@ class Gateway:
             raise SystemExit(f"fairlead serve was not ready in time ({problem}):\n{log.read_text()[-2000:]}")
         return self
 
+    def cpu_s(self) -> float:
+        return family_cpu_s(self._process.pid) if self._process else 0.0
+
     def _look(self) -> None:
         if self._process is not None and self._process.poll() is not None:
             words = (self._folder / "fairlead.log").read_text(errors="replace")[-2000:]
@@ -135,24 +141,24 @@ def measure(case: Case, pool: Pool, home: Home, folder: Path, source: str = "") 
     for old in (folder / "journal").glob("*.journal"):
         old.unlink()
     pool.forget()
-    records, salt = traffic(case), secrets.randbits(32)
-    begin, cpu = _load(), sum(server.cpu_s() for server in pool.servers)
+    salt = secrets.randbits(32)
+    load = os.getloadavg()[0]
     with Gateway(case, pool, home, folder, source) as gateway:
-        if "warm" in case.policy.split("+"):
+        if "warm" in case.policy.partition("@")[0].split("+"):
             asyncio.run(_send(gateway, traffic(_warm(case)), salt + 1))
-        start = time.time()
-        result, marks = asyncio.run(_measured(case, pool, gateway, records, salt))
+        begin, start = _usage(pool, gateway), time.time()
+        result, marks = asyncio.run(_measured(case, pool, gateway, salt))
+        used = _usage(pool, gateway).since(begin)
         time.sleep(SETTLED_S)
-    cpu = sum(server.cpu_s() for server in pool.servers) - cpu
     # A warm gateway has decided before.
-    made = list(decisions(one_run(gateway.journal)))[-len(records) :]
+    made = list(decisions(one_run(gateway.journal)))[-len(result.records) :]
     return {
         "key": case.key,
         **{name: getattr(case, name) for name in case.__struct_fields__},
         "at": round(start),
-        "loadavg": [begin, _load()],
+        "loadavg": [round(load, 2), round(os.getloadavg()[0], 2)],
         "salt": salt,
-        "servers_cpu_s": round(cpu, 2),
+        **used,
         **_figures(result),
         **_decided(made, marks),
     }
@@ -162,40 +168,59 @@ def _warm(case: Case) -> Case:
     return replace(case, seed=case.seed + 1000, requests=WARM_REQUESTS)
 
 
-async def _measured(
-    case: Case, pool: Pool, gateway: Gateway, records: list[Record], salt: int
-) -> tuple[RunResult, dict[str, float]]:
+class UntilHealed:
+    """At the records' own times. Where a fault is not over by the end of the first `least`, more of them follow, until
+    it is and `AFTER` came behind it."""
+
+    def __init__(self, records: list[Record], least: int, fault: bool, marks: dict[str, float]) -> None:
+        self._records, self._least, self._fault, self._marks = records, least, fault, marks
+
+    def offsets(self) -> Iterator[float]:
+        last = self._least
+        for number, record in enumerate(self._records):
+            if self._fault and "healed" not in self._marks:
+                last = max(self._least, number + AFTER)
+            if number >= last:
+                return
+            yield record.arrival_us * 1e-6
+
+
+async def _measured(case: Case, pool: Pool, gateway: Gateway, salt: int) -> tuple[RunResult, dict[str, float]]:
     """`marks`: Unix times of what was done to server 0."""
     marks: dict[str, float] = {}
-    fault = asyncio.create_task(_trouble(case, pool, records[-1].arrival_us * 1e-6, marks))
+    fault = case.fault != "none"
+    records = traffic(replace(case, requests=case.requests * LONGEST) if fault else case)
+    arrivals = UntilHealed(records, case.requests, fault, marks)
+    trouble = asyncio.create_task(_trouble(case, pool, records[case.requests - 1].arrival_us * 1e-6, marks))
     try:
-        return await _send(gateway, records, salt), marks
+        return await _send(gateway, records, salt, arrivals), marks
     finally:
-        if case.fault == "none" or sys.exc_info()[0] is not None:
-            fault.cancel()
+        trouble.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await fault
+            await trouble
 
 
-async def _send(gateway: Gateway, records: list[Record], salt: int) -> RunResult:
+async def _send(gateway: Gateway, records: list[Record], salt: int, arrivals: OpenLoop | None = None) -> RunResult:
     seconds = records[-1].arrival_us * 1e-6
     options = Options(requests=len(records), timeout_s=60.0, time_limit_s=seconds + 90.0)
     work = Replay(records, fallback_model=MODEL, extra={"ignore_eos": True, "temperature": 0}, seed=salt)
-    return await run(gateway.url, work, Recorded(records), options)
+    return await run(gateway.url, work, arrivals or Recorded(records), options)
 
 
 async def _trouble(case: Case, pool: Pool, seconds: float, marks: dict[str, float]) -> None:
-    """After a third of the arrivals: `kill` (and start again), `hang` its engine, or `freeze` the whole server."""
+    """After a quarter of the arrivals: `kill` (and start again), `hang` its engine, or `freeze` the whole server."""
     if case.fault == "none":
         return
     server = pool.servers[0]
-    await asyncio.sleep(seconds / 3)
+    await asyncio.sleep(seconds / 4)
     marks["fault"] = time.time()
     if case.fault == "kill":
-        server.signal(signal.SIGKILL)
-        server.end()
+        await asyncio.to_thread(server.kill)
         server.start()
-        await asyncio.to_thread(server.wait)
+        while not await asyncio.to_thread(server.healthy):
+            if not server.running():
+                raise SystemExit(f"server {server.name} ended when it was started again")
+            await asyncio.sleep(0.25)
     else:
         core = case.fault == "hang"
         server.signal(signal.SIGSTOP, core)
@@ -214,7 +239,7 @@ def _figures(result: RunResult) -> dict[str, Any]:
         "failed": summary["failed"],
         "failed_by_reason": summary["failed_by_reason"],
         #: Nothing of the answer had come: these could have been sent elsewhere.
-        "failed_without_a_byte": sum(record.first_data == 0.0 for record in failed),
+        "failed_without_a_byte": sum(record.status != 200 or record.first_data == 0.0 for record in failed),
         "ttft_ms": spread([record.ttft() * 1e3 for record in result.records if not record.error]),
         "e2e_ms": spread([record.e2e() * 1e3 for record in result.records if not record.error]),
         "hit_rate": summary["prefix_hit_rate"],
@@ -243,8 +268,32 @@ def _decided(made: list[JournaledDecision], marks: dict[str, float]) -> dict[str
     return told
 
 
-def _load() -> float:
-    return os.getloadavg()[0]
+class _Usage(Struct, frozen=True):
+    """CPU seconds so far: of the servers, of the gateway with its scheduler, and of the whole machine."""
+
+    servers: float
+    gateway: float
+    machine: float
+    own: float
+    at: float
+
+    def since(self, begin: "_Usage") -> dict[str, float]:
+        """`others_share`: what of the machine went to processes that are no part of the run."""
+        servers, gateway = self.servers - begin.servers, self.gateway - begin.gateway
+        others = self.machine - begin.machine - servers - gateway - (self.own - begin.own)
+        whole = (self.at - begin.at) * (os.cpu_count() or 1)
+        return {
+            "servers_cpu_s": round(servers, 2),
+            "gateway_cpu_s": round(gateway, 2),
+            "others_share": round(max(others, 0.0) / whole, 3),
+        }
+
+
+def _usage(pool: Pool, gateway: Gateway) -> _Usage:
+    fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]))
+    busy = sum(fields[:3]) + sum(fields[5:8])
+    servers = sum(server.cpu_s() for server in pool.servers)
+    return _Usage(servers, gateway.cpu_s(), busy / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic())
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def lines(rows: Sequence[Row], base: Sequence[str] = ("round-robin", "least-requ
     """A Markdown table of the runs, one row each, and one of the ratios to `base`."""
     out = [
         "| policy | rate/s | seed | fault | TTFT mean / p95, ms | E2E mean, ms | hits | shares | in band | p50, p90 of"
-        " actual/forecast | failed | load |",
+        " actual/forecast | failed | others' CPU |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     order = {row["policy"]: at for at, row in reversed(list(enumerate(rows)))}
@@ -101,6 +101,17 @@ def lines(rows: Sequence[Row], base: Sequence[str] = ("round-robin", "least-requ
             pair = [ratio(rows, policy, other, figure) for figure in ("ttft_ms", "e2e_ms")]
             if policy != other and any(pair):
                 out.append(f"| {policy} / {other} | {' | '.join(map(_interval, pair))} |")
+    return out
+
+
+def simulation_lines(found: Sequence[Row]) -> list[str]:
+    """A Markdown table: real and simulated means. Nothing where nothing was simulated."""
+    if not found:
+        return []
+    out = ["", "| run | TTFT real / simulated, ms | E2E real / simulated, ms |", "|---|---|---|"]
+    for row in found:
+        pairs = [f"{row[name][0]:,.0f} / {row[name][1]:,.0f}" for name in ("ttft_ms", "e2e_ms") if not row["problem"]]
+        out.append(f"| {row['key']} | {' | '.join(pairs or [row['problem'], ''])} |")
     return out
 
 
@@ -118,7 +129,7 @@ def _line(row: Row) -> str:
         f"{forecast['inside']:.0%}" if forecast else "-",
         f"{forecast['ratio_p50']:.2f}, {forecast['ratio_p90']:.2f}" if forecast else "-",
         str(row["failed"]),
-        f"{max(row['loadavg']):.1f}",
+        f"{row['others_share']:.0%}",
     ]
     return f"| {' | '.join(cells)} |"
 

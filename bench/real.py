@@ -8,10 +8,11 @@
 FAIRLEAD_REAL_HOME (or --home) names the folder with `venv` and `model`; default: ~/.cache/fairlead/real.
 Runs are kept as JSON lines in OUT/runs.jsonl, their journals under OUT/journals; what has been run with the same
 sources is not run again (--fresh does). A run whose load generator was more than 20 ms late (p99) is marked as
-invalid. Policies: any name, with `+events` for KV events, `+warm` for a scheduler that had traffic before.
+invalid. Policies: any name, with `+events` for KV events, `+warm` for a scheduler that had traffic before, and at the
+end `@REVISION` for the sources of another revision: `default,default@v0.1` compares two in turns on the same servers.
 
 JSON: {"rows": [one object per run], "summary": {"runs", "invalid", "ratios": {"A / B": {"ttft_ms": [mean, low, high],
-"e2e_ms": …}}}}.
+"e2e_ms": …}}}, "simulated": [with --simulate: {"key", "problem", "ttft_ms": [real, simulated], "e2e_ms": …}]}.
 """
 
 import argparse
@@ -20,15 +21,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from _gateway import checked_out
 from _output import tell
 from _real_install import install
 from _real_pool import Home, Pool
 from _real_run import Case, in_front, measure
-from _real_table import lines, summary
+from _real_simulated import simulated, tuned
+from _real_table import lines, simulation_lines, summary
 
 HERE = Path(__file__).parents[1]
 FAULTS = ("none", "kill", "hang", "freeze")
@@ -69,11 +73,18 @@ def kept(out: Path, sources: str) -> list[dict[str, Any]]:
 def run_all(wanted: Sequence[Case], home: Home, options: argparse.Namespace, sources: str) -> None:
     """Runs what is missing; each row is written as soon as it is there."""
     folder = options.out / "journals" / sources
-    _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
-    with Pool(home, options.out, options.servers, options.nice, options.adapters) as pool:
+    with ExitStack() as stack:
+        revisions = sorted({case.policy.partition("@")[2] for case in wanted} - {""})
+        places = {revision: str(stack.enter_context(checked_out(revision)) / "src") for revision in revisions}
+        _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
+        pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, options.adapters))
+        if options.simulate:
+            tuned(pool.servers[0], options.out / "preset.yaml", _say)
         for number, case in enumerate(wanted, 1):
             _say(f"{number}/{len(wanted)} {case.key}")
-            row = measure(case, pool, home, folder / case.key) | {"sources": sources}
+            row = measure(case, pool, home, folder / case.key, places.get(case.policy.partition("@")[2], "")) | {
+                "sources": sources
+            }
             with (options.out / "runs.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             _say(_brief(row))
@@ -88,7 +99,7 @@ def _brief(row: dict[str, Any]) -> str:
     late = "" if row["valid"] else ", INVALID: the load generator was late"
     return (
         f"    TTFT {mean('ttft_ms')} ms, E2E {mean('e2e_ms')} ms, {row['shares']}, {inside}, {row['failed']} failed,"
-        f" load {max(row['loadavg']):.1f}{late}"
+        f" others took {row['others_share']:.0%} of the CPU{late}"
     )
 
 
@@ -114,12 +125,13 @@ def _arguments() -> argparse.Namespace:
     add("--rate", type=_list(float), default=[2.5, 5.0, 8.0])
     add("--seed", type=_list(int), default=[1, 2, 3])
     add("--requests", type=int, default=90)
-    add("--fault", type=_list(str), default=["none"], help=f"to server 0, after a third: {', '.join(FAULTS)}")
+    add("--fault", type=_list(str), default=["none"], help=f"to server 0, after a quarter: {', '.join(FAULTS)}")
     add("--adapters", action="store_true", help="servers with two LoRA adapters, which requests ask for")
     add("--servers", type=int, default=2)
     add("--nice", type=int, default=5, help="of the servers")
     add("--install", action="store_true", help="first install what is missing in the home")
     add("--tokeniser", default="", help="with --install: a folder with tokenizer.json, instead of one trained here")
+    add("--simulate", action="store_true", help="the same traffic in the simulator, with a preset tuned from a server")
     add("--fresh", action="store_true", help="run again what is kept")
     add("--report", action="store_true", help="only the table of what is kept")
     add("--json", action="store_true")
@@ -150,7 +162,15 @@ def main() -> None:
     if not options.report:
         keys = {case.key for case in cases(options)}
         rows = [row for row in rows if row["key"] in keys]
-    tell({"rows": rows, "summary": summary(rows)}, options.json, lambda found: print("\n".join(lines(found["rows"]))))
+    found = {"rows": rows, "summary": summary(rows)}
+    preset = options.out / "preset.yaml"
+    if options.simulate and preset.is_file():
+        found["simulated"] = simulated(rows, options.out / "journals" / sources, preset, options.servers)
+    tell(found, options.json, show)
+
+
+def show(found: dict[str, Any]) -> None:
+    print("\n".join([*lines(found["rows"]), *simulation_lines(found.get("simulated", []))]))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def row(policy: str, seed: int, ttft: float, **others: Any) -> dict[str, Any]:
     return {
         "policy": policy, "rate": 5.0, "seed": seed, "requests": 90, "fault": "none", "adapters": False, "valid": True,
         "ttft_ms": {"mean": ttft, "p95": 2 * ttft}, "e2e_ms": {"mean": 3 * ttft}, "hit_rate": 0.5, "failed": 0,
-        "shares": {"e0": 0.6, "e1": 0.4}, "forecast": None, "loadavg": [0.1, 1.0],
+        "shares": {"e0": 0.6, "e1": 0.4}, "forecast": None, "others_share": 0.1,
     } | others  # fmt: skip
 
 
@@ -71,3 +71,23 @@ def test_traffic_is_the_same_for_all_policies_and_has_the_rate(bench: Any) -> No
     assert 400 / 5 * 0.8 < traffic[0][-1].arrival_us * 1e-6 < 400 / 5 * 1.2
     shared = {record.hash_ids[:7] for record in traffic[0]}
     assert len(shared) == run.SHAPE.systems
+
+
+def test_a_fault_that_lasts_is_followed_by_further_requests(bench: Any) -> None:
+    run = bench("_real_run")
+    records = run.traffic(run.Case("default", 5.0, 1, 400))
+    marks: dict[str, float] = {}
+    arrivals = run.UntilHealed(records, 100, True, marks).offsets()
+    for _ in range(150):
+        next(arrivals)
+    marks["healed"] = 1.0
+    assert 0 < len(list(arrivals)) - run.AFTER < 2
+    assert len(list(run.UntilHealed(records, 100, False, {}).offsets())) == 100
+
+
+def test_simulated_figures_stand_beside_the_real_ones(bench: Any) -> None:
+    found = [{"key": "a", "problem": "", "ttft_ms": [100.4, 90.0], "e2e_ms": [1000.0, 950.0]}]
+    found.append({"key": "b", "problem": "it failed", "ttft_ms": [100.4, None], "e2e_ms": [1000.0, None]})
+    table = bench("_real_table").simulation_lines(found)
+    assert "| a | 100 / 90 | 1,000 / 950 |" in table and "| b | it failed |  |" in table
+    assert bench("_real_table").simulation_lines([]) == []

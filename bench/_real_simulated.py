@@ -1,0 +1,66 @@
+"""The same traffic in the simulator: a preset tuned from one of the servers, captures of what was sent.
+
+Everything by the commands that a user has: `fairlead tune`, `capture`, `simulate`.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from _gateway import environment
+from _real_pool import Server
+
+TUNE_S, PATIENCE_S = 60.0, 180.0
+
+
+def tuned(server: Server, preset: Path, say: Callable[[str], None]) -> bool:
+    """Whether there is a preset of the idle server; one that is there is kept."""
+    if not preset.is_file():
+        say(f"tuning a preset from server {server.name} ({TUNE_S:g} s)")
+        problem = _fairlead("tune", server.url, "--seconds", f"{TUNE_S:g}", "--out", str(preset))[1]
+        if problem:
+            say(f"    {problem}")
+    return preset.is_file()
+
+
+def simulated(rows: Iterable[dict[str, Any]], journals: Path, preset: Path, servers: int) -> list[dict[str, Any]]:
+    """For each run without faults: its figures, and those of the simulation of what its journal says was sent."""
+    found = []
+    for row in rows:
+        if row["fault"] != "none" or "@" in row["policy"] or not row["ttft_ms"]:
+            continue
+        folder = journals / row["key"]
+        traffic = folder / "traffic.jsonl"
+        policy, *options = row["policy"].split("+")
+        problem = _fairlead("capture", str(folder / "journal"), str(traffic))[1]
+        figures: dict[str, Any] = {}
+        if not problem:
+            command = ["simulate", str(traffic), "--servers", str(servers), "--preset", str(preset)]
+            command += ["--policy", policy, "--seed", str(row["seed"]), "--json"]
+            text, problem = _fairlead(*command, *(["--kv-lag-ms", "50"] if "events" in options else []))
+            figures = json.loads(text)["figures"] if not problem else {}
+        found.append(
+            {
+                "key": row["key"],
+                "problem": problem,
+                "ttft_ms": [row["ttft_ms"]["mean"], figures.get("ttft_mean_ms")],
+                "e2e_ms": [row["e2e_ms"]["mean"], figures.get("e2e_mean_ms")],
+            }
+        )
+    return found
+
+
+def _fairlead(*arguments: str) -> tuple[str, str]:
+    """What the command printed, and why it failed (empty = it did not)."""
+    command = [sys.executable, "-m", "fairlead", *arguments]
+    try:
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"fairlead {arguments[0]} took more than {PATIENCE_S:g} s"
+    words = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["it said nothing"]
+    return done.stdout, f"fairlead {arguments[0]} failed: {words[0]}" if done.returncode else ""
