@@ -85,6 +85,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        set_group_nice(self._process.pid, self._nice)
 
     def _command(self) -> list[str]:
         events = {
@@ -206,6 +207,13 @@ class Pool:
         for server in self.servers:
             if server.post("/reset_prefix_cache") != 200:
                 raise SystemExit(f"server {server.name} does not reset its prefix cache")
+
+
+def set_group_nice(pid: int, nice: int) -> None:
+    """Of its session: where Linux groups by session (`sched_autogroup_enabled`), a process's own nice value counts
+    only among those of its group. Nothing happens where that is not so, or not allowed."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 def family_cpu_s(pid: int) -> float:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from _gateway import environment, free_ports, wait_for
-from _real_pool import ADAPTERS, MODEL, Home, Pool, family_cpu_s
+from _real_pool import ADAPTERS, MODEL, Home, Pool, family_cpu_s, set_group_nice
 from _real_table import calibration, shares, spread
 from fairlead.lab.load.report import summarise
 from fairlead.lab.load.runner import run
@@ -109,6 +109,7 @@ class Gateway:
             self._process = subprocess.Popen(
                 command, env=environment(self._source), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
+        set_group_nice(self._process.pid, FRONT_NICE)
         problem = wait_for(f"http://127.0.0.1:{self.admin}/readyz", self._look)
         problem = problem or wait_for(f"{self.url}/v1/models", self._look)
         if problem:
@@ -179,7 +180,7 @@ class UntilHealed:
         last = self._least
         for number, record in enumerate(self._records):
             if self._fault and "healed" not in self._marks:
-                last = max(self._least, number + AFTER)
+                last = max(self._least, number + 1 + AFTER)
             if number >= last:
                 return
             yield record.arrival_us * 1e-6
@@ -304,9 +305,11 @@ def in_front() -> Iterator[None]:
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, FRONT_NICE)
+        set_group_nice(os.getpid(), FRONT_NICE)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, priority)
+            set_group_nice(os.getpid(), 0)

@@ -93,8 +93,9 @@ def lines(rows: Sequence[Row], base: Sequence[str] = ("round-robin", "least-requ
         " actual/forecast | failed | others' CPU |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    order = {row["policy"]: at for at, row in reversed(list(enumerate(rows)))}
-    out += [_line(row) for row in sorted(rows, key=lambda r: (r["fault"], r["rate"], r["seed"], order[r["policy"]]))]
+    order = list(dict.fromkeys(row["policy"] for row in rows))
+    by_case = sorted(rows, key=lambda row: (row["fault"], row["rate"], row["seed"], order.index(row["policy"])))
+    out += map(_line, by_case)
     out += ["", "| | TTFT mean | E2E mean |", "|---|---|---|"]
     for policy in order:
         for other in base:
