@@ -92,8 +92,8 @@ states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
 	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal extproc start remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
 
-real: $(VENV)/.dev ## real vLLM servers on this machine, policies in turns; REAL="--rate 5 --seed 1" for a slice (bench/real.py; installs 3 GB once)
-	$(BIN)/python bench/real.py --install $(REAL)
+real: $(VENV)/.dev ## policies in turns before two real vLLM servers: installs 3 GB once, then an hour; REAL="--rate 5 --seed 1" for a slice
+	$(BIN)/python bench/real.py --install $(or $(REAL),--everything --simulate)
 
 quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
 	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))

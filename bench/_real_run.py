@@ -33,7 +33,7 @@ SHAPE = Conversation(
     systems=6, system_tokens=448, turns=3, first_tokens=150, turn_tokens=40, output_tokens=30, gap_s=4, max_tokens=1600
 )
 WARM_REQUESTS, FAULT_S, LAG_MS = 60, 10.0, 20.0
-FRONT_NICE = -10
+FRONT_NICE = -20
 #: Requests after a fault is over; and how often the requests asked for may be exceeded until it is.
 AFTER, LONGEST = 60, 5
 #: Envoy tells the end of a request up to so long after it.

@@ -1,6 +1,6 @@
 """Statistics of runs against real engines, and their table. Pure."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log, sqrt
 from statistics import fmean, stdev
@@ -87,22 +87,60 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def lines(rows: Sequence[Row], base: Sequence[str] = ("round-robin", "least-requests")) -> list[str]:
-    """A Markdown table of the runs, one row each, and one of the ratios to `base`."""
+    """Markdown tables: the runs, their means by policy and rate, the ratios to `base`."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    by_case = sorted(rows, key=lambda row: (*_case(row), row["seed"], policies.index(row["policy"])))
     out = [
         "| policy | rate/s | seed | fault | TTFT mean / p95, ms | E2E mean, ms | hits | shares | in band | p50, p90 of"
         " actual/forecast | failed | others' CPU |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"|{'---|' * 12}",
+        *map(_line, by_case),
+        "",
+        "| policy | rate/s | fault | runs | TTFT mean, ms | E2E mean, ms | busiest, at most | in band | failed |",
+        f"|{'---|' * 9}",
     ]
-    order = list(dict.fromkeys(row["policy"] for row in rows))
-    by_case = sorted(rows, key=lambda row: (row["fault"], row["rate"], row["seed"], order.index(row["policy"])))
-    out += map(_line, by_case)
-    out += ["", "| | TTFT mean | E2E mean |", "|---|---|---|"]
-    for policy in order:
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in by_case:
+        if row["valid"]:
+            groups[_case(row), row["policy"]].append(row)
+    out += map(_group_line, groups.values())
+    out += ["", "| | pairs | TTFT mean | E2E mean |", "|---|---|---|---|"]
+    for policy in policies:
         for other in base:
             pair = [ratio(rows, policy, other, figure) for figure in ("ttft_ms", "e2e_ms")]
             if policy != other and any(pair):
-                out.append(f"| {policy} / {other} | {' | '.join(map(_interval, pair))} |")
+                count = len(_means(rows, policy, "ttft_ms").keys() & _means(rows, other, "ttft_ms").keys())
+                out.append(f"| {policy} / {other} | {count} | {' | '.join(map(_interval, pair))} |")
     return out
+
+
+def _case(row: Row) -> tuple[str, bool, float]:
+    return row["fault"], row["adapters"], row["rate"]
+
+
+def _group_line(rows: Sequence[Row]) -> str:
+    """One policy at one rate: means over the seeds with their 95 % intervals; forecasts of all requests."""
+    row = rows[0]
+    judged = [(row["forecast"]["n"], row["forecast"]["inside"]) for row in rows if row["forecast"]]
+    inside = sum(n * share for n, share in judged) / sum(n for n, _ in judged) if judged else None
+    cells = [
+        row["policy"] + (" (adapters)" if row["adapters"] else ""),
+        f"{row['rate']:g}",
+        row["fault"],
+        str(len(rows)),
+        *(_mean([row[figure]["mean"] for row in rows if row[figure]]) for figure in ("ttft_ms", "e2e_ms")),
+        f"{max(max(row['shares'].values(), default=0.0) for row in rows):.0%}",
+        "-" if inside is None else f"{inside:.0%}",
+        str(sum(row["failed"] for row in rows)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean, _, high = mean_interval(values)
+    return f"{mean:,.0f}" if len(values) < 2 else f"{mean:,.0f} ± {high - mean:,.0f}"
 
 
 def simulation_lines(found: Sequence[Row]) -> list[str]:

@@ -3,6 +3,7 @@
     python bench/real.py --install                        # once: vLLM and a small model, 3 GB, some minutes
     python bench/real.py --rate 5 --seed 1                # two servers; default, round robin, least requests in turns
     python bench/real.py --policy default+events --fault kill --requests 300
+    python bench/real.py --everything --simulate          # rates, seeds, faults, adapters: about an hour
     python bench/real.py --report                         # the table of all runs that are kept
 
 FAIRLEAD_REAL_HOME (or --home) names the folder with `venv` and `model`; default: ~/.cache/fairlead/real.
@@ -20,7 +21,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -40,11 +41,32 @@ FAULTS = ("none", "kill", "hang", "freeze")
 
 def cases(options: argparse.Namespace) -> list[Case]:
     """Policies in turns, beginning with another one each time."""
+    if options.everything:
+        return everything(options.requests)
+    given = product(options.fault, options.rate, options.seed)
+    return in_turns(options.policy, given, options.requests, options.adapters)
+
+
+def everything(requests: int) -> list[Case]:
+    """All that the page of benchmarks shows: about an hour."""
+    plain, seeds = ["default", "default+events", "round-robin", "least-requests"], (1, 2, 3)
+    return [
+        *in_turns(plain, product(["none"], (2.5, 5.0, 8.0), seeds), requests),
+        *in_turns(["default+warm", "round-robin+warm"], product(["none"], [5.0], seeds), requests),
+        *in_turns(["default", "default+events"], product(FAULTS[1:], [5.0], [1]), 250),
+        *in_turns(plain, product(["none"], [5.0], seeds), requests, adapters=True),
+    ]
+
+
+def in_turns(
+    policies: list[str], given: Iterable[tuple[str, float, int]], requests: int, adapters: bool = False
+) -> list[Case]:
+    """`given`: faults, rates, seeds."""
     made: list[Case] = []
-    for number, (fault, rate, seed) in enumerate(product(options.fault, options.rate, options.seed)):
-        turn = number % len(options.policy)
-        policies = options.policy[turn:] + options.policy[:turn]
-        made += (Case(policy, rate, seed, options.requests, fault, options.adapters) for policy in policies)
+    for number, (fault, rate, seed) in enumerate(given):
+        turn = number % len(policies)
+        order = policies[turn:] + policies[:turn]
+        made += (Case(policy, rate, seed, requests, fault, adapters) for policy in order)
     return made
 
 
@@ -72,19 +94,25 @@ def kept(out: Path, sources: str) -> list[dict[str, Any]]:
 
 def run_all(wanted: Sequence[Case], home: Home, options: argparse.Namespace, sources: str) -> None:
     """Runs what is missing; each row is written as soon as it is there."""
+    for adapters in (False, True):
+        some = [case for case in wanted if case.adapters == adapters]
+        if some:
+            _run_with(some, adapters, home, options, sources)
+
+
+def _run_with(wanted: Sequence[Case], adapters: bool, home: Home, options: argparse.Namespace, sources: str) -> None:
     folder = options.out / "journals" / sources
     with ExitStack() as stack:
         revisions = sorted({case.policy.partition("@")[2] for case in wanted} - {""})
         places = {revision: str(stack.enter_context(checked_out(revision)) / "src") for revision in revisions}
         _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
-        pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, options.adapters))
-        if options.simulate:
+        pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, adapters))
+        if options.simulate and not adapters:
             tuned(pool.servers[0], options.out / "preset.yaml", _say)
         for number, case in enumerate(wanted, 1):
             _say(f"{number}/{len(wanted)} {case.key}")
-            row = measure(case, pool, home, folder / case.key, places.get(case.policy.partition("@")[2], "")) | {
-                "sources": sources
-            }
+            source = places.get(case.policy.partition("@")[2], "")
+            row = measure(case, pool, home, folder / case.key, source) | {"sources": sources}
             with (options.out / "runs.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             _say(_brief(row))
@@ -121,6 +149,7 @@ def _arguments() -> argparse.Namespace:
     add("--home", type=Path, default=Path(os.environ.get("FAIRLEAD_REAL_HOME") or cache / "fairlead" / "real"))
     add("--vllm", default="", help="a vllm program to use instead of the home's own")
     add("--out", type=Path, default=HERE / "out" / "real")
+    add("--everything", action="store_true", help="instead of the slice that the next options select: about an hour")
     add("--policy", type=_list(str), default=["default", "round-robin", "least-requests"])
     add("--rate", type=_list(float), default=[2.5, 5.0, 8.0])
     add("--seed", type=_list(int), default=[1, 2, 3])

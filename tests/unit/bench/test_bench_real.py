@@ -60,8 +60,16 @@ def test_policies_are_compared_where_both_have_run_and_the_load_was_in_time(benc
 def test_the_table_has_a_line_for_each_run_and_each_ratio(bench: Any) -> None:
     rows = [row("default", 1, 50.0), row("round-robin", 1, 100.0), row("default", 2, 55.0, valid=False)]
     table = bench("_real_table").lines(rows)
-    assert sum(line.startswith(("| default |", "| round-robin |", "| default (invalid")) for line in table) == 3
-    assert "| default / round-robin | 0.50 | 0.50 |" in table
+    assert sum(line.startswith("| default (invalid") for line in table) == 1
+    assert sum(line.startswith(("| default |", "| round-robin |")) for line in table) == 2 + 2, "runs, and their means"
+    assert "| default / round-robin | 1 | 0.50 | 0.50 |" in table
+    assert "| default | 5 | none | 1 | 50 | 150 | 60% | - | 0 |" in table, "without the run that is invalid"
+
+
+def test_every_policy_begins_once(bench: Any) -> None:
+    made = bench("real").in_turns(["a", "b", "c"], [("none", 5.0, seed) for seed in (1, 2, 3)], 90)
+    assert [case.policy for case in made] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert len({case.key for case in bench("real").everything(90)}) == 36 + 6 + 6 + 12
 
 
 def test_traffic_is_the_same_for_all_policies_and_has_the_rate(bench: Any) -> None:
