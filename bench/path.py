@@ -51,12 +51,12 @@ _WORDS = re.compile(rb'(?<="content":")[a-z ]+(?=")')
 PARTS = {
     "gateway/h2": "transport",
     "gateway/grpc_frames": "transport",
+    "gateway/understand": "parse",
     "gateway/": "session",
     "core/headers": "session",
     "apis/": "parse",
     "core/apis": "parse",
     "core/tokens": "parse",
-    "core/conversations": "parse",
     "server/": "records",
     "core/records": "records",
     "plugins/": "policy",

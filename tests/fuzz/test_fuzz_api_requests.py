@@ -16,9 +16,9 @@ from fairlead.apis.errors import error_body
 from fairlead.apis.multipart import read_form
 from fairlead.apis.request import ParsedRequest, parse_request
 from fairlead.core.apis import OTHER, api_of
-from fairlead.core.conversations import Conversations
 from fairlead.core.errors import ClientError
 from fairlead.core.prefix import ChainHasher
+from fairlead.gateway.understand import Conversations
 
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 json_bodies = pytest.mark.fuzzer("bodies of every API")

@@ -100,7 +100,8 @@ class Picked(Struct):
     trace: Trace | None = None
     #: Who decided, where a policy has others decide for it; empty = the policy that was asked.
     by: str = ""
-    #: Who gets it if no connection to `slot` can be made; -1 = the runner-up of `trace`, if there is one.
+    #: Who gets it if no connection to `slot` can be made; -1, or `slot` itself, = the runner-up of `trace`, if there is
+    #: one.
     fallback_slot: int = -1
 
 

@@ -288,7 +288,7 @@ def _check(mask: BoolColumn, slots: int) -> None:
 def runner_up(pick: Picked, table: EndpointTable) -> int:
     """Its slot: as the pick says, else the best beside those of the pick; -1 = none. 1.0 us for 8 endpoints, 2 us for
     1000."""
-    if pick.fallback_slot >= 0:
+    if pick.fallback_slot not in (-1, pick.slot):
         return pick.fallback_slot if pick.fallback_slot != pick.prefill_slot else -1
     trace = pick.trace
     if trace is None or trace.endpoints is not table.ids or table.count < 2:  # else its columns are no columns of ours

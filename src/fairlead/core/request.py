@@ -16,6 +16,9 @@ class PrefixChain(Struct, frozen=True, gc=False):
 
 
 NO_PREFIX = PrefixChain()
+#: What ids of conversations begin with that were recognised by their prompts (`fairlead.gateway.understand`). Clients
+#: that name their sessions rarely use it.
+RECOGNISED = "~"
 
 
 class Request(Struct, frozen=True, gc=False):
@@ -51,8 +54,7 @@ class Request(Struct, frozen=True, gc=False):
     media: int = 0
     #: Why the body was not read (see `fairlead.apis.parsed.ParsedRequest.unread`); empty = it was.
     unread: str = ""
-    #: Session id for affinity: the client's, or one that begins with `~` and was recognised by the prompt
-    #: (`fairlead.core.conversations`); empty = none.
+    #: Session id for affinity: the client's, or one that begins with `RECOGNISED`; empty = none.
     session: str = ""
     #: Higher goes first; below 0 may be shed.
     priority: int = 0

@@ -397,7 +397,9 @@ class Pipeline:
         lease.predicted = predicted
         entry.lease = lease
         self.requests.move(entry, trigger, S.ROUTED)
-        fallback_slot = runner_up(pick, fleet.table)
+        fallback_slot = pick.fallback_slot
+        if fallback_slot < 0 or fallback_slot == slot or prefill is not None:
+            fallback_slot = runner_up(pick, fleet.table)
         fallback = endpoints[fallback_slot] if fallback_slot >= 0 else None
         evictable = self.flow_controller is not None and self.flow_controller.may_evict(request)
         route = Route(

@@ -129,17 +129,16 @@ class Driver:
     def feed(self, event: Event) -> None:
         """Let the pipeline know, and do what it says: now, or after the events before it."""
         events = self._events
-        events.append(event)
-        if self._busy:
-            return
+        if events or self._busy:
+            events.append(event)
+            if self._busy:
+                return
+            event = events.popleft()
         self._busy = True
         try:
-            while events:
-                event = events.popleft()
+            while True:
                 started = perf_counter()
                 instructions = self._handle(event)
-                if not instructions:
-                    continue
                 duration = perf_counter() - started
                 for instruction in instructions:
                     # What every request leads to is carried out here, without a call in between.
@@ -153,13 +152,15 @@ class Driver:
                             else:
                                 self._carry_out(instruction)
                         elif type(instruction) is Route:
-                            client = instruction.client
-                            if client is not None:
-                                client.route(instruction)
+                            if instruction.client is not None:
+                                instruction.client.route(instruction)
                         else:
                             self._carry_out(instruction)
                     except Exception:
                         self._failed(instruction)
+                if not events:
+                    return
+                event = events.popleft()
         finally:
             self._busy = False
 

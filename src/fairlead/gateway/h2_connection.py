@@ -36,7 +36,7 @@ _u32 = h2.U32.unpack_from
 #: A frame's header, and the prefix of the message that its payload begins with (if it is one).
 _heads = Struct(">IBIBI").unpack_from
 _PREFIX_SIZE, _HEAD_SIZE, _MESSAGE_AT = grpc.PREFIX_SIZE, h2.HEAD_SIZE, h2.HEAD_SIZE + grpc.PREFIX_SIZE
-_MAX_STREAM, _END_HEADERS = h2.MAX_STREAM_ID, h2.END_HEADERS
+_MAX_STREAM, _END_HEADERS, _RST_LENGTH = h2.MAX_STREAM_ID, h2.END_HEADERS, 4 << 8 | h2.RST_STREAM
 
 
 class Scratch:
@@ -63,7 +63,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         #: The first four bytes of a frame (its length, and any type) at most, and of one that is a whole message.
         self._max_length = limits.max_frame << 8 | 0xFF
         self._max_message = min(limits.max_frame, limits.max_message + _PREFIX_SIZE) << 8
-        #: The incomplete frame at the end of what was read, and the length that it must reach to be worth looking at.
+        #: The incomplete frame at the end of what was read, and the length that it must reach to be worth looking at;
+        #: 0 = there is none.
         self._carry = bytearray()
         self._need = len(h2.PREFACE)
         self._preface_seen = False
@@ -98,13 +99,13 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             return
         self.corked = True
         try:
-            if self._carry or not self._preface_seen:
+            if self._need:
                 data, end = self._with_carry(nbytes)
             else:
                 data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
             pos = 0
             last, longest, find = end - _HEAD_SIZE, self._max_message, self.streams.get
-            handlers, table = self.handlers, self._table
+            handlers, table, lingering = self.handlers, self._table, self.lingering
             while pos <= last:
                 length, flags, stream_id, compressed, size = _heads(data, pos)
                 stop = pos + _HEAD_SIZE + (length >> 8)
@@ -124,6 +125,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                         take(data[pos + _MESSAGE_AT : stop])
                     except Exception:
                         stream.crashed()
+                elif length == _RST_LENGTH and stop <= end and handlers is table and stream_id in lingering:
+                    del lingering[stream_id]  # Envoy resets every exchange that we finished
                 else:
                     if length > self._max_length:
                         raise ProtocolError(f"a frame of {length >> 8} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
@@ -141,7 +144,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             log.exception("internal error on the connection from %s", self._peer)
             self.fail(ErrorCode.INTERNAL_ERROR, "internal error")
         self.corked = False
-        self.settled = self._acknowledged and not self._carry and self.handlers is self._table
+        self.settled = self._acknowledged and not self._need and self.handlers is self._table
         self.flush()
 
     def _with_carry(self, nbytes: int) -> tuple[bytes, int]:
@@ -161,7 +164,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             return b"", 0
         end = len(carry)
         carry += bytes(_PREFIX_SIZE)
-        self._carry = bytearray()
+        self._carry, self._need = bytearray(), 0
         return bytes(carry), end
 
     # ---- HEADERS ----

@@ -45,7 +45,7 @@ from fairlead.gateway.stream import StreamHandler
 log = logging.getLogger(__name__)
 
 _head = h2.HEAD.pack
-_prefix = grpc.PREFIX.unpack_from
+_prefix, _put_prefix = grpc.PREFIX.unpack_from, grpc.PREFIX.pack
 #: DATA frame header and gRPC prefix at once.
 _message_head = Struct(">IBIBI").pack
 #: The same behind the HEADERS frame that opens the response.
@@ -54,7 +54,8 @@ _first_head = Struct(f">IBI{len(grpc.RESPONSE)}sIBIBI").pack
 _last_head = Struct(f">IBI{len(grpc.TRAILERS_OK)}s").pack
 _RESPONSE_LENGTH = len(grpc.RESPONSE) << 8 | h2.HEADERS
 _OK_LENGTH = len(grpc.TRAILERS_OK) << 8 | h2.HEADERS
-_LAST = h2.END_HEADERS | h2.END_STREAM
+_RESPONSE, _TRAILERS_OK = grpc.RESPONSE, grpc.TRAILERS_OK
+_END_HEADERS, _LAST = h2.END_HEADERS, h2.END_HEADERS | h2.END_STREAM
 _ALL = 1 << 62
 _PREFIX_SIZE = grpc.PREFIX_SIZE
 
@@ -265,8 +266,10 @@ class H2Stream:
             self._connection.flush_soon()
 
     def send_last(self, *messages: bytes) -> None:
-        connection, first = self._connection, messages[0]
-        data = first if len(messages) == 1 else b"".join([first, *map(grpc.prefixed, messages[1:])])
+        connection, data = self._connection, messages[0]
+        size = len(data)
+        for message in messages[1:]:
+            data += _put_prefix(0, len(message)) + message
         framed = len(data) + _PREFIX_SIZE
         unusual = self._opened or self.finished or self._reader or connection.paused or connection.table_update
         if unusual or framed > min(self.window, connection.window, connection.peer_frame):
@@ -276,9 +279,9 @@ class H2Stream:
         number = self.id
         connection.window -= framed
         connection.out += (
-            _first_head(_RESPONSE_LENGTH, h2.END_HEADERS, number, grpc.RESPONSE, framed << 8, 0, number, 0, len(first)),
+            _first_head(_RESPONSE_LENGTH, _END_HEADERS, number, _RESPONSE, framed << 8, 0, number, 0, size),
             data,
-            _last_head(_OK_LENGTH, _LAST, number, grpc.TRAILERS_OK),
+            _last_head(_OK_LENGTH, _LAST, number, _TRAILERS_OK),
         )
         self.finished = True
         self.handler = self.take = None

@@ -25,12 +25,13 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
 * A request whose model has another name at its endpoint leaves with another body, and its response is followed to its
   end, to map the name back (`response.Renaming`).
 * Whoever leaves last releases the lease: the access log if wired, else this session. What the log cannot tell see
-  `access_log`; why no session leaves at the pick for a moment after this process hung, `host.Pulse`.
+  `access_log`, and so why no session leaves at the pick for a moment after this process hung.
 """
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from functools import partial
+from random import Random
 
 from fairlead.apis.splice import splice_model
 from fairlead.core.errors import ClientError, ProtocolError
@@ -57,6 +58,7 @@ from fairlead.gateway.understand import Reading
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
 _NO_HEADERS: Mapping[str, str] = {}
+_BODY_CONTINUES = CONTINUE[Kind.REQUEST_BODY]
 
 
 class SessionState(IntEnum):
@@ -95,7 +97,7 @@ class Session:
     _request_end = RequestEnd.OPEN
     _headers = _NO_HEADERS
     _subset: frozenset[str] | None = None
-    # Of the body, and their size.
+    # Of the body, and their size, where it comes in several.
     _parts: list[bytes] | None = None
     _size = 0
     # From the first message on.
@@ -104,7 +106,7 @@ class Session:
     # change. `_chunks`: in how many messages it came.
     _request: Request
     _awaited: Kind
-    _body: bytes
+    _body = b""
     _chunks: int
     # While knowledge is asked for.
     _reading: Reading
@@ -138,7 +140,11 @@ class Session:
             elif state is SessionState.COLLECTING:
                 chunk = read_last_chunk(data)
                 if chunk is not None:
-                    self._take_chunk(chunk, True)
+                    if self._parts is None and not self._mode.buffered and len(chunk) <= self._host.max_body:
+                        self._request_end = RequestEnd.MARKED
+                        self._complete(Kind.REQUEST_HEADERS, chunk, 1)
+                    else:
+                        self._take_chunk(chunk, True)
                     return
             message = Incoming(data)
             handler = _LEGAL[state].get(message.kind)
@@ -187,7 +193,7 @@ class Session:
         if ended:
             self._request_end = RequestEnd.MARKED
         if ended or self._mode.on_headers:
-            self._complete(Kind.REQUEST_HEADERS)
+            self._complete(Kind.REQUEST_HEADERS, b"", 0)
         elif self._mode.buffered:
             self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
 
@@ -208,9 +214,9 @@ class Session:
         if mode.request is BodyMode.BUFFERED_PARTIAL and not ended:
             self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
         elif mode.buffered:
-            self._complete(Kind.REQUEST_BODY)
+            self._complete_parts(Kind.REQUEST_BODY)
         elif ended or mode.whole_body:
-            self._complete(Kind.REQUEST_HEADERS)
+            self._complete_parts(Kind.REQUEST_HEADERS)
 
     def _on_request_trailers(self, message: Incoming) -> None:
         self._request_end = RequestEnd.TRAILERS
@@ -218,7 +224,7 @@ class Session:
             # Waved through. There is no body, and the headers are answered: nothing can carry a pick.
             self._answer(CONTINUE[Kind.REQUEST_TRAILERS])
         else:
-            self._complete(Kind.REQUEST_HEADERS)
+            self._complete_parts(Kind.REQUEST_HEADERS)
 
     def _on_late_body(self, message: Incoming) -> None:
         """The choice is made, or under way, without it."""
@@ -237,26 +243,29 @@ class Session:
         if self._request_end is RequestEnd.TRAILERS:
             raise ProtocolError("the request goes on after its trailers")
 
-    def _complete(self, awaited: Kind) -> None:
-        """The request is whole (or as whole as it will get before the choice): have it scheduled."""
-        self._awaited = awaited
-        host, parts = self._host, self._parts
-        body = b"".join(parts) if parts else b""
+    def _complete_parts(self, awaited: Kind) -> None:
+        parts, self._parts = self._parts or [], None
+        self._complete(awaited, b"".join(parts), len(parts))
+
+    def _complete(self, awaited: Kind, body: bytes, chunks: int) -> None:
+        """The request is whole (or as whole as it will get before the choice), and its body came in so many messages:
+        have it scheduled."""
+        self._awaited, self._chunks = awaited, chunks
+        host = self._host
         models = host.driver.pipeline.models
-        page = None if body else models_page(models, self._headers)
-        if page is not None:
-            self._answer(page)
-            return
+        if not body:
+            page = models_page(models, self._headers)
+            if page is not None:
+                self._answer(page)
+                return
         try:
             request, reading = host.understanding.request(self._headers, body, self._subset)
         except ClientError as error:
             self._fail(error)
             return
         self._request = request
-        self._chunks = len(parts) if parts else 0
-        self._parts = None
-        keeps = self._mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite
-        self._body = body if keeps else b""
+        if self._mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite:
+            self._body = body
         if reading is None:
             self._state = SessionState.WAITING
             host.driver.feed(RequestArrived(request, self))
@@ -319,7 +328,7 @@ class Session:
             ]
             if self._awaited is Kind.REQUEST_HEADERS:
                 if mode.request is BodyMode.STREAMED and self._request_end is RequestEnd.MARKED:  # mostly
-                    messages += [CONTINUE[Kind.REQUEST_BODY]] * self._chunks
+                    messages += [_BODY_CONTINUES] * self._chunks
                 else:
                     trailers = self._request_end is RequestEnd.TRAILERS
                     messages += rest_of_request(mode.request, self._body, self._chunks, trailers)
@@ -448,6 +457,44 @@ class Session:
         self._state = SessionState.CLOSED
         self._headers, self._body = _NO_HEADERS, b""
         self._parts = None
+
+
+#: Streamed answers that are followed to their end at first, before sampling sets in; seconds between two later on.
+FIRST_INSPECTED = 20
+STREAM_GAP = 60.0
+
+
+class Inspection:
+    """Decides which responses are followed to their end, to learn token counts: `share` of them, none when it is 0.
+
+    A stream costs work for every chunk: after the first `FIRST_INSPECTED` of them at most one in `STREAM_GAP` seconds
+    is followed. The argument says whether the response is a stream.
+    """
+
+    def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
+        self._share = share
+        self._rng = rng
+        self._now = now
+        self._left = FIRST_INSPECTED
+        self._next_at = 0.0
+
+    def __call__(self, stream: bool) -> bool:
+        if self._share <= 0:
+            return False
+        if not stream:
+            return self._rng.random() < self._share
+        if self._left > 0:
+            self._left -= 1
+            return True
+        if self._rng.random() >= self._share or self._now() < self._next_at:
+            return False
+        self._next_at = self._now() + STREAM_GAP
+        return True
+
+    def follow(self, share: float) -> None:
+        """Another share from now on; it begins with the first ones again."""
+        if share != self._share:
+            self._share, self._left, self._next_at = share, FIRST_INSPECTED, 0.0
 
 
 def sessions(host: Host) -> HandlerFactory:

@@ -1,21 +1,306 @@
 """Headers and body of a request → `Request`: the one place where client input becomes something to schedule."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
 from fairlead.apis.request import ParsedRequest, parse_request, unread
 from fairlead.core import headers as names
 from fairlead.core.apis import STREAMING, api_of
-from fairlead.core.conversations import Conversations
-from fairlead.core.headers import MAX_NAME, HintReader, first, within
 from fairlead.core.prefix import ChainHasher
-from fairlead.core.request import NO_PREFIX, Request
+from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
+
+# What a client's headers ask of the scheduler, as far as the configuration trusts them.
+
+#: Client-chosen strings that are kept are cut to this.
+MAX_NAME = 256
+
+
+class ClientHints(Struct, frozen=True, kw_only=True, gc=False):
+    """Empty or 0 = not asked for."""
+
+    session: str = ""
+    fairness_id: str = ""
+    objective: str = ""
+    #: The model to ask the endpoint for.
+    rewrite: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
+    #: Seconds that it may wait in a queue.
+    ttl_s: float = 0.0
+    #: Addresses to choose from; `None` = any.
+    selection: frozenset[str] | None = None
+
+
+NO_HINTS = ClientHints()
+
+
+class HintReader:
+    """`trusted`: keys of `core.headers.TRUST`."""
+
+    def __init__(self, trusted: Iterable[str] = names.TRUSTED) -> None:
+        trusted = frozenset(trusted)
+        #: Where hints stand.
+        self.names = frozenset(name for key in trusted for name in names.TRUST[key])
+        self._session = names.SESSION_HEADERS if "session" in trusted else ()
+        self._fairness = names.FAIRNESS_HEADERS if "fairness" in trusted else ()
+        self._objective = names.OBJECTIVE_HEADERS if "objective" in trusted else ()
+        self._rewrite = names.REWRITE_HEADERS if "model-rewrite" in trusted else ()
+        self._ttft = names.TTFT_SLO_HEADERS if "slo" in trusted else ()
+        self._tpot = names.TPOT_SLO_HEADERS if "slo" in trusted else ()
+        self._ttl = names.TTL_HEADERS if "slo" in trusted else ()
+        self._selection = (names.TEST_SELECTION,) if "test-selection" in trusted else ()
+
+    def read(self, headers: Mapping[str, str]) -> ClientHints:
+        if self.names.isdisjoint(headers):
+            return NO_HINTS
+        selection = first(headers, self._selection, limit=65536) if self._selection else ""
+        return ClientHints(
+            session=first(headers, self._session),
+            fairness_id=first(headers, self._fairness),
+            objective=_text(first(headers, self._objective)),
+            rewrite=_text(first(headers, self._rewrite)),
+            slo_ttft_ms=_milliseconds(first(headers, self._ttft)),
+            slo_tpot_ms=_milliseconds(first(headers, self._tpot)),
+            ttl_s=_milliseconds(first(headers, self._ttl)) / 1000.0,
+            selection=_addresses(selection) if selection else None,
+        )
+
+
+def first(headers: Mapping[str, str], candidates: Iterable[str], limit: int = MAX_NAME) -> str:
+    """The value of the first of these headers that says something."""
+    for name in candidates:
+        value = headers.get(name)
+        if value:
+            return value[:limit]
+    return ""
+
+
+def within(subset: frozenset[str] | None, selection: frozenset[str] | None) -> frozenset[str] | None:
+    """What both the gateway's hint and the client's selection allow; each entry is `ip` or `ip:port`."""
+    if subset is None or selection is None:
+        return selection if subset is None else subset
+    return _those(subset, selection) | _those(selection, subset)
+
+
+def _those(named: frozenset[str], allowed: frozenset[str]) -> frozenset[str]:
+    return frozenset(address for address in named if address in allowed or _host(address) in allowed)
+
+
+def _host(address: str) -> str:
+    """`10.0.0.1:80` → `10.0.0.1`; `[::1]:80` → `::1`."""
+    host = address.rpartition(":")[0] if "]" in address or address.count(":") == 1 else address
+    return (host or address).strip("[]")
+
+
+def _addresses(text: str) -> frozenset[str]:
+    return frozenset(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def _text(value: str) -> str:
+    """Names may be UTF-8, which headers carry as bytes."""
+    if value.isascii():
+        return value.strip()
+    try:
+        return value.encode("latin-1").decode().strip()
+    except UnicodeError:
+        return value.strip()
+
+
+def _milliseconds(text: str) -> float:
+    """A positive number of ms; anything else is none."""
+    if not text:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 < value < 1e9 else 0.0
+
+
+MAX_BRANCHES = 4
+#: Prompts that agree up to the last grid point; of more the oldest is forgotten.
+MAX_ALIKE = 16
+#: Distance of grid points in bytes: at least this, and 1/256 of the depth (blocks are 1/32 of it).
+_FINEST, _GROWTH = 64, 8
+#: Grid points behind the last block; of a prompt that is longer than its chain the rest is not looked at.
+_MAX_POINTS = 32
+
+
+class _Prompt(Struct):
+    """A prompt that was seen."""
+
+    length: int
+    #: Of the bytes behind the last grid point, chained.
+    digest: int
+    #: Hash of its last full block.
+    stem: int
+    #: Of its conversation; empty = nothing came before it, and nothing after it yet.
+    id: str = ""
+    #: Different prompts that extended it.
+    branches: int = 0
+
+
+class Conversations:
+    """Which conversation a request belongs to, when nobody says so.
+
+    Theory. Every turn of a conversation sends all former turns again, so the prompt of a turn begins with the prompt of
+    the turn before. A conversation is therefore recognised by the exact bytes of prompts that were seen: a request
+    belongs to the longest of them that its own prompt begins with, and takes over its id.
+
+    Prompts are not kept. The hash of a prompt's last full block (`PrefixChain`) covers all before it; from there on a
+    finer grid of chained hashes reaches to within 1/8 of a block of its end, and one more hash covers the rest. To look
+    a request up, its own block hashes are tried from the deepest upwards; where prompts are known to end, the grid
+    finds the ones that agree so far, and the last hash decides.
+
+    Rules
+    * The first prompt of a conversation has no id yet: most prompts stay alone, and a session that is none only costs
+      (the session's endpoint is drawn by lot, so it would pull single requests away from the best one). From the second
+      turn on the id stays.
+    * A conversation that forks goes on in all its branches, as an agent's sub-tasks do. But a prompt that more than
+      `MAX_BRANCHES` different ones extend is a shared beginning (a system prompt sent ahead to warm a cache, a
+      template), and what extends it further are conversations of their own.
+    * Former prompts of a conversation stay known, so a client that edits its last message is recognised by an earlier
+      turn.
+    * Ids are made of hashes alone: equal traffic gives equal ids, in every process.
+    * Prompts shorter than the first block have no chain, and no conversation yet.
+    * At most `limit` prompts are known (about 0.5 kB each); the one that was not met for longest is forgotten.
+    """
+
+    def __init__(self, limit: int = 32768) -> None:
+        if limit < 1:
+            raise ValueError(f"limit must be positive, not {limit}")
+        self._limit = limit
+        #: Hash at the last grid point → the prompts that end before the next one, all behind the same block; least
+        #: recently met first.
+        self._ends: OrderedDict[int, list[_Prompt]] = OrderedDict()
+        #: Hash of a block → how many entries of `_ends` lie behind it and before the end of the next block.
+        self._stems: dict[int, int] = {}
+        self._known = 0
+
+    def __len__(self) -> int:
+        return self._known
+
+    def of(self, chain: PrefixChain, prompt: bytes | memoryview) -> str:
+        """The id of the conversation that `prompt` goes on with, and remember it. `chain` is the chain of `prompt`.
+
+        Empty for a prompt that begins one, and for one that is too short to have a chain.
+        """
+        hashes = chain.hashes
+        if not hashes:
+            return ""
+        if type(prompt) is not memoryview:
+            prompt = memoryview(prompt)
+        last = chain.ends[-1]
+        step = max(_FINEST, last >> _GROWTH)
+        end = min(len(prompt), last + _MAX_POINTS * step)
+        key = hashes[-1]
+        starts = range(last, end - step + 1, step)
+        keys = [key := xxh3_64_intdigest(prompt[start : start + step], key) for start in starts]
+        start = last + step * len(keys)
+        seen = _Prompt(end, xxh3_64_intdigest(prompt[start:end], key), hashes[-1])
+        stems = self._stems
+        if not stems.keys().isdisjoint(hashes):
+            points = list(zip(range(last, end + 1, step), (hashes[-1], *keys), strict=True))
+            earlier = self._longest(chain, prompt, points, end)
+            if earlier is not None:
+                if earlier.length == end:
+                    return earlier.id
+                earlier.branches += 1
+                if earlier.branches <= MAX_BRANCHES:
+                    seen.id = earlier.id or f"{RECOGNISED}{earlier.digest:016x}"
+        if key in self._ends:
+            self._add_alike(key, seen)
+        else:
+            self._ends[key] = [seen]
+            stems[seen.stem] = stems.get(seen.stem, 0) + 1
+            self._known += 1
+            if self._known > self._limit:
+                self._forget()
+        return seen.id
+
+    def _longest(self, chain: PrefixChain, prompt: memoryview, tail: list[tuple[int, int]], end: int) -> _Prompt | None:
+        """The longest known prompt that `prompt` begins with. `tail`: the grid behind its last block."""
+        stems, hashes, ends = self._stems, chain.hashes, chain.ends
+        last = len(hashes) - 1
+        for i in range(last, -1, -1):
+            if hashes[i] not in stems:
+                continue
+            points = tail if i == last else _grid(prompt, ends[i], ends[i + 1] - 1, hashes[i])
+            for start, key in reversed(points):
+                alike = self._ends.get(key)
+                if alike is None:
+                    continue
+                match = _match(alike, prompt, start, key, end)
+                if match is not None:
+                    self._ends.move_to_end(key)
+                    return match
+        return None
+
+    def _add_alike(self, key: int, prompt: _Prompt) -> None:
+        """Beside others that agree with it up to their last grid point."""
+        alike = self._ends[key]
+        self._ends.move_to_end(key)
+        alike.append(prompt)
+        if len(alike) > MAX_ALIKE:
+            del alike[0]
+            return
+        self._known += 1
+        while self._known > self._limit:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the prompts that were not met for longest."""
+        _, alike = self._ends.popitem(last=False)
+        self._known -= len(alike)
+        stem = alike[0].stem
+        if self._stems[stem] == 1:
+            del self._stems[stem]
+        else:
+            self._stems[stem] -= 1
+
+    def validate(self) -> None:
+        """Raise `AssertionError` when the tables disagree or a bound is broken."""
+        assert self._known == sum(map(len, self._ends.values())) <= self._limit
+        counts: dict[int, int] = {}
+        for alike in self._ends.values():
+            counts[alike[0].stem] = counts.get(alike[0].stem, 0) + 1
+        assert counts == self._stems
+        assert all(0 < len(alike) <= MAX_ALIKE for alike in self._ends.values())
+
+
+def _grid(prompt: memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
+    """Grid points (offset, hash of all before) from the end of a block on, the block's own first."""
+    step = max(_FINEST, start >> _GROWTH)
+    ends = range(start + step, end + 1, step)
+    return [
+        (start, parent),
+        *[(border, parent := xxh3_64_intdigest(prompt[border - step : border], parent)) for border in ends],
+    ]
+
+
+def _match(alike: list[_Prompt], prompt: memoryview, start: int, key: int, end: int) -> _Prompt | None:
+    """The longest of some prompts that `prompt` begins with; they agree up to `start`."""
+    best: _Prompt | None = None
+    for candidate in alike:
+        length = candidate.length
+        if (
+            length <= end
+            and (best is None or length > best.length)
+            and xxh3_64_intdigest(prompt[start:length], key) == candidate.digest
+        ):
+            best = candidate
+    return best
+
+
+# Both, and the body: a request.
 
 
 class PromptKnown(Struct, frozen=True, gc=False):
@@ -84,7 +369,7 @@ class Understanding:
             parsed = self._parse(path, body, headers.get("content-type", ""), content_encoding=encoding)
         else:  # none was sent, or the gateway does not show it: whether that is right the model server knows
             parsed = unread(api_of(path), "no-body")
-        hints = self._hints.read(headers)
+        hints = NO_HINTS if self._hints.names.isdisjoint(headers) else self._hints.read(headers)
         if hints.selection is not None:
             subset = within(subset, hints.selection)
         api, model, prompt_bytes = parsed.api, parsed.model, parsed.prompt_bytes

@@ -307,6 +307,8 @@ class Scraper:
         self._order = count()
         self._timer: asyncio.TimerHandle | None = None
         self._fast = 0
+        #: Ids of endpoints that were woken since their last scrape began.
+        self.awake: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def up(self, endpoint: Endpoint) -> None:
@@ -336,14 +338,16 @@ class Scraper:
         target = self._targets.pop(endpoint_id, None)
         if target is not None:
             self._set_fast(target, False)
+            self.awake.discard(endpoint_id)
             target.due = -1.0
             target.drop()
 
     def wake(self, endpoint_id: str) -> None:
-        """It was just sent a request: scrape it fast for a while. Cheap enough for every request (0.2 us)."""
+        """It was just sent a request: scrape it fast for a while. To be called again once it is not in `awake`."""
         target = self._targets.get(endpoint_id)
         if target is None:
             return
+        self.awake.add(endpoint_id)
         now = self._loop.time()
         target.awake_until = now + self._options.hold_s
         if target.fast:
@@ -412,6 +416,7 @@ class Scraper:
     def _start(self, target: Target, now: float) -> None:
         target.started = now
         target.in_flight = True
+        self.awake.discard(target.endpoint.id)
         self._schedule(target, now + self._options.timeout_s)
         if target.address.scheme == "https" or self._options.token_file:
             self._spawn(target, self._fetch(target))

@@ -231,6 +231,19 @@ async def test_waking_again_and_again_does_not_ask_more_often(bench: Bench) -> N
     assert len(server.asked_at) in range(28, 33)
 
 
+async def test_who_was_woken_is_awake_until_its_next_scrape(bench: Bench) -> None:
+    bench.up()
+    await bench.world.advance(2)
+    bench.scraper.wake("a")
+    assert bench.scraper.awake == {"a"}
+    await bench.world.advance(2 * OPTIONS.fast_s)
+    assert bench.scraper.awake == set()
+    bench.scraper.wake("a")
+    bench.scraper.down("a")
+    bench.scraper.wake("nobody")
+    assert bench.scraper.awake == set()
+
+
 async def test_intervals_stretch_at_the_maximal_rate() -> None:
     bench = Bench(ScrapeOptions(max_rate=50.0))
     servers = [bench.up(f"e{i}", i + 1) for i in range(40)]

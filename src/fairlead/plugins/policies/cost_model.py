@@ -10,14 +10,16 @@ With an SLO (request headers) the best of those that keep it; a batch request (p
 it most tightly without more work than elsewhere, and leaves the fast ones to others. Where none keeps it, the best J.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from random import Random
 from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import Terms, Weights, cost_of_one, parts, weighed
+from fairlead.core.cost import FEW, Terms, Weights, cost_of_one, parts, weighed
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused, prefix_share
 from fairlead.core.profile import estimate
 from fairlead.core.records import Trace
@@ -75,27 +77,46 @@ class CostModel(Ranked):
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         table = fleet.table
-        easy = self._direct and table.count and not (request.slo_ttft_ms or request.slo_tpot_ms)
-        if easy and self._lets_pass(request, table):
+        if (
+            self._direct
+            and not (request.slo_ttft_ms or request.slo_tpot_ms or table.troubled)
+            and request.subset is None
+            and table.version == self._version
+            and table is self._table
+            and (request.target or request.model) in self._passed
+        ):
             # The same as below, without asking plugins that have nothing to say.
             share = fleet.match(request)
-            scores = -cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, context.now)
-            best = scores.item(scores.argmax())
-            ties = (scores >= best - abs(best) * self._near).nonzero()[0].tolist()
-            slot = ties[0] if len(ties) == 1 else ties[int(context.rng.random() * len(ties))]
-            pick = Picked(slot)
+            costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, context.now)
+            pick = self._lowest(costs, context.rng)
             if share is not None:
-                pick.hit_share, pick.best_share = float(share[slot]), float(share[share.argmax()])
+                pick.hit_share, pick.best_share = float(share[pick.slot]), float(share[share.argmax()])
             if context.trace:
+                scores = -costs
                 pick.trace = Trace(table.ids, [], [("cost", 1.0, scores)], scores, None, "picked", share)
         else:
             answer = super().choose(request, fleet, context)
             if isinstance(answer, Refused):
                 return answer
             pick = answer
-        if table.queue[pick.slot] >= OVERLOADED:
+        if table.queue.item(pick.slot) >= OVERLOADED:
             pick.overloaded = bool((table.queue[table.alive] >= OVERLOADED).all())
         return pick
+
+    def _lowest(self, costs: FloatColumn, rng: Random) -> Picked:
+        """The lowest cost or one that is nearly as low, and the runner-up."""
+        if len(costs) > FEW:
+            least = costs.item(costs.argmin())
+            ties = (costs <= least + abs(least) * self._near).nonzero()[0].tolist()
+            return Picked(ties[int(rng.random() * len(ties))] if len(ties) > 1 else ties[0])
+        cost_at = costs.tolist().__getitem__  # plain numbers: each operation of numpy has cold caches to warm
+        order = sorted(range(len(costs)), key=cost_at)
+        slot = order[0]
+        least = cost_at(slot)
+        near = bisect_right(order, least + abs(least) * self._near, key=cost_at)
+        if near > 1:
+            slot = sorted(order[:near])[int(rng.random() * near)]
+        return Picked(slot, fallback_slot=order[slot == order[0]] if len(order) > 1 else -1)
 
 
 def _tightest(keeps: BoolColumn, work: FloatColumn, ttft: FloatColumn) -> int:

@@ -89,7 +89,7 @@ class PrefillDecode:
         if isinstance(prefill, Picked) and isinstance(decode, Picked) and prefill.slot != decode.slot:
             pair = _cost(prefill) + self._params.transfer_ms + _cost(decode)
             if self._params.always or pair < (1.0 - self._params.margin) * _cost(alone):
-                decode.prefill_slot = prefill.slot
+                decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
                 decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
                 decode.overloaded |= prefill.overloaded
                 alone = decode

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.conversations import PREFIX as RECOGNISED
 from fairlead.core.policy import CANDIDATES, Cycle
-from fairlead.core.request import Request
+from fairlead.core.request import RECOGNISED, Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams
 

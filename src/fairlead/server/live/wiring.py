@@ -33,6 +33,7 @@ from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Handlers
 from fairlead.gateway.host import Host
+from fairlead.gateway.session import Inspection
 from fairlead.gateway.understand import Understanding
 from fairlead.pool.scrape import ScrapeOptions, Scraper
 from fairlead.pool.served_models import ServedModels
@@ -49,6 +50,17 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
+
+
+class LoopClock:
+    """The event loop's clock. asyncio's own `time` looks at the same one, through a function of Python: several times
+    per request."""
+
+    time = staticmethod(time.monotonic)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.call_at = loop.call_at
+
 
 # The journal of a running scheduler: `begin` before the first event, `close` after the last.
 
@@ -103,9 +115,6 @@ class LiveJournal:
             self._writer = None
 
 
-#: Streamed answers that are followed to their end at first, before sampling sets in; seconds between two later on.
-FIRST_INSPECTED = 20
-STREAM_GAP = 60.0
 #: Seconds beyond the timeout that sending the last spans may take at the end.
 _GRACE = 1.0
 
@@ -126,7 +135,7 @@ class Core(Struct):
     connections: Connections
     shadows: LiveShadows
     driver: Driver
-    inspection: "Inspection"
+    inspection: Inspection
     host: Host
 
 
@@ -139,8 +148,8 @@ def wire(
 ) -> Core:
     """`adopt` and `refuse` hear what became of a `Reconfigured`. Raises `ConfigError` or `PluginError`."""
     check_schedulers(config)
-    rng, run = Random(config.seed), secrets.token_hex(4)
-    inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), loop.time)
+    rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
+    inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
     fleet = Fleet(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config))
 
     def feed(event: Event) -> None:  # for those that the driver needs
@@ -150,11 +159,11 @@ def wire(
     scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing)
     kv = knowledge(config, fleet, watch.metrics.registry)
     builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
-    journal = LiveJournal(config, loop, run, rng, watch.metrics.registry) if config.journal.path else None
+    journal = LiveJournal(config, clock, run, rng, watch.metrics.registry) if config.journal.path else None
     tokens = TokenEstimator()
     pipeline = build_pipeline(
         config,
-        loop if journal is None else journal.clock,
+        clock if journal is None else journal.clock,
         rng,
         build=builder,
         fleet=fleet,
@@ -172,13 +181,13 @@ def wire(
         AdoptConfiguration: adopt,
         RefuseConfiguration: refuse,
     }
-    driver = Driver(pipeline, loop, watch, handlers)
+    driver = Driver(pipeline, clock, watch, handlers)
     if journal is not None:
-        driver = RecordedDriver(pipeline, loop, journal.clock, watch, journal.recorder, handlers)
+        driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
     understanding = Understanding(
         tokens,
         build_hasher(config),
-        loop.time,
+        clock.time,
         conversations=config.parsing.conversations,
         trusted=config.headers.trust,
         parse=build_parse(config, watch.on_plugin_error),
@@ -186,7 +195,7 @@ def wire(
         trace=tracing.arrived if tracing is not None else None,
     )
     inspect = inspection if kv is None else kv.inspecting(inspection)
-    host = _host(config, loop.time, run, driver, understanding, watch, inspect)
+    host = _host(config, clock.time, run, driver, understanding, watch, inspect)
     return Core(
         fleet, scraper, served, watch, kv, builder, journal, pipeline, connections, shadows, driver, inspection, host
     )
@@ -216,6 +225,7 @@ def _observers(
         loop.time,
         config.kubernetes.pool or POOL,
         on_routed=scraper.wake,
+        awake=scraper.awake,
         tracing=tracing,
         scrapes=scraper.stats,
         skipped=shadows.skipped,
@@ -244,39 +254,6 @@ def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | N
     if config.kv_events.enabled:
         return (KvLookup if config.kv_events.indexer.url else KvListening)(config, fleet, registry)
     return Knowledge(config, fleet, registry) if config.tokens.models else None
-
-
-class Inspection:
-    """Decides which responses are followed to their end, to learn token counts: `share` of them, none when it is 0.
-
-    A stream costs work for every chunk: after the first `FIRST_INSPECTED` of them at most one in `STREAM_GAP` seconds
-    is followed. The argument says whether the response is a stream.
-    """
-
-    def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
-        self._share = share
-        self._rng = rng
-        self._now = now
-        self._left = FIRST_INSPECTED
-        self._next_at = 0.0
-
-    def __call__(self, stream: bool) -> bool:
-        if self._share <= 0:
-            return False
-        if not stream:
-            return self._rng.random() < self._share
-        if self._left > 0:
-            self._left -= 1
-            return True
-        if self._rng.random() >= self._share or self._now() < self._next_at:
-            return False
-        self._next_at = self._now() + STREAM_GAP
-        return True
-
-    def follow(self, share: float) -> None:
-        """Another share from now on; it begins with the first ones again."""
-        if share != self._share:
-            self._share, self._left, self._next_at = share, FIRST_INSPECTED, 0.0
 
 
 def scrape_options(config: Config) -> ScrapeOptions:

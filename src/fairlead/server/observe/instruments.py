@@ -8,7 +8,6 @@ Rules
 """
 
 from bisect import bisect_left
-from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
@@ -64,8 +63,8 @@ class Histogram:
     def observe_all(self, values: Sequence[float], request_ids: Sequence[int] = ()) -> None:
         """Many at once. The last request of each bucket is shown beside it where the format can, if ids are given."""
         buckets = list(map(partial(bisect_left, self.bounds), values))
-        for bucket, number in Counts(buckets).items():
-            self.counts[bucket] += number
+        for bucket in set(buckets):
+            self.counts[bucket] += buckets.count(bucket)
         self.sum += sum(values)
         if request_ids:
             if self.examples is None:

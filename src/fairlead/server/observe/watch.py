@@ -1,6 +1,6 @@
 """All observers of the scheduler behind one: metrics, the decision journal, the log."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import inf, isfinite
 from typing import Any
 
@@ -35,8 +35,8 @@ _FALLBACK_GAP = 15.0
 class Watch:
     """Hears of every decision and outcome. `now` is the clock of their `at`.
 
-    `on_routed` is told the endpoint of every routed request; `tracing` hears of every record at once; `scrapes` are the
-    scraper's totals; `skipped` and `cut` tell of shadows, see `ShadowMetrics`.
+    `on_routed` is told the endpoint of each routed request that is not in `awake` at the time; `tracing` hears of every
+    record at once; `scrapes` are the scraper's totals; `skipped` and `cut` tell of shadows, see `ShadowMetrics`.
 
     Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
     cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
@@ -50,6 +50,7 @@ class Watch:
         pool: str = POOL,
         *,
         on_routed: Callable[[str], object] = lambda endpoint_id: None,
+        awake: Container[str] = (),
         tracing: Tracing | None = None,
         scrapes: ScrapeStats | None = None,
         skipped: Callable[[], Mapping[str, int]] = dict,
@@ -71,14 +72,14 @@ class Watch:
         self._unscheduled_logged_at = -inf
         #: By endpoint, why its load cannot be read.
         self._silent: dict[str, str] = {}
-        self._on_routed = on_routed
+        self._on_routed, self._awake = on_routed, awake
         self._tracing = tracing
         self._scrapes = scrapes
         #: Hears of every counted record too; `None` = nobody looks at the dashboard.
         self.recent: Recent | None = None
 
     def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
-        if record.endpoint:
+        if record.endpoint not in self._awake and record.endpoint:
             self._on_routed(record.endpoint)
         if self._tracing is not None:
             self._tracing.on_decision(record, duration_s)

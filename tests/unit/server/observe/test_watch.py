@@ -33,6 +33,8 @@ def test_whoever_looks_sees_every_decision():
     for i in range(3):
         watch.on_decision(decided(i), 1e-4)
     assert routed == ["default/a"] * 3
+    Watch(Fleet(), lambda: 1.0, on_routed=routed.append, awake={"default/a"}).on_decision(decided(), 1e-4)
+    assert len(routed) == 3, "awake already"
     assert [d["request_id"] for d in watch.decisions(2)] == [2, 1]
     assert value(watch, "llm_d_epp_request_total{") == 3
 

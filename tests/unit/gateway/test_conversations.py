@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from fairlead.core import conversations as module
-from fairlead.core.conversations import MAX_ALIKE, MAX_BRANCHES, PREFIX, Conversations
 from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import RECOGNISED
+from fairlead.gateway import understand as module
+from fairlead.gateway.understand import MAX_ALIKE, MAX_BRANCHES, Conversations
 
 HASHER = ChainHasher()
 
@@ -45,7 +46,7 @@ def test_a_conversation_keeps_its_id(size: int) -> None:
     known, talk = Conversations(), Talk(Random(1), size=size)
     ids = [met(known, talk.ask()) for _ in range(12)]
     assert ids[0] == ""
-    assert ids[1].startswith(PREFIX)
+    assert ids[1].startswith(RECOGNISED)
     assert set(ids[1:]) == {ids[1]}
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fairlead.core import headers as names
-from fairlead.core.headers import NO_HINTS, ClientHints, HintReader, within
+from fairlead.gateway.understand import NO_HINTS, ClientHints, HintReader, within
 
 ALL = {
     "x-session-id": "s",
