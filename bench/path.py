@@ -9,8 +9,9 @@ The bytes that the embedded gateway sends for one request (`tests/data/path`, re
 one process: HTTP/2 connection, session, pipeline, answer; the access log's entry ends it, eight requests later. There
 are no sockets, and no other work. Each request has a prompt and ids of its own. Counting begins when caches are warm;
 `bytecodes` and `calls` are means over `COUNTED` requests, so work that is done for many requests at once counts for its
-share. A function is on the way if it is called for most requests or runs at least one bytecode per request; only the
-files of these count. Comprehensions belong to the function around them.
+share. The clock moves `STEP` seconds with each request. A function is on the way if it is called for most requests or
+runs at least one bytecode per request; only the files of these count. Comprehensions belong to the function around
+them.
 
 Counts do not depend on the machine, but on the minor version of Python. A call into C is one bytecode however long it
 takes: an operation of numpy over eight endpoints costs as much as dozens of bytecodes. So a change that replaces one
@@ -43,6 +44,9 @@ IN_FLIGHT = 8
 WARM = 256
 #: A multiple of the records that observers count in one go.
 COUNTED = 128
+#: Seconds between two requests, on a clock of our own: what is done five times a second must not depend on how long
+#: the counting takes.
+STEP = 0.005
 _SIBLINGS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 _ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _WORDS = re.compile(rb'(?<="content":")[a-z ]+(?=")')
@@ -162,6 +166,16 @@ class Counter:
         sys.monitoring.free_tool_id(sys.monitoring.PROFILER_ID)
 
 
+class Time:
+    """Of the scheduler that is counted."""
+
+    now = 1000.0
+
+    @classmethod
+    def read(cls) -> float:
+        return cls.now
+
+
 class Gateway:
     """Plays the recorded bytes to two connections of one scheduler, with fresh ids and prompts."""
 
@@ -194,6 +208,7 @@ class Gateway:
 
     def play(self, counter: Counter | None) -> None:
         """One request, and the end of another one."""
+        Time.now += STEP
         request, entry = self._next_request(), b""
         if len(self._waiting) == IN_FLIGHT:
             entry = self._entry.replace(self._recorded_lease, self._waiting.popleft())
@@ -253,16 +268,21 @@ def _scheduler() -> Any:
     from fairlead.gateway.h2_limits import H2Limits
     from fairlead.gateway.health import HealthService
     from fairlead.gateway.server import routes
-    from fairlead.server.live.wiring import wire
+    from fairlead.server.live import wiring
 
     loop = asyncio.get_running_loop()
+    loop.time = Time.read  # type: ignore[method-assign]
+    clock = vars(wiring).get("LoopClock")  # older revisions have none
+    if clock is not None:
+        clock.time = staticmethod(Time.read)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"seed": 1, "endpoints": [{"address": "127.0.0.1", "port": 8000}]}, file)
         file.flush()
-        core = wire(load(Path(file.name)), loop, None, print, print)
+        core = wiring.wire(load(Path(file.name)), loop, None, print, print)
     core.driver.start()
     for number in range(ENDPOINTS):
         endpoint = Endpoint(f"default/e{number}", f"127.0.0.1:{8000 + number}")
+        core.scraper.up(endpoint)
         core.driver.feed(EndpointUp(endpoint))
         sample = Sample(waiting=0.0, running=1.0, kv_usage=0.1, block_size=16, num_blocks=27_000)
         core.driver.feed(MetricsSampled(endpoint.id, loop.time(), sample))
