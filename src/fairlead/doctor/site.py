@@ -47,6 +47,13 @@ class Row(Struct, frozen=True):
     waiting: float | None = None
     running: float | None = None
     leases: float = 0.0
+    kv_usage: float | None = None
+    suspicion: str = "well"
+    adapters: list[str] = []
+    block_size: int | None = None
+    num_blocks: int | None = None
+    prefill_factor: float = 1.0
+    step_factor: float = 1.0
 
     @property
     def load(self) -> float:

@@ -103,6 +103,18 @@ async def test_a_wrong_model_label_is_named(world: Any, pool_of: Listed) -> None
     assert found.findings[0].evidence == "model-id: tinny; /v1/models lists tiny"
 
 
+async def test_adapters_that_nobody_knows_of_are_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(loras=("sql", "chat")))
+    endpoints[1]["labels"]["lora-adapters"] = "chat, sql"
+    found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"models.unlabelled-adapters"}
+    assert places(found, "models.unlabelled-adapters") == ("default/e0",)
+    assert found.findings[0].evidence == "/v1/models lists chat, sql"
+    assert found.well
+    unread = await world.examined({"endpoints": endpoints, "metrics": {"modelsInterval": 0}})
+    assert codes(unread) == {"models.unknown-adapters"}
+
+
 async def test_missing_roles_are_named(world: Any, pool_of: Listed) -> None:
     addresses = await world.stubs()
     config: Json = {"policy": "prefill-decode", "endpoints": pool_of(addresses)}

@@ -26,6 +26,17 @@ def dialling(port: int, topic: str = "") -> KvEventsConfig:
     return KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay="", connect=True, topic=topic)
 
 
+async def test_events_that_nobody_hears_are_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(2, KvEventsConfig()))
+    found = await world.examined({"endpoints": endpoints}, ("kv-unheard",))
+    assert codes(found) == {"kv-unheard.published"}
+    assert found.findings[0].where == ("default/e0", "default/e1")
+    heard = await world.examined({"endpoints": endpoints, **ON, **BY_ENGINE}, ("kv-unheard",))
+    assert codes(heard) == set()
+    silent = await world.examined({"endpoints": pool_of(await world.stubs())}, ("kv-unheard",))
+    assert codes(silent) == set()
+
+
 async def test_events_that_flow_and_agree_give_no_finding(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs(2, KvEventsConfig())), **ON, **BY_ENGINE}
     found = await world.examined(config, probe=True)

@@ -22,12 +22,19 @@ async def told() -> AsyncIterator[Told]:
     """`await told(metrics, endpoints)` starts the pages; gives their URL."""
     servers: list[TestServer] = []
 
-    async def start(metrics: str = "", endpoints: list[Json] | None = None, unready: str = "") -> str:
+    async def start(
+        metrics: str = "",
+        endpoints: list[Json] | None = None,
+        unready: str = "",
+        decisions: list[Json] | None = None,
+    ) -> str:
         async def page(request: web.Request) -> web.Response:
             if request.path == "/metrics":
                 return web.Response(text=metrics, status=500 if "failed" in metrics else 200)
             if request.path == "/debug/endpoints":
                 return web.json_response({"endpoints": endpoints or []})
+            if request.path == "/debug/decisions":
+                return web.json_response({"decisions": (decisions or [])[: int(request.query["last"])]})
             if request.path == "/readyz":
                 return web.Response(status=503 if unready else 200, text=unready)
             return web.Response(text="fairlead\n")
@@ -156,3 +163,59 @@ def row(name: str, waiting: float, leases: int, running: float = 0.0, model: str
 )
 async def test_uneven_load(world: Any, told: Told, rows: list[Json], expected: set[str]) -> None:
     assert codes(await examined(world, await told(endpoints=rows), "balance")) == expected
+
+
+def decided(cached: float = 0.0, **counts: int) -> list[Json]:
+    """As `/debug/decisions` tells them; `cached` is the share of a prompt that was found where it went."""
+    made: Json = {"prompt_tokens": 1000, "predicted_hit_tokens": 1000 * cached, "model": "m"}
+    return [{**made, "endpoint": name} for name, count in counts.items() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "decisions", "expected"),
+    [
+        ([row("a", 0, 0), row("b", 0, 0)], decided(a=40, b=20), set()),
+        ([row("a", 0, 0), row("b", 0, 0)], decided(a=40, b=1), {"balance.starved"}),
+        # Too few decisions say nothing, and those that a cache made neither.
+        ([row("a", 0, 0), row("b", 0, 0)], decided(a=15), set()),
+        ([row("a", 0, 0), row("b", 0, 0)], decided(0.8, a=40), set()),
+        # What keeps requests away and is in its numbers: load, a full cache, slowness, suspicion, another model.
+        ([row("a", 0, 0), row("b", 3, 4)], decided(a=40), set()),
+        ([row("a", 0, 0), {**row("b", 0, 0), "kv_usage": 0.9}], decided(a=40), set()),
+        ([row("a", 0, 0), {**row("b", 0, 0), "suspicion": "suspect"}], decided(a=40), set()),
+        ([row("a", 0, 0), {**row("b", 0, 0), "fresh": False}], decided(a=40), set()),
+        ([row("a", 0, 0), row("b", 0, 0, model="other")], decided(a=40), set()),
+        ([row("a", 0, 0), {**row("b", 0, 0), "step_factor": 3.0}], decided(a=40), {"balance.unlike-speeds"}),
+    ],
+)
+async def test_an_endpoint_that_gets_nothing(
+    world: Any, told: Told, rows: list[Json], decisions: list[Json], expected: set[str]
+) -> None:
+    found = await examined(world, await told(endpoints=rows, decisions=decisions), "balance")
+    assert codes(found) == expected
+    assert all(one.where == ("b",) for one in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"prefill_factor": 1.4}, set()),
+        ({"prefill_factor": 4.0}, {"balance.unlike-speeds"}),
+        ({"prefill_factor": 4.0, "num_blocks": 99}, set()),
+        ({"prefill_factor": 4.0, "labels": {"model-id": "m", "gpu": "l40s"}}, set()),
+        (
+            {"prefill_factor": 4.0, "labels": {"model-id": "m", "statefulset.kubernetes.io/pod-name": "b"}},
+            {"balance.unlike-speeds"},
+        ),
+    ],
+)
+async def test_servers_that_look_alike_and_were_learned_to_be_unlike(
+    world: Any, told: Told, change: Json, expected: set[str]
+) -> None:
+    found = await examined(world, await told(endpoints=[row("a", 0, 0), {**row("b", 0, 0), **change}]), "balance")
+    assert codes(found) == expected
+
+
+async def test_decisions_of_any_bytes_break_no_check(world: Any, told: Told) -> None:
+    rows = [row("a", 0, 0), row("b", 0, 0)]
+    assert codes(await examined(world, await told(endpoints=rows, decisions=[{"endpoint": 5}]), "balance")) == set()

@@ -6,7 +6,14 @@ from fairlead.doctor.run import Check
 CHECKS: tuple[Check, ...] = (
     *(gateway.headers, gateway.gateway, gateway.asking, scheduler.scheduler),
     *(pool.endpoints, pool.models, pool.roles, pool.tls, metrics.metrics, metrics.freshness, agreement.tokens),
-    *(kv_events.kv_events, kv_events.kv_dialled, agreement.kv_agreement, scheduler.hits, scheduler.scheduling),
+    *(
+        kv_events.kv_events,
+        kv_events.kv_dialled,
+        kv_events.kv_unheard,
+        agreement.kv_agreement,
+        scheduler.hits,
+        scheduler.scheduling,
+    ),
     *(scheduler.balance, metrics.limits, metrics.clock),
 )
 NAMES = tuple(check.name for check in CHECKS)

@@ -8,6 +8,7 @@ import zmq
 from msgspec import Struct
 
 from fairlead.core.endpoint import Endpoint
+from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.trust import ALGORITHM as WRONG_ALGORITHM
 from fairlead.core.trust import BLOCK_SIZE as WRONG_SIZE
 from fairlead.core.trust import SEED as WRONG_SEED
@@ -17,6 +18,7 @@ from fairlead.doctor.kv_listening import KvListening, listening, own_keys
 from fairlead.doctor.requests import COMPLETIONS, completion
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series
+from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Limits
 from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
 from fairlead.pool.kv_events.wire import live, topic_of
@@ -62,6 +64,12 @@ NAMESAKE = Kind(
     "kv-events.topic-of-another", Severity.WARNING, "an engine publishes under the name of another endpoint",
     "correct the topic in its --kv-events-config, or the addresses under endpoints: it looks as if two are exchanged",
     _ENGINES,
+)  # fmt: skip
+
+UNHEARD = Kind(
+    "kv-unheard.published", Severity.WARNING, "an engine publishes KV events, and nobody listens",
+    "set kvEvents.enabled: true, and tokens.models for its model: decisions then know what is cached, also by other"
+    " clients; or take --kv-events-config off the engine", "docs/kv-events.md",
 )  # fmt: skip
 
 _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
@@ -114,6 +122,18 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     if source.source.replay and (kv.behind(slot) or any(count.failed_replays for count in counts)):
         findings.append(REPLAY.at(name, f"no answer from {source.source.replay}"))
     return [*findings, *_topic(site, kv, slot)]
+
+
+@check("kv-unheard", "KV events that engines publish are listened to", (UNHEARD,), needs=("endpoints",))
+async def kv_unheard(site: Site) -> list[Finding]:
+    if site.config.kv_events.enabled:
+        return []
+
+    async def ask(endpoint: Endpoint) -> list[Finding]:
+        source = await discovery.ask(site.client.session, endpoint.address, ANY_MODEL, None)
+        return [] if source is None else [UNHEARD.at(endpoint.id, f"GET /kv_event_sources: {source.events}")]
+
+    return await site.each(ask)
 
 
 @check(

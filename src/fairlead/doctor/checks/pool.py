@@ -10,7 +10,7 @@ from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.tls import ServerTls
-from fairlead.plugins.filters.ability import STAGES, RoleParams
+from fairlead.plugins.filters.ability import ADAPTERS_LABEL, STAGES, RoleParams
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/troubleshooting.md#requests-fail"
@@ -83,6 +83,34 @@ UNSERVED = Kind(
 )  # fmt: skip
 
 
+UNLABELLED = Kind(
+    "models.unlabelled-adapters", Severity.NOTE, "a server lists adapters that no label promises",
+    f"nothing need be done: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them"
+    " from the start", "docs/models.md#adapters",
+)  # fmt: skip
+UNKNOWN_ADAPTERS = Kind(
+    "models.unknown-adapters", Severity.WARNING, "a server has adapters that the scheduler does not know of",
+    f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0: a metrics page names an"
+    " adapter only while requests use it, and until then all requests for it go where it was seen first",
+    "docs/models.md#adapters",
+)  # fmt: skip
+
+
+async def _adapters(site: Site) -> list[Finding]:
+    known = {row.id: row.adapters for row in await site.rows()}
+    reads = bool(site.config.metrics.models_interval)
+
+    async def unlabelled(endpoint: Endpoint) -> list[Finding]:
+        listed = {name for name, adapter in (await site.served(endpoint)).items() if adapter}
+        names = listed - {name.strip() for name in endpoint.labels.get(ADAPTERS_LABEL, "").split(",")}
+        if not names:
+            return []
+        kind = UNLABELLED if reads and names <= set(known.get(endpoint.id, names)) else UNKNOWN_ADAPTERS
+        return [kind.at(endpoint.id, f"/v1/models lists {', '.join(sorted(names)[:5])}")]
+
+    return await site.each(unlabelled)
+
+
 async def _label(site: Site, endpoint: Endpoint) -> list[Finding]:
     label = endpoint.labels.get(MODEL_LABEL, "")
     served = await site.served(endpoint)
@@ -133,12 +161,12 @@ async def _unserved(site: Site) -> list[Finding]:
 @check(
     "models",
     "endpoints serve the models that labels and definitions say",
-    (LABEL, MIXED, UNSERVED),
+    (LABEL, MIXED, UNSERVED, UNKNOWN_ADAPTERS, UNLABELLED),
     needs=("endpoints",),
 )
 async def models(site: Site) -> list[Finding]:
     labels = await site.each(lambda endpoint: _label(site, endpoint))
-    return [*labels, *await _mixed(site), *await _unserved(site)]
+    return [*labels, *await _mixed(site), *await _unserved(site), *await _adapters(site)]
 
 
 UNKNOWN = Kind(

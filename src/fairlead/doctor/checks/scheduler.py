@@ -1,7 +1,12 @@
 """Checks of a running scheduler: ready, quick, spreading load, finding prompts in caches."""
 
+from collections import Counter
+from collections.abc import Hashable
 from math import inf
+from operator import attrgetter
 from statistics import median
+
+from msgspec import Struct, ValidationError, convert
 
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
 from fairlead.doctor.http import Unreached
@@ -162,16 +167,95 @@ FOREIGN = Kind(
     "let all clients go through the gateway: the scheduler cannot foresee what it does not send", _UNEVEN,
 )  # fmt: skip
 
+UNLIKE = Kind(
+    "balance.unlike-speeds", Severity.WARNING, "servers that look alike were learned to be of unlike speed",
+    "if one is on a slower or a shared machine it is right: tell the hardware apart by a label; else the slow one"
+    " computed something else while it was measured: requests past the gateway, another process; what was learned is"
+    " forgotten when the server or the scheduler starts again", _UNEVEN,
+)  # fmt: skip
+STARVED = Kind(
+    "balance.starved", Severity.WARNING, "an endpoint gets less than a tenth of its share, and no number says why",
+    "`fairlead explain` shows what the policy held against it; filters, sessions and caches may keep requests away",
+    _UNEVEN,
+)  # fmt: skip
+
 #: Waiting requests that are many, and how many times the median they are.
 _MANY_WAITING, _TIMES = 20.0, 4.0
 _STRANGERS = 8.0
+#: Learned speeds of equal servers are farther apart only where something is wrong.
+_UNLIKE = 1.5
+#: Of its share of the last decisions; a share of so many means something.
+_STARVED, _SHARE = 0.1, 10.0
+#: Decisions that are asked for, and the part of a prompt that is cached from which on the cache decided.
+_LAST, _CACHED = 200, 0.3
+#: Labels that may differ between equal servers: those of one pod or place.
+_OF_ONE = ("pod", "host", "index", "zone", "topology", "name")
 
 
 def _group(row: Row) -> tuple[str, str]:
     return row.labels.get(MODEL_LABEL, ""), row.labels.get(ROLE_LABEL, "")
 
 
-@check("balance", "load is spread over the endpoints", (SKEW, FOREIGN), needs=("admin",))
+def _looks(row: Row) -> Hashable:
+    labels = {name: value for name, value in row.labels.items() if not any(word in name for word in _OF_ONE)}
+    return row.block_size, row.num_blocks, frozenset(labels.items())
+
+
+_prefill, _step = attrgetter("prefill_factor"), attrgetter("step_factor")
+
+
+def _unlike(rows: list[Row]) -> list[Finding]:
+    alike: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        alike.setdefault(_looks(row), []).append(row)
+    findings = []
+    for group in alike.values():
+        for part, factor in (("prefill", _prefill), ("steps", _step)):
+            slowest, fastest = max(group, key=factor), min(group, key=factor)
+            if factor(slowest) > _UNLIKE * factor(fastest):
+                said = (
+                    f"{part} take {factor(slowest):.2f} times the prior's there, {factor(fastest):.2f} at {fastest.id}"
+                )
+                findings.append(UNLIKE.at(slowest.id, said))
+                break
+    return findings
+
+
+class _Decision(Struct):
+    endpoint: str | None = None
+    prompt_tokens: int = 0
+    predicted_hit_tokens: float = 0.0
+
+
+class _Decisions(Struct):
+    decisions: list[_Decision] = []
+
+
+async def _starved(site: Site, rows: list[Row]) -> list[Finding]:
+    """Of decisions that no cache made."""
+    try:
+        page = convert(await site.told(f"/debug/decisions?last={_LAST}"), _Decisions, strict=False)
+    except ValidationError:
+        return []
+    free = [made for made in page.decisions if made.predicted_hit_tokens < _CACHED * made.prompt_tokens]
+    taken = Counter(made.endpoint for made in free)
+    findings = []
+    for row in rows:
+        peers = [peer for peer in rows if peer is not row and _group(peer) == _group(row)]
+        requests = taken[row.id] + sum(taken[peer.id] for peer in peers)
+        share = requests / (1 + len(peers))
+        if not peers or share < _SHARE or taken[row.id] >= _STARVED * share or row.suspicion != "well":
+            continue
+        busier = row.load > median(peer.load for peer in peers)
+        fuller = (row.kv_usage or 0.0) > 0.1 + median(peer.kv_usage or 0.0 for peer in peers)
+        slower = any(factor(row) > _UNLIKE * min(map(factor, peers)) for factor in (_prefill, _step))
+        if not (busier or fuller or slower):
+            said = f"{taken[row.id]} of the last {requests} requests without a cached beginning; {len(peers)} others"
+            findings.append(STARVED.at(row.id, said))
+    return findings
+
+
+@check("balance", "load is spread over the endpoints", (SKEW, FOREIGN, UNLIKE, STARVED), needs=("admin",))
 async def balance(site: Site) -> list[Finding]:
     rows = [row for row in await site.rows() if row.fresh]
     findings = []
@@ -183,7 +267,7 @@ async def balance(site: Site) -> list[Finding]:
             findings.append(SKEW.at(row.id, f"{waiting:g} wait there; the median of the others is {usual:g}"))
         if row.load - row.leases > max(_STRANGERS, row.leases):
             findings.append(FOREIGN.at(row.id, f"it has {row.load:g} requests, {row.leases:g} of them from here"))
-    return findings
+    return [*findings, *_unlike(rows), *await _starved(site, rows)]
 
 
 DISTRUSTED = Kind(

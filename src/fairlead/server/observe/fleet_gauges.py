@@ -36,6 +36,14 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     leases: int = 0
     pending_tokens: float = 0
     adapters: Sequence[str] = ()
+    #: As the engine reports: tokens of a KV block, blocks, and of all prompt tokens those it found in its cache.
+    block_size: int | None = None
+    num_blocks: int | None = None
+    prefix_queries: float | None = None
+    prefix_hits: float | None = None
+    #: Learned: how many times longer than the prior says prefill and steps take.
+    prefill_factor: float = 1.0
+    step_factor: float = 1.0
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True):

@@ -231,7 +231,8 @@ class Watch:
         # A value at a time out of numpy's arrays would take three times as long.
         ages = (self._now() - table.sampled_at).tolist()
         leases, pending = table.inflight.tolist(), table.pending_tokens.tolist()
-        suspicion = table.suspicion.tolist()
+        suspicion, rates = table.suspicion.tolist(), fleet.predictor.rates
+        prefill, step = rates.prefill.tolist(), rates.step.tolist()
         statuses = []
         for slot, endpoint in table.slots():
             age, sample = ages[slot], table.samples[slot]
@@ -251,6 +252,12 @@ class Watch:
                     leases=int(leases[slot]),
                     pending_tokens=pending[slot],
                     adapters=sorted((table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset())),
+                    block_size=sample.block_size or None if sample else None,
+                    num_blocks=sample.num_blocks or None if sample else None,
+                    prefix_queries=sample.prefix_queries if sample else None,
+                    prefix_hits=sample.prefix_hits if sample else None,
+                    prefill_factor=round(prefill[slot], 4),
+                    step_factor=round(step[slot], 4),
                 )
             )
         return statuses

@@ -1,6 +1,6 @@
-"""Why an endpoint's load cannot be read, on the debug page."""
+"""What the debug page says of endpoints, and why their load cannot be read."""
 
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.server.observe.watch import Watch
 
@@ -23,3 +23,18 @@ def test_the_last_reason_is_shown_until_it_is_over() -> None:
     watch.on_silence("a", "status 404")
     watch.on_endpoint_gone("a")
     assert errors(watch) == {"a": "", "b": ""}
+
+
+def test_an_endpoint_shows_what_its_engine_reports_and_what_was_learned() -> None:
+    fleet = Fleet()
+    watch = Watch(fleet, lambda: 1.0)
+    for name in ("a", "b"):
+        fleet.up(Endpoint(name, f"{name}:1"))
+    fleet.sampled("a", 1.0, 1.0, Sample(block_size=32, num_blocks=256, prefix_queries=900.0, prefix_hits=300.0))
+    slot = fleet.table.slot("a")
+    assert slot is not None
+    fleet.predictor.rates.step[slot] = 2.5
+    told, silent = watch.endpoints()
+    assert (told.block_size, told.num_blocks, told.prefix_queries, told.prefix_hits) == (32, 256, 900.0, 300.0)
+    assert (told.prefill_factor, told.step_factor) == (1.0, 2.5)
+    assert (silent.block_size, silent.num_blocks, silent.prefix_queries, silent.prefix_hits) == (None,) * 4
