@@ -394,6 +394,8 @@ class Pipeline:
             lease = fleet.charge(request, slot, now, hit, expected)
         else:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
+        if fleet.stalls.retried:
+            fleet.stalls.charged(slot, now)
         lease.predicted = predicted
         entry.lease = lease
         self.requests.move(entry, trigger, S.ROUTED)

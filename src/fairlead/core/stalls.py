@@ -1,9 +1,10 @@
 """Endpoints that hang: there is work, and nothing of it moves, although the metrics page may still answer.
 
 Theory
-* Progress of an endpoint is: a first token, an answer that ends well, or a scrape that differs from the last one in
-  tokens generated or looked up in the cache, in memory in use or in requests that run, or has fewer that wait. More
-  that wait are none: an engine's front takes requests while the engine hangs.
+* Progress of an endpoint is: a first token, an answer that ends well, or a scrape with other counters of tokens
+  (generated, or looked up in the cache) or more memory in use than the last one; of an engine that counts no tokens,
+  also one with less memory in use, other requests that run or fewer that wait. Neither more that wait nor, where tokens
+  are counted, fewer that run: fronts take requests, and give up those whose clients left, while the engine hangs.
 * Silence is the time since the last progress, or since there is work. It is plausible for as long as the longest of
 
       PLAUSIBLE_S                                whatever the engine is
@@ -16,7 +17,7 @@ Theory
 * An endpoint is *suspect* when its silence is longer than that, and *out* after `OUT` times that. With the floors a
   scrape every 0.2 s means: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other can
   serve them, those that are out only if all others are out too (`plugins.filters.availability.Health`).
-* It recovers at the first progress. Where nothing is left that could move, it is tried again after `RETRIED_S`.
+* It recovers at the first progress. Where nothing is left that could move, one request tries it every `RETRIED_S`.
 
 A request is *overdue* where `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
@@ -93,12 +94,15 @@ class Stalls:
         self.caution = 1.0
         #: When any endpoint was out for the last time.
         self._any_out = -inf
+        #: Slots that were suspect, have nothing left that could move, and wait for a request that tries them.
+        self.retried: set[int] = set()
 
     def reset(self, slot: int) -> None:
         """A new endpoint stands at `slot`."""
         while slot >= len(self._watched):
             self._watched.append(_Watched())
         self._watched[slot] = _Watched()
+        self.retried.discard(slot)
 
     def take_changes(self) -> list[StallRecord]:
         """Those since the last call."""
@@ -116,19 +120,27 @@ class Stalls:
             pace = self._pace(watched, now)
             if pace < silent < inf:
                 watched.pace, watched.paced_at = min(silent, 2.0 * pace), now
-            if self._table.suspicion[slot]:
-                self._judged(slot, WELL, silent, now)
+        if self._table.troubled and self._table.suspicion[slot]:
+            self._judged(slot, WELL, silent, now)
 
     def sampled(self, slot: int, before: Sample | None, sample: Sample, now: float) -> None:
         """A scrape came; `before` is the one before it."""
-        if before is not None and (
-            sample.generation_tokens != before.generation_tokens
-            or sample.prefix_queries != before.prefix_queries
-            or sample.kv_usage != before.kv_usage
-            or sample.running != before.running
-            or (sample.waiting or 0.0) < (before.waiting or 0.0)
-        ):
+        if before is None:
+            return
+        moved = sample.generation_tokens != before.generation_tokens or sample.prefix_queries != before.prefix_queries
+        moved = moved or (sample.kv_usage or 0.0) > (before.kv_usage or 0.0)
+        if not moved and sample.generation_tokens is None:
+            moved = sample.kv_usage != before.kv_usage or sample.running != before.running
+            moved = moved or (sample.waiting or 0.0) < (before.waiting or 0.0)
+        if moved:
             self.moved(slot, now)
+
+    def charged(self, slot: int, now: float) -> None:
+        """A request goes to one of `retried`: it is enough until something moves."""
+        if slot in self.retried:
+            self.retried.discard(slot)
+            self._watched[slot].since = now
+            self._judged(slot, SUSPECT, 0.0, now)
 
     # ---- silence ----
 
@@ -144,6 +156,7 @@ class Stalls:
                     watched.empty_since = min(watched.empty_since, now)
                     if now - watched.empty_since > RETRIED_S:
                         self._judged(slot, WELL, 0.0, now)
+                        self.retried.add(slot)
             elif now - watched.since > PLAUSIBLE_S:
                 self._judge(slot, watched, now)
 
@@ -196,6 +209,7 @@ class Stalls:
         if OUT_OF_USE in (level, float(table.suspicion[slot])):
             watched.out_until = self._any_out = now
         watched.empty_since = inf
+        self.retried.discard(slot)
         table.set_suspicion(slot, level)
         self.changes.append(
             StallRecord(endpoint.id, now, LEVELS[int(level)], silent, plausible, int(table.inflight[slot]))

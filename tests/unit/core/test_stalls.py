@@ -210,21 +210,45 @@ def test_more_that_wait_are_no_progress() -> None:
     assert rig.suspicion("e0") == OUT_OF_USE
 
 
-def test_where_nothing_is_left_that_could_move_it_is_tried_again() -> None:
+def test_what_clients_give_up_is_no_progress() -> None:
+    """An engine's front forgets requests whose clients left, while the engine hangs."""
     rig = Rig()
     rig.warm()
-    rig.hang("e0", 5.0, scraped=False)
-    for _, number, name in rig.running:
-        if name == "e0":
-            rig.feed(ResponseEnded(request_id=number, status=0, client_gone=True))
-    rig.running = [entry for entry in rig.running if entry[2] != "e0"]
-    rig.step(scraped=False)
+    rig.hang("e0", 2.0)
+    page = rig.pages["e0"]
+    for number in range(10, 0, -1):
+        rig.pages["e0"] = replace(page, running=float(number), kv_usage=0.1 * number * (page.kv_usage or 0.0))
+        rig.step()
     assert rig.suspicion("e0") == OUT_OF_USE
-    for _ in range(40):
-        rig.fleet.ledger.own_accounting(0)
-        rig.step(scraped=False)
+
+
+def test_where_nothing_is_left_that_could_move_one_request_tries_it_again() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hang("e0", 5.0)
+
+    def give_up() -> int:
+        """Its requests go elsewhere, or their clients leave."""
+        there = [number for _, number, name in rig.running if name == "e0"]
+        for number in there:
+            rig.feed(ResponseEnded(request_id=number, status=0, client_gone=True))
+        rig.running = [entry for entry in rig.running if entry[2] != "e0"]
+        rig.pages["e0"] = replace(rig.pages["e0"], running=0.0, kv_usage=0.0)
+        return len(there)
+
+    give_up()
+    met = []
+    for _ in range(3):
+        for _ in range(35):
+            rig.send()
+            rig.step()
+        met.append(give_up())
+    assert met == [1, 1, 1]
+    rig.hung.clear()
+    for _ in range(60):
         rig.send()
-    assert "well" in [record.level for record in rig.told]
+        rig.step()
+    assert rig.suspicion("e0") == WELL
 
 
 # ---- when an answer is overdue ----

@@ -201,7 +201,7 @@ class Watch:
         self.metrics.families.stalls.child(record.endpoint, record.level).inc()
         silent = {"endpoint": record.endpoint, "silent_s": round(record.silent_s, 1)}
         if record.level == "well":
-            log.info("an endpoint moves again", **silent)
+            log.info("an endpoint moves again, or is tried again", **silent)
         else:
             plausible = round(record.plausible_s, 1)
             log.warning(
