@@ -31,6 +31,16 @@ def little(monkeypatch):
     monkeypatch.setattr(tune_probe, "TOGETHER", 1e6)
 
 
+class Kept(list):
+    """Observations; `facts` are the newest."""
+
+    facts = None
+
+    def __call__(self, more, facts):
+        self.extend(more)
+        self.facts = facts
+
+
 async def asked(pool, **fields):
     target = f"http://{pool.addresses[0]}"
     facts = await asyncio.to_thread(ask_facts, target, {})
@@ -39,11 +49,11 @@ async def asked(pool, **fields):
 
 async def test_each_probe_is_observed_and_says_what_it_is(little):
     async with StubPool(CONFIG) as pool:
-        ask, found, seen = await asked(pool), [], []
+        ask, found, seen = await asked(pool), Kept(), []
         facts = ask.facts
         assert (facts.model, facts.max_model_len, facts.block_size) == ("meta-llama/Llama-3.1-8B-Instruct", 8192, 16)
         assert facts.num_blocks > 1000
-        await probe(ask, found.extend, lambda *look: seen.append(look))
+        await probe(ask, found, lambda *look: seen.append(look))
     alone = [one for one in found if one.completion_tokens == 2]
     # 9000 tokens are more than the model takes; the longest is as long as it takes.
     assert len(alone) == 8
@@ -58,17 +68,17 @@ async def test_each_probe_is_observed_and_says_what_it_is(little):
 async def test_the_servers_slots_are_found(little):
     """A page does not tell them, and a group that is larger does not decode together."""
     async with StubPool(msgspec.structs.replace(CONFIG, max_num_seqs=3)) as pool:
-        found = []
-        facts = await probe(await asked(pool), found.extend)
-    assert facts.max_num_seqs == 3
+        found = Kept()
+        await probe(await asked(pool), found)
+    assert found.facts.max_num_seqs == 3
     assert {one.batch for one in found} == {1, 3}
 
 
 async def test_a_neighbour_is_kept_busy_meanwhile(little):
     async with StubPool(CONFIG, replicas=2) as pool:
-        found = []
+        found = Kept()
         ask = await asked(pool, neighbour=f"http://{pool.addresses[1]}")
-        await probe(ask, found.extend)
+        await probe(ask, found)
         served = [replica.engine.stats.prefix_queries for replica in pool.replicas]
     assert {one.neighbours for one in found} == {0, 1}
     assert served[1] > 0
@@ -77,16 +87,15 @@ async def test_a_neighbour_is_kept_busy_meanwhile(little):
 async def test_the_end_of_time_ends_what_is_under_way_and_keeps_the_rest(little):
     """One request of this server takes minutes."""
     async with StubPool(msgspec.structs.replace(CONFIG, time_ratio=0.01)) as pool:
-        found = []
-        facts = await probe(await asked(pool, seconds=2.0), found.extend)
-        assert facts.max_model_len == 8192
+        found = Kept()
+        await probe(await asked(pool, seconds=2.0), found)
     assert all(one.ttft_ms > 0 for one in found)
 
 
 async def test_no_time_at_all(little):
     async with StubPool(CONFIG) as pool:
-        found = []
-        await probe(await asked(pool, seconds=0.0), found.extend)
+        found = Kept()
+        await probe(await asked(pool, seconds=0.0), found)
     assert found == []
 
 
@@ -95,7 +104,7 @@ async def test_a_server_that_refuses_is_quoted(little):
         ask = await asked(pool)
         ask = msgspec.structs.replace(ask, facts=msgspec.structs.replace(ask.facts, model="nobody"))
         with pytest.raises(TooLittle, match=r"probes failed: status_404: .*`nobody` does not exist"):
-            await probe(ask, lambda more: None)
+            await probe(ask, Kept())
 
 
 async def test_the_command_prints_a_preset_that_is_simulated(little, tmp_path):
@@ -138,8 +147,23 @@ async def test_what_was_seen_until_it_was_stopped_is_kept(tmp_path):
         process.send_signal(signal.SIGINT)
         said, complaint = await process.communicate()
     assert process.returncode == 130, complaint
-    assert b"stopped; fitted from" in complaint
+    assert b"error: stopped" in complaint and b"fitted from" in complaint
     assert b"latency" in said and b"latency" in out.read_bytes()
+
+
+async def test_a_server_that_goes_away_leaves_what_it_told(little, monkeypatch, tmp_path):
+    monkeypatch.setattr(tune_probe, "ROUNDS", 1000)
+    save = tmp_path / "seen.jsonl"
+    async with StubPool(CONFIG) as pool:
+        arguments = ["tune", pool.addresses[0], "--time-ratio", "20", "--save", str(save)]
+        probing = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, build_app(), arguments))
+        while not _enough(save) and not probing.done():
+            await asyncio.sleep(0.02)
+        await pool.stop(0)
+        done = await probing
+    assert done.exit_code == 1, done.output
+    assert "probes failed" in done.stderr and "fitted from" in done.stderr
+    assert "latency" in done.stdout
 
 
 def _enough(save):

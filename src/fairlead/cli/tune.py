@@ -21,7 +21,7 @@ from fairlead.cli.options import (
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset
-    from fairlead.lab.load.tune import Advice, Fitted, Measured, Observation
+    from fairlead.lab.load.tune import Advice, Facts, Fitted, Measured, Observation
     from fairlead.lab.load.tune_probe import Ask
 
 _Url = Annotated[
@@ -93,13 +93,13 @@ def tune(
         if bool(url) == (observations is not None):
             raise ValueError("give the URL of a server, or --observations FILE")
         if observations is not None:
-            measured = Measured(Facts(model=model, max_num_seqs=max_num_seqs), _read(observations))
+            measured, code = Measured(Facts(model=model, max_num_seqs=max_num_seqs), _read(observations)), 0
             seen = traffic_of(measured.observations)
         else:
             fields, headers = json_object(extra), pairs(header, "--header")
             ask = _ask(url, neighbour, model, max_num_seqs, headers)
             ask = replace(ask, extra=fields, seed=seed, time_ratio=time_ratio, seconds=seconds)
-            measured = _probe(ask, save)
+            measured, code = _probe(ask, save)
             seen = Traffic(hit_rate=measured.facts.hit_rate)
         fitted = measured.fit()
     traffic = Traffic(
@@ -113,8 +113,7 @@ def tune(
     if out is not None:
         _write(out, preset, fitted)
     _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
-    if measured.stopped:
-        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(code)
 
 
 def preset_like(url: str) -> str:
@@ -124,7 +123,7 @@ def preset_like(url: str) -> str:
     from fairlead.lab.engine.presets import write_preset
 
     with _problems():
-        measured = _probe(replace(_ask(url, "", "", 0, {}), seconds=60.0), None)
+        measured, _ = _probe(replace(_ask(url, "", "", 0, {}), seconds=60.0), None)
         fitted = measured.fit()
     preset = measured.preset(fitted, url)
     typer.echo("\n".join([*_comments(preset, fitted), write_preset(preset)]), err=True)
@@ -159,32 +158,41 @@ def _ask(url: str, neighbour: str, model: str, max_num_seqs: int, headers: dict[
     )
 
 
-def _probe(ask: "Ask", save: Path | None) -> "Measured":
-    """Until it is over, or is stopped."""
+def _probe(ask: "Ask", save: Path | None) -> "tuple[Measured, int]":
+    """What was seen until the end, or until the user or a request that failed stopped it; and the exit code. Raises
+    `TooLittle` where nothing was seen."""
     import asyncio
 
     import msgspec
 
-    from fairlead.lab.load.tune import Measured
+    from fairlead.lab.load.tune import Measured, TooLittle
     from fairlead.lab.load.tune_probe import probe
 
-    measured = Measured(ask.facts)
+    measured, code = Measured(ask.facts), 0
     if save is not None:
         save.write_bytes(b"")
 
-    def keep(more: "list[Observation]") -> None:
+    def keep(more: "list[Observation]", facts: "Facts") -> None:
         measured.observations += more
+        measured.facts = facts
         if save is not None:
             with save.open("ab") as file:
                 file.writelines(msgspec.json.encode(observation) + b"\n" for observation in more)
 
     try:
         with _progress() as step:
-            measured.facts = asyncio.run(probe(ask, keep, step))
+            asyncio.run(probe(ask, keep, step))
     except KeyboardInterrupt:
-        measured.stopped = True
-        complain(f"stopped; fitted from {len(measured.observations)} observations")
-    return measured
+        code = INTERRUPTED
+        complain("stopped")
+    except TooLittle as error:
+        if not measured.observations:
+            raise
+        code = FAILED
+        complain(error)
+    if code:
+        complain(f"what follows is fitted from {len(measured.observations)} observations")
+    return measured, code
 
 
 @contextmanager

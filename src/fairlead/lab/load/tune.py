@@ -343,8 +343,6 @@ class Measured(Struct):
 
     facts: Facts
     observations: list[Observation] = []
-    #: Before its end, by the user.
-    stopped: bool = False
 
     def fit(self) -> Fitted:
         """Raises `TooLittle`."""

@@ -52,6 +52,8 @@ NEIGHBOUR_LOAD = (4, 300, 50)
 _USUAL_LENGTH = 8192
 #: Told (probes done, probes in all, what comes next).
 OnProgress = Callable[[int, int, str], object]
+#: Told, probe by probe, what was observed and what is known of the server by then.
+Keep = Callable[[list[Observation], Facts], object]
 
 
 class Ask(Struct, frozen=True, kw_only=True):
@@ -108,9 +110,8 @@ def plan(facts: Facts, beside: bool = False) -> list[Probe]:
     return made
 
 
-async def probe(ask: Ask, keep: Callable[[list[Observation]], object], on_progress: OnProgress | None = None) -> Facts:
-    """Tells `keep` what was observed, probe by probe, and returns what is known of the server at the end. When
-    cancelled, what was told stays good.
+async def probe(ask: Ask, keep: Keep, on_progress: OnProgress | None = None) -> None:
+    """When it is cancelled or raises, what `keep` was told stays good.
 
     Raises `TooLittle` when requests fail, `ConfigError` for a target or header that cannot be used."""
     prober = _Prober(ask)
@@ -126,12 +127,11 @@ async def probe(ask: Ask, keep: Callable[[list[Observation]], object], on_progre
                 continue
             if on_progress is not None:
                 on_progress(done, total, str(item))
-            keep(await prober.observe(item))
+            keep(await prober.observe(item), prober.facts)
             took[item] = monotonic() - begun
             done += 1
     if on_progress is not None:
         on_progress(done, done, "done")
-    return prober.facts
 
 
 class _Calls:
