@@ -30,7 +30,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     talk: Conversation
     #: What the pool can do, as `engines.py --capacity` finds it; 1 for captured traffic.
     capacity_rps: float = 1.0
-    #: Requests of a run are this many times those of other shapes: a server with many slots fills slowly.
+    #: Requests of a run are this many times those of other shapes, so that it lasts longer than its answers.
     times: int = 1
     #: Captured traffic instead of `talk`, at these multiples of its pace instead of shares of a capacity.
     captured: str = ""
@@ -166,6 +166,7 @@ SHAPES: dict[str, Shape] = {
             *_alike(1, _engine(_CPU, slots=4, kv=32_000)),
         ),
         talk=_talk(900, 120),
+        times=3,
     ),
     "lock-in-hand": _lock_in("hand"),
     "lock-in-low": _lock_in("low"),

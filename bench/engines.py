@@ -42,7 +42,7 @@ RULES = (DEFAULT, ROUND_ROBIN, LEAST_REQUESTS, "weights-322", "lmetric", "sticky
 PLAIN = ("weights-322", LEAST_REQUESTS)
 KNEE, KNEE_REQUESTS = 5.0, 300
 #: Requests of a run, seeds, loads.
-WHOLE, QUICK = (500, 6, LOADS), (200, 4, (LOADS[1], LOADS[2]))
+WHOLE, QUICK = (300, 5, LOADS), (200, 4, (LOADS[1], LOADS[2]))
 #: Captured traffic is short, and the same for every seed: only the scheduler's chance differs.
 CAPTURED_SEEDS = 12
 #: First share of the forecasts that is not counted in the band: nothing was learned yet.
@@ -213,7 +213,7 @@ def _row(rows: Sequence[Found]) -> dict[str, float]:
 
 
 def show(found: dict[str, Any]) -> None:
-    console = Console(width=140)
+    console = Console(width=160)
     for name, shape in found["shapes"].items():
         rate = f"{shape['capacity_rps']:.3g} requests/s" if not SHAPES[name].captured else "captured pace"
         table = Table(title=f"{name}: {shape['what']} (100 % = {rate})", title_justify="left")
@@ -230,9 +230,46 @@ def show(found: dict[str, Any]) -> None:
         if "regret_ttft" in shape:
             line = f"regret: TTFT {shape['regret_ttft']:.2f}, E2E {shape['regret_e2e']:.2f}"
             console.print(line + (f"; behind: {', '.join(shape['behind'])}" if shape["behind"] else ""), "\n")
+    summary = Table(*COLUMNS, title="the default beside round robin and the shape's best")
+    for row in summary_rows(found):
+        summary.add_row(*row)
+    console.print(summary)
     for key in ("worst_regret_ttft", "worst_regret_e2e", "behind_round_robin", "false_alarms", "failed", "cpu_s"):
         if key in found:
             console.print(f"{key}: {found[key]}")
+
+
+COLUMNS = (
+    "shape",
+    "TTFT",
+    "round robin",
+    "best",
+    "regret",
+    "E2E",
+    "round robin",
+    "best",
+    "regret",
+    "busiest",
+    "in band",
+)
+
+
+def summary_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Of the shapes at which the default met other rules; the table of docs/benchmarks.md."""
+    made = []
+    for name, shape in found["shapes"].items():
+        if "regret_ttft" in shape:
+            rules = shape["rules"]
+            row = [name]
+            for figure in ("ttft", "e2e"):
+                best = min(rules, key=lambda rule: rules[rule][f"{figure}_ms"])
+                values = [
+                    rules[rule][f"{figure}_ms"] if rule in rules else 0.0 for rule in (DEFAULT, ROUND_ROBIN, best)
+                ]
+                row += [f"{value:,.0f}" for value in values] + [f"{shape[f'regret_{figure}']:.2f}"]
+                row[-2] += f" {best}"
+            made.append([*row, f"{rules[DEFAULT]['busiest_most']:.0%}", f"{rules[DEFAULT]['in_band']:.0%}"])
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
