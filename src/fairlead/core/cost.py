@@ -5,12 +5,14 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
     prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
     step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
     queue         Q = Σ P of our requests before their first token, less the time since the head of them began (one
-                      step at most)
+                      step at most; nothing while it waits for a slot)
     steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute it and the W queued tokens before it, and
                                                         what is left of the running one
-    TTFT          kappa·(P + Q + steps)                 kappa is learned and takes up what the model leaves out
+    slots         A·S/N for each of those that must end before it is its turn, of N sequences that the engine runs at
+                      once: an answer that takes A steps (learned) leaves on average every A·S/N milliseconds
+    TTFT          kappa·(P + Q + steps + slots)         kappa is learned and takes up what the model leaves out
     interference  w·B·P                                 every running answer pauses while the prompt is computed
-    decode        w·A·S                                 the answer takes A steps (learned), each as long as there
+    decode        w·A·S                                 the answer takes A steps, each as long as there
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
                                                         charged only where there is too little memory. The prompt takes
                                                         u tokens of the cache for `hold` ms (learned). All that wait
@@ -19,8 +21,8 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
                                                         they can still go elsewhere, so each counts 0.3. `full` rises
                                                         from 0 at 75 % of the capacity to 1 at 95 %: answers grow.
 
-The coefficients are those of `PRIOR`, times two factors per endpoint that are learned (`fleet.rates`). `kappa`, `hold`
-and A are learned by `fleet.predictor`.
+The coefficients are those of `PRIOR`, times three factors per endpoint that are learned, as N is (`core.rates`).
+`kappa`, `hold` and A are learned by `core.predictor`.
 
 Shapes. One request: `prompts` is a number, `cached` a column, and so are the terms. R requests: `prompts` is an R × 1
 array, `cached` R × slots, and terms are matrices. A term that is the same everywhere may be a number (0-d array).
@@ -65,9 +67,9 @@ class StepModel(Struct, frozen=True):
         """Computing the last `uncached` of `prompt` tokens: what it adds to the steps that it is in."""
         return uncached * ((self.c_pf + self.c_attn * prompt) - self.c_attn * 0.5 * uncached)
 
-    def step_ms(self, sequences: Any, kv_tokens: Any) -> Any:
-        """A step that only decodes."""
-        return self.c0 + self.c_seq * sequences + self.c_kv * kv_tokens
+    def load_ms(self, sequences: Any, kv_tokens: Any) -> Any:
+        """What decoding adds to a step."""
+        return self.c_seq * sequences + self.c_kv * kv_tokens
 
 
 #: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
@@ -75,16 +77,18 @@ PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=
 #: The same as 0-d arrays, which numpy multiplies with a column in 0.25 instead of 0.40 µs.
 _ARRAYS: list[Any] = [scalar(value) for value in astuple(PRIOR)]
 _COLUMNWISE = StepModel(*_ARRAYS)
+_C_0 = _ARRAYS[0]
 #: Milliseconds by which the head of a queue can have progressed, at the prior's speed.
 _STEP_MS = PRIOR.c_pf * STEP_TOKENS
 _PER_STEP = 1.0 / STEP_TOKENS
 
 
 class Factors(Protocol):
-    """Columns that multiply the coefficients of `PRIOR`: of prefill, and of the rest of a step."""
+    """Columns that multiply the coefficients of `PRIOR`: of prefill, of what every step costs, and of its load."""
 
     prefill: FloatColumn
     step: FloatColumn
+    load: FloatColumn
 
 
 class Learned(Protocol):
@@ -94,6 +98,7 @@ class Learned(Protocol):
     def rates(self) -> Factors: ...
 
     kappa: FloatColumn
+    tpot_kappa: FloatColumn
     hold_ms: float
     answer_steps: float
     #: What is kept ready, see below: `READY` × slots, its rows, and a tuple by slot.
@@ -149,18 +154,24 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
     `now`: clock seconds."""
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
-    queued, factor = table.queued_tokens, learned.rates.prefill
+    queued, factor, limited = table.queued_tokens, learned.rates.prefill, np.count_nonzero(table.max_seqs)
     queue: Any = _ZERO
     if np.count_nonzero(queued):
         progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * _STEP_MS)
+        if limited:
+            progress = np.where((table.max_seqs > 0.0) & (table.active >= table.max_seqs), 0.0, progress)
         queue = np.maximum(factor * table.queued_ms - progress, 0.0)
-    step = learned.rates.step * _COLUMNWISE.step_ms(table.active, table.kv_tokens)
+    step = learned.rates.step * _C_0 + learned.rates.load * _COLUMNWISE.load_ms(table.active, table.kv_tokens)
+    slots: Any = _ZERO
+    if limited:
+        answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)
+        slots = slot_wait(table.queue + table.active, table.max_seqs, answer * learned.tpot_kappa * step)
     prefill = factor * PRIOR.prefill_ms(prompts, uncached)
     tokens = queued + uncached
     steps = step * (np.ceil(tokens * _PER_STEP) + 0.5)
     used = table.kv + tokens * table.per_capacity
-    model_ttft, kappa = prefill + steps + queue, learned.kappa
-    return Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa)
+    model_ttft, kappa = prefill + steps + queue + slots, learned.kappa
+    return Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa, slots)
 
 
 def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
@@ -185,7 +196,9 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
         ("memory", np.zeros(len(table)) if memory is None else memory),
     ]
     return listed + [
-        (name, term) for name, term in (("slots", terms.slots), ("transfer", terms.transfer)) if np.any(term)
+        (name, terms.kappa * term)
+        for name, term in (("slots", terms.slots), ("transfer", terms.transfer))
+        if np.any(term)
     ]
 
 
@@ -206,6 +219,12 @@ def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) ->
     return price
 
 
+def slot_wait(there: Any, slots: Any, answer_ms: Any) -> Any:
+    """Milliseconds until one more than those that are `there` runs. `slots`: sequences at once, 0 = no limit."""
+    ahead = np.maximum(there + 0.5 - slots, _ZERO)
+    return np.where(slots > 0.0, ahead * answer_ms / np.maximum(slots, _ONE), _ZERO)
+
+
 def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
     """Milliseconds until an endpoint that uses the share `usage` now has given back enough for `used`."""
     return np.maximum(used - 1.0, _ZERO) * (hold_ms / np.maximum(usage, _LEAST_USAGE))
@@ -221,32 +240,40 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 #                         prior's speed
 #     steps, step         milliseconds of one and a half steps times `kappa`, and of a step that only decodes
 #     done_ms, left_ms    clock milliseconds when what is queued would be done without a pause, and the milliseconds of
-#                         it that are left at least, for progress counts for one step at most
+#                         it that are left at least, for progress counts for one step at most; the wait for a slot
+#                         included
 #     kappa
 #     easy                for up to so many tokens to compute, one step is enough, and memory has no price
 #
 # `Learned.slots` has a tuple by slot: the same, and for forecasts, as the columns of these names have them,
-# `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; the factor of
-# prefill.
+# `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; `slots`; the
+# factor of prefill.
 READY = 8
 
 
 def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     """Make one slot ready from its columns."""
     floats, factors = table.floats[:, slot].tolist(), learned.rates
-    _, _, kv, queue, active, _, pending, _, queued, queued_ms, since_ms, kv_tokens, *_, per_capacity = floats
-    factor, pace, kappa = float(factors.prefill[slot]), float(factors.step[slot]), float(learned.kappa[slot])
-    c_0, c_seq, decode_kv = PRIOR.c0, PRIOR.c_seq, PRIOR.c_kv * kv_tokens
-    step, next_step = pace * (c_0 + c_seq * active + decode_kv), pace * (c_0 + c_seq * (active + 1.0) + decode_kv)
+    _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, *_ = floats
+    per_capacity, slots = floats[-2:]
+    factor, load, kappa = float(factors.prefill[slot]), float(factors.load[slot]), float(learned.kappa[slot])
+    step = float(factors.step[slot]) * PRIOR.c0 + load * PRIOR.load_ms(active, kv_tokens)
+    next_step = step + load * PRIOR.c_seq
     done_ms, left_ms = -inf, 0.0
     if queued:
         queued_ms *= factor
         done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * _STEP_MS, 0.0)
+    if slots and queue + active >= slots:
+        if active >= slots:
+            done_ms, left_ms = -inf, queued_ms
+        answer_ms = 2.0 * growth / max(held, 1.0) * float(learned.tpot_kappa[slot]) * step
+        wait = (queue + active + 0.5 - slots) * answer_ms / slots
+        done_ms, left_ms = done_ms + wait, left_ms + wait
     free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
     easy = min(free, STEP_TOKENS) - queued
     ready = (kappa * factor, factor * active, 1.5 * kappa * step, step, done_ms, left_ms, kappa, easy)
     learned.ready[:, slot] = ready
-    learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, factor)
+    learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)
     table.stale.discard(slot)
 
 

@@ -1,6 +1,7 @@
 """The fleet: one mutating door for what is known about endpoints, and the view that policies read."""
 
-from math import inf
+from collections.abc import Hashable
+from math import inf, log2
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from fairlead.core.cost import PRIOR
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.ledger import Lease, Ledger
-from fairlead.core.predictor import Predictor
+from fairlead.core.predictor import CROWDED, Predictor
 from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
@@ -21,6 +22,8 @@ BYTES_PER_TOKEN = 4.2
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
+#: Labels with such a word in their name tell engines apart that differ in speed. Others may be of one pod only.
+LOOKS = ("model", "role", "gpu", "accelerator", "hardware", "instance-type", "engine", "version", "template-hash")
 #: Above any true number of requests or tokens of one endpoint. Higher readings are cut, so that sums stay exact.
 MOST = 1e9
 #: Microseconds of one prefill. Thousands of them still add up without rounding.
@@ -47,6 +50,7 @@ class Fleet:
         self.exact = exact
         #: Seconds after which a scrape no longer counts.
         self.staleness = staleness
+        self._looks: dict[int, Hashable] = {}
 
     def up(self, endpoint: Endpoint) -> list[Lease]:
         """An endpoint joined or changed. Leases at an address it gave up are returned, released."""
@@ -56,7 +60,7 @@ class Fleet:
             self.prefix.add_slot(slot)
             if self.exact is not None:
                 self.exact.add_slot(slot)
-            self.predictor.reset(slot)
+            self._looks_like(slot)
             self.stalls.reset(slot)
             return []
         old = self.table.endpoints[slot]
@@ -65,7 +69,23 @@ class Fleet:
             self.up(endpoint)
             return leases
         self.table.replace(slot, endpoint)
+        self._looks_like(slot)
         return []
+
+    def _looks_like(self, slot: int, restarted: bool = False) -> None:
+        """What is learned of an engine is first of all what is learned of all that look alike. One that looks otherwise
+        now, or was started anew, begins again."""
+        table = self.table
+        endpoint, sample = table.endpoints[slot], table.samples[slot]
+        assert endpoint is not None
+        labels = [item for item in endpoint.labels.items() if any(word in item[0].lower() for word in LOOKS)]
+        capacity = table.capacity_tokens[slot]
+        # Like engines differ by a few blocks.
+        size = round(2.0 * log2(capacity)) if capacity else 0
+        look = (*sorted(labels), sample.block_size if sample is not None else 0, size)
+        if restarted or look != self._looks.get(slot):
+            self._looks[slot] = look
+            self.predictor.reset(slot, look)
 
     def down(self, endpoint_id: str) -> list[Lease]:
         """An endpoint left. Its leases are released and returned."""
@@ -77,6 +97,7 @@ class Fleet:
         if self.exact is not None:
             self.exact.drop_slot(slot)
         self.table.remove(slot)
+        del self._looks[slot]
         return [lease for lease in leases if not lease.auxiliary]
 
     def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[Lease]:
@@ -86,7 +107,8 @@ class Fleet:
         if slot is None:
             return []
         table.stale.add(slot)
-        self.stalls.sampled(slot, table.samples[slot], sample, now)
+        before = table.samples[slot]
+        self.stalls.sampled(slot, before, sample, now)
         table.sampled(slot, sample)
         if table.failures[slot]:
             table.failures[slot] = 0
@@ -100,6 +122,17 @@ class Fleet:
             table.capacity_tokens[slot] = capacity
             table.per_capacity[slot] = 1.0 / capacity
             self.prefix.set_capacity(slot, int(capacity * BYTES_PER_TOKEN))
+        restarted = before is not None and (before.prefix_queries or 0.0) > (sample.prefix_queries or inf)
+        if restarted:  # its counters began again, and its cache is empty
+            self.prefix.drop_slot(slot)
+            self.prefix.add_slot(slot)
+        if (
+            restarted
+            or before is None
+            or before.block_size != sample.block_size
+            or before.num_blocks != sample.num_blocks
+        ):
+            self._looks_like(slot, restarted)
         ran = table.running[slot]
         table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
         table.running[slot] = running = _gauge(sample.running, ran)
@@ -108,6 +141,10 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
+        # There is room for one or two more, and what waits should have been computed by now.
+        overdue = now * 1e3 - table.prefill_since_ms[slot] > self.predictor.rates.prefill[slot] * table.queued_ms[slot]
+        if overdue and table.kv[slot] * (1.0 + 2.0 / max(running, 1.0)) < CROWDED:
+            table.max_seqs[slot] = self.predictor.rates.sampled(slot, waiting, running)
         dropped = self.ledger.reconcile(slot, started, waiting, running)
         for lease in dropped:
             if lease.auxiliary:
@@ -244,6 +281,7 @@ class Fleet:
                 self.predictor.first_token(
                     lease.slot, lease.forecast, lease.uncached_tokens, lease.work_us * 1e-3, lease.charged_at, now
                 )
+                lease.mark = self.predictor.mark(lease.slot)
         self.ledger.first_token(lease, now)
 
     def completed(self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0) -> None:
@@ -260,7 +298,8 @@ class Fleet:
             self.predictor.judge(lease.slot, lease.forecast, ttft_ms)
             lease.first_token_at = lease.charged_at + ttft_ms * 1e-3
         if lease.first_token_at >= 0.0 and not hung:
-            self.predictor.ended(lease.slot, lease.forecast, (now - lease.first_token_at) * 1e3, completion_tokens)
+            held_ms = (now - lease.first_token_at) * 1e3
+            self.predictor.ended(lease.slot, lease.forecast, held_ms, completion_tokens, lease.mark, now)
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
         if output > 0.0:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * BYTES_PER_TOKEN))

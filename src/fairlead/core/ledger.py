@@ -55,6 +55,8 @@ class Lease(Struct, eq=False, gc=False):
     prefill: "Lease | None" = None
     #: Clock seconds; below 0 = not seen.
     first_token_at: float = -1.0
+    #: What was computed for others there until then, and what decoding added to a step (`Predictor.mark`).
+    mark: tuple[float, float] = (0.0, 0.0)
     #: Still before its first token.
     pending: bool = True
     #: Id of the endpoint that it was meant for and that could not be reached; empty = this is the one.

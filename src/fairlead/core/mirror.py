@@ -20,7 +20,7 @@ from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
 
 _ROW = {name: row for row, name in enumerate(FLOATS)}
-_FACTORS = ("prefill_factor", "step_factor", "ttft_factor", "tpot_factor")
+_FACTORS = ("prefill_factor", "step_factor", "ttft_factor", "tpot_factor", "load_factor")
 
 
 class _Charge(Struct):
@@ -56,7 +56,8 @@ class MirrorFleet(Fleet):
             here = self.table.slot(endpoint.id)
             assert here is not None
             self._here[slot] = here
-            self.predictor.rates.prefill[here] = self.predictor.rates.step[here] = 1.0
+            rates = self.predictor.rates
+            rates.prefill[here] = rates.step[here] = rates.load[here] = 1.0
             if self._told.shape[1] < len(self.table):
                 self._told = np.hstack((self._told, np.zeros((len(FLOATS), 1))))
             self._told[:, here] = 0.0
@@ -92,7 +93,8 @@ class MirrorFleet(Fleet):
         """New values in the teller's slots; `fleet.table` names the columns, the factors are those of `COLUMNS`."""
         here = self.slots_of(remote_slots)
         predictor = self.predictor
-        factors = (predictor.rates.prefill, predictor.rates.step, predictor.kappa, predictor.tpot_kappa)
+        rates = predictor.rates
+        factors = (rates.prefill, rates.step, predictor.kappa, predictor.tpot_kappa, rates.load)
         for name, column in columns.items():
             if name in _FACTORS:
                 factors[_FACTORS.index(name)][here] = column

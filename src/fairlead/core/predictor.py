@@ -10,13 +10,14 @@ Rules
 * Nothing learned leaves its bounds, whatever clocks and clients do.
 """
 
+from collections.abc import Hashable
 from math import exp, log
 
 import numpy as np
 from msgspec import Struct
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import LEAST_USAGE, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
+from fairlead.core.cost import LEAST_USAGE, PRIOR, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
 from fairlead.core.rates import Band, Rates
 from fairlead.core.records import Forecast
 from fairlead.core.table import EndpointTable
@@ -42,7 +43,8 @@ LONG_STRETCH = 5 * STEP_TOKENS
 FULL = 0.98
 #: KV utilisation above which stretches may contain waits for memory and do not teach rates.
 CROWDED = 0.9
-#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory.
+#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
+#: or no slot.
 KINDS = 5
 
 
@@ -74,18 +76,21 @@ class Predictor:
         self.tpot_kappa: FloatColumn = np.ones(0)
         self.hold_ms = HOLD_MS
         self.answer_steps = ANSWER_STEPS
+        self._answers = 0
         #: See `core.cost`.
         self.ready: FloatColumn = np.zeros((READY, 0))
         self.rows: list[FloatColumn] = []
         self.slots: list[tuple[float, ...]] = []
         self._bands = [Band() for _ in range(2 * KINDS)]
         self._stretches: list[_Stretch | None] = []
+        self._computed_ms: list[float] = []
 
-    def reset(self, slot: int) -> None:
-        """A new endpoint stands at `slot`."""
-        self.rates.reset(slot)
+    def reset(self, slot: int, look: Hashable = None) -> None:
+        """A new endpoint stands at `slot`, or the engine there was started anew. Those of one `look` are alike."""
+        self.rates.reset(slot, look)
         while slot >= len(self._stretches):
             self._stretches.append(None)
+            self._computed_ms.append(0.0)
             self.ready = np.hstack((self.ready, np.zeros((READY, 1))))
             self.rows = list(self.ready)
             self.slots.append(())
@@ -105,7 +110,7 @@ class Predictor:
         """TTFT that is kept with probability `p` (0.05..0.95), the wait for memory included."""
         table = self._table
         busy = np.minimum(table.pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
-        busy = np.where(terms.used > 1.0, KINDS - 1.0, np.minimum(busy, KINDS - 2.0))
+        busy = np.where((terms.used > 1.0) | (terms.slots > 0.0), KINDS - 1.0, np.minimum(busy, KINDS - 2.0))
         kinds = (busy + KINDS * (terms.uncached < prompt)).astype(np.intp)
         factors = np.array([exp(band.at(p)) for band in self._bands])
         quantile: FloatColumn = (terms.ttft + self.memory_wait(terms)) * factors[kinds]
@@ -118,11 +123,13 @@ class Predictor:
         if slot in self._table.stale:
             renew(slot, self._table, self)
         ready = self.slots[slot]
-        kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, _ = ready[6:]
+        kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, slots, _ = ready[6:]
         ttft = ttft_at(ready, alone_ms, uncached, now)
         used = kv + (queued + uncached) * per_capacity
         if used > 1.0:
             ttft += (used - 1.0) * (self.hold_ms / max(kv, LEAST_USAGE))
+            kind = KINDS - 1
+        elif slots and queue + active >= slots:
             kind = KINDS - 1
         else:
             kind = min(int(pending), 2) + 1 if queued or active else 0
@@ -141,17 +148,13 @@ class Predictor:
             kind,
         )
 
-    def _step_ms(self, slot: int) -> float:
-        """A decode step now. It reads a shared beginning once per sequence, so the ledger's sum counts, not the memory
-        in use."""
-        return self.rates.step_ms(slot, float(self._table.active[slot]), float(self._table.kv_tokens[slot]))
-
     # ---- learning ----
 
     def first_token(
         self, slot: int, forecast: Forecast, uncached: float, work_ms: float, sent: float, now: float
     ) -> None:
         """A request charged at `sent` got its first token. Call it before the ledger learns of it."""
+        self._computed_ms[slot] += work_ms
         self.judge(slot, forecast, (now - sent) * 1e3)
         self._stretch(slot, uncached, work_ms, now)
 
@@ -172,7 +175,7 @@ class Predictor:
         """Add a first token to the open stretch, and close that if it ends or is long enough."""
         table = self._table
         stretch = self._stretches[slot]
-        running, usage = float(table.active[slot]), float(table.kv[slot])
+        running, usage, slots = float(table.active[slot]), float(table.kv[slot]), float(table.max_seqs[slot])
         if stretch is None:
             stretch = self._stretches[slot] = _Stretch(float(table.prefill_since_ms[slot]) * 1e-3)
             stretch.steps = 0.5 * min(running, 1.0)
@@ -187,23 +190,47 @@ class Predictor:
         stretch.work_ms += work_ms
         stretch.spoiled |= usage > CROWDED
         more = float(table.queued_tokens[slot]) - uncached
+        if 0.0 < slots <= running + 1.0:  # the others wait for a slot
+            more = 0.0
         if more <= 0.0 or stretch.tokens >= LONG_STRETCH:
             if not stretch.spoiled:
+                # A step reads a shared beginning once per sequence: the ledger's sum counts, not the memory in use.
+                load_ms = PRIOR.load_ms(running, float(table.kv_tokens[slot]))
                 took = (now - stretch.start) * 1e3
-                self.rates.observe(slot, stretch.work_ms, stretch.steps, self._step_ms(slot), took)
+                self.rates.observe(slot, stretch.work_ms, stretch.steps, load_ms, took, now)
             self._stretches[slot] = _Stretch(now) if more > 0.0 else None
 
-    def ended(self, slot: int, forecast: Forecast, held_ms: float, completion_tokens: int) -> None:
-        """An answer ended `held_ms` after its first token, with so many tokens (-1 = not known)."""
+    def mark(self, slot: int) -> tuple[float, float]:
+        """What an endpoint has computed of prompts so far, and what decoding adds to its steps now. Both in
+        milliseconds at the prior's speed."""
+        table = self._table
+        return self._computed_ms[slot], PRIOR.load_ms(float(table.active[slot]), float(table.kv_tokens[slot]))
+
+    def ended(
+        self,
+        slot: int,
+        forecast: Forecast,
+        held_ms: float,
+        completion_tokens: int,
+        mark: tuple[float, float],
+        now: float,
+    ) -> None:
+        """An answer ended `held_ms` after its first token, with so many tokens (-1 = not known). `mark` is that of its
+        first token."""
         if not 0.0 < held_ms < 1e8:
             return
-        self.hold_ms += HOLD_SHARE * (held_ms - self.hold_ms)
+        self._answers += 1
+        share = max(HOLD_SHARE, 1.0 / (10.0 + self._answers))
+        self.hold_ms += share * (held_ms - self.hold_ms)
         kappa, model = float(self.tpot_kappa[slot]), forecast.model_tpot_ms
         if model <= 0.0:
             return
         steps = min(held_ms / (kappa * model), 1e6)
-        self.answer_steps += HOLD_SHARE * (steps - self.answer_steps)
+        self.answer_steps += share * (steps - self.answer_steps)
         if completion_tokens > 1:
+            (before_ms, load_then), (computed_ms, load_ms) = mark, self.mark(slot)
+            steps = completion_tokens - 1.0
+            self.rates.observe(slot, computed_ms - before_ms, steps, 0.5 * (load_then + load_ms), held_ms, now)
             ratio = held_ms / (completion_tokens - 1) / (kappa * model)
             low, high = TPOT_KAPPA
             self.tpot_kappa[slot] = min(max(kappa * min(max(ratio, 0.25), 4.0) ** TPOT_SHARE, low), high)

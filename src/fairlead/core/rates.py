@@ -2,35 +2,39 @@
 
 Theory
 * A step of an engine takes `c0 + c_pf·new + c_attn·pairs + c_seq·B + c_kv·KV` milliseconds: B decoding sequences
-  with KV tokens, `new` prompt tokens whose attention touches `pairs` token pairs. From one accelerator to the next
-  the five coefficients keep their proportions well enough, so two factors per endpoint are learned: one for prefill
-  (c_pf, c_attn), one for the rest of a step.
+  with KV tokens, `new` prompt tokens whose attention touches `pairs` token pairs. Three factors are learned that
+  multiply the coefficients of the prior: one for prefill (c_pf, c_attn), one for what every step costs (c0), one for
+  the load that it carries (c_seq, c_kv). So a stretch that took long beside many answers says that answers cost time
+  there, and not that the endpoint is slow.
 * What is observed is a stretch of prefill: from the moment an endpoint had something to compute to the first token
   after which it has nothing more, or, when there is always more, over enough tokens that it matters little where the
   border fell inside a step. Not single TTFTs: a small prompt shares its step with the beginning of a long one behind
   it, and would teach that small prompts are slow.
-* Both factors come from least squares over the endpoint's last few dozen stretches, relative to what was expected
-  (`observed / expected = a·prefill share + b·step share`). Two weak priors decide what the stretches do not: `a` is
-  near the pool's mean, so an endpoint that has answered nothing is taken for an average one, and `b/a` is near the
-  pool's, so where steps are a small part of every stretch a slow accelerator is slow in both.
+* Endpoints that look alike (`fleet.look`) are a class. The factors are those of the class: least squares over all its
+  stretches, relative to what was expected, drawn weakly to the pool's mean.
+* What an endpoint is besides, is one number: how much longer it takes than its class. Most endpoints are what they
+  look like, and a few are something else altogether. As a prior: with probability 1 - UNLIKE the logarithm of that
+  number is about 0 (within LIKE_SD), else anything (within UNLIKE_SD). Its posterior mean ("spike and slab", Mitchell
+  and Beauchamp 1988) is 0 for all that chance explains, and follows the observations where they say more: 30 % after a
+  dozen stretches with the usual noise, six times after the first ones.
 
 Rules
+* Who is believed to be slow is asked less, and would never be known better. So evidence loses half its weight every
+  `HALF_LIFE` seconds in which it is not renewed. A small difference is forgotten within a minute or two, a large one
+  that was seen often lasts some minutes; then one request or two find out how it is. That is what exploring costs.
 * One stretch counts at most as `OUTLIER` times what was expected, and at least as the inverse; the farther off, the
   less it weighs. A stall, or a beginning that was not cached after all, then moves a factor little, while hardware
   that is ten times slower is known after a few requests.
-* Who is not asked teaches nothing, and who is believed to be slow is not asked. So an endpoint that has taught
-  nothing has the pool's mean of now, not of when it came, and the little that another taught long ago is weighed
-  against it anew, one endpoint after the other, and counts for less each time. Without that, of eight servers six
-  times faster than the prior, the first two that were tried got all requests.
 * Factors stay within `SLOWEST` of the prior. Everything is finite whatever clocks and clients do.
 """
 
-from math import log
+from collections.abc import Hashable
+from math import exp, log, sqrt
 
 import numpy as np
 from msgspec import Struct, field
 
-from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import PRIOR, StepModel
 
 # How far off forecasts are: quantiles of log(observed / forecast), tracked without keeping the observations.
@@ -80,55 +84,169 @@ class Band(Struct):
 
 OUTLIER = 3.0
 #: Factors are kept in 1/SLOWEST … SLOWEST.
-SLOWEST = 100.0
-#: Share that older stretches lose with each new one: 30 count.
-FORGET = 1 / 30
-#: So many stretches weigh as much as the prior of the prefill factor, and of the ratio of the two.
-PRIOR_WEIGHT = 0.5
-RATIO_WEIGHT = 3.0
+SLOWEST = 1000.0
+#: Share that older stretches lose with each new one, of an endpoint and of a class.
+FORGET, CLASS_FORGET = 1 / 12, 1 / 100
+#: More than that where a class is no longer what it was: the mean of the last ten or so stretches is off by more than
+#: chance explains.
+CHANGED_FORGET, DRIFT_SHARE, STEADY = 0.15, 0.1, 0.25
+#: So many stretches weigh as much as the pool's mean does: of the prefill factor, of the ratio of c0's to it, and of
+#: the load's to c0's. The last is weak: the load is a small part of most steps, and tells as little of its factor.
+PRIOR_WEIGHTS = (1.0, 3.0, 10.0 / 64.0)
 #: A stretch that took e^0.3 of what was expected, or e^-0.3, has full weight; beyond, less and less.
 INLIER = 0.3
-#: Weight of an endpoint's newest factors in the pool's mean, once there were enough of them for a mean.
+#: Weight of a class's newest factors in the pool's mean, once there were enough of them for a mean.
 POOL_SHARE = 0.02
-#: What weighs less is little, and loses this share each time that it is weighed again.
-LITTLE = 2.0
-STALE = 0.01
+#: Seconds, see above.
+HALF_LIFE = 30.0
+#: Share of endpoints that are not what they look like, and standard deviations of the logarithm of what they take in
+#: proportion to their class: of those that are, and of those that are not.
+UNLIKE, LIKE_SD, UNLIKE_SD = 0.1, 0.02, 1.0
+#: Variance of the logarithm of one stretch's observed / expected: to begin with, at least, and the newest one's weight.
+NOISE, LEAST_NOISE, NOISE_SHARE = 0.09, 0.01, 0.02
+#: Of about so many scrapes of late, how many are enough to believe in a limit of sequences.
+LIMIT_SCRAPES, LIMIT_HITS = 20.0, 1.9
+_LIKE, _UNLIKE = LIKE_SD * LIKE_SD, UNLIKE_SD * UNLIKE_SD
+_LOG_OUTLIER = log(OUTLIER)
+#: Shares of prefill, steps and their load in a stretch.
+TYPICAL = (0.75, 0.2, 0.05)
+#: Least of a factor of a class after one more observation, as a share of what it was.
+FALL = 0.3
+#: Change of a class's factors that all its members are told.
+CHANGED = 0.005
+
+_Three = tuple[float, float, float]
 
 
-class _Fit:
-    """Normal equations of `observed = a·x + b·y`, all relative to what was expected."""
+class _Limit(Struct):
+    """Sequences that engines of a class run at once, found from scrapes: requests wait although there is memory, and
+    again and again as many run as ever did, or, when one has just ended, one less. Whoever waits for the token budget
+    of a step instead runs soon after, and the number that runs goes up and down."""
 
-    __slots__ = ("oxx", "oxy", "xx", "xy", "yy")
+    #: The most that were ever seen running, and how often lately that many and fewer did while others waited.
+    peak: float = 0.0
+    at_peak: float = 0.0
+    below: float = 0.0
+    #: The limit; 0 = none is known.
+    known: float = 0.0
+
+    def sampled(self, waiting: float, running: float) -> float:
+        if running > self.peak:
+            self.peak, self.at_peak, self.below, self.known = running, 0.0, 0.0, 0.0
+        if waiting >= 1.0:
+            keep = 1.0 - 1.0 / LIMIT_SCRAPES
+            below = running < self.peak - max(1.0, 0.1 * self.peak)
+            self.at_peak = keep * self.at_peak + (running == self.peak)
+            self.below = keep * self.below + below
+            if self.at_peak < self.below:
+                self.known = 0.0
+            elif self.at_peak >= LIMIT_HITS and self.at_peak >= 3.0 * self.below:
+                self.known = self.peak
+        return self.known
+
+
+class _Class:
+    """Endpoints that look alike: normal equations of `observed = prefill·x + step·y + load·z`, all relative to what was
+    expected, and the factors that solve them. Plain floats: arrays of three cost four times as much."""
+
+    def __init__(self, factors: _Three) -> None:
+        self.factors = factors
+        self.level = _level(factors)
+        self.noise = NOISE
+        #: Of the members' own means: their weights, and the weighted sum.
+        self.weight = self.sum = 0.0
+        self.limit = _Limit()
+        self.members: set[int] = set()
+        #: Those factors that the members' columns were made of.
+        self.published = factors
+        #: Mean of late of the logarithm of observed / expected, in standard deviations of one.
+        self._drift = 0.0
+        self._squares: _Three = (0.0, 0.0, 0.0)
+        #: x·y, x·z, y·z.
+        self._products: _Three = (0.0, 0.0, 0.0)
+        self._observed: _Three = (0.0, 0.0, 0.0)
+
+    def add(self, row: _Three, observed: float, weight: float, pool: _Three) -> None:
+        """`row`: what multiplies each factor, as shares of what was expected."""
+        self._drift += DRIFT_SHARE * (log(observed) / sqrt(self.noise) - self._drift)
+        keep = 1.0 - CLASS_FORGET - min(max(self._drift * self._drift - STEADY, 0.0), 1.0) * CHANGED_FORGET
+        x, y, z = row
+        (xx, yy, zz), (xy, xz, yz), (ox, oy, oz) = self._squares, self._products, self._observed
+        xx, yy, zz = keep * xx + weight * x * x, keep * yy + weight * y * y, keep * zz + weight * z * z
+        xy, xz, yz = keep * xy + weight * x * y, keep * xz + weight * x * z, keep * yz + weight * y * z
+        seen = weight * observed
+        ox, oy, oz = keep * ox + seen * x, keep * oy + seen * y, keep * oz + seen * z
+        self._squares, self._products, self._observed = (xx, yy, zz), (xy, xz, yz), (ox, oy, oz)
+        # The prior: `near` of (a/A - 1)², `tied` of (b/B - a/A)², `loose` of (c/C - b/B)², with the pool's A, B and C.
+        near, tied, loose = PRIOR_WEIGHTS
+        a, b, c = 1.0 / pool[0], 1.0 / pool[1], 1.0 / pool[2]
+        xx, ox = xx + (near + tied) * a * a, ox + near * a
+        yy, zz = yy + (tied + loose) * b * b, zz + loose * c * c
+        xy, yz = xy - tied * a * b, yz - loose * b * c
+        # Cramer's rule; the prior makes the matrix positive definite.
+        first, second, third = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
+        det = xx * first + xy * second + xz * third
+        solution = (
+            (ox * first + oy * second + oz * third) / det,
+            (ox * second + oy * (xx * zz - xz * xz) + oz * (xy * xz - xx * yz)) / det,
+            (ox * third + oy * (xy * xz - xx * yz) + oz * (xx * yy - xy * xy)) / det,
+        )
+        a, b, c = (
+            min(max(new, FALL * old, 1.0 / SLOWEST), SLOWEST) for new, old in zip(solution, self.factors, strict=True)
+        )
+        self.factors = (a, b, c)
+        self.level = _level(self.factors)
+
+
+def _level(factors: _Three) -> float:
+    """The logarithm of what a stretch takes, more or less."""
+    return log(sum(factor * share for factor, share in zip(factors, TYPICAL, strict=True)))
+
+
+class _Own:
+    """How much longer an endpoint takes than the prior has it: a mean of logarithms, the weight behind it, and when it
+    was renewed (clock seconds)."""
+
+    __slots__ = ("mean", "renewed", "weight")
 
     def __init__(self) -> None:
-        self.xx = self.xy = self.yy = self.oxx = self.oxy = 0.0
+        self.mean = self.weight = self.renewed = 0.0
 
-    def add(self, x: float, y: float, observed: float, weight: float) -> None:
-        keep = 1.0 - FORGET
-        self.xx = keep * self.xx + weight * x * x
-        self.xy = keep * self.xy + weight * x * y
-        self.yy = keep * self.yy + weight * y * y
-        self.oxx = keep * self.oxx + weight * observed * x
-        self.oxy = keep * self.oxy + weight * observed * y
+    def add(self, x: float, now: float, alike: _Class) -> None:
+        self.count(alike, -1.0)
+        self._age(now)
+        self.weight = self.weight * (1.0 - FORGET) + 1.0
+        self.mean += (x - self.mean) / self.weight
+        self.count(alike, 1.0)
 
-    def fade(self, keep: float) -> None:
-        self.xx *= keep
-        self.xy *= keep
-        self.yy *= keep
-        self.oxx *= keep
-        self.oxy *= keep
+    def count(self, alike: _Class, sign: float) -> None:
+        """Add it to the sums of its class, or take it out of them."""
+        alike.weight += sign * self.weight
+        alike.sum += sign * self.weight * self.mean
 
-    def solve(self, a: float, b: float) -> tuple[float, float]:
-        """The pair that fits best, its first drawn to `a`, its ratio to `b / a`. The priors keep it solvable."""
-        near, ratio, tied = PRIOR_WEIGHT / (a * a), b / a, RATIO_WEIGHT / (b * b)
-        xx, xy, yy = self.xx + near + tied * ratio * ratio, self.xy - tied * ratio, self.yy + tied
-        p, q = self.oxx + near * a, self.oxy
-        det = xx * yy - xy * xy
-        return (p * yy - q * xy) / det, (q * xx - p * xy) / det
+    def _age(self, now: float) -> None:
+        self.weight *= 0.5 ** (max(now - self.renewed, 0.0) / HALF_LIFE)
+        self.renewed = now
+
+    def ratio(self, alike: _Class, now: float) -> float:
+        """The posterior mean of what it takes in proportion to its class."""
+        self.count(alike, -1.0)
+        self._age(now)
+        self.count(alike, 1.0)
+        if self.weight < 1e-3:
+            return 1.0
+        mean, error = self.mean - alike.sum / alike.weight, alike.noise / self.weight
+        square = mean * mean
+        like, unlike = _LIKE + error, _UNLIKE + error
+        gain = exp(min(0.5 * square * (1.0 / like - 1.0 / unlike), 50.0))
+        odds = UNLIKE / (1.0 - UNLIKE) * sqrt(like / unlike) * gain
+        share = odds / (1.0 + odds)
+        return exp(mean * (share * _UNLIKE / unlike + (1.0 - share) * _LIKE / like))
 
 
 class Rates:
-    """Columns of factors, one entry per slot: `prefill` and `step` multiply the coefficients of `PRIOR`."""
+    """Columns of factors, one entry per slot: `prefill` multiplies c_pf and c_attn of `PRIOR`, `step` c0, and `load`
+    c_seq and c_kv."""
 
     def __init__(self, prior: StepModel = PRIOR, stale: set[int] | None = None) -> None:
         """`stale`: is told the slots whose factors changed."""
@@ -136,68 +254,89 @@ class Rates:
         self._stale = set() if stale is None else stale
         self.prefill: FloatColumn = np.ones(0)
         self.step: FloatColumn = np.ones(0)
-        self._fits: list[_Fit] = []
-        #: Slots that have taught nothing.
-        self._untried: BoolColumn = np.ones(0, dtype=np.bool_)
-        self._pool = (1.0, 1.0)
-        self._stretches = 0
+        self.load: FloatColumn = np.ones(0)
+        self._ratios: FloatColumn = np.ones(0)
+        self._classes: dict[Hashable, _Class] = {}
+        self._looks: list[Hashable] = []
+        self._own: list[_Own] = []
+        self._pool: _Three = (1.0, 1.0, 1.0)
+        self._observed = 0
         self._turn = 0
 
-    def reset(self, slot: int) -> None:
-        """A new endpoint stands at `slot` and is taken for an average one."""
-        while slot >= len(self._fits):
-            self._fits.append(_Fit())
-            self.prefill = np.append(self.prefill, self._pool[0])
-            self.step = np.append(self.step, self._pool[1])
-            self._untried = np.append(self._untried, True)
-        self._fits[slot] = _Fit()
-        self._untried[slot] = True
-        self._stale.add(slot)
-        self.prefill[slot], self.step[slot] = self._pool
+    def reset(self, slot: int, look: Hashable = None) -> None:
+        """A new endpoint stands at `slot`, or the engine there was started anew: it is what it looks like."""
+        while slot >= len(self._own):
+            self._own.append(_Own())
+            self._looks.append(None)
+            columns = (self.prefill, self.step, self.load, self._ratios)
+            self.prefill, self.step, self.load, self._ratios = (np.append(column, 1.0) for column in columns)
+        before = self._classes.get(self._looks[slot])
+        if before is not None and slot in before.members:
+            self._own[slot].count(before, -1.0)
+            before.members.discard(slot)
+            if not before.members and self._looks[slot] != look:
+                del self._classes[self._looks[slot]]
+        alike = self._classes.get(look)
+        if alike is None:
+            alike = self._classes[look] = _Class(self._pool)
+        alike.members.add(slot)
+        self._looks[slot] = look
+        self._own[slot] = _Own()
+        self._ratios[slot] = 1.0
+        self._publish(alike)
 
-    def step_ms(self, slot: int, sequences: float, kv_tokens: float) -> float:
-        """Milliseconds of a step that only decodes."""
-        return float(self.step[slot]) * float(self.prior.step_ms(sequences, kv_tokens))
-
-    def observe(self, slot: int, work_ms: float, steps: float, decode_ms: float, took_ms: float) -> None:
-        """A stretch took `took_ms`. It was prefill of `work_ms` at the prior's speed, in `steps` steps that, without it
-        and at the endpoint's present factor, take `decode_ms` each."""
-        prefill = float(self.prefill[slot]) * work_ms
-        decode_total = steps * decode_ms
-        expected = prefill + decode_total
+    def observe(self, slot: int, work_ms: float, steps: float, load_ms: float, took_ms: float, now: float) -> None:
+        """A stretch took `took_ms`. It was prefill of `work_ms` in `steps` steps that carried a load of `load_ms` each,
+        all at the prior's speed."""
+        alike = self._classes[self._looks[slot]]
+        a, b, c = alike.factors
+        fixed_ms, load_ms = steps * self.prior.c0, steps * load_ms
+        expected = a * work_ms + b * fixed_ms + c * load_ms
         if not (0.0 < expected < 1e9 and 0.0 < took_ms < 1e9):
             return
-        observed = min(max(took_ms / expected, 1.0 / OUTLIER), OUTLIER)
-        a, b = float(self.prefill[slot]), float(self.step[slot])
-        fit = self._fits[slot]
-        weight = min(1.0, INLIER / max(abs(log(observed)), 1e-9))
-        fit.add(prefill / expected / a, decode_total / expected / b, observed, weight)
-        mean = self._pool
-        a, b = self._solved(slot)
-        self._stretches += 1
-        share = max(POOL_SHARE, 3.0 / (2 + self._stretches))  # the first ones still move, and count for less
-        self._pool = (mean[0] + share * (a - mean[0]), mean[1] + share * (b - mean[1]))
-        self._untried[slot] = False
-        if np.count_nonzero(self._untried):
-            self.prefill[self._untried], self.step[self._untried] = self._pool
-            self._stale.update(self._untried.nonzero()[0].tolist())
-        self._weigh_again(slot)
+        own = self._own[slot]
+        usual = log(own.ratio(alike, now))
+        off = min(max(log(took_ms / expected) - usual, -_LOG_OUTLIER), _LOG_OUTLIER)
+        own.add(alike.level + usual + off, now, alike)
+        alike.noise += NOISE_SHARE * (max(off * off, LEAST_NOISE) - alike.noise)
+        weight = min(1.0, INLIER / max(abs(off), 1e-9))
+        alike.add((work_ms / expected, fixed_ms / expected, load_ms / expected), exp(off), weight, self._pool)
+        self._observed += 1
+        share = max(POOL_SHARE, 3.0 / (2 + self._observed))  # the first ones still move, and count for less
+        a, b, c = (mean + share * (new - mean) for mean, new in zip(self._pool, alike.factors, strict=True))
+        self._pool = (a, b, c)
+        self._ratios[slot] = own.ratio(alike, now)
+        if max(abs(new / old - 1.0) for new, old in zip(alike.factors, alike.published, strict=True)) > CHANGED:
+            self._publish(alike)
+        else:
+            self._write(slot, alike)
+        # Whose evidence gets old, in turn.
+        self._turn = turn = (self._turn + 1) % len(self._own)
+        alike = self._classes[self._looks[turn]]
+        self._ratios[turn] = self._own[turn].ratio(alike, now)
+        self._write(turn, alike)
 
-    def _weigh_again(self, taught: int) -> None:
-        """The next endpoint in turn, unless it is the one that has just taught."""
-        self._turn = turn = (self._turn + 1) % len(self._fits)
-        fit = self._fits[turn]
-        if turn != taught and not self._untried[turn] and fit.xx + fit.yy < LITTLE:
-            fit.fade(1.0 - STALE)
-            self._solved(turn)
+    def sampled(self, slot: int, waiting: float, running: float) -> float:
+        """A scrape of an endpoint with memory to spare. Returns how many sequences it runs at once; 0 = not known."""
+        return self._classes[self._looks[slot]].limit.sampled(waiting, running)
 
-    def _solved(self, slot: int) -> tuple[float, float]:
-        a, b = (min(max(value, 1.0 / SLOWEST), SLOWEST) for value in self._fits[slot].solve(*self._pool))
-        self.prefill[slot], self.step[slot] = a, b
+    def _publish(self, alike: _Class) -> None:
+        """All members of a class its factors."""
+        members = list(alike.members)
+        alike.published = alike.factors
+        ratios = self._ratios[members]
+        for column, factor in zip((self.prefill, self.step, self.load), alike.factors, strict=True):
+            column[members] = np.clip(factor * ratios, 1.0 / SLOWEST, SLOWEST)
+        self._stale.update(members)
+
+    def _write(self, slot: int, alike: _Class) -> None:
+        ratio = float(self._ratios[slot])
+        for column, factor in zip((self.prefill, self.step, self.load), alike.published, strict=True):
+            column[slot] = min(max(factor * ratio, 1.0 / SLOWEST), SLOWEST)
         self._stale.add(slot)
-        return a, b
 
     def validate(self) -> None:
-        for column in (self.prefill, self.step):
+        for column in (self.prefill, self.step, self.load):
             assert np.isfinite(column).all()
             assert ((column >= 1.0 / SLOWEST) & (column <= SLOWEST)).all()
+        assert all(slot in self._classes[look].members for slot, look in enumerate(self._looks))

@@ -43,7 +43,7 @@ class Snapshot(Struct, frozen=True, gc=False):
     listed: tuple[frozenset[str] | None, ...]
     #: (columns of `fleet.table.FLOATS`) × slots.
     floats: Any
-    #: 4 × slots: the learned factors of first tokens, of output tokens, of prefill and of a step.
+    #: 5 × slots: the learned factors of first tokens, of output tokens, of prefill, of a step and of its load.
     learned: Any
     #: Learned for the pool: how long memory is held (ms), and the steps of an answer.
     hold_ms: float = 0.0

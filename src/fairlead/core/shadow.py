@@ -84,7 +84,7 @@ class Replica:
         fleet.table.floats[:] = snapshot.floats
         predictor = fleet.predictor
         rates = predictor.rates
-        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step)
+        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step, rates.load)
         for column, values in zip(columns, snapshot.learned, strict=True):
             column[:] = values
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps

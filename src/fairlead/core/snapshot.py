@@ -41,7 +41,13 @@ class Snapshots:
             self._adapters,
             self._listed,
             table.floats.copy(),
-            (predictor.kappa.copy(), predictor.tpot_kappa.copy(), rates.prefill.copy(), rates.step.copy()),
+            (
+                predictor.kappa.copy(),
+                predictor.tpot_kappa.copy(),
+                rates.prefill.copy(),
+                rates.step.copy(),
+                rates.load.copy(),
+            ),
             predictor.hold_ms,
             predictor.answer_steps,
         )
@@ -58,7 +64,7 @@ class Restored(Fleet):
         for slot in range(len(self.table)):
             predictor.reset(slot)
         rates = predictor.rates
-        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step)
+        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step, rates.load)
         for column, values in zip(columns, snapshot.learned, strict=True):
             column[:] = values
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps

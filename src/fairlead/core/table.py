@@ -22,7 +22,7 @@ FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens",
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
-    "capacity_tokens", "per_capacity",
+    "capacity_tokens", "per_capacity", "max_seqs",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
@@ -70,6 +70,8 @@ class EndpointTable:
     capacity_tokens: FloatColumn
     #: Its inverse, 0 = unknown.
     per_capacity: FloatColumn
+    #: Sequences that the engine runs at once; 0 = no limit is known.
+    max_seqs: FloatColumn
     #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
     suspicion: FloatColumn
 

@@ -1,71 +1,144 @@
-"""Rates: speeds are learned from stretches of prefill, whatever a few of them look like."""
+"""Rates: speeds are learned from stretches of prefill, of a class first, whatever a few of them look like."""
 
 from random import Random
 
 import pytest
 
 from fairlead.core.cost import PRIOR
-from fairlead.core.rates import SLOWEST, Rates
+from fairlead.core.rates import LIMIT_HITS, SLOWEST, Rates
 
 
-def learned(a: float, b: float, seed: int, *, noise: float = 0.1, odd: float = 0.0, count: int = 80) -> Rates:
-    """Rates after `count` stretches at an endpoint with true factors a and b; a share `odd` of them took 5 times as
-    long."""
-    rng = Random(seed)
-    rates = Rates()
-    rates.reset(0)
-    for _ in range(count):
-        tokens = rng.lognormvariate(7.0, 1.0)
-        work = PRIOR.prefill_ms(tokens, tokens)
+
+class Engines:
+    """Like engines of three true factors, and those that are slower by a factor of their own."""
+
+    def __init__(
+        self, rates: Rates, factors: tuple[float, float, float] = (1.0, 1.0, 1.0), noise: float = 0.1, seed: int = 0
+    ) -> None:
+        self.rates = rates
+        self.factors = factors
+        self.noise = noise
+        self.slower: dict[int, float] = {}
+        self.now = 0.0
+        self._rng = Random(seed)
+
+    def stretch(self, slot: int, odd: float = 1.0, wait: float = 0.1) -> None:
+        """One stretch `wait` seconds after the one before; it takes `odd` times as long as it should."""
+        rng, (a, b, c) = self._rng, self.factors
+        tokens, running = rng.lognormvariate(7.0, 1.0), rng.randrange(60)
+        work, load = PRIOR.prefill_ms(tokens, tokens), PRIOR.load_ms(running, running * 3000.0)
+        took = (a * work + 1.5 * (b * PRIOR.c0 + c * load)) * rng.lognormvariate(0.0, self.noise)
+        self.now += wait
+        self.rates.observe(slot, work, 1.5, load, took * odd * self.slower.get(slot, 1.0), self.now)
+        self.rates.validate()
+
+
+    def decode(self, slot: int) -> None:
+        """An answer of a hundred steps, beside few or many others."""
+        rng, (_, b, c) = self._rng, self.factors
         running = rng.randrange(60)
-        decode = rates.step_ms(0, running, running * 3000.0)
-        true = a * work + b / float(rates.step[0]) * decode * 1.5
-        took = true * rng.lognormvariate(0.0, noise) * (5.0 if rng.random() < odd else 1.0)
-        rates.observe(0, work, 1.5, decode, took)
-        rates.validate()
+        load = PRIOR.load_ms(running, running * 3000.0)
+        took = 100.0 * (b * PRIOR.c0 + c * load) * rng.lognormvariate(0.0, self.noise)
+        self.rates.observe(slot, 0.0, 100.0, load, took * self.slower.get(slot, 1.0), self.now)
+
+
+def pool(count: int) -> Rates:
+    rates = Rates()
+    for slot in range(count):
+        rates.reset(slot)
     return rates
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.4, 1.0, 2.5, 12.0])
 def test_one_factor_for_all_hardware_of_a_kind(factor: float) -> None:
-    rates = learned(factor, factor, seed=1)
-    assert rates.prefill[0] == pytest.approx(factor, rel=0.16)
-    assert rates.step[0] == pytest.approx(factor, rel=0.25)
+    engines = Engines(pool(1), (factor, factor, factor), seed=1)
+    for _ in range(120):
+        engines.stretch(0)
+    assert engines.rates.prefill[0] == pytest.approx(factor, rel=0.1)
+    assert engines.rates.step[0] == pytest.approx(factor, rel=0.25)
 
 
-def test_prefill_and_steps_may_differ() -> None:
-    rates = learned(2.0, 1.0, seed=2, noise=0.05, count=200)
-    assert rates.prefill[0] > 1.4 * rates.step[0]
+@pytest.mark.parametrize("true", [(6.0, 1.0, 1.0), (1.0, 5.0, 1.0), (6.0, 1.0, 40.0)])
+def test_the_three_may_differ(true: tuple[float, float, float]) -> None:
+    engines = Engines(pool(2), true, seed=2)
+    for number in range(300):
+        engines.stretch(number % 2)
+        engines.decode(number % 2)
+    rates = engines.rates
+    assert (rates.prefill[0], rates.step[0]) == pytest.approx(true[:2], rel=0.3)
+    assert rates.load[0] == pytest.approx(true[2], rel=0.6)
 
 
 def test_a_few_that_took_far_too_long_change_little() -> None:
-    assert learned(1.0, 1.0, seed=3, odd=0.1).prefill[0] == pytest.approx(1.0, rel=0.25)
+    engines = Engines(pool(1), seed=3)
+    for number in range(100):
+        engines.stretch(0, odd=5.0 if number % 10 == 9 else 1.0)
+    assert engines.rates.prefill[0] == pytest.approx(1.0, rel=0.25)
 
 
-def test_a_new_endpoint_is_taken_for_an_average_one() -> None:
-    rates = learned(3.0, 3.0, seed=4, count=300)
-    rates.reset(1)
-    assert rates.prefill[1] == pytest.approx(3.0, rel=0.2)
-    assert rates.prefill[1] != rates.prefill[0]
-    rates.reset(0)
-    assert rates.prefill[0] == rates.prefill[1]
+@pytest.mark.parametrize("odd", [0.6, 1.5, 3.0])
+def test_like_engines_get_like_rates_whatever_the_first_hundred_looked_like(odd: float) -> None:
+    engines = Engines(pool(2), seed=4)
+    for _ in range(100):
+        engines.stretch(0, odd)  # only one of them is asked, and something else slows it down, or speeds it up
+    for number in range(100):
+        engines.stretch(number % 2)
+    rates = engines.rates
+    for column in (rates.prefill, rates.step, rates.load):
+        assert column[0] == pytest.approx(column[1], rel=0.05)
+    assert rates.prefill[0] == pytest.approx(1.0, rel=0.25)
+
+
+@pytest.mark.parametrize("slower", [0.25, 2.0, 6.0])
+def test_an_engine_that_is_another_is_known_soon(slower: float) -> None:
+    engines = Engines(pool(8), seed=5)
+    engines.slower[3] = slower
+    for number in range(64):
+        engines.stretch(number % 8)
+    rates = engines.rates
+    others = sorted(float(rates.prefill[slot]) for slot in range(8) if slot != 3)
+    assert others[-1] < 1.12 * others[0]
+    assert rates.prefill[3] / others[3] == pytest.approx(slower, rel=0.3)
+
+
+def test_who_is_not_asked_is_taken_for_what_it_looks_like_again() -> None:
+    engines = Engines(pool(2), seed=6)
+    for number in range(60):
+        engines.stretch(number % 2, odd=1.8 if number % 2 else 1.0)
+    rates = engines.rates
+    assert rates.prefill[1] > 1.4 * rates.prefill[0]
+    for _ in range(600):
+        engines.stretch(0, wait=0.5)
+    assert rates.prefill[1] == pytest.approx(rates.prefill[0], rel=0.05)
+
+
+def test_a_new_engine_is_what_it_looks_like() -> None:
+    rates = Rates()
+    for slot, look in enumerate(("a100", "a100", "l40s")):
+        rates.reset(slot, look)
+    engines = Engines(rates, seed=7)
+    engines.slower[2] = 4.0
+    for number in range(90):
+        engines.stretch(number % 3)
+    assert rates.prefill[2] > 3.0 * rates.prefill[0]
+    rates.reset(3, "l40s")
+    assert rates.prefill[3] == pytest.approx(4.0, rel=0.25)
+    rates.reset(2, "a100")
+    assert rates.prefill[2] == pytest.approx(1.0, rel=0.25)
+    rates.reset(4, "h100")
+    assert rates.prefill[0] < rates.prefill[4] < rates.prefill[3], "nobody looks like it: the pool's mean"
+    rates.validate()
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
 def test_who_was_never_asked_follows_those_who_were(factor: float) -> None:
     """Both came before anything was known. Among servers ten times faster than the prior the second must not look ten
     times slower than the first, or it would never get a request."""
-    rates = Rates()
-    rates.reset(0)
-    rates.reset(1)
+    engines = Engines(pool(2), (factor, factor, factor), seed=8)
     for _ in range(30):
-        rates.observe(0, 100.0, 1.0, rates.step_ms(0, 0.0, 0.0), factor * (100.0 + PRIOR.c0))
-        rates.validate()
-    assert rates.prefill[1] == pytest.approx(rates.prefill[0], rel=0.7)
-    assert abs(rates.prefill[1] - factor) < 0.4 * abs(1.0 - factor)
-    taught = float(rates.prefill[0])
-    rates.observe(1, 100.0, 1.0, rates.step_ms(1, 0.0, 0.0), 100.0)
-    assert rates.prefill[0] == taught, "who has taught something keeps its own"
+        engines.stretch(0)
+    assert engines.rates.prefill[1] == pytest.approx(engines.rates.prefill[0], rel=0.05)
+    assert engines.rates.prefill[1] == pytest.approx(factor, rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +146,39 @@ def test_who_was_never_asked_follows_those_who_were(factor: float) -> None:
     [(0.0, 0.0), (100.0, 0.0), (100.0, -5.0), (100.0, float("nan")), (float("inf"), 10.0), (1e12, 1.0)],
 )
 def test_what_cannot_be_is_ignored(work: float, took: float) -> None:
-    rates = Rates()
-    rates.reset(0)
-    rates.observe(0, work, 1.0, 0.0, took)
-    assert (rates.prefill[0], rates.step[0]) == (1.0, 1.0)
+    rates = pool(1)
+    rates.observe(0, work, 1.0, 0.0, took, 1.0)
+    assert (rates.prefill[0], rates.step[0], rates.load[0]) == (1.0, 1.0, 1.0)
 
 
 def test_factors_keep_their_bounds() -> None:
-    rates = Rates()
-    rates.reset(0)
-    for _ in range(500):
-        rates.observe(0, 1.0, 1.0, rates.step_ms(0, 0.0, 0.0), 9e8)
+    rates = pool(1)
+    for number in range(500):
+        rates.observe(0, 1.0, 1.0, 1.0, 9e8, float(number % 7))
         rates.validate()
     assert rates.prefill[0] == SLOWEST
+
+
+class TestLimits:
+    """How many sequences an engine runs at once, from scrapes of (waiting, running)."""
+
+    def test_four_run_and_others_wait_again_and_again(self) -> None:
+        rates = pool(2)
+        for waiting, running in ((0, 3), (1, 4), (2, 3), (1, 4)):
+            known = rates.sampled(0, waiting, running)
+        assert known == 4.0
+        assert rates.sampled(1, 0.0, 0.0) == 4.0, "so it is with all that look alike"
+
+    def test_more_run_than_the_limit(self) -> None:
+        rates = pool(1)
+        for _ in range(int(LIMIT_HITS) + 2):
+            rates.sampled(0, 1.0, 4.0)
+        assert rates.sampled(0, 0.0, 5.0) == 0.0
+
+    def test_numbers_that_go_up_and_down_are_no_limit(self) -> None:
+        rates, rng = pool(1), Random(9)
+        assert not any(rates.sampled(0, rng.randrange(1, 9), rng.randrange(10, 60)) for _ in range(500))
+
+    def test_nobody_waits(self) -> None:
+        rates = pool(1)
+        assert not any(rates.sampled(0, 0.0, 4.0) for _ in range(50))

@@ -26,6 +26,7 @@ from fairlead.core.records import Snapshot
 from fairlead.core.table import FLOATS
 from fairlead.server.remote.messages import (
     COLUMNS,
+    FACTORS,
     PATH,
     VERSION,
     Answer,
@@ -267,12 +268,11 @@ class RemoteClient:
 # columns lie in one array, so finding them is one comparison (5 µs for 8 endpoints, 60 µs for 1,000), and only
 # changed columns of changed slots travel.
 
-_FACTORS = 4
-_ROWS = [FLOATS.index(name) for name in list(COLUMNS.values())[:-_FACTORS]]
+_ROWS = [FLOATS.index(name) for name in list(COLUMNS.values())[: -len(FACTORS)]]
 _NUMBERS = list(COLUMNS)
 #: What a new endpoint begins with, by the contract.
 _NEW = np.array([-np.inf if COLUMNS[number] in ("sampled_at", "ejected_until") else 0.0 for number in COLUMNS])
-_NEW[-_FACTORS:] = 1.0
+_NEW[-len(FACTORS) :] = 1.0
 #: Changes of learned sums below this share are not worth a message.
 _SAME = 0.01
 
@@ -327,11 +327,11 @@ class StateFeed:
     def _load(self, state: State, snapshot: Snapshot | None) -> None:
         table, predictor = self._fleet.table, self._fleet.predictor
         rates = predictor.rates
-        floats, learned = table.floats, (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step)
+        floats, learned = table.floats, (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step, rates.load)
         if snapshot is not None:
             floats, learned = snapshot.floats, snapshot.learned
-        ttft, tpot, prefill, step = learned
-        factors = np.stack((prefill, step, ttft, tpot))
+        ttft, tpot, prefill, step, load = learned
+        factors = np.stack((prefill, step, ttft, tpot, load))
         current = np.concatenate((floats[_ROWS], factors[:, : len(table)]))
         changed = current != self._sent
         if not changed.any():

@@ -29,18 +29,29 @@ Floats = NDArray[np.float64]
 Slots = NDArray[np.intp]
 Load = tuple[Slots, dict[int, Floats]]
 
-#: Columns of `Load` by field number; names as in `fleet.table`, the last four as in `fleet.predictor`.
-COLUMNS: Mapping[int, str] = dict(
-    enumerate(
-        (
-            "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
-            "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "sampled_at", "failures", "errors",
-            "ejected_until", "max_adapters", "capacity_tokens", "prefill_factor", "step_factor", "ttft_factor",
-            "tpot_factor",
-        ),
-        2,
-    )
-)  # fmt: skip
+#: Learned factors, as in `fleet.predictor`, by field number.
+FACTORS: Mapping[int, str] = {
+    21: "prefill_factor",
+    22: "step_factor",
+    23: "ttft_factor",
+    24: "tpot_factor",
+    25: "load_factor",
+}
+#: Columns of `Load` by field number; names as in `fleet.table`, the factors last.
+COLUMNS: Mapping[int, str] = {
+    **dict(
+        enumerate(
+            (
+                "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
+                "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "sampled_at", "failures", "errors",
+                "ejected_until", "max_adapters", "capacity_tokens",
+            ),
+            2,
+        )
+    ),
+    26: "max_seqs",
+    **FACTORS,
+}  # fmt: skip
 #: Highest slot that is taken from a peer: columns are as long as the highest one.
 MAX_SLOT = 65_535
 
