@@ -116,7 +116,7 @@ class World:
 def chains(seed: int, count: int, size: int) -> list[PrefixChain]:
     """The beginnings of so many different prompts of `size` bytes."""
     hasher, rng = ChainHasher(), Random(seed)
-    return [hasher.chain(b"bench", [rng.randbytes(size)]) for _ in range(count)]
+    return [hasher.chain(b"bench", rng.randbytes(size)) for _ in range(count)]
 
 
 def request(number: int, tokens: int, chain: PrefixChain) -> Request:

@@ -83,7 +83,7 @@ def prompts(rng: Random) -> Iterator[PrefixChain]:
     hasher = ChainHasher()
     shared = rng.randbytes(BYTES // 3)
     while True:
-        yield hasher.chain(b"bench", [shared + rng.randbytes(BYTES - len(shared))])
+        yield hasher.chain(b"bench", shared + rng.randbytes(BYTES - len(shared)))
 
 
 def request_for(number: int, chain: PrefixChain) -> Request:

@@ -124,7 +124,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 def _share(hasher: ChainHasher, shared: int, rng: Random) -> float:
     """Two prompts that go on differently after `shared` tokens, more or less a half."""
     common = rng.randbytes(int(shared * BYTES_PER_TOKEN * rng.uniform(0.5, 1.5)))
-    one, other = (hasher.chain(b"", [common + rng.randbytes(2_000)]) for _ in range(2))
+    one, other = (hasher.chain(b"", common + rng.randbytes(2_000)) for _ in range(2))
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.hashes, other.hashes, strict=True)))
     return one.ends[same - 1] / len(common) if same else 0.0
 
@@ -132,7 +132,7 @@ def _share(hasher: ChainHasher, shared: int, rng: Random) -> float:
 def _hash_us(hasher: ChainHasher, length: int) -> float:
     prompt, count, begun = bytes(length), 200, process_time()
     for _ in range(count):
-        hasher.chain(b"", [prompt])
+        hasher.chain(b"", prompt)
     return (process_time() - begun) / count * 1e6
 
 

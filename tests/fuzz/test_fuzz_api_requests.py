@@ -114,7 +114,7 @@ def sound(parsed: ParsedRequest, path: str, body: bytes) -> None:
     prompt = b"".join(parsed.prompt)
     # Lists that were read the lenient way are dumped again, and may grow by white space and escapes.
     assert len(prompt) <= 6 * len(body) + 9
-    chain = ChainHasher(finest=16).chain(parsed.root, (prompt,))
+    chain = ChainHasher(finest=16).chain(parsed.root, prompt)
     known = Conversations(limit=4)
     for _ in range(2):
         known.of(chain, prompt)

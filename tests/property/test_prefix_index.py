@@ -1,7 +1,6 @@
 """The prefix index against a naive model, and the chains it is fed with."""
 
 from collections import OrderedDict
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ prompts = st.lists(st.sampled_from([b"aaaa", b"bbbb", b"abab", b"x"]), max_size=
 
 
 def chain_of(prompt: bytes) -> PrefixChain:
-    return HASHER.chain(b"root", [prompt])
+    return HASHER.chain(b"root", prompt)
 
 
 class Naive:
@@ -182,23 +181,16 @@ def test_chains_agree_up_to_the_last_border_that_the_prompts_share(shared: bytes
     assert left.ends[:agree] == right.ends[:agree]
 
 
-@given(prompt=st.binary(max_size=600), cuts=st.lists(st.integers(0, 600), max_size=6))
-def test_segments_split_anywhere_give_the_same_chain(prompt: bytes, cuts: list[int]) -> None:
-    borders = [0, *sorted(min(cut, len(prompt)) for cut in cuts), len(prompt)]
-    segments = [memoryview(prompt)[a:b] for a, b in pairwise(borders)]
-    assert HASHER.chain(b"root", segments) == chain_of(prompt)
-
-
 @given(prompt=st.binary(min_size=4, max_size=600), root=st.binary(max_size=20))
 def test_another_root_shares_nothing(prompt: bytes, root: bytes) -> None:
-    chain = HASHER.chain(root, [prompt])
+    chain = HASHER.chain(root, prompt)
     assert (set(chain.hashes) & set(chain_of(prompt).hashes) == set()) == (root != b"root")
 
 
 @given(length=st.integers(0, 3000), finest=st.integers(1, 300), growth=st.integers(1, 64))
 def test_chains_are_well_formed_and_short(length: int, finest: int, growth: int) -> None:
     hasher = ChainHasher(finest, growth, max_bytes=2000)
-    chain = hasher.chain(b"", [bytes(length)])
+    chain = hasher.chain(b"", bytes(length))
     assert len(chain.hashes) == len(chain.ends) == len(set(chain.hashes))
     assert list(chain.ends) == sorted(set(chain.ends))
     covered = min(length, 2000)
@@ -213,7 +205,7 @@ def test_chains_are_well_formed_and_short(length: int, finest: int, growth: int)
 
 def test_growing_blocks_keep_long_prompts_short() -> None:
     hasher = ChainHasher()
-    counts = [len(hasher.chain(b"", [bytes(length)]).hashes) for length in (255, 256, 24_000, 490_000, 64 << 20)]
+    counts = [len(hasher.chain(b"", bytes(length)).hashes) for length in (255, 256, 24_000, 490_000, 64 << 20)]
     assert counts == [0, 1, 66, 165, 234]
 
 

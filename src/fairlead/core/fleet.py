@@ -292,14 +292,14 @@ class Fleet:
         and 88 % without.
         """
         self.stalls.moved(lease.slot, now)
-        hung = self.stalls.was_out(lease)
-        if lease.first_token_at < 0.0 < ttft_ms and lease.request.stream and lease.prefill is None and not hung:
-            # Nobody watched the response, but the gateway's log tells.
-            self.predictor.judge(lease.slot, lease.forecast, ttft_ms)
-            lease.first_token_at = lease.charged_at + ttft_ms * 1e-3
-        if lease.first_token_at >= 0.0 and not hung:
-            held_ms = (now - lease.first_token_at) * 1e3
-            self.predictor.ended(lease.slot, lease.forecast, held_ms, completion_tokens, lease.mark, now)
+        if lease.request.stream and not self.stalls.was_out(lease):  # else no first token was seen, or it was late
+            if lease.first_token_at < 0.0 < ttft_ms and lease.prefill is None:
+                # Nobody watched the response, but the gateway's log tells.
+                self.predictor.judge(lease.slot, lease.forecast, ttft_ms)
+                lease.first_token_at = lease.charged_at + ttft_ms * 1e-3
+            if lease.first_token_at >= 0.0:
+                held_ms = (now - lease.first_token_at) * 1e3
+                self.predictor.ended(lease.slot, lease.forecast, held_ms, completion_tokens, lease.mark, now)
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
         if output > 0.0:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * BYTES_PER_TOKEN))

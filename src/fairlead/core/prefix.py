@@ -16,8 +16,8 @@ Rules
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from operator import sub
 
 import numpy as np
@@ -58,9 +58,9 @@ class ChainHasher:
             self._blocks.append(slice(*borders[-2:]))
         return borders[: bisect_right(borders, length)]
 
-    def chain(self, root: bytes, segments: Sequence[bytes | memoryview]) -> PrefixChain:
-        """Hash the concatenation of `segments` under `root`. O(bytes) at memory speed, no copy for one segment."""
-        text = memoryview(segments[0] if len(segments) == 1 else b"".join(segments))
+    def chain(self, root: bytes, prompt: bytes | memoryview) -> PrefixChain:
+        """Hash `prompt` under `root`. O(bytes) at memory speed, without a copy."""
+        text = memoryview(prompt)
         length = min(len(text), self._max_bytes)
         if length < self.finest:
             return NO_PREFIX
@@ -78,7 +78,7 @@ class PrefixIndex:
 
     def __init__(self, max_entries: int = 2_000_000) -> None:
         #: By block modulo `_PARTS`.
-        self._holders: list[dict[int, int]] = [{} for _ in range(_PARTS)]
+        self._holders: list[dict[int, int]] = [defaultdict(int) for _ in range(_PARTS)]
         self._lru: dict[int, OrderedDict[int, int]] = {}
         #: The slots of `_lru`, as a mask, and what is left of those that were there.
         self._there = 0
@@ -184,26 +184,26 @@ class PrefixIndex:
         lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         hashes, ends = chain.hashes, chain.ends
         before = len(lru)
-        added: Sequence[int] = hashes
+        added, used = hashes, self._used[slot]
         blocks = zip(reversed(hashes), map(sub, reversed(ends), (*ends[-2::-1], 0)))  # noqa: B905 - equally long
         if lru.keys().isdisjoint(hashes):  # all in one go
             lru.update(blocks)
-            self._used[slot] += ends[-1] if ends else 0
+            used += ends[-1] if ends else 0
             if len(lru) - before != len(hashes):  # two blocks of the chain have the same hash
-                self._used[slot] = sum(lru.values())
+                used = sum(lru.values())
         else:
-            added = [block for block in hashes if block not in lru]
+            added = tuple(block for block in hashes if block not in lru)
             for block, size in blocks:
                 if block in lru:
                     lru.move_to_end(block)
                 else:
                     lru[block] = size
-                    self._used[slot] += size
+                    used += size
         for block in added:
-            part = holders[block % _PARTS]
-            part[block] = part.get(block, 0) | bit
+            holders[block % _PARTS][block] |= bit
+        self._used[slot] = used
         self._entries += len(lru) - before
-        if self._used[slot] > self._capacity[slot]:
+        if used > self._capacity[slot]:
             self._trim(slot)
         if self._entries > self._max_entries:
             self._make_room(slot)
@@ -215,8 +215,8 @@ class PrefixIndex:
         self._lru[slot][block] = size
         self._holders[block % _PARTS][block] = 1 << slot
         self._entries += 1
-        self._used[slot] += size
-        if self._used[slot] > self._capacity[slot]:
+        self._used[slot] = used = self._used[slot] + size
+        if used > self._capacity[slot]:
             self._trim(slot)
         if self._entries > self._max_entries:
             self._make_room(slot)

@@ -36,7 +36,8 @@ _u32 = h2.U32.unpack_from
 #: A frame's header, and the prefix of the message that its payload begins with (if it is one).
 _heads = Struct(">IBIBI").unpack_from
 _PREFIX_SIZE, _HEAD_SIZE, _MESSAGE_AT = grpc.PREFIX_SIZE, h2.HEAD_SIZE, h2.HEAD_SIZE + grpc.PREFIX_SIZE
-_MAX_STREAM, _END_HEADERS, _RST_LENGTH = h2.MAX_STREAM_ID, h2.END_HEADERS, 4 << 8 | h2.RST_STREAM
+_MAX_STREAM, _RST_LENGTH = h2.MAX_STREAM_ID, 4 << 8 | h2.RST_STREAM
+_END_HEADERS, _END_STREAM = h2.END_HEADERS, h2.END_STREAM
 
 
 class Scratch:
@@ -98,13 +99,13 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         if self.closing:
             return
         self.corked = True
+        plain = not self._need
         try:
-            if self._need:
+            if not plain:
                 data, end = self._with_carry(nbytes)
             else:
                 data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
-            pos = 0
-            last, longest, find = end - _HEAD_SIZE, self._max_message, self.streams.get
+            pos, last, longest, find = 0, end - _HEAD_SIZE, self._max_message, self.streams.get
             handlers, table, lingering = self.handlers, self._table, self.lingering
             while pos <= last:
                 length, flags, stream_id, compressed, size = _heads(data, pos)
@@ -128,6 +129,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                 elif length == _RST_LENGTH and stop <= end and handlers is table and stream_id in lingering:
                     del lingering[stream_id]  # Envoy resets every exchange that we finished
                 else:
+                    plain = False
                     if length > self._max_length:
                         raise ProtocolError(f"a frame of {length >> 8} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
                     if stop > end:
@@ -136,6 +138,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                     handlers = self.handlers
                 pos = stop
             if pos < end:
+                plain = False
                 self._need = stop - pos if pos <= last else _HEAD_SIZE
                 self._carry += memoryview(data)[pos:end]
         except ProtocolError as error:
@@ -144,8 +147,10 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             log.exception("internal error on the connection from %s", self._peer)
             self.fail(ErrorCode.INTERNAL_ERROR, "internal error")
         self.corked = False
-        self.settled = self._acknowledged and not self._need and self.handlers is self._table
-        self.flush()
+        if not plain:
+            self.settled = self._acknowledged and not self._need and self.handlers is self._table
+        if self.out or self.restless or not plain:  # an access log's whole messages are not answered
+            self.flush()
 
     def _with_carry(self, nbytes: int) -> tuple[bytes, int]:
         """What was read behind the incomplete frame before it, and where that ends. As long as the frame is incomplete
@@ -218,8 +223,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             return
         self.opened += 1
         stream = self.streams[stream_id] = H2Stream(self, stream_id)
-        if flags & h2.END_STREAM:
-            stream.remote_closed = True
+        ended = stream.remote_closed = flags & _END_STREAM > 0
         factory = self._routes.get(opening.path)
         if factory is None or opening.http_status:
             status = opening.http_status
@@ -233,12 +237,12 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             handler = factory(stream, opening.headers)
             if not stream.finished:  # the handler may have finished it already
                 stream.handler = handler
-                if self._whole_messages and not stream.remote_closed:
+                if self._whole_messages and not ended:
                     stream.take = handler.on_message
         except Exception:
             log.exception("no handler could be made for %s", opening.path)
             stream.fail(grpc.Status.INTERNAL, "internal error")
-        if stream.remote_closed:
+        if ended:
             stream.half_close()
 
     def _on_late_block(self, flags: int, stream_id: int, opening: Opening) -> None:

@@ -103,6 +103,8 @@ class H2Sender:
         self.closing = False
         #: Nothing is half-read and the peer has acknowledged our SETTINGS.
         self.settled = False
+        #: The receive mark may have to change though nothing is written.
+        self.restless = False
         self._flushing = False
         self._merge = merge_wakeups
         self._mark = 1
@@ -136,6 +138,7 @@ class H2Sender:
             mark = 1 if busy or not self.settled else _MERGING_MARK
             if mark != self._mark:
                 self._put_mark(mark)
+        self.restless = self.draining
         if self.draining:
             self.close_if_idle()
 
@@ -330,6 +333,7 @@ class H2Stream:
         if on != self._watching and not self.finished:
             self._watching = on
             self._connection.watched += 1 if on else -1
+            self._connection.restless = True
             self._connection.flush_soon()
 
     # ---- the connection calls ----

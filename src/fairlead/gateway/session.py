@@ -336,7 +336,8 @@ class Session:
         if leaves:
             self._stream.send_last(*messages)
             gateway_id = self._headers.get(GATEWAY_ID)
-            self._close()
+            self._state = SessionState.CLOSED
+            self._headers, self._body = _NO_HEADERS, b""
             if gateway_id:
                 host.logs.left(gateway_id, request.id)
         else:

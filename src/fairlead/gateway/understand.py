@@ -196,8 +196,7 @@ class Conversations:
         hashes = chain.hashes
         if not hashes:
             return ""
-        if type(prompt) is not memoryview:
-            prompt = memoryview(prompt)
+        prompt = memoryview(prompt)
         last = chain.ends[-1]
         step = max(_FINEST, last >> _GROWTH)
         end = min(len(prompt), last + _MAX_POINTS * step)
@@ -376,7 +375,7 @@ class Understanding:
         session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
         if segments:
             text = segments[0] if len(segments) == 1 else b"".join(segments)
-            prefix = self._hasher.chain(parsed.root, (text,))
+            prefix = self._hasher.chain(parsed.root, text)
             if not session and self._conversations is not None and api in STREAMING:
                 session = self._conversations.of(prefix, text)
         # In the order of the fields: as keywords they would take 0.6 µs more, half of a percent of a request.

@@ -29,7 +29,7 @@ def endpoint(name: str = "e0", address: str = "", labels: Mapping[str, str] | No
 def request(prompt: str = "", *, model: str = "", **fields: Any) -> Request:
     """A request with a prompt. `fields` are those of `core.request.Request`; each request has an id of its own."""
     raw = prompt.encode()
-    chain = ChainHasher().chain(model.encode(), [memoryview(raw)]) if raw else NO_PREFIX
+    chain = ChainHasher().chain(model.encode(), memoryview(raw)) if raw else NO_PREFIX
     made = Request(
         id=next(_NUMBERS),
         arrived=0.0,

@@ -31,7 +31,7 @@ class Queue:
 
     def __call__(self, tokens: int, since: float = NOW, text: bytes = b"", session: str = "") -> Waiting:
         self.count += 1
-        chain = HASHER.chain(b"", [text])
+        chain = HASHER.chain(b"", text)
         request = Request(
             id=self.count,
             arrived=since,

@@ -83,7 +83,7 @@ class World:
         raw = packed(ids)
         return Request(
             id=next(self._ids), arrived=self.clock.time(), api="completions", model=model, prompt_bytes=len(raw),
-            prompt_tokens=len(ids), prefix=self._hasher.chain(b"", (raw,)),
+            prompt_tokens=len(ids), prefix=self._hasher.chain(b"", raw),
             blocks=self.exact.offer(PromptTokens(ids=raw, total=len(ids), salt=salt)),
         )  # fmt: skip
 

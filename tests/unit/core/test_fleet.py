@@ -9,7 +9,7 @@ from fairlead.core.fleet import BYTES_PER_TOKEN, EJECT_SECONDS, Fleet
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import Request
 
-CHAIN = ChainHasher().chain(b"m", [b"x" * 4096])
+CHAIN = ChainHasher().chain(b"m", b"x" * 4096)
 
 
 def fleet_of(count: int) -> Fleet:

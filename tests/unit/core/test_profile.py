@@ -22,7 +22,7 @@ from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams, RoundRobin
 from fairlead.plugins.scorers.load import LoadAware, LoadAwareParams
 
-CHAIN = ChainHasher().chain(b"m", [b"x" * 4096])
+CHAIN = ChainHasher().chain(b"m", b"x" * 4096)
 REQUEST = Request(id=1, arrived=0.0, prompt_tokens=1000, prompt_bytes=4096, prefix=CHAIN, session="s")
 
 

@@ -16,7 +16,7 @@ from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
-CHAIN = ChainHasher().chain(b"m", [b"x" * 4096])
+CHAIN = ChainHasher().chain(b"m", b"x" * 4096)
 REQUEST = Request(id=1, arrived=0.0, prompt_tokens=1000, prompt_bytes=4096, prefix=CHAIN, session="s")
 
 

@@ -30,7 +30,7 @@ from fairlead.plugins.scorers.load import (
 from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
 from fairlead.plugins.scorers.session_affinity import SessionAffinity
 
-CHAIN = ChainHasher().chain(b"m", [b"x" * 4096])
+CHAIN = ChainHasher().chain(b"m", b"x" * 4096)
 REQUEST = Request(id=1, arrived=0.0, prompt_tokens=1000, prompt_bytes=4096, prefix=CHAIN, session="s")
 
 

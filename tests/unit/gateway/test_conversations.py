@@ -13,7 +13,7 @@ HASHER = ChainHasher()
 
 
 def met(known: Conversations, prompt: bytes, root: bytes = b"chat") -> str:
-    found = known.of(HASHER.chain(root, (prompt,)), prompt)
+    found = known.of(HASHER.chain(root, prompt), prompt)
     known.validate()
     return found
 
@@ -152,7 +152,7 @@ def test_very_many_alike_are_bounded() -> None:
 
 def test_prompts_longer_than_their_chain() -> None:
     hasher, known, text = ChainHasher(max_bytes=4096), Conversations(), words(Random(10), 40_000).encode()
-    found = [known.of(hasher.chain(b"", (text[:size],)), text[:size]) for size in (20_000, 30_000, 40_000)]
+    found = [known.of(hasher.chain(b"", text[:size]), text[:size]) for size in (20_000, 30_000, 40_000)]
     known.validate()
     # Beyond the chain they are not told apart: equal beginnings of this length are one prompt.
     assert found == ["", "", ""]
@@ -171,10 +171,10 @@ def test_the_work_is_bounded(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(module, "xxh3_64_intdigest", counting)
     text = words(rng, size).encode()
-    chain = HASHER.chain(b"", (text,))
+    chain = HASHER.chain(b"", text)
     for prompt_ in (text, text, text + b"x" * 50):
         hashed.clear()
-        known.of(HASHER.chain(b"", (prompt_,)) if prompt_ is not text else chain, prompt_)
+        known.of(HASHER.chain(b"", prompt_) if prompt_ is not text else chain, prompt_)
         assert len(hashed) <= 24
         assert sum(hashed) <= max(1_500, size // 8)
 

@@ -43,17 +43,17 @@ def scores(plugin: Scorer, fleet: Fleet, request: Request, at: Cycle | None = No
 
 
 def prompt(text: bytes) -> Request:
-    return Request(id=1, arrived=0.0, prompt_bytes=len(text), prefix=HASHER.chain(b"m", [text]))
+    return Request(id=1, arrived=0.0, prompt_bytes=len(text), prefix=HASHER.chain(b"m", text))
 
 
 def test_prefix_share_is_the_contiguous_part_only() -> None:
     fleet = fleet_of(4)
     text = bytes(range(256)) * 16
-    chain = HASHER.chain(b"m", [text])
+    chain = HASHER.chain(b"m", text)
     half = len(chain.hashes) // 2
     fleet.prefix.insert(0, chain)
     fleet.prefix.insert(1, PrefixChain(chain.hashes[:half], chain.ends[:half]))
-    fleet.prefix.insert(3, HASHER.chain(b"m", [text[:256] + b"another way" + text[267:]]))
+    fleet.prefix.insert(3, HASHER.chain(b"m", text[:256] + b"another way" + text[267:]))
     expected = [1.0, 0.5, 0.0, 256 / 4096]
     assert scores(PrefixAware(PrefixAwareParams()), fleet, prompt(text)) == pytest.approx(expected)
 
@@ -61,7 +61,7 @@ def test_prefix_share_is_the_contiguous_part_only() -> None:
 def test_blocks_behind_a_gap_are_worth_nothing() -> None:
     fleet = fleet_of(1)
     text = bytes(range(256)) * 16
-    chain = HASHER.chain(b"m", [text])
+    chain = HASHER.chain(b"m", text)
     tail = PrefixChain(chain.hashes[1:], chain.ends[1:])
     fleet.prefix.insert(0, tail)
     assert scores(PrefixAware(PrefixAwareParams()), fleet, prompt(text)) is None
@@ -69,7 +69,7 @@ def test_blocks_behind_a_gap_are_worth_nothing() -> None:
 
 def test_a_longer_prompt_has_a_smaller_share() -> None:
     fleet = fleet_of(1)
-    fleet.prefix.insert(0, HASHER.chain(b"m", [b"s" * 2048]))
+    fleet.prefix.insert(0, HASHER.chain(b"m", b"s" * 2048))
     assert scores(PrefixAware(PrefixAwareParams()), fleet, prompt(b"s" * 2048 + b"u" * 2048)) == [0.5]
 
 
@@ -83,8 +83,8 @@ def test_every_endpoint_of_a_large_fleet_holds_the_system_prompt() -> None:
     fleet = fleet_of(50)
     system = b"s" * 4096
     for slot in range(50):
-        fleet.prefix.insert(slot, HASHER.chain(b"m", [system]))
-    deep = HASHER.chain(b"m", [system + b"t" * 4096])
+        fleet.prefix.insert(slot, HASHER.chain(b"m", system))
+    deep = HASHER.chain(b"m", system + b"t" * 4096)
     fleet.prefix.insert(33, deep)
     expected = [0.5] * 50
     expected[33] = 1.0

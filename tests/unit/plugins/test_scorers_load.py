@@ -88,7 +88,7 @@ def test_inflight_tokens_counts_uncached_prompts_before_their_first_token() -> N
 
 def test_inflight_tokens_subtracts_what_is_cached() -> None:
     fleet = fleet_with(Sample(), Sample())
-    chain = ChainHasher().chain(b"m", [b"x" * 4096])
+    chain = ChainHasher().chain(b"m", b"x" * 4096)
     fleet.prefix.insert(1, chain)
     request = Request(id=9, arrived=0.0, prompt_tokens=400, prompt_bytes=8192, prefix=chain)
     plugin = InflightTokens(InflightTokensParams(threshold_tokens=1000))

@@ -88,7 +88,19 @@ class CostModel(Ranked):
             # The same as below, without asking plugins that have nothing to say.
             share = fleet.match(request)
             costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, context.now)
-            pick = self._lowest(costs, context.rng)
+            if len(costs) > FEW:
+                pick = self._lowest(costs, context.rng)
+            else:  # plain numbers: each operation of numpy has cold caches to warm
+                cost_at = costs.tolist().__getitem__
+                order = sorted(range(len(costs)), key=cost_at)
+                slot = order[0]
+                least = cost_at(slot)
+                ties = bisect_right(order, least + abs(least) * self._near, key=cost_at)
+                if ties > 1:
+                    slot = sorted(order[:ties])[int(context.rng.random() * ties)]
+                pick = Picked(slot)
+                if len(order) > 1:
+                    pick.fallback_slot = order[slot == order[0]]
             if share is not None:
                 pick.hit_share, pick.best_share = float(share[pick.slot]), float(share[share.argmax()])
             if context.trace:
@@ -104,19 +116,10 @@ class CostModel(Ranked):
         return pick
 
     def _lowest(self, costs: FloatColumn, rng: Random) -> Picked:
-        """The lowest cost or one that is nearly as low, and the runner-up."""
-        if len(costs) > FEW:
-            least = costs.item(costs.argmin())
-            ties = (costs <= least + abs(least) * self._near).nonzero()[0].tolist()
-            return Picked(ties[int(rng.random() * len(ties))] if len(ties) > 1 else ties[0])
-        cost_at = costs.tolist().__getitem__  # plain numbers: each operation of numpy has cold caches to warm
-        order = sorted(range(len(costs)), key=cost_at)
-        slot = order[0]
-        least = cost_at(slot)
-        near = bisect_right(order, least + abs(least) * self._near, key=cost_at)
-        if near > 1:
-            slot = sorted(order[:near])[int(rng.random() * near)]
-        return Picked(slot, fallback_slot=order[slot == order[0]] if len(order) > 1 else -1)
+        """The lowest cost, or one that is nearly as low."""
+        least = costs.item(costs.argmin())
+        ties = (costs <= least + abs(least) * self._near).nonzero()[0].tolist()
+        return Picked(ties[int(rng.random() * len(ties))] if len(ties) > 1 else ties[0])
 
 
 def _tightest(keeps: BoolColumn, work: FloatColumn, ttft: FloatColumn) -> int:
