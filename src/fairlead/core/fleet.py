@@ -291,7 +291,8 @@ class Fleet:
         they push prompts out. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
         and 88 % without.
         """
-        self.stalls.moved(lease.slot, now)
+        if lease.first_token_at < 0.0:
+            self.stalls.moved(lease.slot, now)
         if lease.request.stream and not self.stalls.was_out(lease):  # else no first token was seen, or it was late
             if lease.first_token_at < 0.0 < ttft_ms and lease.prefill is None:
                 # Nobody watched the response, but the gateway's log tells.

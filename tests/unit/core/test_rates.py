@@ -8,7 +8,6 @@ from fairlead.core.cost import PRIOR
 from fairlead.core.rates import LIMIT_HITS, SLOWEST, Rates
 
 
-
 class Engines:
     """Like engines of three true factors, and those that are slower by a factor of their own."""
 
@@ -31,7 +30,6 @@ class Engines:
         self.now += wait
         self.rates.observe(slot, work, 1.5, load, took * odd * self.slower.get(slot, 1.0), self.now)
         self.rates.validate()
-
 
     def decode(self, slot: int) -> None:
         """An answer of a hundred steps, beside few or many others."""

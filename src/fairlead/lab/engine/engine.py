@@ -32,6 +32,9 @@ from fairlead.lab.engine.stats import EngineStats
 
 __all__ = ["Engine", "StepResult"]
 
+#: How many times longer a step of an engine that hangs takes.
+_FOREVER = 1e9
+
 
 class Engine:
     """One replica. `add`, `abort` and `step` are the doors through which it changes."""
@@ -53,7 +56,8 @@ class Engine:
         #: Of the logarithm of a step's time.
         self._sigma = sqrt(log(1.0 + spec.noise * spec.noise))
         #: Multiplies the time of a step because of engines on the same machine.
-        self._pace = 1.0
+        self._pace = self._hang = 1.0
+        self._peers = 0
         #: When the running step began, or the last one ended.
         self.now = now
         #: Multiplies the duration of every step that begins from now on.
@@ -89,10 +93,16 @@ class Engine:
     def share(self, peers: int, now: float) -> None:
         """So many engines on the same machine compute from `now` on, also for what is left of the running step. Steps
         due by `now` must have been finished."""
-        pace = 1.0 + self.spec.contention * peers
+        self._peers = peers
+        pace = self._hang * (1.0 + self.spec.contention * peers)
         if self._ends < inf:
             self._ends = now + (self._ends - now) * pace / self._pace
         self._pace = pace
+
+    def hang(self, hangs: bool, now: float) -> None:
+        """It makes no step from `now` on, or goes on where it stood. Steps due by `now` must have been finished."""
+        self._hang = _FOREVER if hangs else 1.0
+        self.share(self._peers, now)
 
     def add(self, request: EngineRequest, now: float) -> None:
         """Queue a request. Raises `ValueError` for one that not even an empty engine could serve."""

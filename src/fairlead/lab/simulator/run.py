@@ -14,7 +14,7 @@ from fairlead.config.registry import GROUP, Registry, build_policy, declared
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError, FairleadError
 from fairlead.core.policy import Policy
-from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.lab.simulator.result import Summary, summarise
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import Scenario
@@ -118,12 +118,12 @@ def simulate(
     policy: str | Policy = "policy: default",
     seed: int = 0,
     *,
-    watch: Callable[[DecisionRecord | OutcomeRecord], None] | None = None,
+    watch: Callable[[DecisionRecord | OutcomeRecord | StallRecord], None] | None = None,
     validate: bool = False,
 ) -> Summary:
     """Run a scenario to its end. `policy` is a configuration's text, or a policy that has not been used yet: policies
-    remember. `watch` is called with each decision and outcome record. `validate` checks every invariant after every
-    event, at about a hundred times the cost."""
+    remember. `watch` is called with each record of a decision, an outcome or a stall. `validate` checks every invariant
+    after every event, at about a hundred times the cost."""
     made, registry = config_from(policy) if isinstance(policy, str) else (policy, None)
     simulation = Simulation(scenario, made, seed, watch=watch, validate=validate, registry=registry)
     simulation.run()

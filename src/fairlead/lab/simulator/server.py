@@ -88,6 +88,12 @@ class Server:
         self.engine = self._fresh()
         self.up = True
 
+    def hang(self, hangs: bool) -> None:
+        """Its page answers all the same."""
+        self._catch_up()
+        self.engine.hang(hangs, self._kernel.now)
+        self._schedule(self.engine.next_step_at())
+
     def freeze(self, page: str) -> None:
         self.page = page
         self._frozen = None

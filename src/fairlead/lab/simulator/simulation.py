@@ -19,7 +19,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Evict, Instruction, Reject, Route, SetTimer
 from fairlead.core.instructions import Record as Note
 from fairlead.core.policy import Policy
-from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.request import Usage
 from fairlead.lab.engine.engine import StepResult
 from fairlead.lab.engine.request import EngineRequest
@@ -57,6 +57,8 @@ class Faults:
                 if job.leg()[0] == fault.replica and job.leg()[1] is not None:
                     sim.broken(job, "connection lost", status=0)
             self._later(self._gone, fault.replica)
+        elif fault.kind == "hang":
+            server.hang(True)
         else:
             server.freeze(fault.kind)
 
@@ -67,6 +69,8 @@ class Faults:
         elif fault.kind == "down":
             server.restart()
             self._later(self._rejoined, fault.replica)
+        elif fault.kind == "hang":
+            server.hang(False)
         else:
             server.freeze("")
 
@@ -168,8 +172,8 @@ START = 1_000.0
 class Simulation:
     """Run once. `policy` is a configuration, of which only the scheduling part matters, or a policy that exists.
 
-    `watch` sees every decision and outcome record; `validate` checks all invariants after every event; `registry` has
-    plugins that the configuration names besides the installed ones; `snapshots`: see `build_pipeline`.
+    `watch` sees every record of a decision, an outcome or a stall; `validate` checks all invariants after every event;
+    `registry` has plugins that the configuration names besides the installed ones; `snapshots`: see `build_pipeline`.
     Raises `PluginError` when the policy cannot be made.
     """
 
@@ -179,7 +183,7 @@ class Simulation:
         policy: Policy | Config,
         seed: int = 0,
         *,
-        watch: Callable[[DecisionRecord | OutcomeRecord], None] | None = None,
+        watch: Callable[[DecisionRecord | OutcomeRecord | StallRecord], None] | None = None,
         validate: bool = False,
         registry: Registry | None = None,
         kernel: Kernel | None = None,

@@ -125,12 +125,12 @@ class Handover(Struct, frozen=True, kw_only=True):
         return self.fixed_ms * 1e-3 + tokens * self.kv_bytes / (self.gb_per_s * 1e9)
 
 
-FaultKind = Literal["down", "slow", "freeze", "mute"]
+FaultKind = Literal["down", "slow", "freeze", "mute", "hang"]
 
 
 class Fault(Struct, frozen=True, kw_only=True):
     """`down`: connections break, the cache is lost. `slow`: steps take `factor` times as long. `freeze`: the metrics
-    page shows what it showed before. `mute`: it does not answer."""
+    page shows what it showed before. `mute`: it does not answer. `hang`: the engine makes no step, the page answers."""
 
     kind: FaultKind
     replica: int

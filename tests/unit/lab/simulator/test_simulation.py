@@ -10,7 +10,8 @@ from msgspec import structs
 from fairlead.compat.load import load
 from fairlead.core import events as ev
 from fairlead.core.instructions import SetTimer
-from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
+from fairlead.lab.simulator.run import simulate
 from fairlead.lab.simulator.simulation import START, Simulation
 from fairlead.lab.simulator.world import WARM_UP, Fault, World, replicas
 from fairlead.lab.workload.conversation import Conversation, conversation
@@ -194,6 +195,25 @@ def test_metrics_that_freeze_or_stop(scenario, workload, least_pending, kind):
         assert samples == []
         assert len([1 for _, e in inside if isinstance(e, ev.MetricsFailed)]) > 10
     assert all(job.status == "done" for job in simulation.jobs)
+
+
+def test_an_engine_that_hangs_goes_on_where_it_stood(scenario, workload, always):
+    made = scenario(workload(1, out=100), servers=1, faults=(Fault(kind="hang", replica=0, at_s=0.5, for_s=7.0),))
+    simulation, _ = run(made, always())
+    calm, _ = run(scenario(workload(1, out=100), servers=1), always())
+    assert simulation.jobs[0].e2e_ms == pytest.approx(calm.jobs[0].e2e_ms + 7000.0, abs=20.0)
+
+
+def test_the_default_policy_spares_an_engine_that_hangs(scenario, workload):
+    made = scenario(
+        workload(200, gap=0.1, tokens=2000, out=60), faults=(Fault(kind="hang", replica=0, at_s=5.0, for_s=10.0),)
+    )
+    records = []
+    simulate(made, "policy: default", watch=records.append)
+    there = [r.at - BEGIN for r in records if isinstance(r, DecisionRecord) and r.endpoint == "sim/server-0"]
+    assert sum(7.0 < at < 15.0 for at in there) <= 3
+    assert sum(at > 15.0 for at in there) > 3, "it is used again"
+    assert [r.level for r in records if isinstance(r, StallRecord)] == ["suspect", "out", "well"]
 
 
 def test_a_fault_of_a_server_that_is_not_there_is_refused(scenario, workload, always):
