@@ -133,17 +133,13 @@ def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
     newest = heads[-1]
     if recipe.block_size and recipe.block_size != newest.block_size:
         return Finding(BLOCK_SIZE, f"configured are {recipe.block_size} tokens, its events say {newest.block_size}")
-    if recipe.hasher is not None:
-        finding = _wrong_hashes(recipe, recipe.hasher, heads)
-        if finding is not None:
-            return finding
-    return _by_tokens(case, heads)
+    return wrong_hashes(recipe, heads) or _by_tokens(case, heads)
 
 
-def _wrong_hashes(recipe: Recipe, hasher: EngineHasher, heads: Sequence[Head]) -> Finding | None:
-    """Whether the engine hashes otherwise than configured; `None` = it does not, or nothing tells."""
+def wrong_hashes(recipe: Recipe, heads: Sequence[Head]) -> Finding | None:
+    """Whether the engine hashes otherwise than configured; `None` = it does not, nothing tells, or it matters not."""
     plain = [head for head in heads if head.first and head.tokens and not head.lora and not any(head.extras)]
-    if not plain or _makes(hasher, plain[-1]):
+    if recipe.hasher is None or not plain or _makes(recipe.hasher, plain[-1]):
         return None
     for algorithm, seed in product(ALGORITHMS, (recipe.seed, *_SEEDS)):
         if seed is None and algorithm.startswith("xxhash"):

@@ -42,7 +42,12 @@ MAX_BODY = 4 << 20
 #: The least recently used of more engines is forgotten.
 MAX_ENGINES = 1024
 
-_RENDER = {apis.CHAT: "/v1/chat/completions/render", apis.COMPLETIONS: "/v1/completions/render"}
+_RENDER = {
+    apis.CHAT: "/v1/chat/completions/render",
+    apis.COMPLETIONS: "/v1/completions/render",
+    apis.MESSAGES: "/v1/messages/render",
+    apis.RESPONSES: "/v1/responses/render",
+}
 #: `/tokenize` takes requests of both APIs but refuses fields that it does not know.
 _PROMPT_FIELDS = {
     apis.CHAT: (
@@ -72,8 +77,8 @@ class _NoAnswer(Exception):
 
 
 class _Engine(Struct):
-    #: It refused to render.
-    tokenize: bool = False
+    #: APIs whose requests it refused to render.
+    unrendered: set[str] = set()
     failures: int = 0
     rest_until: float = 0.0
 
@@ -140,11 +145,13 @@ class RenderClient:
         return absent(ENGINE, why)
 
     async def _ask(self, engine: _Engine, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
-        if not engine.tokenize:
+        if parsed.api not in engine.unrendered:
             status, answer = await self._post(url + _RENDER[parsed.api], body)
             if status not in (403, 404, 405):
                 return _rendered(status, answer)
-            engine.tokenize = True
+            engine.unrendered.add(parsed.api)
+        if parsed.api not in _PROMPT_FIELDS:
+            return absent(ENGINE, f"the engine does not render '{parsed.api}', and /tokenize does not take it")
         if parsed.media:
             return absent(MEDIA, "the engine does not render, and /tokenize does not tell of media")
         status, answer = await self._post(url + "/tokenize", _prompt_only(parsed.api, body))
@@ -234,6 +241,8 @@ PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "system", "content": "Be brief."}, _ASKED, _TOLD, _ASKED]},
     ),
     "tools": ("/v1/chat/completions", {"messages": [_ASKED], "tools": [_TOOL]}),
+    "developer": ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "Be brief."}, _ASKED]}),
+    "responses": ("/v1/responses", {"input": _TEXT}),
 }
 
 

@@ -126,8 +126,22 @@ async def test_an_engine_that_only_tokenises(client: RenderClient, serve: Serve,
     assert seen[1:] == [("/tokenize", asked)] * 2
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert (await ask(client, url, messages=image)).reason == "media"
-    assert (await ask(client, url, COMPLETIONS, prompt=["a", "b"])).reason == "engine"
-    assert len(seen) == 3
+    for _ in range(2):
+        assert (await ask(client, url, COMPLETIONS, prompt=["a", "b"])).reason == "engine"
+    assert len(seen) == 4, "each API is tried once"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_other_apis_are_rendered_or_not_asked_for_again(client: RenderClient, serve: Serve, path: str) -> None:
+    seen: list[tuple[str, Any]] = []
+    body = {"model": "tiny", "input": "hi", "messages": MESSAGES, "max_tokens": 5}
+    url = await serve(answering({f"{path}/render": (200, b'{"token_ids": [1, 2]}')}, seen))
+    assert ids(await ask(client, url, path, **body)) == [1, 2]
+    other = await serve(answering({f"{CHAT}/render": (200, b'{"token_ids": [1, 2]}')}, seen))
+    seen.clear()
+    assert [(await ask(client, other, path, **body)).reason for _ in range(2)] == ["engine"] * 2
+    assert [where for where, _ in seen] == [f"{path}/render"]
+    assert ids(await ask(client, other)) == [1, 2]
 
 
 @pytest.mark.parametrize(

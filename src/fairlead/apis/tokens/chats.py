@@ -16,6 +16,8 @@ Flag = bool | int | str | None
 
 
 class ChatFields(Struct, gc=False):
+    """A chat request, or what another API's becomes."""
+
     messages: list[Any]
     tools: Any = None
     documents: Any = None
@@ -28,6 +30,8 @@ class ChatFields(Struct, gc=False):
     # Change the prompt, and how only the engine knows.
     chat_template: Raw | UnsetType = UNSET
     truncate_prompt_tokens: Raw | UnsetType = UNSET
+    #: Messages of the role `system` go to the front where the template takes none later on.
+    system_first: bool = False
 
 
 class CompletionFields(Struct, gc=False):
@@ -88,6 +92,8 @@ class MessagesFields(Struct, gc=False):
     tools: list[Any] | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class ResponsesFields(Struct, gc=False):
@@ -96,13 +102,13 @@ class ResponsesFields(Struct, gc=False):
     input: str | list[Any] | None = None
     instructions: str | None = None
     cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    reasoning: dict[str, Any] | None = None
     # Stored on the server.
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
-    # Translated by the engine.
-    tools: list[Any] | None = None
-    reasoning: Any = None
 
 
 class Fields:
@@ -157,17 +163,35 @@ _BILLING = "x-anthropic-billing-header"
 Message = dict[str, Any]
 
 
-def for_template(messages: list[Any], form: str) -> list[Message]:
-    """`form`: see `content_format`. Raises `Absent`."""
-    return [_message(message, form) for message in messages]
+def for_template(messages: list[Any], form: str, developers: bool = True) -> list[Message]:
+    """`form`: see `content_format`. `developers`: the template knows that role. Raises `Absent`."""
+    translated = [_message(message, form) for message in messages]
+    if developers or all(message["role"] != "developer" for message in translated):
+        return translated
+    return systems_joined([_as_system(message) for message in translated])
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
+
+
+def systems_joined(messages: list[Message], between: str = "\n\n") -> list[Message]:
+    """One message of the role `system`, at the front."""
+    systems = [message["content"] for message in messages if message["role"] == "system"]
+    if not systems or (len(systems) == 1 and messages[0]["role"] == "system"):
+        return messages
+    texts = [content if isinstance(content, str) else "\n".join(map(_text, content)) for content in systems]
+    spoken = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": between.join(filter(None, texts))}, *spoken]
 
 
 def _message(message: Any, form: str) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise Absent(TEMPLATE, "a message is no object with a role")
-    parts = _parts(message.get("content"), form)
-    if role == "system":
-        parts = [part for part in parts if not _text(part).startswith(_BILLING)]
+    content = message.get("content")
+    parts = _parts(_unbilled(content) if role == "system" else content, form)
     translated: Message = {"role": role, "content": parts if form == PARTS else "\n".join(map(_text, parts))}
     if role == "assistant":
         _assistant(message, translated)
@@ -182,6 +206,19 @@ def _message(message: Any, form: str) -> Message:
     return translated
 
 
+def _unbilled(content: Any) -> Any:
+    """Without the first line of texts that begin with Claude Code's header: it is another one with each request."""
+    kept: list[Any] = []
+    for part in content if isinstance(content, list) else [content]:
+        typed = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if typed else part
+        if not isinstance(text, str) or not text.startswith(_BILLING):
+            kept.append(part)
+        elif remainder := text.partition("\n")[2]:
+            kept.append({**part, "text": remainder} if typed else remainder)
+    return None if kept == [None] else kept
+
+
 def _parts(content: Any, form: str) -> list[Any]:
     """Texts, or objects of type `text`; empty texts are left out."""
     if content is None:
@@ -194,6 +231,8 @@ def _parts(content: Any, form: str) -> list[Any]:
     parts: list[Any] = []
     for part in content:
         text, more = _part(part)
+        if text is None:
+            continue
         if wrapped:
             parts.append({"type": "text", "text": text, **more})
         elif text:
@@ -201,8 +240,8 @@ def _parts(content: Any, form: str) -> list[Any]:
     return parts
 
 
-def _part(part: Any) -> tuple[str, Mapping[str, Any]]:
-    """Its text, and what else of it templates see."""
+def _part(part: Any) -> tuple[str | None, Mapping[str, Any]]:
+    """Its text (`None` = leave it out), and what else of it templates see."""
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, dict):
@@ -212,6 +251,8 @@ def _part(part: Any) -> tuple[str, Mapping[str, Any]]:
     if not key:
         raise Absent(MEDIA, f"a part of type {kind!r}")
     text = part.get(key)
+    if text is None and kind in ("text", "refusal"):
+        return None, {}
     if not isinstance(text, str):
         raise Absent(TEMPLATE, f"a part of type {kind!r} without a text")
     return text, {name: value for name, value in part.items() if name not in _PART_FIELDS}
@@ -271,15 +312,45 @@ def _tool(tool: Any) -> dict[str, Any]:
 # Only what its versions translate alike is taken over; the rest is left to the engine.
 
 
+def from_chat(body: bytes) -> ChatFields:
+    """Raises `Absent`."""
+    fields = decode(Fields.chat, body)
+    for message in fields.messages:
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if isinstance(calls, list):
+            message["tool_calls"] = [_checked_call(call) for call in calls]
+    return fields
+
+
+def _checked_call(call: Any) -> Any:
+    """A tool call with its members in the order of vLLM's model of requests, since templates print it as JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Absent(FIELDS, "a tool call that is no function call")
+    ordered = {name: function[name] for name in ("arguments", "name") if name in function}
+    return {name: ordered if name == "function" else call[name] for name in ("id", "function", "type") if name in call}
+
+
 def from_messages(body: bytes) -> ChatFields:
     """Raises `Absent`."""
     fields = decode(Fields.messages, body)
-    messages = [*_system(fields.system)]
+    system, messages = fields.system, list[Message]()
+    if isinstance(system, str) and system:
+        messages.append({"role": "system", "content": system})
+    else:
+        messages += _system(system)
     for message in fields.messages:
         messages += _turn(message)
-    tools = None if fields.tools is None else [_other_chats_tool(tool) for tool in fields.tools]
+    effort = (fields.output_config or {}).get("effort")
+    if (fields.thinking or {}).get("type") == "disabled":
+        effort = "none"
     return ChatFields(
-        messages, tools=tools, cache_salt=fields.cache_salt, chat_template_kwargs=fields.chat_template_kwargs
+        messages,
+        tools=None if fields.tools is None else [_other_chats_tool(tool) for tool in fields.tools],
+        cache_salt=fields.cache_salt,
+        chat_template_kwargs=fields.chat_template_kwargs,
+        reasoning_effort=effort,
+        system_first=True,
     )
 
 
@@ -288,27 +359,92 @@ def from_responses(body: bytes) -> ChatFields:
     fields = decode(Fields.responses, body)
     if fields.previous_response_id or fields.conversation or fields.prompt:
         raise Absent(STORED, "part of the prompt is stored on the server")
-    if fields.tools or fields.reasoning:
-        raise Absent(FIELDS, "tools and reasoning of the Responses API are translated by the engine")
     if fields.input is None:
         raise Absent(FIELDS, "there is no input")
     said = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
-    messages: list[Any] = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+    messages: list[Message] = []
     for item in said:
-        if not isinstance(item, dict) or item.get("type", "message") != "message":
-            raise Absent(FIELDS, "an input item that is no message")
-        messages.append({"role": item.get("role"), "content": item.get("content")})
-    return ChatFields(messages, cache_salt=fields.cache_salt)
+        _take(item, messages)
+    if fields.instructions:
+        messages.insert(0, {"role": "system", "content": fields.instructions})
+    last = said[-1] if said else {}
+    continued = last.get("type", "message") in ("message", "reasoning") and last.get("status") in _UNFINISHED
+    return ChatFields(
+        messages,
+        tools=[_responses_tool(tool) for tool in fields.tools] if fields.tools else None,
+        cache_salt=fields.cache_salt,
+        chat_template_kwargs=fields.chat_template_kwargs,
+        reasoning_effort=(fields.reasoning or {}).get("effort"),
+        # Not as in a chat: what the template prints gets the tokenizer's own special tokens as well.
+        add_special_tokens=True,
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+    )
+
+
+_UNFINISHED = ("in_progress", "incomplete")
+
+
+def _take(item: Any, messages: list[Message]) -> None:
+    """One input item. What an assistant thought, called and said are items of their own: they join one message."""
+    if not isinstance(item, dict):
+        raise Absent(FIELDS, "an input item that is no object")
+    kind, role = item.get("type"), item.get("role")
+    assistant = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if kind == "function_call":
+        if item.get("namespace"):
+            raise Absent(FIELDS, "a call of a tool in a namespace")
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "function": function, "type": "function"}
+        if assistant is None:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            assistant.setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output" and item.get("output") is not None:
+        messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+    elif kind == "reasoning" or role == "assistant":
+        name, text = ("reasoning", _thought(item)) if kind == "reasoning" else ("content", _first_text(item))
+        if assistant is not None and assistant.get(name) is None:
+            assistant[name] = text
+        else:
+            messages.append({"role": "assistant", name: text})
+    elif isinstance(role, str) and kind in (None, "message"):
+        messages.append(item)
+    else:
+        raise Absent(FIELDS, f"an input item of type {kind!r}")
+
+
+def _first_text(item: Mapping[str, Any]) -> str:
+    """Of an assistant's message vLLM takes only the first part."""
+    content = item.get("content")
+    first = content[0] if isinstance(content, list) and content else content
+    text = first.get("text") if isinstance(first, dict) else first
+    if not isinstance(text, str):
+        raise Absent(FIELDS, "an assistant's message that does not begin with a text")
+    return text
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    first = parts[0] if isinstance(parts, list) and parts else {"text": ""}
+    text = first.get("text") if isinstance(first, dict) else None
+    if item.get("encrypted_content") or not isinstance(text, str):
+        raise Absent(FIELDS, "reasoning that is no text")
+    return text
+
+
+def _responses_tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise Absent(FIELDS, "a tool that is no function")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _system(system: str | list[Any] | None) -> Iterator[dict[str, Any]]:
     if not system:
         return
-    if isinstance(system, str):
-        yield {"role": "system", "content": system}
-        return
-    texts = [_block_text(block) for block in system]
-    yield {"role": "system", "content": "".join(text for text in texts if not text.startswith(_BILLING))}
+    texts = [system] if isinstance(system, str) else [_block_text(block) for block in system]
+    if text := "".join(text for text in texts if not text.startswith(_BILLING)):
+        yield {"role": "system", "content": text}
 
 
 def _turn(message: Any) -> Iterator[dict[str, Any]]:
@@ -316,6 +452,9 @@ def _turn(message: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(message, dict):
         raise Absent(FIELDS, "a message that is no object")
     role, content = message.get("role"), message.get("content")
+    if role == "system":
+        yield from _system(content)
+        return
     if not isinstance(content, list):
         yield {"role": role, "content": content}
         return
@@ -332,7 +471,7 @@ def _turn(message: Any) -> Iterator[dict[str, Any]]:
             yield _result(role, block)
         elif text := _block_text(block):
             texts.append({"type": "text", "text": text})
-    if not texts and not calls and not thoughts:
+    if role == "user" and not texts:
         return
     turn: dict[str, Any] = {"role": role, "content": texts[0]["text"] if len(texts) == 1 else texts or None}
     if thoughts:
@@ -352,8 +491,8 @@ def _block_text(block: Any) -> str:
 
 
 def _other_chats_call(block: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
-    return {"id": block.get("id") or "", "type": "function", "function": function}
+    function = {"arguments": json.dumps(block.get("input") or {}), "name": block.get("name") or ""}
+    return {"id": block.get("id") or "", "function": function, "type": "function"}
 
 
 def _result(role: Any, block: Mapping[str, Any]) -> dict[str, Any]:

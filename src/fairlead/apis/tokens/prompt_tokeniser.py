@@ -14,10 +14,12 @@ from fairlead.apis.tokens.chats import (
     Fields,
     decode,
     for_template,
+    from_chat,
     from_messages,
     from_responses,
     is_true,
     refuse_sent,
+    systems_joined,
     tools_for_template,
 )
 from fairlead.apis.tokens.pieces import (
@@ -223,20 +225,21 @@ def _rendered(fields: ChatFields, model: ModelTokens) -> str:
     template = model.template(tools=fields.tools is not None)
     if template is None:
         raise Absent(TEMPLATE, model.template_state)
-    if fields.reasoning_effort == "none":
-        raise Absent(FIELDS, "reasoning_effort 'none' is translated by the engine's reasoning parser")
     given: dict[str, Any] = dict(fields.chat_template_kwargs or {})
     if given.keys() & {"chat_template", "tokenize", "messages"}:
         raise Absent(FIELDS, "chat_template_kwargs that the engine refuses")
     if fields.reasoning_effort is not None:
+        given.setdefault("enable_thinking", fields.reasoning_effort != "none")
         given["reasoning_effort"] = fields.reasoning_effort
     if fields.documents is not None or "documents" not in given:
         given["documents"] = fields.documents
     given["tools"] = tools_for_template(fields.tools)
     given["add_generation_prompt"] = is_true(fields.add_generation_prompt)
-    return template.render(
-        for_template(fields.messages, template.form), given, continued=is_true(fields.continue_final_message)
-    )
+    messages = fields.messages
+    if fields.system_first and template.system_first:
+        messages = systems_joined(messages, "")
+    translated = for_template(messages, template.form, template.developers)
+    return template.render(translated, given, continued=is_true(fields.continue_final_message))
 
 
 def _completion(body: bytes, model: ModelTokens | None) -> PromptTokens:
@@ -306,7 +309,7 @@ def _found_all(prompts: Sequence[bytes], salt: str | None) -> PromptTokens:
 
 
 _READERS: Mapping[str, Callable[[bytes, ModelTokens | None], PromptTokens]] = {
-    apis.CHAT: _conversation(lambda body: decode(Fields.chat, body)),
+    apis.CHAT: _conversation(from_chat),
     apis.MESSAGES: _conversation(from_messages),
     apis.RESPONSES: _conversation(from_responses),
     apis.COMPLETIONS: _completion,

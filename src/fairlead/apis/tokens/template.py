@@ -329,9 +329,14 @@ class ChatTemplate:
         try:
             #: What a message's content must be, see `content_format`.
             self.form = content_format(environment.parse(source))
-            self._template: Template = environment.from_string(environment.bounded(source))
+            program = environment.bounded(source)
+            self._template: Template = environment.from_string(program)
         except (TemplateError, RecursionError, SyntaxError, ValueError) as exc:
             raise ValueError(f"not a usable chat template: {exc}"[:200]) from None
+        #: It knows the role `developer`, as vLLM finds out.
+        self.developers = '"developer"' in source or "'developer'" in source
+        #: It fails for a message of the role `system` that is not the first, as vLLM finds out: without any variables.
+        self.system_first = _fails(environment.from_string(program, _bare(environment)), _LATE_SYSTEM)
         self._variables = dict(variables)
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], continued: bool = False) -> str:
@@ -356,6 +361,22 @@ class ChatTemplate:
             raise Absent(TOO_LONG, "nested too deeply for the template") from None
         except Exception as exc:  # whatever a template's program does wrong with what a client sent
             raise Absent(TEMPLATE, f"the template failed: {type(exc).__name__}: {exc}") from None
+
+
+_LATE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+
+
+def _bare(environment: Environment) -> dict[str, Any]:
+    """Globals without those that only Hugging Face's library has."""
+    return {name: environment.undefined(name=name) for name in ("raise_exception", "strftime_now")}
+
+
+def _fails(template: Template, messages: list[dict[str, Any]]) -> bool:
+    try:
+        template.render(messages=messages, add_generation_prompt=False, **{BUDGET: Budget()})
+    except Exception:  # whatever its program does
+        return True
+    return False
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

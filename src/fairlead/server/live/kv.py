@@ -28,6 +28,7 @@ from fairlead.core.kv.cache import RankCache
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Place, Shelved, save
+from fairlead.core.trust import wrong_hashes
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
@@ -103,7 +104,7 @@ log = get("kv-events")
 _REFRESH = 0.1
 #: Seconds between two questions to an engine for its publisher: while it has none, and later.
 _ASK_AGAIN = (1.0, 15.0)
-_STILL_THERE = 10.0
+STILL_THERE = 10.0
 
 
 class KvListening(Knowledge):
@@ -117,6 +118,8 @@ class KvListening(Knowledge):
         self._known: dict[str, tuple[int, str]] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._sources: dict[str, KvSource] = {}
+        #: What was said of an endpoint's hashes.
+        self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
         KvMetrics(registry, self.exact, self._endpoints, self._feeds, self._rejected, self.prompts.without)
 
@@ -179,6 +182,7 @@ class KvListening(Knowledge):
         if task is not None:
             task.cancel()
         self._sources.pop(name, None)
+        self._unlike.pop(name, None)
         self._events.unwatch(slot)
 
     def _allowed(self) -> dict[str, Publisher]:
@@ -205,7 +209,22 @@ class KvListening(Knowledge):
             if source != self._sources.get(endpoint.id):
                 self._watch(endpoint, slot, source, places)
                 places = {}
-            await asyncio.sleep(_STILL_THERE)
+            await asyncio.sleep(STILL_THERE)
+            self._compare_hashes(endpoint, slot)
+
+    def _compare_hashes(self, endpoint: Endpoint, slot: int) -> None:
+        """Blocks that the engine names otherwise than we do are never found, and an empty cache looks the same."""
+        heads = [head for cache in self.exact.index.caches_of(slot) for head in cache.stores()]
+        finding = wrong_hashes(self.exact.recipe, heads)
+        if finding is not None and self._unlike.get(endpoint.id) != finding.detail:
+            log.warning(
+                "an engine's block hashes are not made as configured; none of its blocks will be found",
+                endpoint=endpoint.id,
+                cause=finding.cause,
+                detail=finding.detail,
+            )
+            self.exact.check.suspects(finding)
+        self._unlike[endpoint.id] = finding.detail if finding is not None else ""
 
     async def _source(self, endpoint: Endpoint) -> KvSource | None:
         settings = self._settings

@@ -21,6 +21,7 @@ TEXT = {"type": "text", "text": "a"}
         ([TEXT, {"type": "text", "text": ""}], "a", [TEXT, {"type": "text", "text": ""}]),
         ([{"type": "refusal", "refusal": "no"}], "no", [{"type": "text", "text": "no"}]),
         ([{**TEXT, "cache": 1}], "a", [{**TEXT, "cache": 1}]),
+        ([TEXT, {"type": "text", "text": None}, {"type": "refusal"}], "a", [TEXT]),
     ],
 )
 def test_content(content: Any, string: str, parts: list[Any]) -> None:
@@ -56,6 +57,27 @@ def test_other_roles() -> None:
     assert for_template([system], "string") == [{"role": "system", "content": "a"}]
 
 
+def test_developers_become_one_system_message_where_the_template_does_not_know_them() -> None:
+    def made(*said: tuple[str, Any]) -> list[tuple[str, Any]]:
+        translated = for_template([{"role": role, "content": content} for role, content in said], "string", False)
+        assert all(message.keys() == {"role", "content"} for message in translated)
+        return [(message["role"], message["content"]) for message in translated]
+
+    assert made(("developer", "a"), ("user", "x")) == [("system", "a"), ("user", "x")]
+    late = made(("system", "a"), ("user", "x"), ("developer", [TEXT, TEXT]), ("user", "y"))
+    assert late == [("system", "a\n\na\na"), ("user", "x"), ("user", "y")]
+    assert made(("system", "a"), ("user", "x"), ("system", "b"))[2] == ("system", "b"), "nobody is a developer"
+    empty = for_template([{"role": "user", "content": "x"}, {"role": "developer", "content": []}], "openai", False)
+    assert empty[0] == {"role": "system", "content": ""}
+
+
+def test_a_header_that_differs_with_each_request_is_left_out() -> None:
+    header = "x-anthropic-billing-header: cch=1;"
+    for content, kept in ((f"{header}\na\nb", "a\nb"), (header, ""), ([TEXT, {"type": "text", "text": header}], "a")):
+        assert for_template([{"role": "system", "content": content}], "string")[0]["content"] == kept
+    assert for_template([{"role": "user", "content": header}], "string")[0]["content"] == header
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -64,7 +86,7 @@ def test_other_roles() -> None:
         ({"role": 1}, "template"),
         ({"role": "user", "content": 5}, "template"),
         ({"role": "user", "content": [5]}, "template"),
-        ({"role": "user", "content": [{"type": "text"}]}, "template"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "template"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "media"),
         ({"role": "user", "content": [{"image_url": "x"}]}, "media"),
         ({"role": "user", "content": [{"type": ["text"]}]}, "media"),

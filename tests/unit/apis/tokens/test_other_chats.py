@@ -31,14 +31,14 @@ def test_texts_and_system() -> None:
     assert anthropic({"role": "user", "content": [text("hi")]}) == [HI]
     two = {"role": "user", "content": [text("a"), text("b"), text("")]}
     assert anthropic(two) == [{"role": "user", "content": [text("a"), text("b")]}]
-    assert anthropic(HI, {"role": "assistant", "content": []}) == [HI]
+    assert anthropic(HI, {"role": "user", "content": [text("")]}) == [HI]
 
 
 def test_tools() -> None:
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
     asked = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, call]}
     answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}, text("so?")]}
-    function = {"name": "f", "arguments": '{"x": 1}'}
+    function = {"arguments": '{"x": 1}', "name": "f"}
     assert anthropic(asked, answered) == [
         {
             "role": "assistant",
@@ -60,7 +60,29 @@ def test_tools() -> None:
 def test_responses() -> None:
     assert responses(input="hi", instructions="Be brief.") == [{"role": "system", "content": "Be brief."}, HI]
     parts = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
-    assert responses(input=[HI, parts]) == [HI, {"role": "user", "content": parts["content"]}]
+    assert responses(input=[HI, parts]) == [HI, parts]
+    fields = from_responses(b'{"input": "hi"}')
+    assert fields.add_special_tokens and fields.add_generation_prompt and not fields.continue_final_message
+
+
+def test_what_an_assistant_thought_called_and_said_is_one_message() -> None:
+    def call(number: str) -> dict[str, str]:
+        return {"type": "function_call", "call_id": number, "name": "f", "arguments": "{}"}
+
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": t} for t in "ab"]}
+    told = {"type": "function_call_output", "call_id": "1", "output": "2"}
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": number, "function": function, "type": "function"} for number in "12"]
+    assert responses(input=[HI, thought, said, call("1"), call("2"), told, said, said]) == [
+        HI,
+        {"role": "assistant", "reasoning": "hm", "content": "a", "tool_calls": calls},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "a"},
+    ]
+    fields = from_responses(json.dumps({"input": [HI, {**said, "status": "incomplete"}]}).encode())
+    assert fields.continue_final_message and not fields.add_generation_prompt
 
 
 @pytest.mark.parametrize(
@@ -70,7 +92,10 @@ def test_responses() -> None:
         ({"input": "hi", "conversation": "c"}, "stored"),
         ({"prompt": {"id": "p"}}, "stored"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "fields"),
-        ({"input": "hi", "reasoning": {"effort": "low"}}, "fields"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "fields"),
+        ({"input": [{"type": "function_call", "namespace": "n", "name": "f"}]}, "fields"),
+        ({"input": [{"type": "message", "role": "assistant", "content": [{"type": "refusal"}]}]}, "fields"),
+        ({"input": [{"type": "message"}]}, "fields"),
         ({"input": [{"type": "function_call_output"}]}, "fields"),
         ({"input": [5]}, "fields"),
         ({}, "fields"),

@@ -164,7 +164,6 @@ def test_extras() -> None:
         ),
         (CHAT, {"messages": HI, "chat_template": "{{ 1 }}"}, "fields"),
         (CHAT, {"messages": HI, "truncate_prompt_tokens": 5}, "fields"),
-        (CHAT, {"messages": HI, "reasoning_effort": "none"}, "fields"),
         (CHAT, {"messages": HI, "chat_template_kwargs": {"chat_template": "x"}}, "fields"),
         (CHAT, {"messages": HI, "chat_template_kwargs": 5}, "fields"),
         (CHAT, {"messages": [{"role": "user", "content": {}}]}, "template"),

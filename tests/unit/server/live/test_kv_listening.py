@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
@@ -17,9 +18,11 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.exact import Predicted
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.events import BlocksStored
+from fairlead.core.kv.hashing import EngineHasher
 from fairlead.core.kv.snapshot import Place, save
 from fairlead.core.request import Usage
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
+from fairlead.server.live import kv
 from fairlead.server.live.knowledge import exact_knowledge
 from fairlead.server.live.kv import KvListening
 from fairlead.server.observe.exposition import Registry
@@ -204,3 +207,30 @@ async def test_answers_are_followed_while_that_brings_something(start: Start) ->
         world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
     world.kv.exact.refresh()
     assert not inspect(False)
+
+
+@pytest.mark.parametrize(("seed", "said"), [("7", ""), ("0", "PYTHONHASHSEED=0"), ("unheard-of", "nor of a usual one")])
+async def test_a_wrong_hash_seed_is_told_once_and_before_any_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: str, said: str
+) -> None:
+    monkeypatch.setattr(kv, "STILL_THERE", 0.02)
+    publisher = KvPublisher(KvEventsConfig(), "pod", "m")
+    port = publisher.events_address.rpartition(":")[2]
+    settings = f"port: {port}, keys: engine, hashAlgorithm: sha256_cbor, hashSeed: '7', blockSize: 16"
+    world = await start(f"{{enabled: true, {settings}}}")
+    world.publishers.append(publisher)
+    world.up("a", "127.0.0.1:8000")
+    tokens = np.arange(16, dtype="<u4")
+    (digest,) = EngineHasher("sha256_cbor", seed).hashes(tokens.tolist(), 16)
+
+    def told() -> str:
+        return " ".join(str(vars(record)) for record in caplog.records if "block hashes" in record.getMessage())
+
+    def compared() -> bool:
+        publisher.add(BlocksStored([digest], 0, tokens.tobytes(), 16))
+        publisher.flush()
+        return bool(world.index.entries) and (not said or said in told())
+
+    await world.until(compared)
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("block hashes") == (1 if said else 0)
