@@ -6,7 +6,7 @@ Everything by the commands that a user has: `fairlead tune`, `capture`, `simulat
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from _real_pool import Server
 TUNE_S, PATIENCE_S = 60.0, 180.0
 
 
-def tuned(server: Server, preset: Path, say: Callable[[str], None]) -> bool:
-    """Whether there is a preset of the idle server; one that is there is kept."""
+def tuned(servers: Sequence[Server], preset: Path, say: Callable[[str], None]) -> bool:
+    """Whether there is a preset of the idle servers, which share a machine; one that is there is kept."""
     if not preset.is_file():
-        say(f"tuning a preset from server {server.name} ({TUNE_S:g} s)")
-        problem = _fairlead("tune", server.url, "--seconds", f"{TUNE_S:g}", "--out", str(preset))[1]
+        say(f"tuning a preset from server {servers[0].name} ({TUNE_S:g} s)")
+        neighbour = ["--neighbour", servers[1].url] if len(servers) > 1 else []
+        command = ["tune", servers[0].url, *neighbour, "--seconds", f"{TUNE_S:g}", "--out", str(preset)]
+        problem = _fairlead(*command)[1]
         if problem:
             say(f"    {problem}")
     return preset.is_file()

@@ -108,7 +108,7 @@ def _run_with(wanted: Sequence[Case], adapters: bool, home: Home, options: argpa
         _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
         pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, adapters))
         if options.simulate and not adapters:
-            tuned(pool.servers[0], options.out / "preset.yaml", _say)
+            tuned(pool.servers, options.out / "preset.yaml", _say)
         for number, case in enumerate(wanted, 1):
             _say(f"{number}/{len(wanted)} {case.key}")
             source = places.get(case.policy.partition("@")[2], "")
