@@ -52,6 +52,7 @@ class Row(Struct, frozen=True):
     adapters: list[str] = []
     block_size: int | None = None
     num_blocks: int | None = None
+    max_num_seqs: int | None = None
     prefill_factor: float = 1.0
     step_factor: float = 1.0
 

@@ -123,7 +123,8 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
 #
 # `h` is what a request takes besides (HTTP, tokenising, network), C the tokens of one step. All of it is linear in the
 # six unknowns: least squares of relative errors, with outliers weighed down, and none of them below 0. What was seen
-# beside a busy neighbour takes `1 + contention` times as long: the median of what it took over what the fit says.
+# beside a busy neighbour takes `1 + contention` times as long: the mean over kinds of request of what it took over what
+# the fit says.
 #
 # Rules
 # * Requests that waited for others say nothing of prefill, and answers of a few tokens nothing of decoding.
@@ -259,8 +260,8 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
     solved, unknown = _solve(matrix, np.ones(len(values)))
     errors = np.abs(matrix @ solved - 1.0)
     prefill = np.array([row.kind == "prefill" for row in alone])
-    beside = [row.value / float(np.dot(row.terms, solved)) for row in rows if row.seen.neighbours]
-    contention = max(float(np.median(beside)) - 1.0, 0.0) if beside else 0.0
+    beside = [alike.observed_ms / alike.fitted_ms for alike in _residuals(rows, solved, 0.0) if alike.neighbours]
+    contention = max(float(np.mean(beside)) - 1.0, 0.0) if beside else 0.0
     h, c0, c_pf, c_attn, c_seq, c_kv = (float(value) for value in solved)
     return Fitted(
         latency=LatencyModel(c0, c_pf * 1e3, c_attn * 1e6, c_seq * 1e3, c_kv * 1e6),

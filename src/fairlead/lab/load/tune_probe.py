@@ -106,7 +106,8 @@ def plan(facts: Facts, beside: bool = False) -> list[Probe]:
     alone = [Probe(0, tokens) for tokens in prompts]
     made = [*alone[1::2], *groups, *alone[::2]]
     if beside:
-        made += [msgspec.structs.replace(probe, beside=True) for probe in (alone[len(alone) // 2], *groups[-2:])]
+        typical = dict.fromkeys((alone[len(alone) // 2], *groups[:4], *groups[-2:]))
+        made += [msgspec.structs.replace(probe, beside=True) for probe in typical]
     return made
 
 

@@ -41,6 +41,8 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     prefix_queries: float | None = None
     prefix_hits: float | None = None
+    #: Sequences that it runs at once, as its page or its scrapes say.
+    max_num_seqs: int | None = None
     #: Learned: how many times longer than the prior says prefill and steps take.
     prefill_factor: float = 1.0
     step_factor: float = 1.0

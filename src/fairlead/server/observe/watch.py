@@ -232,7 +232,7 @@ class Watch:
         ages = (self._now() - table.sampled_at).tolist()
         leases, pending = table.inflight.tolist(), table.pending_tokens.tolist()
         suspicion, rates = table.suspicion.tolist(), fleet.predictor.rates
-        prefill, step = rates.prefill.tolist(), rates.step.tolist()
+        prefill, step, slots = rates.prefill.tolist(), rates.step.tolist(), table.max_seqs.tolist()
         statuses = []
         for slot, endpoint in table.slots():
             age, sample = ages[slot], table.samples[slot]
@@ -256,6 +256,7 @@ class Watch:
                     num_blocks=sample.num_blocks or None if sample else None,
                     prefix_queries=sample.prefix_queries if sample else None,
                     prefix_hits=sample.prefix_hits if sample else None,
+                    max_num_seqs=int(slots[slot]) or None,
                     prefill_factor=round(prefill[slot], 4),
                     step_factor=round(step[slot], 4),
                 )

@@ -34,7 +34,8 @@ def test_an_endpoint_shows_what_its_engine_reports_and_what_was_learned() -> Non
     slot = fleet.table.slot("a")
     assert slot is not None
     fleet.predictor.rates.step[slot] = 2.5
+    fleet.table.max_seqs[slot] = 4.0
     told, silent = watch.endpoints()
     assert (told.block_size, told.num_blocks, told.prefix_queries, told.prefix_hits) == (32, 256, 900.0, 300.0)
-    assert (told.prefill_factor, told.step_factor) == (1.0, 2.5)
-    assert (silent.block_size, silent.num_blocks, silent.prefix_queries, silent.prefix_hits) == (None,) * 4
+    assert (told.prefill_factor, told.step_factor, told.max_num_seqs) == (1.0, 2.5, 4)
+    assert (silent.block_size, silent.num_blocks, silent.prefix_hits, silent.max_num_seqs) == (None,) * 4
