@@ -260,7 +260,15 @@ def _decided(made: list[JournaledDecision], marks: dict[str, float]) -> dict[str
         for entry in made
         if entry.outcome is not None and entry.outcome.ttft_ms > 0 and (f := entry.decision.forecast) is not None
     ]
-    told: dict[str, Any] = {"shares": shares(place for _, place in places), "forecast": calibration(judged)}
+    asked = [entry.decision.request.model for entry in made]
+    told: dict[str, Any] = {
+        "shares": shares(place for _, place in places),
+        "shares_by_model": {
+            name: shares(place for model, (_, place) in zip(asked, places, strict=True) if model == name)
+            for name in sorted(set(asked))
+        },
+        "forecast": calibration(judged),
+    }
     if "fault" in marks:
         stopped, healed = marks["fault"], marks.get("healed", time.time())
         told["met_hung"] = sum(place == "e0" and stopped + 2 < at < healed for at, place in places)
