@@ -136,8 +136,8 @@ class Gateway:
         self._process.wait()
 
 
-def measure(case: Case, pool: Pool, home: Home, folder: Path, source: str = "") -> dict[str, Any]:
-    """One run from nothing to its row. `source`: the sources of Fairlead; empty = these."""
+def measure(case: Case, pool: Pool, home: Home, folder: Path, source: str) -> dict[str, Any]:
+    """One run from nothing to its row. `source`: the folder with Fairlead's sources."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / "journal").glob("*.journal"):
         old.unlink()

@@ -20,7 +20,9 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -105,13 +107,16 @@ def _run_with(wanted: Sequence[Case], adapters: bool, home: Home, options: argpa
     with ExitStack() as stack:
         revisions = sorted({case.policy.partition("@")[2] for case in wanted} - {""})
         places = {revision: str(stack.enter_context(checked_out(revision)) / "src") for revision in revisions}
+        # A copy: who goes on working on the sources does not change what is measured.
+        places[""] = stack.enter_context(tempfile.TemporaryDirectory(prefix="fairlead-real-"))
+        shutil.copytree(HERE / "src", places[""], dirs_exist_ok=True)
         _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
         pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, adapters))
         if options.simulate and not adapters:
             tuned(pool.servers, options.out / "preset.yaml", _say)
         for number, case in enumerate(wanted, 1):
             _say(f"{number}/{len(wanted)} {case.key}")
-            source = places.get(case.policy.partition("@")[2], "")
+            source = places[case.policy.partition("@")[2]]
             row = measure(case, pool, home, folder / case.key, source) | {"sources": sources}
             with (options.out / "runs.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
