@@ -12,6 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from itertools import product
 from pathlib import Path
 
 from msgspec import Struct
@@ -197,8 +198,8 @@ class Pool:
     def warm(self) -> None:
         """A few requests to each, so that no measured one is an engine's first."""
         for server in self.servers:
-            for tokens in (50, 700, 1500):
-                body = {"model": MODEL, "prompt": "warm " * tokens, "max_tokens": 16, "ignore_eos": True}
+            for tokens, model in product((50, 700, 1500), (MODEL, *ADAPTERS) if self.lora else (MODEL,)):
+                body = {"model": model, "prompt": "warm " * tokens, "max_tokens": 16, "ignore_eos": True}
                 if server.post("/v1/completions", body) != 200:
                     raise SystemExit(f"server {server.name} does not answer a request")
 

@@ -181,6 +181,7 @@ def main() -> None:
     home, sources = Home(options.home, options.vllm), fingerprint()
     options.out.mkdir(parents=True, exist_ok=True)
     there = {} if options.fresh else {row["key"] for row in kept(options.out, sources) if row["valid"]}
+    interrupted = False
     wanted = [case for case in cases(options) if case.key not in there]
     if wanted and not options.report:
         if options.install:
@@ -191,6 +192,7 @@ def main() -> None:
             try:
                 run_all(wanted, home, options, sources)
             except KeyboardInterrupt:
+                interrupted = True
                 _say("interrupted; what has been measured is kept")
     rows = kept(options.out, sources)
     if not options.report:
@@ -201,6 +203,7 @@ def main() -> None:
     if options.simulate and preset.is_file():
         found["simulated"] = simulated(rows, options.out / "journals" / sources, preset, options.servers)
     tell(found, options.json, show)
+    sys.exit(130 if interrupted else 0)
 
 
 def show(found: dict[str, Any]) -> None:
