@@ -184,12 +184,12 @@ def main() -> None:
     interrupted = False
     wanted = [case for case in cases(options) if case.key not in there]
     if wanted and not options.report:
-        if options.install:
-            install(home, options.tokeniser, _say)
-        if missing := home.missing():
-            raise SystemExit(missing)
         with in_front():
             try:
+                if options.install:
+                    install(home, options.tokeniser, _say)
+                if missing := home.missing():
+                    raise SystemExit(missing)
                 run_all(wanted, home, options, sources)
             except KeyboardInterrupt:
                 interrupted = True
