@@ -60,8 +60,9 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     noise: float = 0.0
     draft_tokens: int = 0
     acceptance: float = 0.0
-    #: See `EngineSpec`; servers of such a preset are simulated on one machine.
+    #: See `EngineSpec`; servers of such a preset are simulated on one machine. The overhead while another one computes.
     contention: float = 0.0
+    contended_overhead_ms: float = 0.0
 
     def __post_init__(self) -> None:
         latency = self.latency

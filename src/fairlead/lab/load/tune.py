@@ -123,8 +123,8 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
 #
 # `h` is what a request takes besides (HTTP, tokenising, network), C the tokens of one step. All of it is linear in the
 # six unknowns: least squares of relative errors, with outliers weighed down, and none of them below 0. What was seen
-# beside a busy neighbour takes `1 + contention` times as long: the mean over kinds of request of what it took over what
-# the fit says.
+# beside a busy neighbour says how many times as long steps take then (the mean over kinds of decoding), and what a
+# request takes besides them then (what is left of times to the first token).
 #
 # Rules
 # * Requests that waited for others say nothing of prefill, and answers of a few tokens nothing of decoding.
@@ -205,8 +205,10 @@ class Fitted(Struct, kw_only=True, frozen=True):
     latency: LatencyModel
     #: Of a request besides its steps.
     overhead_ms: float
-    #: How much longer everything takes while a server on the same machine computes; 0 where none was seen.
+    #: How much longer steps take while a server on the same machine computes, 0 where none was seen, and what a request
+    #: takes then besides its steps.
     contention: float = 0.0
+    contended_overhead_ms: float = 0.0
     #: Median relative errors.
     prefill_error: float
     decode_error: float
@@ -260,21 +262,37 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
     solved, unknown = _solve(matrix, np.ones(len(values)))
     errors = np.abs(matrix @ solved - 1.0)
     prefill = np.array([row.kind == "prefill" for row in alone])
-    beside = [alike.observed_ms / alike.fitted_ms for alike in _residuals(rows, solved, 0.0) if alike.neighbours]
-    contention = max(float(np.mean(beside)) - 1.0, 0.0) if beside else 0.0
     h, c0, c_pf, c_attn, c_seq, c_kv = (float(value) for value in solved)
+    contention, contended = _contended(rows, solved)
     return Fitted(
         latency=LatencyModel(c0, c_pf * 1e3, c_attn * 1e6, c_seq * 1e3, c_kv * 1e6),
         overhead_ms=h,
         contention=contention,
+        contended_overhead_ms=contended,
         prefill_error=float(np.median(errors[prefill])),
         decode_error=float(np.median(errors[~prefill])),
         prefills=prefills,
         decodes=decodes,
         unknown=unknown,
-        residuals=_residuals(rows, solved, contention),
+        residuals=_residuals(rows, solved, contention, contended),
         step_tokens=step_tokens,
     )
+
+
+def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
+    """How much longer steps take while a neighbour computes, and what a request takes then besides its steps, ms."""
+    overhead = float(solved[0])
+    kinds = [alike for alike in _residuals(rows, solved, 0.0, overhead) if alike.neighbours]
+    if not kinds:
+        return 0.0, overhead
+    steps = [alike for alike in kinds if alike.kind == "decode"] or kinds
+    contention = max(float(np.mean([alike.observed_ms / alike.fitted_ms for alike in steps])) - 1.0, 0.0)
+    besides = [
+        row.value - (1.0 + contention) * float(np.dot(row.terms[1:], solved[1:]))
+        for row in rows
+        if row.seen.neighbours and row.kind == "prefill"
+    ]
+    return contention, max(float(np.median(besides)), overhead) if besides else overhead
 
 
 def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
@@ -289,8 +307,15 @@ def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
         yield _Row("decode", seen, (0.0, 1.0, 0.0, 0.0, float(seen.batch), seen.batch * tokens), seen.tpot_ms)
 
 
-def _residuals(rows: Sequence[_Row], solved: _Array, contention: float) -> tuple[Residual, ...]:
+def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contended: float) -> tuple[Residual, ...]:
     """Alike are rows whose tokens differ by less than an eighth, as tokenisers make of words of one number."""
+
+    def fitted(row: _Row) -> float:
+        if not row.seen.neighbours:
+            return float(np.dot(row.terms, solved))
+        steps = (1.0 + contention) * float(np.dot(row.terms[1:], solved[1:]))
+        return steps + row.terms[0] * contended
+
     groups: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
         seen = row.seen
@@ -306,8 +331,7 @@ def _residuals(rows: Sequence[_Row], solved: _Array, contention: float) -> tuple
             neighbours=alike[0].seen.neighbours,
             count=len(alike),
             observed_ms=float(np.median([row.value for row in alike])),
-            fitted_ms=float(np.median([np.dot(row.terms, solved) for row in alike]))
-            * (1.0 + contention * alike[0].seen.neighbours),
+            fitted_ms=float(np.median([fitted(row) for row in alike])),
         )
         for _, alike in sorted(groups.items())
     )
@@ -358,6 +382,7 @@ class Measured(Struct):
             latency=fitted.latency,
             overhead_ms=round(fitted.overhead_ms, 2),
             contention=round(fitted.contention, 3),
+            contended_overhead_ms=round(fitted.contended_overhead_ms, 2) if fitted.contention else 0.0,
             kv_tokens=facts.kv_tokens or max(usual.kv_tokens, facts.max_model_len),
             block_size=facts.block_size,
             max_model_len=facts.max_model_len or min(usual.max_model_len, facts.kv_tokens or usual.max_model_len),

@@ -100,6 +100,12 @@ class Server:
 
     # ---- what it shows ----
 
+    @property
+    def overhead_s(self) -> float:
+        """What a request that comes now takes besides its steps."""
+        contended = any(server._busy for server in self.neighbours)
+        return (self.replica.contended_overhead_ms if contended else self.replica.overhead_ms) * 1e-3
+
     def cached_tokens(self, request: EngineRequest) -> int:
         """Prompt tokens of which it holds the KV now."""
         size = self.replica.engine.block_size

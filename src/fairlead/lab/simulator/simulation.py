@@ -365,7 +365,7 @@ class Simulation:
         if route.prefill:
             self._pairs.send(job, route.prefill)
         else:
-            overhead = self.servers[job.server].replica.overhead_ms * 1e-3
+            overhead = self.servers[job.server].overhead_s
             self.kernel.call_at(self.kernel.now + self.network + overhead, self._deliver, job)
 
     def _reject(self, reject: Reject) -> None:

@@ -75,8 +75,9 @@ class Replica(Struct, frozen=True, kw_only=True):
     engine: EngineSpec
     #: 0.5 = takes twice as long for every step.
     speed: float = 1.0
-    #: From a request's arrival at the server until its engine has it.
+    #: From a request's arrival at the server until its engine has it, and the same while a neighbour computes.
     overhead_ms: float = 0.0
+    contended_overhead_ms: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Machine that it shares with others of the same name, see `EngineSpec.contention`; empty = its own.
     machine: str = ""
@@ -185,7 +186,12 @@ def replicas(
         max_num_seqs=max_num_seqs,
         max_loras=max_loras,
     )
-    alike = Replica(engine=spec, overhead_ms=made.overhead_ms, machine="shared" if made.contention else "")
+    alike = Replica(
+        engine=spec,
+        overhead_ms=made.overhead_ms,
+        contended_overhead_ms=max(made.contended_overhead_ms, made.overhead_ms),
+        machine="shared" if made.contention else "",
+    )
     return tuple(replace(alike, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))
 
 

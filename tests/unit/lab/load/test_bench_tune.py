@@ -10,6 +10,7 @@ from fairlead.cli.main import build_app
 from fairlead.lab.engine.engine import Engine
 from fairlead.lab.engine.presets import PRESETS, preset, read_preset, write_preset
 from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.engine.spec import LatencyModel
 from fairlead.lab.load.tune import Facts, Measured, Observation, TooLittle, Traffic, advise, fit, traffic_of
 from fairlead.lab.load.tune_probe import ANSWER_TOKENS, SHORT_ANSWER, plan
 from fairlead.lab.simulator.world import replicas
@@ -54,17 +55,17 @@ def prompts(count, tokens, answer, first):
     ]
 
 
-def probed(name, facts=LARGE):
+def probed(name, facts=LARGE, overhead_ms=3.0):
     """The plan of `tune_probe`, in virtual time."""
     engine, at, first, found = Engine(preset(name).spec(), 0.0), 0.0, 0, []
     for item in plan(facts):
         first += 10**7
         if not item.batch:
-            found += served(engine, prompts(1, item.tokens, SHORT_ANSWER, first), at := at + 1e7)
+            found += served(engine, prompts(1, item.tokens, SHORT_ANSWER, first), at := at + 1e7, overhead_ms)
             continue
         for one in prompts(item.batch, item.tokens, 1, first):
             served(engine, [one], at := at + 1e7)
-        found += served(engine, prompts(item.batch, item.tokens, ANSWER_TOKENS, first), at := at + 1e7)
+        found += served(engine, prompts(item.batch, item.tokens, ANSWER_TOKENS, first), at := at + 1e7, overhead_ms)
     return found
 
 
@@ -134,15 +135,17 @@ def test_residuals_show_where_the_fit_is_wrong():
 
 def test_what_a_busy_neighbour_costs_is_told_apart_from_the_server():
     rows = probed(SMALL_PRESET, SMALL)
-    beside = [
-        msgspec.structs.replace(row, ttft_ms=row.ttft_ms * 1.3, e2e_ms=row.e2e_ms * 1.3, neighbours=1)
-        for row in rows[::3]
-    ]
+    slow = LatencyModel(*(1.3 * value for value in (10, 130, 115, 1300, 800)))
+    busy = msgspec.structs.replace(preset(SMALL_PRESET), latency=slow)
+    beside = [msgspec.structs.replace(row, neighbours=1) for row in probed(write_preset(busy), SMALL, 18.0)]
     fitted = Measured(SMALL, rows + beside).fit()
-    assert fitted.contention == pytest.approx(0.3, abs=0.02)
+    assert fitted.contention == pytest.approx(0.3, abs=0.03)
+    assert fitted.contended_overhead_ms == pytest.approx(18.0, abs=2.0)
     assert fitted.latency == fit(rows, 2048).latency
+    assert all(abs(one.error) < 0.1 for one in fitted.residuals if one.neighbours)
     shared = replicas(2, Measured(SMALL).preset(fitted, "pair"))
     assert {one.machine for one in shared} == {"shared"} and shared[0].engine.contention > 0.25
+    assert shared[0].contended_overhead_ms > 15 > shared[0].overhead_ms
 
 
 def test_a_server_that_tells_no_cached_tokens_is_fitted_all_the_same():

@@ -4,6 +4,7 @@ import pytest
 from msgspec import structs
 
 from fairlead.core.tokens import TokenEstimator
+from fairlead.lab.engine.presets import preset
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.run import config_from
@@ -132,3 +133,13 @@ def test_servers_on_one_machine_slow_each_other_down_while_both_compute():
     beside = ends("a")
     assert beside[1] == pytest.approx(2 * short, rel=0.02)
     assert beside[0] == pytest.approx(long + short, rel=0.02), "the machine is its own once the short one ended"
+
+
+def test_a_request_takes_longer_to_reach_an_engine_whose_neighbour_computes():
+    kernel = Kernel()
+    text = "latency: {c0_ms: 10}\ncontention: 0.5\noverhead_ms: 8\ncontended_overhead_ms: 20\n"
+    one, other = (Server(i, r, kernel, lambda result: None) for i, r in enumerate(replicas(2, preset(text))))
+    one.neighbours, other.neighbours = [other], [one]
+    assert one.overhead_s == pytest.approx(0.008)
+    other.add(EngineRequest("0", b"", 5, prompt_tokens=10, hashes=[]))
+    assert (one.overhead_s, other.overhead_s) == (pytest.approx(0.020), pytest.approx(0.008))
