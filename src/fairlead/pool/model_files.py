@@ -42,8 +42,8 @@ def read_files(settings: Settings) -> ModelFiles:
     beside = folder or named.parent
     try:
         tokenizer = _read(named)
-        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
-        config, special, processor = (_maybe(beside / name) for name in names)
+        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "config.json")
+        config, special, processor, model = (_maybe(beside / name) for name in names)
     except OSError as error:
         return ModelFiles(problem=_told(error, named))
     template, problem = _template(settings, beside)
@@ -52,6 +52,7 @@ def read_files(settings: Settings) -> ModelFiles:
         config=config,
         special_tokens=special,
         processor_template=processor,
+        model=model,
         template=template,
         template_problem=problem,
     )

@@ -32,6 +32,8 @@ class ChatFields(Struct, gc=False):
     truncate_prompt_tokens: Raw | UnsetType = UNSET
     #: Messages of the role `system` go to the front where the template takes none later on.
     system_first: bool = False
+    #: The messages are as they were sent, not joined of several items.
+    plain: bool = True
 
 
 class CompletionFields(Struct, gc=False):
@@ -379,7 +381,14 @@ def from_responses(body: bytes) -> ChatFields:
         add_special_tokens=True,
         add_generation_prompt=not continued,
         continue_final_message=continued,
+        plain=all(_is_plain(item) for item in said),
     )
+
+
+def _is_plain(item: Mapping[str, Any]) -> bool:
+    parts = item.get("content")
+    several = item.get("role") == "assistant" and isinstance(parts, list) and len(parts) > 1
+    return item.get("type", "message") == "message" and not several
 
 
 _UNFINISHED = ("in_progress", "incomplete")

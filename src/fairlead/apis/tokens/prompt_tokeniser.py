@@ -22,6 +22,7 @@ from fairlead.apis.tokens.chats import (
     systems_joined,
     tools_for_template,
 )
+from fairlead.apis.tokens.harmony import MODEL_TYPE, Harmony
 from fairlead.apis.tokens.pieces import (
     API,
     FIELDS,
@@ -56,6 +57,8 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     config: bytes = b""
     #: `special_tokens_map.json`.
     special_tokens: bytes = b""
+    #: `config.json`, the model's.
+    model: bytes = b""
     #: `chat_template.json`, of processors.
     processor_template: bytes = b""
     #: `chat_template.jinja`, or a file that was named.
@@ -74,6 +77,8 @@ class ModelTokens(Struct, frozen=True):
     state: str
     #: `ok`, or `none (…)`.
     template_state: str
+    #: What makes the prompts of a model that needs no template.
+    harmony: Harmony | None = None
 
     def template(self, tools: bool) -> ChatTemplate | None:
         tool_template = self.templates.get(_TOOL_USE) if tools else None
@@ -88,6 +93,8 @@ def build(
         state = f"none ({files.problem or 'there is no tokenizer.json'})"
         return ModelTokens(None, {}, state, "none (there is no tokeniser)")
     tokeniser, state = load(files.tokenizer, files.config, cache)
+    if _object(files.model).get("model_type") == MODEL_TYPE:
+        return ModelTokens(tokeniser, {}, state, "ok", Harmony(now))
     config = _object(files.config)
     given = {**_special_tokens(_object(files.special_tokens)), **_special_tokens(config), **(variables or {})}
     if files.template_problem:
@@ -217,6 +224,8 @@ def _conversation(read: Callable[[bytes], ChatFields]) -> Callable[[bytes, Model
 
 def _chat(fields: ChatFields, model: ModelTokens, tokeniser: Tokeniser) -> PromptTokens:
     refuse_sent(chat_template=fields.chat_template, truncate_prompt_tokens=fields.truncate_prompt_tokens)
+    if model.harmony is not None:
+        return _found(tokeniser.encode(model.harmony.render(fields)), fields.cache_salt)
     text = _rendered(fields, model)
     return _found(tokeniser.encode(text, is_true(fields.add_special_tokens)), fields.cache_salt)
 
