@@ -262,6 +262,9 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
     solved, unknown = _solve(matrix, np.ones(len(values)))
     errors = np.abs(matrix @ solved - 1.0)
     prefill = np.array([row.kind == "prefill" for row in alone])
+    if solved[0]:
+        left = [row.value - float(np.dot(row.terms[1:], solved[1:])) for row in alone if row.kind == "prefill"]
+        solved[0] = max(_clipped_mean(left), 0.0)
     h, c0, c_pf, c_attn, c_seq, c_kv = (float(value) for value in solved)
     contention, contended = _contended(rows, solved)
     return Fitted(
@@ -292,7 +295,12 @@ def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
         for row in rows
         if row.seen.neighbours and row.kind == "prefill"
     ]
-    return contention, max(float(np.median(besides)), overhead) if besides else overhead
+    return contention, max(_clipped_mean(besides), overhead) if besides else overhead
+
+
+def _clipped_mean(values: Sequence[float]) -> float:
+    """Requests wait for a processor now and then, which belongs to their mean; the worst tenth may be anything."""
+    return float(np.mean(np.clip(values, *np.quantile(values, (0.1, 0.9)))))
 
 
 def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
