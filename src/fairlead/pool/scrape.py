@@ -217,10 +217,9 @@ class SecureFetcher:
             self._ssl = False
         elif self._options.ca_file:
             self._ssl = ssl.create_default_context(cafile=self._options.ca_file)
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=1, keepalive_timeout=30)
+        kept = 30 if self._keep else None
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=1, keepalive_timeout=kept, force_close=not self._keep)
         agent = {"User-Agent": USER_AGENT, "Accept": self._accept, "Accept-Encoding": "identity"}
-        if not self._keep:
-            agent["Connection"] = "close"
         self._session = aiohttp.ClientSession(
             connector=connector, headers=agent, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar()
         )
