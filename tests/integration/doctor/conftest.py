@@ -18,7 +18,6 @@ from gw_live import running
 from gw_processes import free_ports, require_envoy
 
 from fairlead.apis.parsed import ParsedRequest
-from fairlead.apis.request import parse_request
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
 from fairlead.compat.load import load
 from fairlead.doctor.checks import CHECKS
@@ -56,10 +55,10 @@ class StubTokeniser(PromptTokeniser):
         fields = json.loads(body)
         if "messages" in fields:
             text = self._before + render_chat(fields["messages"], fields.get("tools"))
-        elif isinstance(fields["prompt"], str):
+        elif isinstance(fields.get("prompt"), str):
             text = fields["prompt"].encode()
         else:
-            return PromptTokeniser().tokens_of(parse_request("/v1/completions", body), body, model)
+            return PromptTokeniser().tokens_of(parsed, body, model)
         text += b"\0" * (-len(text) % self._width)
         ids = b"".join(text[at : at + self._width].ljust(4, b"\1") for at in range(0, len(text), self._width))
         return PromptTokens(ids=ids, total=len(ids) // 4)
