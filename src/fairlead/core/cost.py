@@ -5,7 +5,8 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
     prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
     step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
     queue         Q = Σ P of our requests before their first token, less the time since the head of them began (one
-                      step at most; nothing while it waits for a slot)
+                      step at most; nothing while it waits for a slot). Once the first of them is late the endpoint is
+                      slower than is believed, and all of them will be late in proportion
     steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute it and the W queued tokens before it, and
                                                         what is left of the running one
     slots         A·S/N for each of those that must end before it is its turn, of N sequences that the engine runs at
@@ -80,6 +81,8 @@ _COLUMNWISE = StepModel(*_ARRAYS)
 _C_0 = _ARRAYS[0]
 #: Milliseconds by which the head of a queue can have progressed, at the prior's speed.
 _STEP_MS = PRIOR.c_pf * STEP_TOKENS
+#: What takes more than so many times as long as expected is late.
+LATE = 1.5
 _PER_STEP = 1.0 / STEP_TOKENS
 
 
@@ -162,6 +165,12 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
             progress = np.where((table.max_seqs > 0.0) & (table.active >= table.max_seqs), 0.0, progress)
         queue = np.maximum(factor * table.queued_ms - progress, 0.0)
     step = learned.rates.step * _C_0 + learned.rates.load * _COLUMNWISE.load_ms(table.active, table.kv_tokens)
+    if queue is not _ZERO:
+        seen = table.head_ms < inf
+        first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
+        late = now * 1e3 - table.prefill_since_ms - LATE * first
+        moving = seen & (queued > 0.0) & ~((table.max_seqs > 0.0) & (table.active >= table.max_seqs))
+        queue = np.maximum(queue, np.where(moving, late * (factor * table.queued_ms + 2.0 * step) / first, 0.0))
     slots: Any = _ZERO
     if limited:
         answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)
@@ -242,36 +251,41 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 #     done_ms, left_ms    clock milliseconds when what is queued would be done without a pause, and the milliseconds of
 #                         it that are left at least, for progress counts for one step at most; the wait for a slot
 #                         included
+#     due_ms, pace        clock milliseconds from when on its first token is late (infinite = nothing is expected), and
+#                         how much later all that is queued will be for each millisecond of that
 #     kappa
 #     easy                for up to so many tokens to compute, one step is enough, and memory has no price
 #
 # `Learned.slots` has a tuple by slot: the same, and for forecasts, as the columns of these names have them,
 # `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; `slots`; the
 # factor of prefill.
-READY = 8
+READY = 10
 
 
 def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     """Make one slot ready from its columns."""
     floats, factors = table.floats[:, slot].tolist(), learned.rates
-    _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, *_ = floats
+    _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_ = floats
     per_capacity, slots = floats[-2:]
     factor, load, kappa = float(factors.prefill[slot]), float(factors.load[slot]), float(learned.kappa[slot])
     step = float(factors.step[slot]) * PRIOR.c0 + load * PRIOR.load_ms(active, kv_tokens)
     next_step = step + load * PRIOR.c_seq
-    done_ms, left_ms = -inf, 0.0
+    done_ms, left_ms, due_ms, pace = -inf, 0.0, inf, 1.0
     if queued:
         queued_ms *= factor
         done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * _STEP_MS, 0.0)
+        if head_ms < inf:
+            first_ms = factor * head_ms + 2.0 * step
+            due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
     if slots and queue + active >= slots:
         if active >= slots:
-            done_ms, left_ms = -inf, queued_ms
+            done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
         answer_ms = 2.0 * growth / max(held, 1.0) * float(learned.tpot_kappa[slot]) * step
         wait = (queue + active + 0.5 - slots) * answer_ms / slots
         done_ms, left_ms = done_ms + wait, left_ms + wait
     free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
     easy = min(free, STEP_TOKENS) - queued
-    ready = (kappa * factor, factor * active, 1.5 * kappa * step, step, done_ms, left_ms, kappa, easy)
+    ready = (kappa * factor, factor * active, 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy)
     learned.ready[:, slot] = ready
     learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)
     table.stale.discard(slot)
@@ -279,9 +293,9 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
 
 def ttft_at(ready: tuple[float, ...], alone_ms: float, uncached: float, now: float) -> float:
     """`Terms.model_ttft` of one request at one slot. `alone_ms`: its prefill at the prior's speed."""
-    _, _, _, step, done_ms, left_ms, _, _, queued, *_, factor = ready
+    _, _, _, step, done_ms, left_ms, due_ms, pace, _, _, queued, *_, factor = ready
     ttft = factor * alone_ms + step * (ceil((queued + uncached) * _PER_STEP) + 0.5)
-    return ttft + max(done_ms - now * 1e3, left_ms)
+    return ttft + max(done_ms - now * 1e3, left_ms, (now * 1e3 - due_ms) * pace)
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
@@ -291,12 +305,13 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         return weighed(cost(prompt, None if share is None else share * scalar(prompt), fleet, now), weights, fleet)
     for slot in table.stale.copy():
         renew(slot, table, learned)
-    own, pausing, steps, step, done_ms, left_ms, kappa, easy = learned.rows
+    own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy = learned.rows
     uncached: Any = max(prompt, 1.0)
     crowded = easy[easy.argmin()] < uncached
     if share is not None:
         uncached = np.maximum(prompt - share * prompt, _ONE)
-    wait = kappa * np.maximum(done_ms - now * 1e3, left_ms)
+    now_ms = now * 1e3
+    wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
     work = (own + weights.interference * pausing) * PRIOR.prefill_ms(prompt, uncached)
     total: FloatColumn = work + steps + weights.decode * learned.answer_steps * step + wait
     if crowded:

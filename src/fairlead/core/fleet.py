@@ -272,9 +272,9 @@ class Fleet:
         """The first byte of an answer was seen, and not before."""
         if self.exact is not None:
             self.exact.first_token(lease.predicted, now)
-        self.stalls.moved(lease.slot, now)
+        self.stalls.first_token(lease.slot, now)
         if lease.prefill is not None and lease.prefill.held:
-            self.stalls.moved(lease.prefill.slot, now)
+            self.stalls.first_token(lease.prefill.slot, now)
         if lease.request.stream:
             lease.first_token_at = now
             if lease.prefill is None and not self.stalls.was_out(lease):

@@ -113,6 +113,7 @@ class Account:
         "blind_work",
         "early",
         "growth_tokens",
+        "head_work",
         "kv_tokens",
         "leases",
         "lost",
@@ -135,6 +136,8 @@ class Account:
         self.blind_tokens = 0.0
         self.blind_work = 0.0
         self.prefill_since = 0.0
+        #: What the engine began to compute then.
+        self.head_work = 0.0
         self.kv_tokens = 0.0
         self.growth_tokens = 0.0
         self.forget_scrapes()
@@ -171,12 +174,14 @@ class Account:
             self.prefill_since * 1e3,
             self.kv_tokens,
             self.growth_tokens,
+            inf if self.blind else min(self.head_work, work) * 1e-3,
         )
 
     def charge(self, lease: Lease) -> None:
         self.leases[lease] = None
         if not self.pending:
             self.prefill_since = lease.charged_at
+            self.head_work = lease.work_us
         self.pending += 1
         self.pending_tokens += lease.uncached_tokens
         self.pending_work += lease.work_us
@@ -316,7 +321,7 @@ class Ledger:
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, now)
         if now is not None and lease.request.stream:
-            account.prefill_since = now
+            account.prefill_since, account.head_work = now, account.pending_work
         self._write(lease.slot, account)
         return True
 
@@ -343,7 +348,7 @@ class Ledger:
             return
         account = self._accounts[part.slot]
         if now is not None:
-            account.prefill_since = now
+            account.prefill_since, account.head_work = now, account.pending_work
         self.release(part)
 
     @contextmanager

@@ -123,7 +123,7 @@ class Predictor:
         if slot in self._table.stale:
             renew(slot, self._table, self)
         ready = self.slots[slot]
-        kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, slots, _ = ready[6:]
+        kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, slots, _ = ready[8:]
         ttft = ttft_at(ready, alone_ms, uncached, now)
         used = kv + (queued + uncached) * per_capacity
         if used > 1.0:

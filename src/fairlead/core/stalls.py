@@ -13,7 +13,7 @@ Theory
       forecast × band of the largest prompt      that waits for its first token: computing it alone, as learned.
                                                  A prompt that takes 30 s is no hang
 
-  and where no page tells tokens or memory, until the first answer that is due is overdue (`overdue_s`).
+  and where no page tells tokens or memory, or it stands still while first tokens come, until the first answer that is due is overdue (`overdue_s`).
 * An endpoint is *suspect* when its silence is longer than that, and *out* after `OUT` times that. With the floors a
   scrape every 0.2 s means: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other can
   serve them, those that are out only if all others are out too (`plugins.filters.availability.Health`).
@@ -53,6 +53,8 @@ PACE_S = 0.5
 PACE_HALVES_S = 30.0
 #: Bounds of the band that is taken for how far off a forecast may be.
 BAND = (1.0, 8.0)
+#: A page that does not know of a first token so long after it, in seconds, stands still.
+SEEN_S = 0.3
 #: A page of so many seconds ago still says that the endpoint tells tokens.
 TELLS_S = 10.0
 #: Seconds between two looks at all endpoints.
@@ -76,6 +78,10 @@ class _Watched(Struct):
     empty_since: float = inf
     #: When it was out for the last time: what was sent there before teaches nothing about its speed.
     out_until: float = -inf
+    #: The first token that came since its page last changed; inf = none.
+    unseen_since: float = inf
+    #: The page does not change although first tokens come: its silence says nothing.
+    still: bool = False
 
 
 class Stalls:
@@ -123,6 +129,12 @@ class Stalls:
         if self._table.troubled and self._table.suspicion[slot]:
             self._judged(slot, WELL, silent, now)
 
+    def first_token(self, slot: int, now: float) -> None:
+        self.moved(slot, now)
+        watched = self._watched[slot]
+        if watched.unseen_since == inf:
+            watched.unseen_since = now
+
     def sampled(self, slot: int, before: Sample | None, sample: Sample, now: float) -> None:
         """A scrape came; `before` is the one before it."""
         if before is None:
@@ -132,8 +144,12 @@ class Stalls:
         if not moved and sample.generation_tokens is None:
             moved = sample.kv_usage != before.kv_usage or sample.running != before.running
             moved = moved or (sample.waiting or 0.0) < (before.waiting or 0.0)
+        watched = self._watched[slot]
         if moved:
             self.moved(slot, now)
+            watched.unseen_since, watched.still = inf, False
+        elif now - watched.unseen_since > SEEN_S:
+            watched.still = True
 
     def charged(self, slot: int, now: float) -> None:
         """A request goes to one of `retried`: it is enough until something moves."""
@@ -193,7 +209,8 @@ class Stalls:
             alone_ms = largest.work_us * 1e-3 * float(self._predictor.rates.prefill[slot]) + forecast.model_tpot_ms
             plausible = max(plausible, 1e-3 * alone_ms * min(max(band, BAND[0]), BAND[1]))
         sample, fresh = self._table.samples[slot], now - float(self._table.sampled_at[slot]) < TELLS_S
-        if sample is not None and fresh and not (sample.generation_tokens is None and sample.kv_usage is None):
+        speaks = sample is not None and not (sample.generation_tokens is None and sample.kv_usage is None)
+        if speaks and fresh and not watched.still:
             return plausible
         due = min((lease.charged_at + overdue_s(lease) for lease in pending), default=inf)
         return max(plausible, due - watched.since)

@@ -20,14 +20,14 @@ from fairlead.core.endpoint import ROLE_LABEL, Endpoint, Sample
 
 FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
-    "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens",
+    "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "head_ms",
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
     "capacity_tokens", "per_capacity", "max_seqs",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
     "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens", "queued_ms", "prefill_since_ms",
-    "kv_tokens", "growth_tokens",
+    "kv_tokens", "growth_tokens", "head_ms",
 )  # fmt: skip
 _LOAD = slice(FLOATS.index(LOAD[0]), FLOATS.index(LOAD[-1]) + 1)
 #: Masks kept, and the longest part of a key (characters of a name, addresses of a subset) that is: clients choose some
@@ -53,6 +53,8 @@ class EndpointTable:
     kv_tokens: FloatColumn
     #: Tokens by which our requests may still grow: half the expected output of each.
     growth_tokens: FloatColumn
+    #: Of `queued_ms`, what the next first token waits for; infinite where it would not be seen.
+    head_ms: FloatColumn
     #: Prompt tokens of ours that are believed still to be computed, and the time that takes at the prior's speed. Clock
     #: milliseconds since when the endpoint computes the first of them; meaningless where there are none.
     queued_tokens: FloatColumn

@@ -56,13 +56,49 @@ def test_columns_and_single_forecasts_agree() -> None:
                 assert found.low_ms < found.ttft_ms < found.high_ms
 
 
-def test_progress_shortens_a_queue_by_one_step_at_most() -> None:
+def test_progress_shortens_a_queue_by_one_step_at_most_and_being_late_lengthens_it() -> None:
     fleet = pool(1)
     fleet.charge(sent(1, 20_000), 0, 10.0, 0, 1.0)
-    waits = [forecast(fleet, 0, 100.0, 100.0, now).ttft_ms for now in (10.0, 10.1, 10.3, 20.0, 90.0)]
+    times = (10.0, 10.1, 10.3, 10.9, 11.5, 20.0, 30.0)
+    waits = [forecast(fleet, 0, 100.0, 100.0, now).ttft_ms for now in times]
     assert waits[0] - waits[1] == pytest.approx(100.0)
     assert waits[1] > waits[2] > waits[3] == waits[4]
     assert waits[3] > 500.0
+    assert waits[6] - waits[5] == pytest.approx(10_000.0), "the only one that waits is ten seconds later"
+    fleet.charge(sent(2, 20_000), 0, 30.0, 0, 1.0)
+    later = forecast(fleet, 0, 100.0, 100.0, 30.0).ttft_ms
+    assert later == pytest.approx(2.0 * waits[6], rel=0.1), "the next one will be as late"
+    terms = cost(100.0, None, fleet, 30.0)
+    assert terms.ttft[0] == pytest.approx(later)
+
+
+def test_a_first_token_that_nobody_sees_is_not_late() -> None:
+    fleet = pool(1)
+    fleet.charge(sent(1, 20_000, stream=False), 0, 10.0, 0, 1.0)
+    assert forecast(fleet, 0, 100.0, 100.0, 11.0).ttft_ms == forecast(fleet, 0, 100.0, 100.0, 90.0).ttft_ms
+    terms = cost(100.0, None, fleet, 90.0)
+    assert terms.ttft[0] == pytest.approx(forecast(fleet, 0, 100.0, 100.0, 90.0).ttft_ms)
+
+
+def test_an_engine_with_four_sequences_has_a_fifth_wait() -> None:
+    fleet = pool(2)
+    for number in range(1, 6):
+        lease = fleet.charge(sent(number, 500), 0, 1.0, 0, 100.0)
+        if number < 5:
+            fleet.first_token(lease, 1.0)
+    free = forecast(fleet, 0, 100.0, 100.0, 1.0)
+    fleet.table.max_seqs[0] = 4.0
+    fleet.table.rewritten()
+    terms = cost(100.0, None, fleet, 1.0)
+    assert terms.slots[1] == 0.0
+    # Two are before it in the queue or end first: an answer of a hundred steps leaves every 25 of them.
+    assert terms.slots[0] == pytest.approx(1.5 * 25.0 * float(terms.step[0]), rel=1e-6)
+    held_up = forecast(fleet, 0, 100.0, 100.0, 1.0)
+    assert held_up.ttft_ms == pytest.approx(free.ttft_ms + float(terms.slots[0]), rel=1e-6)
+    assert held_up.kind != free.kind
+    # What waits for a slot makes no progress.
+    assert forecast(fleet, 0, 100.0, 100.0, 1.01).ttft_ms == held_up.ttft_ms
+    assert cost(100.0, None, fleet, 1.01).queue[0] == terms.queue[0]
 
 
 def test_waiting_for_memory_takes_its_share_of_the_hold_time() -> None:

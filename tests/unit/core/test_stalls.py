@@ -288,3 +288,15 @@ def test_hedges_in_vain_make_the_gateway_wait_longer() -> None:
 )
 def test_what_may_be_sent_twice(api: str, may: bool) -> None:
     assert Rig().send(api=api).repeatable is may
+
+
+def test_a_page_that_stands_still_while_first_tokens_come_says_nothing() -> None:
+    rig = Rig()
+    rig.warm()
+    frozen = dict(rig.pages)
+    for _ in range(60):
+        rig.send(took=rig.number % 7 * 0.4)
+        rig.step(scraped=False)
+        for name, page in frozen.items():
+            rig.feed(MetricsSampled(name, rig.clock.now - 0.01, page))
+        assert [rig.suspicion(name) for name in rig.names] == [WELL, WELL]

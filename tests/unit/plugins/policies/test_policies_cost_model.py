@@ -27,7 +27,7 @@ def pool(**changed: dict[str, float]) -> Fleet:
 def spread(known: Fleet, asked: Request, policy: CostModel | None = None, times: int = 60) -> Counter[str]:
     policy = policy or CostModel()
     rng = Random(7)
-    picks = [policy.choose(asked, known, Context(1.0, rng)).slot for _ in range(times)]
+    picks = [policy.choose(asked, known, Context(0.05, rng)).slot for _ in range(times)]
     return Counter(known.table.ids[slot] for slot in picks)
 
 
