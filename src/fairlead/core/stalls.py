@@ -13,7 +13,8 @@ Theory
       forecast × band of the largest prompt      that waits for its first token: computing it alone, as learned.
                                                  A prompt that takes 30 s is no hang
 
-  and where no page tells tokens or memory, or it stands still while first tokens come, until the first answer that is due is overdue (`overdue_s`).
+  and where no page tells tokens or memory, or it stands still while first tokens come, until the first answer that
+  is due is overdue (`overdue_s`).
 * An endpoint is *suspect* when its silence is longer than that, and *out* after `OUT` times that. With the floors a
   scrape every 0.2 s means: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other can
   serve them, those that are out only if all others are out too (`plugins.filters.availability.Health`).

@@ -45,11 +45,15 @@ class Server:
         self._timer: Timer | None = None
         self._frozen: Sample | None = None
         self._wakes_at = -1.0
-        #: On the same machine; set by whoever knows all servers.
+        #: On the same machine.
         self.neighbours: list[Server] = []
         self._busy = False
         self._chance = Random(f"engine/{seed}/{index}")
         self.engine = self._fresh()
+
+    def share_machine(self, servers: list["Server"]) -> None:
+        """These, itself among them, share a machine."""
+        self.neighbours = [server for server in servers if server is not self]
 
     def _fresh(self) -> Engine:
         slow = self._slow / self.replica.speed

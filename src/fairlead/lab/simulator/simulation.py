@@ -219,9 +219,7 @@ class Simulation:
         ]
         for server in self.servers:
             machine = server.replica.machine
-            server.neighbours = [
-                s for s in self.servers if machine and s.replica.machine == machine and s is not server
-            ]
+            server.share_machine([s for s in self.servers if machine and s.replica.machine == machine])
         self._pairs = Pairs(self)
         self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
         self.jobs = self._make_jobs()

@@ -170,7 +170,8 @@ def test_what_was_rotated_away_is_said(record_run: Callable[..., Any], tmp_path:
     assert not result.exact
     assert "are gone" in result.notes[0]
     assert result.both > 20
-    assert result.same > 0.6 * result.both, "it follows the recorded decisions, so its knowledge becomes theirs"
+    # A quarter would be chance. Like endpoints are equal to the policy, and the prompts of before are gone.
+    assert result.same > 0.45 * result.both, "it follows the recorded decisions, so its knowledge becomes theirs"
     same = compare(run, lambda config: config)
     assert same.share == 0.0
     assert not same.exact
