@@ -13,6 +13,12 @@ PYTEST = $(BIN)/python -m pytest -q --durations=10 --durations-min=1
 # $(call timed,name,command): the command, and then how long it took.
 timed = SECONDS=0; $(2); code=$$?; echo "==> $(1): $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
+# $(call tests,paths): in WORKERS processes at once; what fails there is run once more, alone, and fails if it fails again.
+# Tests of real processes share two cores with each other. One that passes only alone is named, and wants a look.
+define tests
+$(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what failed beside other tests" && $(PYTEST) --last-failed --last-failed-no-failures none $(1); }
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak states bench quality real docs metrics-page clean
 
@@ -56,10 +62,10 @@ names: $(VENV)/.dev ## names in the sources that say nothing of what they stand 
 	@$(BIN)/python tools/names.py
 
 unit: $(VENV)/.dev ## tests of parts, properties and fuzzers
-	@$(call timed,unit tests,$(PYTEST) $(PARALLEL) tests/property tests/fuzz tests/unit)
+	@$(call timed,unit tests,$(call tests,tests/property tests/fuzz tests/unit))
 
 integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
-	@$(call timed,integration tests,$(PYTEST) $(PARALLEL) tests/e2e tests/browser tests/integration)
+	@$(call timed,integration tests,$(call tests,tests/e2e tests/browser tests/integration))
 
 test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy cores, on one core, and once more (half an hour and more)
 	@$(call timed,random order,$(PYTEST) $(PARALLEL) --random-order)
@@ -75,7 +81,7 @@ docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages th
 test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (about six minutes); the Helm chart and the image
 	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'
 	@$(call timed,API server,$(BIN)/python tests/kube/support/kr_build.py)
-	@$(call timed,tests against the API server,$(PYTEST) tests/kube)
+	@$(call timed,tests against the API server,$(PYTEST) tests/kube || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests/kube; })
 
 fuzz: $(VENV)/.dev ## every fuzzer of tests/fuzz for FUZZ_SECONDS (default 600) each, one after the other
 	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -s -o faulthandler_timeout=$$(($(FUZZ_SECONDS) + 300))
