@@ -5,8 +5,8 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
     prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
     step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
     queue         Q = Σ P of our requests before their first token, less the time since the head of them began (one
-                      step at most; nothing while it waits for a slot). Once the first of them is late the endpoint is
-                      slower than is believed, and all of them will be late in proportion
+                      step at most; nothing while it waits for a slot). Once the first of them is late, and not for
+                      memory, the endpoint is slower than is believed, and all will be late in proportion
     steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute it and the W queued tokens before it, and
                                                         what is left of the running one
     slots         A·S/N for each of those that must end before it is its turn, of N sequences that the engine runs at
@@ -46,6 +46,8 @@ STEP_TOKENS = 8192
 #: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
 #: that is still to come counts beside one that waits already.
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
+#: Above it who waits may wait for memory, and says nothing of the endpoint's speed.
+CROWDED = 0.9
 #: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
 LEAST_USAGE = 0.1
 _ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
@@ -80,7 +82,7 @@ _ARRAYS: list[Any] = [scalar(value) for value in astuple(PRIOR)]
 _COLUMNWISE = StepModel(*_ARRAYS)
 _C_0 = _ARRAYS[0]
 #: Milliseconds by which the head of a queue can have progressed, at the prior's speed.
-_STEP_MS = PRIOR.c_pf * STEP_TOKENS
+STEP_MS = PRIOR.c_pf * STEP_TOKENS
 #: What takes more than so many times as long as expected is late.
 LATE = 1.5
 _PER_STEP = 1.0 / STEP_TOKENS
@@ -160,7 +162,7 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
     queued, factor, limited = table.queued_tokens, learned.rates.prefill, np.count_nonzero(table.max_seqs)
     queue: Any = _ZERO
     if np.count_nonzero(queued):
-        progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * _STEP_MS)
+        progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * STEP_MS)
         if limited:
             progress = np.where((table.max_seqs > 0.0) & (table.active >= table.max_seqs), 0.0, progress)
         queue = np.maximum(factor * table.queued_ms - progress, 0.0)
@@ -169,7 +171,9 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
         seen = table.head_ms < inf
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
         late = now * 1e3 - table.prefill_since_ms - LATE * first
-        moving = seen & (queued > 0.0) & ~((table.max_seqs > 0.0) & (table.active >= table.max_seqs))
+        moving = (
+            seen & (queued > 0.0) & (table.kv <= CROWDED) & ~((table.max_seqs > 0.0) & (table.active >= table.max_seqs))
+        )
         queue = np.maximum(queue, np.where(moving, late * (factor * table.queued_ms + 2.0 * step) / first, 0.0))
     slots: Any = _ZERO
     if limited:
@@ -273,8 +277,8 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     done_ms, left_ms, due_ms, pace = -inf, 0.0, inf, 1.0
     if queued:
         queued_ms *= factor
-        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * _STEP_MS, 0.0)
-        if head_ms < inf:
+        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * STEP_MS, 0.0)
+        if head_ms < inf and kv <= CROWDED:
             first_ms = factor * head_ms + 2.0 * step
             due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
     if slots and queue + active >= slots:

@@ -6,11 +6,11 @@ from math import inf, log2
 import numpy as np
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import PRIOR
+from fairlead.core.cost import CROWDED, PRIOR, STEP_MS
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.ledger import Lease, Ledger
-from fairlead.core.predictor import CROWDED, Predictor
+from fairlead.core.predictor import Predictor
 from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
@@ -141,8 +141,9 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        # There is room for one or two more, and what waits should have been computed by now.
-        overdue = now * 1e3 - table.prefill_since_ms[slot] > self.predictor.rates.prefill[slot] * table.queued_ms[slot]
+        # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now.
+        due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot], STEP_MS)
+        overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         if overdue and table.kv[slot] * (1.0 + 2.0 / max(running, 1.0)) < CROWDED:
             table.max_seqs[slot] = self.predictor.rates.sampled(slot, waiting, running)
         dropped = self.ledger.reconcile(slot, started, waiting, running)

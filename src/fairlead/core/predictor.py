@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import LEAST_USAGE, PRIOR, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
+from fairlead.core.cost import CROWDED, LEAST_USAGE, PRIOR, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
 from fairlead.core.rates import Band, Rates
 from fairlead.core.records import Forecast
 from fairlead.core.table import EndpointTable
@@ -37,12 +37,10 @@ HOLD_SHARE = 0.02
 ANSWER_STEPS = 250.0
 #: First tokens closer together than this (seconds) came from one step.
 SAME_STEP = 0.001
-#: A stretch ends after so many tokens even if there is more to compute.
-LONG_STRETCH = 5 * STEP_TOKENS
+#: A stretch ends after so many tokens even if there is more to compute, or so many steps and seconds.
+LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
 #: KV utilisation above which who waits, waits for memory: one goes in for each answer that ends.
 FULL = 0.98
-#: KV utilisation above which stretches may contain waits for memory and do not teach rates.
-CROWDED = 0.9
 #: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
 #: or no slot.
 KINDS = 5
@@ -192,7 +190,8 @@ class Predictor:
         more = float(table.queued_tokens[slot]) - uncached
         if 0.0 < slots <= running + 1.0:  # the others wait for a slot
             more = 0.0
-        if more <= 0.0 or stretch.tokens >= LONG_STRETCH:
+        long = stretch.steps >= LONG_STEPS and now - stretch.start >= LONG_S
+        if more <= 0.0 or long or stretch.tokens >= LONG_STRETCH:
             if not stretch.spoiled:
                 # A step reads a shared beginning once per sequence: the ledger's sum counts, not the memory in use.
                 load_ms = PRIOR.load_ms(running, float(table.kv_tokens[slot]))

@@ -9,8 +9,9 @@ Theory
 * What is observed is a stretch of prefill: from the moment an endpoint had something to compute to the first token
   after which it has nothing more, or, when there is always more, over enough tokens that it matters little where the
   border fell inside a step. Not single TTFTs: a small prompt shares its step with the beginning of a long one behind
-  it, and would teach that small prompts are slow.
-* Endpoints that look alike (`fleet.look`) are a class. The factors are those of the class: least squares over all its
+  it, and would teach that small prompts are slow. And whole answers, where their tokens are known: so many steps, and
+  the prompts that were computed meanwhile.
+* Endpoints that look alike (`Fleet.up`) are a class. The factors are those of the class: least squares over all its
   stretches, relative to what was expected, drawn weakly to the pool's mean.
 * What an endpoint is besides, is one number: how much longer it takes than its class. Most endpoints are what they
   look like, and a few are something else altogether. As a prior: with probability 1 - UNLIKE the logarithm of that

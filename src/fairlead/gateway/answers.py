@@ -53,7 +53,6 @@ class Answers:
         self._own_lease = re.compile(rf"{re.escape(instance)}\.([0-9a-f]{{16}})").fullmatch
         self._prefix = instance.encode()
         self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
-        self._retries: dict[float, bytes] = {}
         self._fallbacks: dict[tuple[Kind, str, bytes], bytes] = {}
 
     def lease(self, request_id: int) -> str:
@@ -99,13 +98,8 @@ class Answers:
         different ones make few templates."""
         if not repeatable or self._retry == "connect":
             return b""
-        known = self._retries.get(hedge_after_ms)
-        if known is None:
-            if len(self._retries) > _CACHE:
-                self._retries.clear()
-            steps = ceil(4.0 * log2(hedge_after_ms)) if hedge_after_ms > 1.0 and self._retry == "hedge" else 0
-            known = self._retries[hedge_after_ms] = _retry_headers(steps)
-        return known
+        steps = ceil(4.0 * log2(hedge_after_ms)) if hedge_after_ms > 1.0 and self._retry == "hedge" else 0
+        return _retry_headers(steps)
 
     def _fallback(self, kind: Kind, address: str, retry: bytes) -> bytes:
         """More metadata and headers, behind those of the answer. The two are one message: protobuf merges what is there

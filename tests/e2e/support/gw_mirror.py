@@ -30,7 +30,7 @@ class Mirror:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self.address = ""
-        #: What it told, metrics aside.
+        #: What it told, but to the scheduler.
         self.told: list[Told] = []
         #: What arrived and was no HTTP, such as the rest of a body that was longer than announced.
         self.malformed: list[str] = []
@@ -76,6 +76,8 @@ class Mirror:
         path = request.path
         if path == "/metrics":
             writer.write(_head(200, "text/plain", len(_PAGE)) + _PAGE)
+        elif path == "/v1/models" and dict(request.headers).get("user-agent", "").startswith("fairlead/"):
+            writer.write(_head(404, "text/plain", 0))  # the scheduler looks for adapters
         elif path.startswith("/bytes/"):
             data = bytes(int(path.rsplit("/", 1)[1]))
             writer.write(_head(200, "application/octet-stream", None))
