@@ -160,20 +160,17 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
     queued, factor, limited = table.queued_tokens, learned.rates.prefill, np.count_nonzero(table.max_seqs)
+    step = learned.rates.step * _C_0 + learned.rates.load * _COLUMNWISE.load_ms(table.active, table.kv_tokens)
     queue: Any = _ZERO
     if np.count_nonzero(queued):
         progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * STEP_MS)
-        if limited:
-            progress = np.where((table.max_seqs > 0.0) & (table.active >= table.max_seqs), 0.0, progress)
+        full = (table.max_seqs > 0.0) & (table.active >= table.max_seqs)
+        progress = np.where(full, 0.0, progress)
         queue = np.maximum(factor * table.queued_ms - progress, 0.0)
-    step = learned.rates.step * _C_0 + learned.rates.load * _COLUMNWISE.load_ms(table.active, table.kv_tokens)
-    if queue is not _ZERO:
         seen = table.head_ms < inf
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
         late = now * 1e3 - table.prefill_since_ms - LATE * first
-        moving = (
-            seen & (queued > 0.0) & (table.kv <= CROWDED) & ~((table.max_seqs > 0.0) & (table.active >= table.max_seqs))
-        )
+        moving = seen & (queued > 0.0) & (table.kv <= CROWDED) & ~full
         queue = np.maximum(queue, np.where(moving, late * (factor * table.queued_ms + 2.0 * step) / first, 0.0))
     slots: Any = _ZERO
     if limited:
