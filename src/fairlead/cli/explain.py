@@ -92,7 +92,9 @@ def _prediction(console: Console, explained: dict[str, Any]) -> None:
         low, high = ttft["band"]
         came = "?" if ttft["actual"] is None else f"{ttft['actual']:,.1f}"
         verdict = {True: ", within the band", False: ", outside the band", None: ""}[ttft["within"]]
-        console.print(f"  TTFT forecast {ttft['predicted']:,.1f} ms ({low:,.1f} to {high:,.1f}), came {came}{verdict}")
+        queued = f" after {explained['queued_ms']:,.1f} ms in the queue" if explained["queued_ms"] else ""
+        span = f"{ttft['predicted']:,.1f} ms ({low:,.1f} to {high:,.1f})"
+        console.print(f"  TTFT forecast {span}{queued}, came {came}{verdict}")
         actual = "?" if cached["actual"] is None else f"{cached['actual']:,}"
         console.print(f"  cached tokens forecast {cached['predicted']:,}, reported {actual}; ", end="")
         actual = "?" if tpot["actual"] is None else f"{tpot['actual']:,.1f}"

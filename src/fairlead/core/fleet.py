@@ -263,7 +263,7 @@ class Fleet:
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)
         moved.unreached = lease.endpoint_id
         moved.forecast = Forecast()  # that of the one says nothing of the other
-        moved.evicted_at, moved.predicted = lease.evicted_at, lease.predicted
+        moved.evicted_at, moved.predicted, moved.queued_ms = lease.evicted_at, lease.predicted, lease.queued_ms
         self.ledger.first_token(moved)
         if lease.request.stream:
             moved.first_token_at = now
@@ -295,10 +295,11 @@ class Fleet:
         if lease.first_token_at < 0.0:
             self.stalls.moved(lease.slot, now)
         if lease.request.stream and not self.stalls.was_out(lease):  # else no first token was seen, or it was late
-            if lease.first_token_at < 0.0 < ttft_ms and lease.prefill is None:
+            sent_ttft_ms = ttft_ms - lease.queued_ms
+            if lease.first_token_at < 0.0 < sent_ttft_ms and lease.prefill is None:
                 # Nobody watched the response, but the gateway's log tells.
-                self.predictor.judge(lease.slot, lease.forecast, ttft_ms)
-                lease.first_token_at = lease.charged_at + ttft_ms * 1e-3
+                self.predictor.judge(lease.slot, lease.forecast, sent_ttft_ms)
+                lease.first_token_at = lease.charged_at + sent_ttft_ms * 1e-3
             if lease.first_token_at >= 0.0:
                 held_ms = (now - lease.first_token_at) * 1e3
                 self.predictor.ended(lease.slot, lease.forecast, held_ms, completion_tokens, lease.mark, now)

@@ -65,6 +65,8 @@ class Lease(Struct, eq=False, gc=False):
     evicted_at: float = -1.0
     #: What exact prefix knowledge predicted of it; see `ExactKnowledge.sent`.
     predicted: Any = None
+    #: Milliseconds that the request waited in a queue of ours before it was charged.
+    queued_ms: float = 0.0
 
 
 # One endpoint's load: what it said last, corrected by what we sent it and saw of it since.

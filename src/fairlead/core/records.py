@@ -11,7 +11,8 @@ from fairlead.core.request import Request
 
 
 class Forecast(Struct, frozen=True, gc=False):
-    """Of one request at one endpoint, in milliseconds."""
+    """Of one request at one endpoint, in milliseconds. Made when it is sent and judged from then: what it waited in a
+    queue of ours before is known, and no forecast."""
 
     ttft_ms: float = 0.0
     #: 90 % of first tokens come in between.
@@ -116,11 +117,18 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = -1
     completion_tokens: int = -1
     cached_tokens: int = -1
-    #: What was predicted at decision time, to compare with `cached_tokens` and `ttft_ms`.
+    #: What was predicted at decision time, to compare with `cached_tokens` and `sent_ttft_ms`.
     hit_tokens: int = 0
     forecast: Forecast | None = None
     #: Id of the endpoint that was chosen for it and could not be reached; empty = `endpoint` was chosen.
     unreached: str = ""
+    #: Of `ttft_ms` and `duration_ms`, what it waited in a queue of ours.
+    queued_ms: float = 0.0
+
+    @property
+    def sent_ttft_ms(self) -> float:
+        """From when it was sent, which is when its forecast was made; below 0 = not known."""
+        return max(self.ttft_ms - self.queued_ms, 0.0) if self.ttft_ms >= 0.0 else -1.0
 
 
 class StallRecord(Struct, frozen=True, gc=False):

@@ -396,7 +396,7 @@ class Pipeline:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
         if fleet.stalls.retried:
             fleet.stalls.charged(slot, now)
-        lease.predicted = predicted
+        lease.predicted, lease.queued_ms = predicted, queued_ms
         entry.lease = lease
         self.requests.move(entry, trigger, S.ROUTED)
         fallback_slot = pick.fallback_slot
@@ -529,6 +529,7 @@ class Pipeline:
                 hit_tokens=lease.hit_tokens,
                 forecast=lease.forecast,
                 unreached=lease.unreached,
+                queued_ms=lease.queued_ms,
             )
         )
 

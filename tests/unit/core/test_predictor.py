@@ -208,12 +208,15 @@ def test_quantiles_between_those_that_are_tracked() -> None:
     assert band.at(0.725) == pytest.approx(band.high.value / 2)
 
 
-def test_a_first_token_that_only_the_log_tells_of_is_judged() -> None:
+@pytest.mark.parametrize("queued_ms", [0.0, 5000.0])
+def test_a_first_token_that_only_the_log_tells_of_is_judged(queued_ms: float) -> None:
+    """The log counts from the request's arrival, a forecast from when it was sent."""
     fleet = pool(1)
     for number in range(200):
         lease = fleet.charge(sent(number, 2000), 0, float(number), 0, 10.0)
+        lease.queued_ms = queued_ms
         fleet.ledger.release(lease_of(fleet, number))
-        fleet.completed(lease, number + 3.0, 50, ttft_ms=400.0)
+        fleet.completed(lease, number + 3.0, 50, ttft_ms=queued_ms + 400.0)
     assert forecast(fleet, 0, 2000.0, 2000.0, 999.0).ttft_ms == pytest.approx(400.0, rel=0.1)
     assert fleet.predictor.hold_ms < 4000.0
 

@@ -221,6 +221,7 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
                     request_bytes=mine.decision.request.body_bytes,
                     hit_tokens=mine.decision.hit_tokens,
                     forecast=mine.decision.forecast,
+                    queued_ms=mine.decision.queued_ms,
                     **_shared(body, OutcomeRecord),
                 )
                 yield mine

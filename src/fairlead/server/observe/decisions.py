@@ -252,11 +252,12 @@ def plain(explanation: Explanation) -> dict[str, Any]:
 
 
 def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
-    """How good it was. Ratios are actual / predicted; unknown = null."""
+    """How good it was. Times to the first token count from when the request was sent: `queued_ms` went before. Ratios
+    are actual / predicted; unknown = null."""
     forecast = decision.forecast
     if forecast is None:
         return None
-    ttft = outcome.ttft_ms if outcome is not None and outcome.ttft_ms >= 0 else None
+    ttft = round(outcome.sent_ttft_ms, 6) if outcome is not None and outcome.ttft_ms >= 0 else None
     cached = outcome.cached_tokens if outcome is not None and outcome.cached_tokens >= 0 else None
     tpot = None
     if outcome is not None and outcome.completion_tokens > 1 and outcome.duration_ms > outcome.ttft_ms >= 0:

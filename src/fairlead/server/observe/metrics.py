@@ -245,7 +245,7 @@ class SchedulerMetrics:
             missed["tpot"] = sum(0.0 < r.request.slo_tpot_ms < ms for r, ms in zip(paced, tpot_ms, strict=True))
             for record in known:
                 if record.forecast is not None:
-                    self._judge(bundle, record.forecast, record.ttft_ms)
+                    self._judge(bundle, record, record.forecast)
         for which, number in missed.items():
             if number:
                 self.families.slo_violations.child(*bundle.labels[:2], which).value += number
@@ -260,16 +260,18 @@ class SchedulerMetrics:
         bundle.reported.value += sum(cached)
         bundle.predicted.value += sum(map(_HIT_TOKENS, known))
 
-    def _judge(self, bundle: _Bundle, forecast: Forecast, ttft_ms: float) -> None:
+    def _judge(self, bundle: _Bundle, record: OutcomeRecord, forecast: Forecast) -> None:
         """How good the forecast was. Only of streams: in other answers the first byte is the last."""
         if forecast.ttft_ms <= 0.0:
             return
-        self.families.predicted_ttft.child(*bundle.labels[:2]).observe(forecast.ttft_ms / 1e3)
+        # Compared with the histogram of whole times, so with what the request waited before.
+        self.families.predicted_ttft.child(*bundle.labels[:2]).observe((record.queued_ms + forecast.ttft_ms) / 1e3)
         if forecast.tpot_ms > 0.0:
             self.families.predicted_tpot.child(*bundle.labels[:2]).observe(forecast.tpot_ms / 1e3)
-        place = "below" if ttft_ms < forecast.low_ms else "above" if ttft_ms > forecast.high_ms else "inside"
+        came_ms = record.sent_ttft_ms
+        place = "below" if came_ms < forecast.low_ms else "above" if came_ms > forecast.high_ms else "inside"
         self.families.forecasts.child(place).value += 1
-        self.families.forecast_ratio.child().observe(ttft_ms / forecast.ttft_ms)
+        self.families.forecast_ratio.child().observe(came_ms / forecast.ttft_ms)
 
     def on_client_error(self, model: str, status: int) -> None:
         """A request was refused before it was understood; it counts as an error, not as a request."""

@@ -76,7 +76,8 @@ class EndpointSums(Struct, frozen=True):
     routed: float = 0.0
     prompt_tokens: float = 0.0
     hit_tokens: float = 0.0
-    #: Streamed answers with a forecast, their predicted and actual times, and how many came within the 90 % band.
+    #: Streamed answers with a forecast, their predicted and actual times since they were sent, and how many came within
+    #: the 90 % band.
     judged: float = 0.0
     predicted_ms: float = 0.0
     actual_ms: float = 0.0
@@ -158,9 +159,9 @@ class Recent:
         if record.request.stream and ttft >= 0.0:
             self.ttft.append((now, ttft))
             if forecast is not None and forecast.ttft_ms > 0.0:
-                self.predicted.append((now, forecast.ttft_ms))
-                judged, predicted, actual = 1.0, forecast.ttft_ms, ttft
-                inside = float(forecast.low_ms <= ttft <= forecast.high_ms)
+                self.predicted.append((now, record.queued_ms + forecast.ttft_ms))
+                judged, predicted, actual = 1.0, forecast.ttft_ms, record.sent_ttft_ms
+                inside = float(forecast.low_ms <= actual <= forecast.high_ms)
         expected = reported = apart = 0.0
         if record.cached_tokens >= 0:
             expected, reported = record.hit_tokens, record.cached_tokens

@@ -146,9 +146,11 @@ class RequestFamilies:
             show(_OBJECTIVE + twin, "[ALPHA] " + text, family, labels=_MODEL)
         show("kv_cache_lookup_total", "Prompt tokens of routed requests, looked up in the prefix index.", self.lookups)
         show("kv_cache_hit_total", "Of those, tokens predicted to be cached at the chosen endpoint.", self.hits)
-        text = "Predicted times to first token, by where the observed one was in the stated 90 % band."
+        text = (
+            "Predicted times to first token, by where the observed one was in the 90 % band; since requests were sent."
+        )
         show("fairlead_ttft_forecasts_total", text, self.forecasts)
-        text = "Observed time to first token, divided by the predicted one."
+        text = "Observed time to first token since the request was sent, divided by the predicted one."
         show("fairlead_ttft_observed_to_predicted_ratio", text, self.forecast_ratio)
         text = "Prompt tokens predicted to be cached, of responses whose usage was read."
         show("fairlead_predicted_hit_tokens_total", text, self.predicted_hits)

@@ -327,6 +327,17 @@ def test_forecasts_are_judged_by_streamed_answers(watched: Watched) -> None:
     assert samples["fairlead_ttft_observed_to_predicted_ratio_bucket{le=1}"] == 2
 
 
+def test_a_forecast_is_judged_from_when_the_request_was_sent(watched: Watched) -> None:
+    """A queue of ours is no error of the forecast, which was made behind it."""
+    forecast = Forecast(ttft_ms=100.0, low_ms=80.0, high_ms=150.0)
+    watched.metrics.on_outcomes([ended(ttft_ms=5110.0, queued_ms=5000.0, forecast=forecast)])
+    samples = watched.samples()
+    assert samples["fairlead_ttft_forecasts_total{result=inside}"] == 1
+    assert samples["fairlead_ttft_observed_to_predicted_ratio_sum"] == pytest.approx(1.1)
+    (predicted,) = (v for k, v in samples.items() if k.startswith("llm_d_epp_request_predicted_ttft_seconds_sum"))
+    assert predicted == pytest.approx(5.1), "beside the histogram of whole times"
+
+
 requests = st.builds(
     request,
     model=st.sampled_from(["m", "n"]),

@@ -71,6 +71,14 @@ def test_sums_per_endpoint():
     assert recent.endpoint("a").records == 0
 
 
+def test_what_waited_in_the_queue_is_no_error_of_the_forecast():
+    recent = Recent()
+    recent.on_outcome(outcome(2.0, ttft=4020.0, queued_ms=4000.0))
+    sums = recent.endpoint("a")
+    assert (sums.judged, sums.predicted_ms, sums.actual_ms, sums.inside) == (1, 10.0, 20.0, 1)
+    assert (recent.ttft[0][1], recent.predicted[0][1]) == (4020.0, 4010.0), "beside each other, both are whole times"
+
+
 def test_answers_that_are_not_streamed_have_no_first_token():
     recent = Recent()
     record = OutcomeRecord(request=request(stream=False), at=0.0, endpoint="a", ttft_ms=9.0, duration_ms=9.0)
