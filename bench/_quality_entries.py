@@ -9,18 +9,36 @@ from collections.abc import Mapping, Sequence
 from fairlead.lab.simulator.build import ScenarioSpec
 from fairlead.lab.simulator.grid import Cell
 from fairlead.lab.simulator.run import known_policies
-from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
 #: Further configurations that take part like a policy: key → text.
 EXTRA: dict[str, str] = {}
+#: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
+HEADS = {
+    **dict.fromkeys(("conversation-1x", "conversation-1.5x", "conversation-2x", "unlike-hardware"), 4500),
+    "apart-chat": 2000,
+    "apart-conversation-1x": 3000,
+    "apart-agents": 2000,
+    "headline-steady-16": 4750,
+    "headline-70b-20": 7000,
+}
 #: Requests that the smaller version of a scenario keeps; 0 = all.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
-QUICK_OTHERS = {**dict.fromkeys(QUALITY, 2500), **dict.fromkeys(ADVERSARIAL, 600), **dict.fromkeys(PUBLISHED, 1400)}
+QUICK_OTHERS = {
+    **dict.fromkeys(QUALITY, 2500),
+    **dict.fromkeys(ADVERSARIAL, 600),
+    **dict.fromkeys(PUBLISHED, 1400),
+    **dict.fromkeys((*SITUATIONS, *HELD_OUT), 800),
+}
 #: Sizes of the pools' prefill part, of 8 servers.
 PREFILL_SERVERS = (2, 3)
 PAIRS = "policy: prefill-decode\n"
 PAIRS_ALWAYS = "policy: {type: prefill-decode, parameters: {always: true}}\n"
-GROUPS = {"scenarios": QUALITY, "adversarial": ADVERSARIAL, "published": PUBLISHED, "apart": APART}
+#: The scenarios that may be looked at while something is tuned, and those that may not (docs/workloads.md).
+SETS = {
+    "development": (*QUALITY, *ADVERSARIAL, *PUBLISHED, *SITUATIONS, *APART),
+    "held_out": (*HELD_OUT,),
+}
 
 
 def entries() -> dict[str, str]:
@@ -28,9 +46,9 @@ def entries() -> dict[str, str]:
     return {**known_policies(), **EXTRA}
 
 
-def names() -> list[str]:
-    """Of all scenarios."""
-    return [name for group in GROUPS.values() for name in group]
+def names(chosen: str = "all") -> list[str]:
+    """Of the scenarios of a set, or of all."""
+    return [name for key, scenarios in SETS.items() if chosen in (key, "all") for name in scenarios]
 
 
 def cells(
@@ -41,7 +59,11 @@ def cells(
     for name in scenarios:
         for prefill, key, text in _taking_part(name, texts):
             spec = ScenarioSpec(
-                name=name, source=name, traces=traces, head=head or (_quick(name) if quick else 0), prefill=prefill
+                name=name,
+                source=name,
+                traces=traces,
+                head=head or (_quick(name) if quick else HEADS.get(name, 0)),
+                prefill=prefill,
             )
             found += [Cell(scenario=spec, policy=key, text=text, seed=seed) for seed in range(seeds)]
     return found

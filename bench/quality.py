@@ -1,10 +1,12 @@
 """Every policy on every scenario, simulated: `make quality`.
 
-Nine scenarios of the published comparison (shared prefix at three rates, conversations at three speeds, code
-completion, agents, unlike servers), the adversarial set, stages of the published shared-prefix benchmark, and pools of
-prefill and decode servers; each with 8 servers of Qwen3-32B on two H100.
+The development set: nine scenarios of the published comparison (shared prefix at three rates, conversations at three
+speeds, code completion, agents, unlike servers), the adversarial set, stages of the published shared-prefix benchmark,
+situations that pools get into, and pools of prefill and decode servers; mostly 8 servers of Qwen3-32B on two H100.
+The held-out set: docs/workloads.md.
 
-    python bench/quality.py                    everything, in all processors
+    python bench/quality.py                    the development set, in all processors
+    python bench/quality.py --set held_out     what nothing was tuned on: once per release, and reported as it comes
     python bench/quality.py --quick            a smaller version of each scenario, for a first look
     python bench/quality.py --policy default --scenario agents
     python bench/quality.py --docs docs        all of it, and the tables and plots of docs/benchmarks.md
@@ -25,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from _quality_docs import Run, write_section
-from _quality_entries import cells, entries, names
+from _quality_entries import SETS, cells, entries, names
 from _quality_report import print_table, summary_of
 from fairlead.lab.simulator.grid import CellResult, regrets, run_grid
 from fairlead.lab.simulator.scenarios import AZURE_CODE, MOONCAKE, QUALITY
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traces = _traces(options.traces)
     texts = entries()
     chosen = {name: texts[name] for name in _choose(options.policy, list(texts), "policy")}
-    scenarios = _choose(options.scenario, names(), "scenario")
+    scenarios = _choose(options.scenario, names(), "scenario") if options.scenario else names(options.set)
     wanted = cells(scenarios, chosen, traces, options.quick, options.seeds, options.head)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +77,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer requests of each scenario")
     parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each scenario")
     parser.add_argument("--policy", action="append", help="only these (may be given more than once)")
+    parser.add_argument(
+        "--set", default="development", choices=(*SETS, "all"), help="of the scenarios (default development)"
+    )
     parser.add_argument("--scenario", action="append", help="only these (may be given more than once)")
     parser.add_argument("--seeds", type=int, default=1, help="repeat with so many seeds and average (default 1)")
     parser.add_argument("--processes", type=int, default=0, help="0 = one per processor")

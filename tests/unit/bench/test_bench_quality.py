@@ -77,6 +77,15 @@ def test_every_scenario_that_is_promised_takes_part_with_every_policy(bench):
     assert len({*found} - promised) >= 10
 
 
+def test_no_scenario_belongs_to_both_sets(bench):
+    entries = bench("_quality_entries")
+    development, held_out = entries.names("development"), entries.names("held_out")
+    assert not {*development} & {*held_out}
+    assert development + held_out == entries.names() == list(dict.fromkeys(entries.names()))
+    assert {"hot-prefix", "lora-static", "endpoints-64"} <= {*development}
+    assert {"one-hog", "lora-dynamic", "dp-ranks", "diurnal"} <= {*held_out}
+
+
 def figures(ttft, e2e, **more):
     return {"ttft_mean_ms": ttft, "e2e_mean_ms": e2e, "shed": 0, "failed": 0, **more}
 

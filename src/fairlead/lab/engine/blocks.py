@@ -172,12 +172,15 @@ class BlockManager:
 
 
 class LoraSlots:
-    """`limit` adapters at a time; the base model needs no slot."""
+    """`limit` adapters at a time, and those used last stay in memory, `held` of them; the base model needs no slot."""
 
-    __slots__ = ("_running", "changed", "limit")
+    __slots__ = ("_held", "_running", "changed", "held", "limit")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, held: int = 0) -> None:
         self.limit = limit
+        self.held = max(held, limit)
+        #: In memory, the one used last at the end.
+        self._held: dict[str, None] = {}
         #: Requests per adapter, in the order in which the adapters became active.
         self._running: dict[str, int] = {}
         #: The set of active adapters changed since somebody last cleared this: deferred requests may get in now.
@@ -186,11 +189,19 @@ class LoraSlots:
     def admits(self, lora: str) -> bool:
         return not lora or lora in self._running or len(self._running) < self.limit
 
-    def enter(self, lora: str) -> None:
-        if lora:
-            count = self._running.get(lora, 0)
-            self._running[lora] = count + 1
-            self.changed |= count == 0
+    def enter(self, lora: str) -> bool:
+        """True when the adapter must be loaded first."""
+        if not lora:
+            return False
+        count = self._running.get(lora, 0)
+        self._running[lora] = count + 1
+        self.changed |= count == 0
+        missing = lora not in self._held
+        self._held.pop(lora, None)
+        self._held[lora] = None
+        if len(self._held) > self.held:
+            del self._held[next(name for name in self._held if name not in self._running)]
+        return missing
 
     def leave(self, lora: str) -> None:
         if lora:

@@ -65,7 +65,9 @@ class Engine:
         self.stats = EngineStats(spec.max_model_len)
         self.blocks = BlockManager(spec.usable_blocks, hooks)
         self._kv = RequestBlocks(self.blocks, spec.block_size, spec.prefix_caching)
-        self._loras = LoraSlots(spec.max_loras)
+        self._loras = LoraSlots(spec.max_loras, spec.max_cpu_loras)
+        #: Seconds that the step which begins takes longer, because adapters are loaded for it.
+        self._loading_s = 0.0
 
         self._incoming: list[EngineRequest] = []
         self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
@@ -149,6 +151,11 @@ class Engine:
         return self.blocks.clear()
 
     # ---------------------------------------------------------------- what can be asked
+
+    @property
+    def ranks(self) -> "tuple[Engine, ...]":
+        """Itself: the engines behind an address."""
+        return (self,)
 
     def next_step_at(self) -> float | None:
         """When the running step ends; `None` when there is nothing to do."""
@@ -318,7 +325,8 @@ class Engine:
         if self._step_tokens == 0:
             self._ends = inf
             return
-        seconds = self.slow_factor * spec.latency.step_s(new, attention, decoding, kv_tokens)
+        seconds = self.slow_factor * spec.latency.step_s(new, attention, decoding, kv_tokens) + self._loading_s
+        self._loading_s = 0.0
         if self._sigma:
             seconds *= self._chance.lognormvariate(-0.5 * self._sigma**2, self._sigma)
         self._ends = now + self._pace * seconds
@@ -386,7 +394,8 @@ class Engine:
         """Put an admitted request into this step; returns the tokens it takes of the budget."""
         hits = request.computed
         request.phase = Phase.PREFILL
-        self._loras.enter(request.lora)
+        if self._loras.enter(request.lora):
+            self._loading_s += self.spec.lora_load_ms * 1e-3
         if request.cached_tokens < 0:
             request.cached_tokens = hits
             request.scheduled_at = now

@@ -78,6 +78,10 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     max_batched_tokens: int = 8192
     #: Adapters that may be in one batch; 0 = no adapters at all.
     max_loras: int = 0
+    #: Adapters kept in memory after use, at least `max_loras`, and what it takes to load one that is not there, during
+    #: which no step is made.
+    max_cpu_loras: int = 0
+    lora_load_ms: float = 0.0
     prefix_caching: bool = True
     #: Off: a step with prefill takes whole prompts and nobody decodes in it.
     chunked_prefill: bool = True
@@ -98,6 +102,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         for name in ("noise", "draft_tokens", "contention"):
             if not 0 <= values[name] <= 100:
                 raise ValueError(f"{name} must be between 0 and 100")
+        if not 0 <= self.lora_load_ms < 1e9:
+            raise ValueError("lora_load_ms must be at least 0")
         if not 0 <= self.acceptance <= 1:
             raise ValueError("acceptance must be between 0 and 1")
         if self.max_batched_tokens < self.max_num_seqs * (1 + self.draft_tokens):

@@ -5,7 +5,17 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fairlead.lab.engine.presets import DEFAULT_PRESET, preset
-from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY, cut, parted, scenario
+from fairlead.lab.simulator.scenarios import (
+    ADVERSARIAL,
+    APART,
+    HELD_OUT,
+    PUBLISHED,
+    QUALITY,
+    SITUATIONS,
+    cut,
+    parted,
+    scenario,
+)
 from fairlead.lab.simulator.world import Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, TraceError, guess
 from fairlead.lab.workload.record import Workload
@@ -66,7 +76,7 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
 
 def names() -> tuple[str, ...]:
     """Of the built-in scenarios."""
-    return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART)
+    return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
 
 
 def build(spec: ScenarioSpec) -> Scenario:
@@ -103,7 +113,7 @@ def _base(spec: ScenarioSpec) -> Scenario:
         return scenario(spec.source, Path(spec.traces) if spec.traces else None)
     if spec.source in APART:
         return APART[spec.source](Path(spec.traces) if spec.traces else None)
-    for known in (ADVERSARIAL, PUBLISHED):
+    for known in (ADVERSARIAL, PUBLISHED, SITUATIONS, HELD_OUT):
         if spec.source in known:
             return known[spec.source]()
     path = Path(spec.source)

@@ -10,7 +10,7 @@ from msgspec import structs
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.lab.simulator.world import Fault, Replica, Scenario, replicas
 from fairlead.lab.workload import adversarial as made
-from fairlead.lab.workload.arrivals import poisson, times
+from fairlead.lab.workload.arrivals import Arrivals, poisson, tides, times
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
 from fairlead.lab.workload.formats import read_azure, read_mooncake
 from fairlead.lab.workload.generate import CATALOGUE
@@ -277,4 +277,132 @@ ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
     "frozen-metrics": frozen_metrics,
     "mute-metrics": mute_metrics,
     "slow-replica": slow_replica,
+}
+
+# Situations that pools of every size get into. Half of them belong to the development set, half to the held-out one.
+
+
+def _chat_at(rate: float, seconds: float, servers: Sequence[Replica], seed: int = 0) -> Scenario:
+    """Conversations of `interactive-chat`, of which `rate` begin per second and many have been going on for long."""
+    spec = CATALOGUE["interactive-chat"].spec
+    settled = 2 * spec.gap_s * spec.turns
+    made = conversation(spec, seconds=settled + seconds, rate=rate, seed=seed, dispatch="timestamp")
+    records = [
+        structs.replace(record, arrival_us=record.arrival_us - int(settled * 1e6))
+        for record in made.records
+        if settled * 1e6 <= record.arrival_us < (settled + seconds) * 1e6
+    ]
+    return Scenario(name="chat", workload=Workload(name="chat", records=records), replicas=servers)
+
+
+def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec: SharedPrefix) -> Scenario:
+    """The shared-prefix workload with other numbers; blocks of 80 tokens."""
+    made = shared_prefix(spec, arrivals=arrivals, seconds=seconds)
+    return Scenario(name="shared-prefix", workload=made, replicas=servers)
+
+
+def think_time() -> Scenario:
+    """Chat whose turns come 45 s after the answer before, on servers whose memory does not hold all who think."""
+    spec = CATALOGUE["interactive-chat"].spec
+    made = conversation(spec, seconds=150.0, rate=4.0, name="think-time")
+    return Scenario(
+        name="think-time", workload=made, replicas=replicas(4, block_size=spec.block_size, kv_tokens=150_000)
+    )
+
+
+def lora(dynamic: bool) -> Scenario:
+    """Static: three servers whose lists have all six adapters, ready to be used. Dynamic: eight servers that have four
+    of 24 adapters in memory and take 1.5 s to load one."""
+    if not dynamic:
+        return Scenario(name="lora-static", workload=made.adapters(), replicas=replicas(3, block_size=64, max_loras=8))
+    servers = tuple(
+        structs.replace(
+            replica, dynamic_adapters=True, engine=structs.replace(replica.engine, lora_load_ms=1500.0, max_cpu_loras=4)
+        )
+        for replica in replicas(8, block_size=64, max_loras=4)
+    )
+    workload = made.adapters(24, rate=18.0, seconds=75.0, base=0.2)
+    return Scenario(name="lora-dynamic", workload=workload, replicas=servers)
+
+
+def unlike_memory() -> Scenario:
+    """The agents on servers of one speed, with memory for 270,000, 135,000 and 68,000 tokens."""
+    sizes = (270_000, 135_000, 68_000, 270_000, 68_000, 135_000, 68_000, 270_000)
+    servers = tuple(replicas(1, block_size=64, kv_tokens=size)[0] for size in sizes)
+    return agents(sessions=150, rate=0.8, servers=servers)
+
+
+def restarts() -> Scenario:
+    """A roll-out: every other server is gone for 15 s, one after another."""
+    faults = (Fault(kind="down", replica=index, at_s=20.0 + 10.0 * index, for_s=15.0) for index in (0, 2, 4, 6))
+    return _faulty("restarts", *faults, seconds=100.0)
+
+
+def diurnal() -> Scenario:
+    """A day in five minutes: three servers at night and eight at noon, each a little late."""
+    made = _groups(
+        tides(3.0, 20.0, 300.0), 300.0, replicas(8, block_size=80), SharedPrefix(groups=60, output_tokens=300)
+    )
+    late_s, day_s, step_s = 12.0, 300.0, 22.0
+    for index in range(3, 8):
+        comes, goes = late_s + step_s * (index - 2), day_s + late_s - step_s * (index - 2)
+        night = Fault(kind="away", replica=index, at_s=0.0, for_s=comes)
+        made.faults = (*made.faults, night, Fault(kind="away", replica=index, at_s=goes))
+    return made
+
+
+def silently_slow() -> Scenario:
+    """One of eight servers takes three times as long for every step from the start, and says nothing of it."""
+    return _chat_at(6.0, 75.0, replicas(8, block_size=64, speeds=(1, 1, 1, 1 / 3, 1, 1, 1, 1)))
+
+
+def dp_ranks() -> Scenario:
+    """Three addresses with four data-parallel ranks behind each: their server spreads requests by load alone."""
+    servers = tuple(structs.replace(replica, ranks=4) for replica in replicas(3, block_size=80))
+    return _groups(poisson(45.0), 50.0, servers, SharedPrefix(groups=40, system_tokens=4000, output_tokens=300))
+
+
+def many(count: int) -> Scenario:
+    """64 servers: shared prefixes. 256 servers: chat."""
+    if count == 64:
+        spec = SharedPrefix(groups=400, system_tokens=4000, output_tokens=200)
+        return _groups(poisson(95.0), 25.0, replicas(64, block_size=80), spec)
+    return _chat_at(1.1 * count / 4, 10.0, replicas(count, block_size=64))
+
+
+def _catalogued(name: str, count: int, rate: float) -> Scenario:
+    spec = CATALOGUE[name].spec
+    made = conversation(spec, sessions=count, rate=rate, name=name)
+    return Scenario(name=name, workload=made, replicas=replicas(8, block_size=spec.block_size))
+
+
+def short_chat() -> Scenario:
+    """Lengths of Azure's conversation trace at about 18 times its pace: no shared prefixes, near saturation."""
+    spec = Conversation(systems=1, system_tokens=0, turns=1, first_tokens=1155, output_tokens=211, spread=1.0)
+    workload = conversation(spec, seconds=40.0, rate=100.0, dispatch="timestamp", name="short-chat")
+    return Scenario(name="short-chat", workload=workload, replicas=replicas(8, block_size=64))
+
+
+#: Rules and parameters may be tuned on these, and on the scenarios above.
+SITUATIONS: dict[str, Callable[[], Scenario]] = {
+    "hot-prefix": lambda: _plain(made.hot_prefix()),
+    "rare-giants": lambda: _plain(made.rare_giants()),
+    "restarts": restarts,
+    "think-time": think_time,
+    "lora-static": partial(lora, dynamic=False),
+    "endpoints-64": partial(many, 64),
+    "unlike-memory": unlike_memory,
+}
+#: Not to be looked at while anything is tuned: run once per release, and reported as it comes.
+HELD_OUT: dict[str, Callable[[], Scenario]] = {
+    "same-prompts": lambda: _plain(made.same_prompts()),
+    "silently-slow": silently_slow,
+    "lora-dynamic": partial(lora, dynamic=True),
+    "one-hog": lambda: _plain(made.one_hog()),
+    "endpoints-256": partial(many, 256),
+    "diurnal": diurnal,
+    "dp-ranks": dp_ranks,
+    "short-chat": short_chat,
+    "deep-research": partial(_catalogued, "deep-research", 60, 0.5),
+    "reasoning": partial(_catalogued, "reasoning", 500, 3.3),
 }

@@ -55,9 +55,14 @@ class Server:
         """These, itself among them, share a machine."""
         self.neighbours = [server for server in servers if server is not self]
 
-    def _fresh(self) -> Engine:
-        slow = self._slow / self.replica.speed
-        engine = Engine(self.replica.engine, self._kernel.now, self._hooks, slow_factor=slow, chance=self._chance)
+    def _fresh(self) -> "Engine | Ranks":
+        slow, replica, now = self._slow / self.replica.speed, self.replica, self._kernel.now
+        engines = [
+            Engine(replica.engine, now, self._hooks, slow_factor=slow, chance=self._chance)
+            for _ in range(replica.ranks)
+        ]
+        engine = engines[0] if len(engines) == 1 else Ranks(engines)
+        self.asked_for = dict[str, None]()
         engine.share(sum(server._busy for server in self.neighbours), self._kernel.now)
         return engine
 
@@ -67,6 +72,8 @@ class Server:
         """Raises `ValueError` for a request that it could never serve."""
         self._catch_up()
         self.engine.add(request, self._kernel.now)
+        if request.lora:
+            self.asked_for[request.lora] = None
         self._schedule()
 
     def abort(self, request: EngineRequest) -> None:
@@ -105,6 +112,10 @@ class Server:
     # ---- what it shows ----
 
     @property
+    def idle(self) -> bool:
+        return self.engine.next_step_at() is None
+
+    @property
     def overhead_s(self) -> float:
         """What a request that comes now takes besides its steps."""
         contended = any(server._busy for server in self.neighbours)
@@ -113,7 +124,8 @@ class Server:
     def cached_tokens(self, request: EngineRequest) -> int:
         """Prompt tokens of which it holds the KV now."""
         size = self.replica.engine.block_size
-        return len(self.engine.blocks.find(request.hashes or [], (request.prompt_tokens - 1) // size)) * size
+        blocks = (request.prompt_tokens - 1) // size
+        return max(len(engine.blocks.find(request.hashes or [], blocks)) for engine in self.engine.ranks) * size
 
     def sample(self) -> Sample | None:
         """Its metrics page; `None` when it does not answer."""
@@ -123,21 +135,20 @@ class Server:
             return self._frozen
         self._catch_up()
         self._schedule()
-        engine = self.engine
-        stats, spec = engine.stats, engine.spec
-        gauges = stats.gauges
+        spec, stats = self.replica.engine, [engine.stats for engine in self.engine.ranks]
+        gauges = [each.gauges for each in stats]
         sample = Sample(
-            waiting=gauges.waiting,
-            running=gauges.running,
-            kv_usage=gauges.kv_usage,
-            adapters=frozenset(gauges.running_loras) if spec.max_loras else None,
-            waiting_adapters=frozenset(gauges.waiting_loras),
+            waiting=sum(gauge.waiting for gauge in gauges),
+            running=sum(gauge.running for gauge in gauges),
+            kv_usage=max(gauge.kv_usage for gauge in gauges),
+            adapters=frozenset(name for gauge in gauges for name in gauge.running_loras) if spec.max_loras else None,
+            waiting_adapters=frozenset(name for gauge in gauges for name in gauge.waiting_loras),
             max_adapters=spec.max_loras,
             block_size=spec.block_size,
-            num_blocks=spec.num_blocks,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            generation_tokens=stats.generation_tokens,
+            num_blocks=spec.num_blocks * len(gauges),
+            prefix_queries=sum(each.prefix_queries for each in stats),
+            prefix_hits=sum(each.prefix_hits for each in stats),
+            generation_tokens=sum(each.generation_tokens for each in stats),
         )
         if self.page == "freeze":
             self._frozen = sample
@@ -183,6 +194,61 @@ class Server:
         if wakes_at is not None:
             self._wakes_at = wakes_at
             self._timer = self._kernel.call_at(wakes_at, self._wake)
+
+
+class Ranks:
+    """Engines behind one address, for vLLM's `--data-parallel-size`: its API server sends a request to the rank with
+    the least of 4 · waiting + running, whatever the caches hold, and shows all ranks on one page. The ranks do not step
+    together, as those of a mixture of experts would. The doors are those of an `Engine`."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.ranks = engines
+        self._turn = 0
+        self._of: dict[EngineRequest, Engine] = {}
+
+    def add(self, request: EngineRequest, now: float) -> None:
+        order = [*self.ranks[self._turn :], *self.ranks[: self._turn]]
+        engine = min(order, key=lambda engine: 4 * engine.queued() + engine.running())
+        engine.add(request, now)
+        self._turn = (self._turn + 1) % len(order)
+        self._of[request] = engine
+
+    def abort(self, request: EngineRequest, now: float) -> bool:
+        engine = self._of.pop(request, None)
+        return engine is not None and engine.abort(request, now)
+
+    def step(self, now: float) -> StepResult:
+        result = StepResult()
+        for engine in self.ranks:
+            part = engine.step(now)
+            result.steps += part.steps
+            result.first += part.first
+            result.finished += part.finished
+        for request in result.finished:
+            del self._of[request]
+        return result
+
+    def next_step_at(self) -> float | None:
+        return min((time for engine in self.ranks if (time := engine.next_step_at()) is not None), default=None)
+
+    def next_event_at(self) -> float | None:
+        return min((time for engine in self.ranks if (time := engine.next_event_at()) is not None), default=None)
+
+    def slow_down(self, factor: float) -> None:
+        for engine in self.ranks:
+            engine.slow_down(factor)
+
+    def share(self, peers: int, now: float) -> None:
+        for engine in self.ranks:
+            engine.share(peers, now)
+
+    def hang(self, hangs: bool, now: float) -> None:
+        for engine in self.ranks:
+            engine.hang(hangs, now)
+
+    def validate(self) -> None:
+        for engine in self.ranks:
+            engine.validate()
 
 
 # KV events that come late: what the scheduler knows of every server's cache is what the server told `lag` ago.

@@ -57,6 +57,8 @@ class Faults:
                 if job.leg()[0] == fault.replica and job.leg()[1] is not None:
                     sim.broken(job, "connection lost", status=0)
             self._later(self._gone, fault.replica)
+        elif fault.kind == "away":
+            self._sim.feed(EndpointDown(server.endpoint.id))
         elif fault.kind == "hang":
             server.hang(True)
         else:
@@ -69,6 +71,10 @@ class Faults:
         elif fault.kind == "down":
             server.restart()
             self._later(self._rejoined, fault.replica)
+        elif fault.kind == "away":
+            if server.idle:
+                server.restart()
+            self._sim.join(fault.replica)
         elif fault.kind == "hang":
             server.hang(False)
         else:
@@ -243,6 +249,8 @@ class Simulation:
             self.join(index)
         self._do(self.pipeline.start())
         self._scrape_all()
+        if any(replica.dynamic_adapters for replica in scenario.replicas):
+            self.kernel.call_at(kernel.now + self.world.models_s, self._list_again)
         self._dispatch()
         Faults(self, scenario.faults).plan()
         last = START + WARM_UP + scenario.workload.duration_s / scenario.speedup
@@ -255,12 +263,25 @@ class Simulation:
         return over
 
     def join(self, index: int) -> None:
-        """A server comes. Its list of models has every adapter of the workload, if it has slots for any."""
+        """A server comes, and its list of models is read."""
+        self.feed(ev.EndpointUp(self.servers[index].endpoint))
+        self._list_models(index)
+
+    def _list_models(self, index: int) -> None:
+        """Every adapter of the workload, if the server has slots for any, or those that were loaded on demand."""
         server = self.servers[index]
-        self.feed(ev.EndpointUp(server.endpoint))
-        if self._adapters:
-            loaded = self._adapters if server.replica.engine.max_loras else frozenset[str]()
-            self.feed(ev.AdaptersListed(server.endpoint.id, loaded))
+        if not self._adapters:
+            return
+        loaded = self._adapters if server.replica.engine.max_loras else frozenset[str]()
+        if server.replica.dynamic_adapters:
+            loaded = frozenset(server.asked_for)
+        self.feed(ev.AdaptersListed(server.endpoint.id, loaded))
+
+    def _list_again(self) -> None:
+        for index, server in enumerate(self.servers):
+            if server.replica.dynamic_adapters and server.up:
+                self._list_models(index)
+        self.kernel.call_at(self.kernel.now + self.world.models_s, self._list_again)
 
     # ---- clients ----
 

@@ -79,6 +79,10 @@ class Replica(Struct, frozen=True, kw_only=True):
     overhead_ms: float = 0.0
     contended_overhead_ms: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
+    #: Engines behind its one address (data-parallel ranks), each with the whole of `engine`'s memory and sequences.
+    ranks: int = 1
+    #: Adapters are loaded when they are asked for, and its list of models has those that were; else it has all.
+    dynamic_adapters: bool = False
     #: Machine that it shares with others of the same name, see `EngineSpec.contention`; empty = its own.
     machine: str = ""
 
@@ -98,6 +102,8 @@ class World(Struct, frozen=True, kw_only=True):
     #: Answers of which token counts are read: all of the first so many, then this share.
     usage_first: int = 20
     usage_share: float = 0.01
+    #: Period at which lists of models are read again, of servers whose adapters are dynamic.
+    models_s: float = 30.0
     #: From a failure to `EndpointDown`, and from a recovery to `EndpointUp` (readiness probes, watch).
     detect_s: float = 3.0
     #: Clients give up so long after their arrival; 0 = never.
@@ -126,11 +132,12 @@ class Handover(Struct, frozen=True, kw_only=True):
         return self.fixed_ms * 1e-3 + tokens * self.kv_bytes / (self.gb_per_s * 1e9)
 
 
-FaultKind = Literal["down", "slow", "freeze", "mute", "hang"]
+FaultKind = Literal["down", "away", "slow", "freeze", "mute", "hang"]
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """`down`: connections break, the cache is lost. `slow`: steps take `factor` times as long. `freeze`: the metrics
+    """`down`: connections break, the cache is lost. `away`: scaled down, it ends what it has and gets nothing more, and
+    scaled up again with an empty cache. `slow`: steps take `factor` times as long. `freeze`: the metrics
     page shows what it showed before. `mute`: it does not answer. `hang`: the engine makes no step, the page answers."""
 
     kind: FaultKind

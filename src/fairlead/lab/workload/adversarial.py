@@ -8,6 +8,11 @@
 `long_and_short`  a few prompts a hundred times as long as the others: counting requests is not enough.
 `cancel_storm`    half of the clients give up at the same moment: leases must go with them.
 `overload`        more than can be served, half of it sheddable.
+`hot_prefix`      two of five requests have the same beginning, the others one of sixty.
+`same_prompts`    a client sends one and the same prompt many times at once, again and again.
+`rare_giants`     one prompt of fifty has 100,000 tokens.
+`one_hog`         ten tenants that send a little, and one that sends far more than its share for a while.
+`adapters`        a few adapters that many ask for, and many that few ask for.
 """
 
 from random import Random
@@ -123,3 +128,84 @@ def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed
         for record in plain.records
     ]
     return arranged("overload", records)
+
+
+def hot_prefix(rate: float = 42.0, seconds: float = 60.0, share: float = 0.4, seed: int = 0) -> Workload:
+    """`share` of the requests begin with the same 6,400 tokens, the others with one of 60 times 3,200."""
+    rng = Random(f"hot-prefix/{seed}")
+    blocks = _Blocks()
+    records: list[Record] = []
+    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+        hot = rng.random() < share
+        ids = blocks.shared("hot", 6400) if hot else blocks.shared(f"group {rng.randrange(60)}", 3200)
+        records.append(_record(len(records), arrival_s, ids + blocks.fresh(rng.randint(100, 2000)), 250))
+    return arranged("hot-prefix", records)
+
+
+def same_prompts(
+    rate: float = 12.0, every_s: float = 4.0, size: int = 24, seconds: float = 90.0, seed: int = 0
+) -> Workload:
+    """Besides single requests of 2,000 tokens: about every `every_s` seconds `size` times the same 4,800 tokens, within
+    50 ms. For one of four such bursts it is a prompt that was sent before."""
+    rng = Random(f"same-prompts/{seed}")
+    blocks = _Blocks()
+    records = [
+        _record(index, arrival_s, blocks.fresh(2000), 200)
+        for index, arrival_s in enumerate(times(poisson(rate), rng, seconds=seconds))
+    ]
+    for burst, begin_s in enumerate(times(poisson(1.0 / every_s), rng, seconds=seconds)):
+        prompt = blocks.shared(f"burst {rng.randrange(burst) if burst and rng.random() < 0.25 else burst}", 4800)
+        for _ in range(size):
+            records.append(_record(len(records), begin_s + rng.random() * 0.05, prompt, rng.randint(50, 350)))
+    return arranged("same-prompts", records)
+
+
+def rare_giants(rate: float = 12.0, seconds: float = 90.0, share: float = 0.02, seed: int = 0) -> Workload:
+    """`share` of the prompts have 100,000 tokens, the others 500 to 4,500 behind one of ten beginnings of 1,000."""
+    rng = Random(f"rare-giants/{seed}")
+    blocks = _Blocks()
+    records: list[Record] = []
+    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+        if rng.random() < share:
+            ids = blocks.fresh(100_000)
+        else:
+            ids = blocks.shared(f"group {rng.randrange(10)}", 1000) + blocks.fresh(rng.randint(500, 4500))
+        records.append(_record(len(records), arrival_s, ids, 250))
+    return arranged("rare-giants", records)
+
+
+def one_hog(
+    rate: float = 1.2,
+    hog: float = 40.0,
+    begin_s: float = 25.0,
+    for_s: float = 30.0,
+    seconds: float = 90.0,
+    seed: int = 0,
+) -> Workload:
+    """Ten tenants of `rate` requests per second each, with a system prompt of 2,000 tokens of their own; an eleventh
+    sends `hog` per second from `begin_s` on, for `for_s` seconds, of 4,000 tokens that nobody has in common."""
+    rng = Random(f"one-hog/{seed}")
+    blocks = _Blocks()
+    records: list[Record] = []
+    for arrival_s in times(poisson(10 * rate), rng, seconds=seconds):
+        tenant = f"tenant {rng.randrange(10)}"
+        record = _record(len(records), arrival_s, blocks.shared(tenant, 2000) + blocks.fresh(1000), 200)
+        records.append(structs.replace(record, tenant=tenant))
+    for arrival_s in times(poisson(hog), rng, seconds=for_s):
+        record = _record(len(records), begin_s + arrival_s, blocks.fresh(4000), 300)
+        records.append(structs.replace(record, tenant="hog"))
+    return arranged("one-hog", records)
+
+
+def adapters(count: int = 6, rate: float = 15.0, seconds: float = 90.0, base: float = 0.0, seed: int = 0) -> Workload:
+    """Chat with one of `count` adapters: the n-th is asked for in proportion to 1/n. A share `base` asks for none."""
+    rng = Random(f"adapters/{seed}")
+    blocks = _Blocks()
+    names = [f"adapter-{number}" for number in range(count)]
+    weights = [1.0 / (number + 1) for number in range(count)]
+    records: list[Record] = []
+    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+        lora = "" if rng.random() < base else rng.choices(names, weights)[0]
+        ids = blocks.shared(f"{lora} {rng.randrange(3)}", 1500) + blocks.fresh(rng.randint(200, 2200))
+        records.append(structs.replace(_record(len(records), arrival_s, ids, 200), lora=lora))
+    return arranged("adapters", records)

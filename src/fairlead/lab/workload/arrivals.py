@@ -49,6 +49,25 @@ def ramp(first: float, last: float, seconds: float) -> Arrivals:
     return offsets
 
 
+def tides(low: float, high: float, period_s: float) -> Arrivals:
+    """Poisson whose rate goes straight from `low` to `high` in the first half of each period, and back in the second.
+    By thinning."""
+    _positive(low)
+    _positive(high)
+    _positive(period_s)
+    most = max(low, high)
+
+    def offsets(rng: Random) -> Iterator[float]:
+        offset_s = 0.0
+        while True:
+            offset_s += rng.expovariate(most)
+            rate = low + (high - low) * (1.0 - abs(1.0 - 2.0 * (offset_s / period_s % 1.0)))
+            if rng.random() * most <= rate:
+                yield offset_s
+
+    return offsets
+
+
 def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0.0) -> list[float]:
     """The first `count` offsets, or those within `seconds`, whichever is less; one of both must be given."""
     if count <= 0 and seconds <= 0:

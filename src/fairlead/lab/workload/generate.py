@@ -71,6 +71,11 @@ ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {
     "long-and-short": adversarial.long_and_short,
     "cancel-storm": adversarial.cancel_storm,
     "overload": adversarial.overload,
+    "hot-prefix": adversarial.hot_prefix,
+    "same-prompts": adversarial.same_prompts,
+    "rare-giants": adversarial.rare_giants,
+    "one-hog": adversarial.one_hog,
+    "adapters": adversarial.adapters,
 }
 KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
 

@@ -57,3 +57,19 @@ def test_deferred_requests_can_be_aborted(make_spec, prompt, run):
     engine.abort(second, engine.now)
     assert run(engine) == [first]
     assert engine.queued() == 0
+
+
+def test_an_adapter_that_is_not_in_memory_is_loaded_and_the_one_used_longest_ago_makes_room(make_spec, prompt, run):
+    def took(order, **limits):
+        engine = Engine(make_spec(lora_load_ms=50.0, **limits), 0.0)
+        found = []
+        for i, lora in enumerate(order):
+            request = EngineRequest(str(i), prompt(4, i), 2, lora=lora)
+            engine.add(request, engine.now)
+            begun = engine.now
+            run(engine)
+            found.append(request.first_token_at - begun > 0.05)
+        return found
+
+    assert took(["a", "a", "", "b", "a", "c", "b"], max_loras=2) == [True, False, False, True, False, True, True]
+    assert took(["a", "b", "c", "b", "a"], max_loras=1, max_cpu_loras=3) == [True, True, True, False, False]

@@ -8,7 +8,7 @@ import pytest
 
 from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.run import simulate
-from fairlead.lab.simulator.scenarios import ADVERSARIAL, headline, mooncake
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, HELD_OUT, SITUATIONS, headline, mooncake
 from fairlead.lab.simulator.world import World
 
 pytestmark = pytest.mark.simulation
@@ -62,8 +62,8 @@ def test_checking_invariants_changes_nothing(mooncake_head):
     assert simulate(made, validate=True) == simulate(made)
 
 
-def test_every_adversarial_scenario_runs_to_its_end():
-    for name in ADVERSARIAL:
+def test_every_scenario_of_what_happens_to_pools_runs_to_its_end():
+    for name in (*ADVERSARIAL, *SITUATIONS, *HELD_OUT):
         spec = ScenarioSpec(name=name, source=name, head=60)
         summary = simulate(build(spec), "policy: default")
         assert summary.requests == 60

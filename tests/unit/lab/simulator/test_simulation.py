@@ -162,6 +162,59 @@ def test_a_server_that_dies_breaks_its_requests_and_loses_its_cache(scenario, wo
     assert of(told, ev.MetricsFailed)
 
 
+def test_a_server_that_is_scaled_down_ends_what_it_has_and_comes_back_empty(scenario, workload, least_pending):
+    made = scenario(
+        workload(20, gap=1.0, tokens=1280, out=100, shared=10),
+        faults=(Fault(kind="away", replica=0, at_s=4.05, for_s=6.0),),
+    )
+    simulation, _ = run(made, least_pending(), validate=True)
+    assert {job.status for job in simulation.jobs} == {"done"}
+    before = [job for job in simulation.jobs if job.server == 0 and job.arrived < BEGIN + 4.05]
+    assert before[-1].ended_at > BEGIN + 4.05
+    assert {job.server for job in simulation.jobs if BEGIN + 4.1 < job.arrived < BEGIN + 10.0} == {1}
+    back = [job for job in simulation.jobs if job.arrived > BEGIN + 10.0 and job.server == 0]
+    assert back[0].cached_tokens == 0 < back[1].cached_tokens
+
+
+def test_ranks_behind_one_address_share_its_load_and_not_their_caches(scenario, workload, always):
+    made = scenario(
+        workload(8, gap=0.001, tokens=1280, out=100, shared=10, cancel_after_ms=600_000.0),
+        replicas=[structs.replace(replica, ranks=4) for replica in replicas(1, block_size=64)],
+    )
+    simulation, told = run(made, always(), validate=True)
+    assert {job.status for job in simulation.jobs} == {"done"}
+    assert [job.cached_tokens for job in simulation.jobs] == [0] * 4 + [640] * 4
+    samples = [event.sample for _, event in of(told, ev.MetricsSampled)]
+    assert max(sample.running for sample in samples) == 8
+    assert samples[0].num_blocks == 4 * made.replicas[0].engine.num_blocks
+    alone = scenario(made.workload, servers=1)
+    assert max(job.e2e_ms for job in run(alone, always())[0].jobs) > max(job.e2e_ms for job in simulation.jobs)
+
+
+def test_what_a_client_leaves_at_one_of_several_ranks_is_aborted(scenario, workload, always):
+    made = scenario(
+        workload(4, gap=0.0, out=2000, cancel_after_ms=500.0),
+        replicas=[structs.replace(replica, ranks=2) for replica in replicas(1, block_size=64)],
+    )
+    simulation, _ = run(made, always(), validate=True)
+    assert {job.status for job in simulation.jobs} == {"cancelled"}
+    simulation.kernel.run(lambda: True, simulation.kernel.now + 1.0)
+    assert simulation.servers[0].idle
+
+
+def test_adapters_that_are_loaded_on_demand_are_listed_once_they_were_asked_for(scenario, workload, always):
+    made = scenario(
+        workload(2, gap=40.0, lora="mine"),
+        replicas=[
+            structs.replace(replica, dynamic_adapters=True) for replica in replicas(2, block_size=64, max_loras=2)
+        ],
+    )
+    _, told = run(made, always())
+    listed = [(event.endpoint_id, event.adapters) for _, event in of(told, ev.AdaptersListed)]
+    assert listed[:2] == [("sim/server-0", frozenset()), ("sim/server-1", frozenset())]
+    assert listed[2:4] == [("sim/server-0", frozenset({"mine"})), ("sim/server-1", frozenset())]
+
+
 def test_a_slow_server_takes_longer_from_then_on(scenario, workload, always):
     made = scenario(
         workload(4, gap=5.0, out=50), servers=1, faults=(Fault(kind="slow", replica=0, at_s=9.0, factor=3.0),)

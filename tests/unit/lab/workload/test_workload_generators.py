@@ -1,5 +1,6 @@
 """Generators: seeded, shaped as asked for, and what shares a beginning shares its block ids."""
 
+from collections import Counter
 from itertools import islice, pairwise
 from random import Random
 from statistics import fmean
@@ -7,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from fairlead.lab.workload import adversarial
-from fairlead.lab.workload.arrivals import bursty, constant, poisson, ramp, times
+from fairlead.lab.workload.arrivals import bursty, constant, poisson, ramp, tides, times
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
 from fairlead.lab.workload.describe import describe, ideal_hit
 from fairlead.lab.workload.generate import CATALOGUE, KINDS, Pace, generate
@@ -40,6 +41,13 @@ def test_a_ramp_climbs_and_stays():
     assert counts[2] == pytest.approx(1000, rel=0.12)
     assert counts[3] == pytest.approx(1000, rel=0.12)
     assert counts[0] == pytest.approx(50 * (2 + 11) / 2, rel=0.2)
+
+
+def test_tides_rise_and_fall():
+    found = times(tides(2.0, 20.0, 100.0), Random(3), seconds=200.0)
+    counts = [sum(begin <= offset_s < begin + 20.0 for offset_s in found) for begin in (0, 40, 80, 100, 140, 180)]
+    night, noon = 2.0 + 18.0 * 0.2, 20.0 - 18.0 * 0.1
+    assert counts == pytest.approx([20 * rate for rate in (night, noon, night) * 2], rel=0.25)
 
 
 def test_endless_arrivals_need_an_end():
@@ -146,6 +154,19 @@ def test_the_adversarial_set_is_what_it_says():
     assert all(45.0 <= r.arrival_us / 1e6 + r.cancel_after_ms / 1e3 <= 45.2 for r in leaving)
     overload = adversarial.overload()
     assert 0.4 < fmean(r.priority == -1 for r in overload.records) < 0.6
+    hot = Counter(r.hash_ids[:50] for r in adversarial.hot_prefix().records)
+    assert hot.most_common(1)[0][1] == pytest.approx(0.4 * hot.total(), rel=0.1)
+    assert len(hot) == 61
+    same = Counter(r.hash_ids for r in adversarial.same_prompts().records)
+    assert {count % 24 for count in same.values() if count > 1} == {0}
+    assert max(same.values()) > 24
+    lengths = [r.in_tokens for r in adversarial.rare_giants(seconds=900).records]
+    assert fmean(tokens >= 100_000 for tokens in lengths) == pytest.approx(0.02, rel=0.2)
+    hog = [r for r in adversarial.one_hog().records if r.tenant == "hog"]
+    assert all(25.0 <= r.arrival_us / 1e6 <= 55.0 for r in hog)
+    assert len(hog) == pytest.approx(1200, rel=0.1)
+    asked = Counter(r.lora for r in adversarial.adapters(base=0.2).records)
+    assert len(asked) == 7 and asked["adapter-0"] > 2 * asked["adapter-5"] > 0 < asked[""]
 
 
 def test_the_ideal_hit_counts_repeated_beginnings_only():
