@@ -20,7 +20,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak chaos states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -65,7 +65,7 @@ unit: $(VENV)/.dev ## tests of parts, properties and fuzzers
 	@$(call timed,unit tests,$(call tests,tests/property tests/fuzz tests/unit))
 
 integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
-	@$(call timed,integration tests,$(call tests,tests/e2e tests/browser tests/integration))
+	@$(call timed,integration tests,$(call tests,tests/e2e tests/chaos tests/browser tests/integration))
 
 test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy cores, on one core, and once more (half an hour and more)
 	@$(call timed,random order,$(PYTEST) $(PARALLEL) --random-order)
@@ -91,6 +91,9 @@ e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills 
 
 soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
+
+chaos: $(VENV)/.dev ## kills, starvation and attacks at 200 requests a second, against bounds: a table, and out/chaos.json (half an hour); CHAOS="-k uploads" for some
+	FAIRLEAD_CHAOS=full FAIRLEAD_CHAOS_JSON=out/chaos.json $(BIN)/python -m pytest tests/chaos -q $(CHAOS)
 
 states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states of a request as state machines, QUEUE_STEPS (default 100000) random steps each
 	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py tests/property/test_request_states.py -q -o faulthandler_timeout=3600

@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent
 PROTOS = TESTS / "protos"
 sys.path.insert(0, str(TESTS / "support"))
 #: Here a file's tests share what is dear to start (Envoy, an API server, a browser), so one process runs them all.
-TOGETHER = {"e2e", "integration", "browser", "kube"}
+TOGETHER = {"e2e", "chaos", "integration", "browser", "kube"}
 
 
 @pytest.hookimpl(tryfirst=True)

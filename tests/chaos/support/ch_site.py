@@ -1,0 +1,38 @@
+"""The parts of a trial's site that other tests do not have."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from gw_processes import UPSTREAM, Child, Serve, free_ports
+
+
+class ModelServer(Child):
+    """`bench/_upstream.py` on one port, which stays the same when it is started again."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("a model server", log)
+        (self.port,) = free_ports(1)
+
+    def again(self) -> Self:
+        self.log.unlink(missing_ok=True)
+        self.spawn(sys.executable, str(UPSTREAM), "--listen", str(self.port))
+        self.poll_until(lambda: "ports" in self.said())
+        return self
+
+
+class Prefixed(Serve):
+    """A Fairlead whose command follows a prefix that ends by executing it: limits, an environment."""
+
+    def __init__(self, directory: Path, prefix: Sequence[str] = ()) -> None:
+        super().__init__(directory)
+        self._prefix = prefix
+
+    def spawn(self, *arguments: str) -> Self:
+        return super().spawn(*self._prefix, *arguments)
+
+
+def pool(servers: Sequence[ModelServer]) -> dict[str, object]:
+    listed = [{"name": f"e{i}", "address": f"127.0.0.1:{server.port}"} for i, server in enumerate(servers)]
+    return {"endpoints": listed, "seed": 1}

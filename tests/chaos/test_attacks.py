@@ -1,0 +1,196 @@
+"""Hostile clients beside polite ones."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from ch_trial import FULL, LASTS_S, Bounds, Row, p99_ms, trial
+from gw_http1 import Http1
+from gw_messages import JSON, Ask, Broken
+from gw_processes import Child, Serve, Stub
+
+from fairlead.core.headers import FAIRNESS_HEADERS
+from fairlead.lab.load.runner import run
+from fairlead.lab.load.spec import Options, Record
+from fairlead.lab.load.workload import Chat, ClosedLoop
+
+ATTACKERS = Path(__file__).parent / "support" / "ch_attackers.py"
+Judge = Callable[[Row], None]
+Starting = Callable[..., Awaitable[Serve]]
+#: Series that a page of metrics may have after any number of made-up names.
+MOST_SERIES = 5_000
+#: How much later the slowest answers of a light tenant may come because of a heavy one.
+TENANT_TIMES = 1.5
+MODELS = """
+apiVersion: inference.networking.x-k8s.io/v1alpha2
+kind: InferenceModel
+metadata: {name: m}
+spec: {modelName: renamed, criticality: Default, poolRef: {name: pool}, targetModels: [{name: Qwen/Qwen3-32B}]}
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path, ending: Callable[[Child], None]) -> Stub:
+    """Two model servers with the times of real ones, which know only their own model."""
+    made = Stub(tmp_path / "stub.log")
+    ending(made)
+    return made.start(2, "--time-ratio", "1", "--max-num-seqs", "4")
+
+
+@asynccontextmanager
+async def attacked(directory: Path, kind: str, port: int, count: int) -> AsyncIterator[None]:
+    """The attack is in force; it gives way to those whose time is measured, as attackers elsewhere would."""
+    child = Child(f"{kind} from {count} clients", directory / f"{kind}.log")
+    child.spawn("nice", "-n", "5", sys.executable, str(ATTACKERS), kind, str(port), str(count))
+    try:
+        await asyncio.to_thread(child.poll_until, lambda: "up" in child.said())
+        yield
+    finally:
+        child.end(gently=False)
+
+
+@pytest.mark.long_form
+async def test_uploads_that_stop_short(own: Starting, tmp_path: Path, judged: Judge) -> None:
+    serve = await own({})
+
+    async def happens() -> None:
+        async with attacked(tmp_path, "uploads", serve.port, 70):
+            await asyncio.sleep(LASTS_S)
+
+    judged(await trial("70 idle uploads of 62 MB", serve, happens, Bounds(envoy_mib=1024.0)))
+
+
+@pytest.mark.long_form
+async def test_messages_to_the_scheduler_that_never_end(own: Starting, tmp_path: Path, judged: Judge) -> None:
+    serve = await own({})
+
+    async def happens() -> None:
+        port = int(serve.ext_proc.rpartition(":")[2])
+        async with attacked(tmp_path, "streams", port, 20 if FULL else 6):
+            await asyncio.sleep(LASTS_S)
+
+    judged(await trial("unfinished ext_proc messages of 60 MiB", serve, happens))
+
+
+@pytest.mark.long_form
+async def test_readers_of_the_dearest_page(own: Starting, tmp_path: Path, judged: Judge) -> None:
+    serve = await own({})
+
+    async def happens() -> None:
+        async with attacked(tmp_path, "decisions", int(serve.config["admin"]["port"]), 32):
+            await asyncio.sleep(LASTS_S)
+
+    judged(await trial("32 readers of /debug/decisions", serve, happens))
+
+
+@pytest.mark.long_form
+async def test_names_that_nobody_has(own: Starting, tmp_path: Path, judged: Judge) -> None:
+    """And readers of the page that they would all be on."""
+    serve = await own({})
+
+    async def happens() -> None:
+        async with attacked(tmp_path, "models", serve.port, 8):
+            await asyncio.sleep(LASTS_S)
+        async with attacked(tmp_path, "metrics", int(serve.config["admin"]["port"]), 32):
+            await asyncio.sleep(LASTS_S)
+
+    row = await trial("made-up model names, 32 scrapers", serve, happens)
+    page = (await serve.page("/metrics")).splitlines()
+    series = sum(not line.startswith("#") for line in page)
+    row.note = f"{series} series"
+    if series > MOST_SERIES:
+        row.problems.append(f"{series} series, at most {MOST_SERIES}")
+    judged(row)
+
+
+#: Spellings of a path that a model server may take for /v1/chat/completions.
+SPELLINGS = [
+    "/v1/chat%2Fcompletions", "/v1%2fchat/completions", "/v1/%63hat/completions", "/v1//chat/completions",
+    "/v1/./chat/completions", "/v1/x/../chat/completions", "/v1/chat/completions/", "/v1\\chat\\completions",
+    "/v1/chat/completions;a=b", "/v1/chat/completions%3Fa", "/V1/chat/completions", "/v1/chat%252Fcompletions",
+]  # fmt: skip
+#: Of vLLM, for its administrator.
+ADMINISTRATION = [
+    ("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
+    ("POST", "/reset_prefix_cache"), ("POST", "/collective_rpc"), ("GET", "/metrics"), ("GET", "/server_info"),
+]  # fmt: skip
+
+
+async def reached(serve: Serve, method: str, path: str) -> bool:
+    """Did a model server answer?"""
+    body = b'{"model": "forbidden", "messages": [{"role": "user", "content": "hi"}], "x-bench": "mode=json"}'
+    async with Http1(serve.port) as client:
+        got = await client.ask(Ask(method, path, fields=[JSON], pieces=[body] if method == "POST" else []))
+    return got.status == 200
+
+
+@pytest.mark.long_form
+async def test_no_spelling_goes_past_the_rules(own: Starting, tmp_path: Path, judged: Judge) -> None:
+    (tmp_path / "models.yaml").write_text(MODELS)
+    serve = await own({"models": {"file": str(tmp_path / "models.yaml")}})
+    assert not await reached(serve, "POST", "/v1/chat/completions")
+    row = Row(name="paths: spellings, administration")
+    asked = [*(("POST", path) for path in SPELLINGS), *ADMINISTRATION]
+    row.problems = [f"{' '.join(one)} reached a model server" for one in asked if await reached(serve, *one)]
+    row.requests = len(asked)
+    judged(row)
+
+
+@pytest.mark.long_form
+async def test_clients_from_the_first_moment_on(own: Starting, stub: Stub, tmp_path: Path, judged: Judge) -> None:
+    """A renamed model, asked for while everything starts: refused connections are right, wrong answers are not."""
+    (tmp_path / "models.yaml").write_text(MODELS)
+    serve = await own({"endpoints": stub.addresses, "models": {"file": str(tmp_path / "models.yaml")}})
+    serve.end()
+    row = Row(name="asked while it starts")
+    starting = asyncio.create_task(asyncio.to_thread(serve.again))
+    ask = Ask(path="/v1/completions", fields=[JSON], pieces=[b'{"model": "renamed", "prompt": "hi", "max_tokens": 1}'])
+    while not starting.done() or row.polite < 50:
+        async with Http1(serve.port) as client:
+            with contextlib.suppress(Broken):
+                got = await client.ask(ask)
+                row.polite += 1
+                if got.status != 200:
+                    row.polite_failed += 1
+                    row.errors[f"status_{got.status}"] = row.errors.get(f"status_{got.status}", 0) + 1
+        await asyncio.sleep(0.01)
+    await starting
+    row.problems = ["wrong answers while it starts"] if row.polite_failed else []
+    judged(row)
+
+
+def tenant(name: str) -> Options:
+    return Options(duration_s=LASTS_S, timeout_s=60.0, time_limit_s=LASTS_S + 60.0, headers={FAIRNESS_HEADERS[0]: name})
+
+
+def asking(seed: int) -> Chat:
+    return Chat(body_bytes=200, output_tokens=16, seed=seed, model="Qwen/Qwen3-32B")
+
+
+@pytest.mark.long_form
+async def test_a_tenant_with_sixty_workers(own: Starting, stub: Stub, judged: Judge) -> None:
+    """Beside one with two, both with short prompts, under the default flow control."""
+    serve = await own({"endpoints": stub.addresses, "flowControl": {}})
+    target = f"http://127.0.0.1:{serve.port}"
+    alone = (await run(target, asking(1), ClosedLoop(workers=2), tenant("light"))).records
+    beside, heavy = await asyncio.gather(
+        run(target, asking(2), ClosedLoop(workers=2), tenant("light")),
+        run(target, asking(3), ClosedLoop(workers=60), tenant("heavy")),
+    )
+    light: list[Record] = beside.records
+    row = Row(name="tenant of 60 workers beside one of 2", requests=len(heavy.records), polite=len(light))
+    row.failed = sum(bool(record.error) for record in heavy.records)
+    row.polite_failed = sum(bool(record.error) for record in light)
+    row.calm_p99_ms, row.p99_ms = p99_ms(alone), p99_ms(light)
+    row.note = f"answered for the light one: {len(light)} beside, {len(alone)} alone"
+    if FULL and row.p99_ms > TENANT_TIMES * row.calm_p99_ms:
+        row.problems.append(
+            f"the light tenant's p99 was {row.p99_ms:.0f} ms, at most {TENANT_TIMES:g} times that alone"
+        )
+    if row.polite_failed:
+        row.problems.append(f"requests of the light tenant failed: {row.polite_failed}")
+    judged(row)

@@ -1,0 +1,100 @@
+"""Parts that die or hang under load. tests/e2e/test_survival.py looks closer, and judges no times."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+from ch_site import ModelServer
+from ch_trial import LASTS_S, RATE, Bounds, Row, trial
+from gw_processes import Serve
+
+Judge = Callable[[Row], None]
+#: A dead Envoy takes what it was serving with it, and what comes until its successor listens.
+ENVOY_AWAY_S = 1.0
+
+
+async def until(happened: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30.0):
+        while not await happened():
+            await asyncio.sleep(0.02)
+
+
+async def decides(serve: Serve) -> bool:
+    with contextlib.suppress(OSError):  # its admin page is away as well
+        return await serve.decisions() > 0
+    return False
+
+
+async def stopped_for(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.long_form
+async def test_the_scheduler_dies(site: Serve, judged: Judge) -> None:
+    async def happens() -> None:
+        for _ in range(3):
+            os.kill(site.scheduler_pid(), signal.SIGKILL)
+            await asyncio.sleep(LASTS_S / 3)
+        await until(lambda: decides(site))
+
+    judged(await trial("scheduler: SIGKILL, three times", site, happens))
+
+
+@pytest.mark.long_form
+async def test_the_scheduler_hangs(site: Serve, judged: Judge) -> None:
+    async def happens() -> None:
+        await stopped_for(site.scheduler_pid(), LASTS_S)
+
+    # Until Envoy's health check has noticed, each request waits for its answer as long as Envoy is told to.
+    judged(await trial("scheduler: SIGSTOP", site, happens, Bounds(p99_ms=1000.0)))
+
+
+@pytest.mark.long_form
+async def test_the_gateway_dies(site: Serve, judged: Judge) -> None:
+    async def happens() -> None:
+        first = site.envoy_pid()
+        os.kill(first, signal.SIGKILL)
+
+        async def another() -> bool:
+            return site.envoy_pid() not in (0, first)
+
+        await until(another)
+        await asyncio.sleep(LASTS_S)
+
+    away = int(ENVOY_AWAY_S * RATE)
+    bounds = Bounds(failed=away, cut=away, polite_failed=away // 10, p99_times=None)
+    judged(await trial("Envoy: SIGKILL", site, happens, bounds))
+
+
+async def test_the_gateway_hangs(site: Serve, judged: Judge) -> None:
+    async def happens() -> None:
+        await stopped_for(site.envoy_pid(), 1.0)
+        await asyncio.sleep(LASTS_S)
+
+    judged(await trial("Envoy: SIGSTOP of 1 s", site, happens, Bounds(p99_ms=1500.0)))
+
+
+async def test_a_model_server_dies(site: Serve, servers: list[ModelServer], judged: Judge) -> None:
+    async def happens() -> None:
+        servers[0].end(gently=False)
+        await asyncio.sleep(LASTS_S)
+        await asyncio.to_thread(servers[0].again)
+
+    # What it was streaming is lost with it: a quarter of what runs, for half a second each.
+    judged(await trial("model server: SIGKILL", site, happens, Bounds(cut=int(RATE / 4))))
+
+
+@pytest.mark.long_form
+async def test_a_model_server_hangs(site: Serve, servers: list[ModelServer], judged: Judge) -> None:
+    async def happens() -> None:
+        await stopped_for(servers[1].pid, LASTS_S)
+
+    # What has begun to stream there waits for it; what has not is answered elsewhere.
+    judged(await trial("model server: SIGSTOP", site, happens, Bounds(p99_ms=LASTS_S * 1000 + 1000)))
