@@ -2,7 +2,8 @@
 
 `kappa` is the geometric mean of observed / forecast at an endpoint, and takes up what the model (`core.cost`) leaves
 out. The error band comes from the quantiles of observed / forecast among forecasts of the same kind (idle or queued,
-with or without a cached beginning): no distribution is assumed, so it holds what it says.
+with or without a cached beginning): no distribution is assumed, so it holds what it says. A kind that was never judged
+has the band of all.
 
 Rules
 * A forecast is stored with its lease, before the request is charged, and judged by the first token of that lease.
@@ -15,6 +16,7 @@ from math import exp, log
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, LEAST_USAGE, PRIOR, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
@@ -79,7 +81,8 @@ class Predictor:
         self.ready: FloatColumn = np.zeros((READY, 0))
         self.rows: list[FloatColumn] = []
         self.slots: list[tuple[float, ...]] = []
-        self._bands = [Band() for _ in range(2 * KINDS)]
+        self._all = Band()
+        self._bands = [self._all] * (2 * KINDS)
         self._stretches: list[_Stretch | None] = []
         self._computed_ms: list[float] = []
 
@@ -137,9 +140,9 @@ class Predictor:
             kind += KINDS
         band, expected = self._bands[kind], ttft * kappa
         return Forecast(
-            expected * exp(band.middle.value),
-            expected * exp(band.low.value),
-            expected * exp(band.high.value),
+            expected * exp(band.middle),
+            expected * exp(band.low),
+            expected * exp(band.high),
             next_step * float(self.tpot_kappa[slot]),
             ttft,
             next_step,
@@ -162,9 +165,12 @@ class Predictor:
             return
         band = self._bands[forecast.kind]
         kappa = float(self.kappa[slot])
+        if band is self._all:
+            band = self._bands[forecast.kind] = replace(band, seen=0)
         off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
-        bounded = min(max(off - band.middle.value, -0.3), 0.3)
+        bounded = min(max(off - band.middle, -0.3), 0.3)
         band.add(off)
+        self._all.add(off)
         low, high = KAPPA
         self._table.stale.add(slot)
         self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)

@@ -1,5 +1,6 @@
 """The predictor: the column form and the form for one slot agree, bands hold what they say, nothing drifts."""
 
+from math import log
 from random import Random
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from fairlead.core.cost import LEAST_USAGE, PRIOR, cost
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
-from fairlead.core.rates import Band, Quantile
+from fairlead.core.rates import Band
 from fairlead.core.records import Forecast
 from fairlead.core.request import PrefixChain, Request
 from fairlead.testing.builders import lease_of
@@ -191,21 +192,47 @@ def test_answers_push_prompts_out_of_the_believed_cache() -> None:
     fleet.prefix.validate()
 
 
-def test_quantiles_follow_a_stream_that_drifts() -> None:
+def test_a_band_follows_a_stream_that_drifts() -> None:
     rng = Random(2)
-    quantile = Quantile(0.9, 0.0)
+    band = Band()
     for shift in (0.0, 1.0):
         for _ in range(2000):
-            quantile.add(shift + rng.gauss(0.0, 0.3))
-        above = sum(shift + rng.gauss(0.0, 0.3) > quantile.value for _ in range(2000)) / 2000
-        assert 0.04 < above < 0.18
+            band.add(shift + rng.gauss(0.0, 0.3))
+        inside = sum(band.low <= shift + rng.gauss(0.0, 0.3) <= band.high for _ in range(2000)) / 2000
+        assert 0.84 < inside < 0.96
+
+
+def test_the_first_misses_of_a_band_move_it_far() -> None:
+    band = Band()
+    for _ in range(3):
+        band.add(log(4.0))
+    assert band.high > log(4.0)
+    calm = Band(seen=1000)
+    for _ in range(3):
+        calm.add(log(4.0))
+    assert calm.high < log(2.5)
 
 
 def test_quantiles_between_those_that_are_tracked() -> None:
     band = Band()
-    assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([band.low.value, 0.0, band.high.value])
-    assert band.at(0.275) == pytest.approx(band.low.value / 2)
-    assert band.at(0.725) == pytest.approx(band.high.value / 2)
+    assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([band.low, 0.0, band.high])
+    assert band.at(0.275) == pytest.approx(band.low / 2)
+    assert band.at(0.725) == pytest.approx(band.high / 2)
+
+
+def test_a_kind_of_forecast_that_was_never_judged_has_the_band_of_all() -> None:
+    fleet = pool(1)
+    cold, new = forecast(fleet, 0, 900.0, 900.0, 0.0), forecast(fleet, 0, 900.0, 300.0, 0.0)
+    for _ in range(20):
+        fleet.predictor.judge(0, cold, 6.0 * cold.model_ttft_ms)
+    first = forecast(fleet, 0, 900.0, 300.0, 0.0)
+    assert first.kind == new.kind != cold.kind
+    assert first.high_ms > 5.0 * first.model_ttft_ms > new.high_ms
+    for _ in range(60):
+        fleet.predictor.judge(0, first, first.model_ttft_ms)
+    assert forecast(fleet, 0, 900.0, 300.0, 0.0).ttft_ms < 0.7 * forecast(fleet, 0, 900.0, 900.0, 0.0).ttft_ms * (
+        first.model_ttft_ms / cold.model_ttft_ms
+    )
 
 
 @pytest.mark.parametrize("queued_ms", [0.0, 5000.0])
