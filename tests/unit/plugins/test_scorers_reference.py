@@ -83,8 +83,8 @@ def test_lora_affinity_has_four_tiers() -> None:
 def test_cold_prompts_go_round_by_least_recent_use() -> None:
     scorer = NoHitLru(NoHitLruParams())
     pool = fleet("e0", "e1", "e2")
-    assert scores(scorer, pool) == [1.0, 1.0, 1.0]
-    for slot, expected in ((1, [1.0, 0.0, 1.0]), (0, [0.0, 0.5, 1.0]), (2, [0.5, 1.0, 0.0])):
+    assert scores(scorer, pool) == [1.0, 0.5, 0.0]
+    for slot, expected in ((1, [1.0, 0.0, 0.5]), (0, [0.0, 0.5, 1.0]), (2, [0.5, 1.0, 0.0])):
         scorer.chosen(request("cold"), slot, pool, cycle())
         assert scores(scorer, pool) == expected
 
@@ -95,7 +95,7 @@ def test_a_known_prompt_is_none_of_its_business() -> None:
     holds(pool, "e0", asked)
     assert scores(scorer, pool, asked) == [0.5, 0.5]
     scorer.chosen(asked, 0, pool, cycle())
-    assert scores(scorer, pool) == [1.0, 1.0], "a warm request is no cold use"
+    assert scores(scorer, pool) == [1.0, 0.0], "a warm request is no cold use"
 
 
 def test_what_is_remembered_is_bounded_and_departed_endpoints_do_not_count() -> None:

@@ -83,11 +83,10 @@ class NoHitLruParams(Params):
 
 
 class NoHitLru:
-    """Cold prompt: 1 for endpoints that never got one, then falling to 0 for the one that got one last. Else 0.5 for
-    all.
+    """Cold prompt: falls from 1 to 0 in the order of the pool for endpoints that never got one, then for the others,
+    the one that got one last at the end. Else 0.5 for all.
 
-    Source: the reference picker's no-hit-lru-scorer. There the never used are ranked among themselves as well, by
-    their position in a list; here they are equal and the picker draws.
+    Source: the reference picker's no-hit-lru-scorer.
     """
 
     type = "no-hit-lru"
@@ -106,11 +105,10 @@ class NoHitLru:
             return np.full(len(ids), 0.5)
         candidates = cycle.get(CANDIDATES)
         slots = {name: slot for slot, name in enumerate(ids) if name and (candidates is None or candidates[slot])}
-        used = [slots[name] for name in self._used if name in slots]
+        unused = [slot for name, slot in slots.items() if name not in self._used]
         score = np.ones(len(ids))
-        unused = len(slots) - len(used)
-        for rank, slot in enumerate(used, start=unused):
-            score[slot] = 1.0 - rank / (len(slots) - 1) if len(slots) > 1 else 1.0
+        for rank, slot in enumerate(unused + [slots[name] for name in self._used if name in slots]):
+            score[slot] = 1.0 - rank / max(len(slots) - 1, 1)
         return score
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
