@@ -93,6 +93,7 @@ class Live:
             await self._start(stack, loop)
             settle_memory()
             self._set_ready("start", "")
+            _log_notes(self.config)
             if self._gateway:
                 waiting = asyncio.create_task(self._wait_for_gateway(gateway_admin(self._gateway)))
                 stack.callback(waiting.cancel)
@@ -170,6 +171,7 @@ class Live:
         if changes.endpoints and self._listed is not None:
             self._listed.apply(Listing(config.endpoints.static))
         log.info("the configuration changed", file=config.source, applied=" ".join(changes.paths))
+        _log_notes(config)
 
     def _adopt(self, instruction: AdoptConfiguration) -> None:
         self.config = config = instruction.document
@@ -317,6 +319,12 @@ class Live:
         if config.gateway.mode == "embedded":
             places["gateway"] = f"http://{join(config.gateway.host, config.gateway.port)}/"
         return places
+
+
+def _log_notes(config: Config) -> None:
+    """What `fairlead validate` says of a file that can be used."""
+    for note in config.notes:
+        log.warning("a note on the configuration", file=config.source, note=str(note))
 
 
 def _unusable(problems: list[str]) -> None:
