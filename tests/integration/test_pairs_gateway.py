@@ -6,8 +6,10 @@ import sys
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
 
@@ -19,6 +21,7 @@ from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.headers import PREFILLER
+from fairlead.server.observe.log import setup
 
 pytestmark = pytest.mark.envoy
 
@@ -54,8 +57,16 @@ class Server:
             writer.close()
 
 
-async def test_the_decoder_is_told_the_prefill_server_and_nothing_that_a_client_says(tmp_path: Path) -> None:
+NATIVE = {"policy": {"type": "prefill-decode", "parameters": {"always": True}}}
+REFERENCE = yaml.safe_load((Path(__file__).parents[1] / "data" / "epp-configs" / "pd-epp-config.yaml").read_text())
+
+
+@pytest.mark.parametrize("policy", [NATIVE, REFERENCE], ids=["native", "reference"])
+async def test_the_decoder_is_told_the_prefill_server_and_nothing_that_a_client_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: dict[str, Any]
+) -> None:
     require_envoy()
+    setup("info")
     async with AsyncExitStack() as stack:
         prefill, decode = Server(), Server()
         roles = {await prefill.start(stack): "prefill", await decode.start(stack): "decode"}
@@ -63,8 +74,8 @@ async def test_the_decoder_is_told_the_prefill_server_and_nothing_that_a_client_
             {"name": role, "address": "127.0.0.1", "port": int(address[10:]), "labels": {ROLE_LABEL: role}}
             for address, role in roles.items()
         ]
-        policy = {"type": "prefill-decode", "parameters": {"always": True}}
-        live, _ = await stack.enter_async_context(running({"endpoints": endpoints, "policy": policy}, tmp_path))
+        live, _ = await stack.enter_async_context(running({"endpoints": endpoints, **policy}, tmp_path))
+        assert ("is split where 'prefix-based-pd-decider' says so" in capsys.readouterr().err) == (policy is REFERENCE)
         (port,) = free_ports(1)
         gateway = Envoy(tmp_path, f"envoy-{port}")
         stack.callback(gateway.end)

@@ -157,8 +157,12 @@ def _attribute_scorer(params: ref.AttributeScorer, around: Around) -> list[Use]:
     return [Use("scorer", "metric", MetricParams(metric=params.attribute_key, better=better, range=ends))]
 
 
+def _highest(params: ref.Picker, around: Around) -> list[Use]:
+    return [Use("picker", "max-score", MaxScoreParams(near_tie=0.0))]
+
+
 def _more_endpoints(params: ref.Picker) -> str:
-    if params.max_num_of_endpoints == 1:
+    if params.max_num_of_endpoints <= 1:
         return ""
     return "one endpoint is named per request; when it fails, the gateway's own retry policy decides"
 
@@ -172,10 +176,6 @@ def _session_note(params: ref.SessionAffinity) -> str:
 
 
 _PREDICTED = "no prediction service is asked: the latency model in this process predicts, and learns as it runs"
-_PD = (
-    "prefill/decode pairs are not formed: every request goes whole to an endpoint of the decode profile, which "
-    "prefills itself"
-)
 _LEVELS = "host, rack and zone are not known here; pin pods with label-selector-filter"
 
 FILTERS: Table = {
@@ -262,26 +262,28 @@ SCORERS: Table = {
 }
 
 PICKERS: Table = {
-    "max-score-picker": _same("picker", "max-score", MaxScoreParams, ref.Picker, note=_more_endpoints),
+    "max-score-picker": Entry("profile", "max-score", ref.Picker, use=_highest, note=_more_endpoints),
     "random-picker": _same("picker", "random", params=ref.Picker, note=_more_endpoints),
     "weighted-random-picker": _same("picker", "weighted-random", params=ref.Picker, note=_more_endpoints),
 }
 
 HANDLERS: Table = {
     "single-profile-handler": Entry("handler", "the one profile"),
-    "disagg-profile-handler": Entry("handler", "the decode profile", ref.DisaggHandler, note=_PD),
-    "pd-profile-handler": Entry("handler", "the decode profile", ref.PdHandler, status="deprecated", note=_PD),
+    "disagg-profile-handler": Entry("handler", "policy prefill-decode", ref.DisaggHandler),
+    "pd-profile-handler": Entry("handler", "policy prefill-decode", ref.PdHandler, status="deprecated"),
     "data-parallel-profile-handler": Entry(
         "handler",
         params=ref.DataParallelHandler,
         refused="list every rank as an endpoint of its own (address:port); the gateway then dials it directly",
     ),
     "header-profile-handler": _refused("handler", "give every profile a scheduler of its own, or use one profile"),
-    "disagg-headers-handler": Entry("control", "built in", status="deprecated", note=_PD),
-    "prefill-header-handler": Entry("control", "built in", status="deprecated", note=_PD),
-    "always-disagg-pd-decider": Entry("decider", "accepted", note=_PD),
-    "always-disagg-multimodal-decider": Entry("decider", "accepted", note=_PD),
-    "prefix-based-pd-decider": Entry("decider", "accepted", ref.PrefixDecider, note=_PD),
+    "disagg-headers-handler": Entry("control", "built in", status="deprecated"),
+    "prefill-header-handler": Entry("control", "built in", status="deprecated"),
+    "always-disagg-pd-decider": Entry("decider", "always"),
+    "always-disagg-multimodal-decider": Entry(
+        "decider", "accepted", note="encoding is not handed to endpoints of its own: who decodes encodes itself"
+    ),
+    "prefix-based-pd-decider": Entry("decider", "always, nonCachedTokens, promptTokens", ref.PrefixDecider),
 }
 
 

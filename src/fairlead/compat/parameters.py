@@ -42,6 +42,7 @@ class Threshold(Section):
 
 
 class AttributeFilterAlgorithm(Section):
+    type: Literal["threshold"]
     threshold: Threshold
 
 
@@ -126,7 +127,7 @@ class MmScorer(Section):
 
 
 class Picker(Section):
-    max_num_of_endpoints: int = Field(default=1, ge=1)
+    max_num_of_endpoints: int = Field(default=1, description="0 and less count as 1.")
 
 
 class DisaggHandler(Section):

@@ -7,9 +7,9 @@ from msgspec import Struct
 
 from fairlead.compat.catalogue import CATALOGUE, Around, Entry, Settings, Use
 from fairlead.compat.document import Plugin, SchedulingProfile, WeightedRef
-from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix
+from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix, PrefixDecider
 from fairlead.config.builtins import METHODS, SELECTION, Kind
-from fairlead.config.check import plain, read
+from fairlead.config.check import any_case, fields, plain, read
 from fairlead.config.problems import Place, Report, describe, shorten
 from fairlead.config.registry import RegisteredPlugin, Registry
 from fairlead.config.schema import PluginSpec, PolicySpec
@@ -18,6 +18,31 @@ from fairlead.core.errors import PluginError
 #: The reference hashes blocks of at least so many tokens, whatever is configured.
 LEAST_BLOCK = 64
 PROFILE_KINDS: tuple[Kind, ...] = ("filter", "scorer", "picker")
+#: The reference makes these by their type where something refers to them and nothing declares them.
+MADE = (
+    *(name for name, entry in CATALOGUE.items() if entry.role == "parser"),
+    "utilization-detector",
+    "fcfs-ordering-policy",
+    "global-strict-fairness-policy",
+    "static-usage-limit-policy",
+    "metrics-data-source",
+    "core-metrics-extractor",
+)
+#: Parameters that prefix-cache-scorer had in former versions of the reference, and where they went.
+_MOVED = "this is now {} of an approx-prefix-cache-producer; declare one under plugins"
+MOVED = {
+    **dict.fromkeys(("blockSize", "hashBlockSize"), _MOVED.format("blockSizeTokens (tokens, not characters)")),
+    **{name: _MOVED.format(name) for name in fields(ApproxPrefix)},
+}
+PAIRS = (
+    "prefill/decode: both endpoints of a request are chosen by what they cost it, not by the scorers of the profiles; "
+    "it is split where '{}' says so"
+)
+NO_PAIRS = "prefill/decode pairs are not formed: every request goes whole to an endpoint of the decode profile, "
+NO_DECIDER = NO_PAIRS + "since no decider of deciders.prefill splits any"
+QUEUED = (
+    NO_PAIRS + "since requests that wait under flowControl cannot be split; leave the feature gate out to split them"
+)
 _PRODUCER_REFS = ("prefixMatchInfoProducerName", "inFlightLoadProducerName", "producerName")
 
 
@@ -66,14 +91,17 @@ class Instances:
             if instance.entry is not None and instance.entry.use is not None:
                 self._translate(instance, block)
 
-    def ref(self, name: str, place: Place, role: str) -> Instance | None:
-        """The plugin of that name. Reports when there is none, or when it is of another kind than wanted."""
+    def ref(self, name: str, place: Place, role: str = "") -> Instance | None:
+        """The plugin of that name. Reports when there is none, or when it is of another kind than wanted (empty = of
+        any)."""
+        if name in MADE and name not in self.by_name and name not in self._broken:
+            self._declare({"type": name}, place)
         instance = self.by_name.get(name)
         if instance is None:
             if name not in self._broken:
                 self._report.unknown(place, "plugin", name, self.by_name, self._declare_hint(name))
             return None
-        if not instance.fits(role):
+        if role and not instance.fits(role):
             self._report.add(
                 place, f"'{shorten(name)}' ({instance.type}) cannot stand here", f"it is a {instance.role} plugin"
             )
@@ -112,7 +140,9 @@ class Instances:
             self._report.add((*place, "type"), f"'{plugin.type}' has no counterpart here", entry.refused)
             return None
         parameters_place = (*place, "parameters")
-        parameters = read(entry.params, plugin.parameters, parameters_place, self._report)
+        given = any_case(entry.params, plugin.parameters)
+        hints = MOVED if plugin.type == "prefix-cache-scorer" else {}
+        parameters = read(entry.params, given, parameters_place, self._report, hints=hints)
         if parameters is None:
             return None
         refusal = entry.refusal(parameters)
@@ -184,7 +214,10 @@ class Profiles:
         instances: Instances,
         report: Report,
         registry: Registry,
+        queues: bool,
     ) -> None:
+        """`queues`: requests may wait."""
+        self._queues = queues
         self._profiles = profiles
         self._any_given = any_given
         self._instances = instances
@@ -196,22 +229,17 @@ class Profiles:
             refs = [(instance, None, instance.place) for instance in self._instances.by_name.values() if instance.uses]
             return self._spec("default", refs, ("plugins",))
         built = {profile.name: self._profile(i, profile) for i, profile in self._profiles}
-        primary = self._primary([profile.name for _, profile in self._profiles])
-        return built.get(primary)
-
-    def _primary(self, names: list[str]) -> str:
-        """The profile whose pick is the destination."""
+        names = [profile.name for _, profile in self._profiles]
         handlers = [instance for instance in self._instances.by_name.values() if instance.role == "handler"]
         for extra in handlers[1:]:
             self._report.add(extra.place, "there is a profile handler already", f"'{handlers[0].name}'")
-        handler = handlers[0] if handlers else None
-        if handler is not None and isinstance(handler.parameters, (DisaggHandler, PdHandler)):
-            return self._disaggregated(handler, names)
+        if handlers and isinstance(handlers[0].parameters, (DisaggHandler, PdHandler)):
+            return self._split(handlers[0], built.get(self._disaggregated(handlers[0], names)))
         if len(names) > 1:
             problem = f"{len(names)} profiles, and nothing that chooses among them"
             hint = "add a disagg-profile-handler, or leave one profile"
             self._report.add(("schedulingProfiles",), problem, hint)
-        return names[0] if names else ""
+        return built.get(names[0]) if names else None
 
     def _disaggregated(self, handler: Instance, names: list[str]) -> str:
         parameters_place = (*handler.place, "parameters")
@@ -243,16 +271,45 @@ class Profiles:
         plugins_place: Place = ("schedulingProfiles", index, "plugins")
         for i, entry in enumerate(profile.plugins or ()):
             place = (*plugins_place, i)
-            instance = self._instances.ref(entry.plugin_ref, (*place, "pluginRef"), "profile")
-            if instance is not None:
+            instance = self._instances.ref(entry.plugin_ref, (*place, "pluginRef"))
+            if instance is not None and not instance.fits("profile"):
+                words = f"'{shorten(instance.name)}' is a {instance.role} plugin; a profile has no use for it"
+                self._report.note((*place, "pluginRef"), words)
+            elif instance is not None:
                 refs.append((instance, self._weight(entry, instance, place), place))
         return self._spec(profile.name, refs, plugins_place)
+
+    def _split(self, handler: Instance, spec: PolicySpec | None) -> PolicySpec | None:
+        """The policy that forms pairs, with the filters of the decode profile; that profile where nothing is split."""
+        parameters = handler.parameters
+        name = (
+            parameters.decider_plugin_name
+            if isinstance(parameters, PdHandler)
+            else (parameters.deciders or {}).get("prefill", "")
+        )
+        decider = self._instances.by_name.get(name)
+        given = decider.parameters if decider else None
+        never = decider is None or (isinstance(given, PrefixDecider) and not given.non_cached_tokens)
+        policy = self._registry.find("policy", "prefill-decode")
+        if spec is None or policy is None or self._queues or never:
+            self._report.note(handler.place, QUEUED if self._queues else NO_DECIDER)
+            return spec
+        self._report.note(handler.place, PAIRS.format(shorten(name)))
+        limits = given.model_dump() if isinstance(given, PrefixDecider) else {}
+        plugin = PluginSpec(
+            kind="policy",
+            type=policy.type,
+            name=handler.name,
+            parameters=policy.params(always=True, **limits),
+            path=self._report.path(handler.place),
+            lines=handler.lines,
+            stands_for=handler.type,
+        )
+        return PolicySpec(name=spec.name, filters=spec.filters, plugin=plugin)
 
     def _weight(self, entry: WeightedRef, instance: Instance, place: Place) -> float | None:
         if entry.weight is None:
             return None
-        if entry.weight < 0:
-            self._report.add((*place, "weight"), f"expected a number >= 0, got {entry.weight:g}")
         if not any(use.kind == "scorer" for use in instance.uses):
             self._report.note((*place, "weight"), f"'{shorten(instance.name)}' is no scorer; its weight has no effect")
         return entry.weight
@@ -291,4 +348,4 @@ class Profiles:
     def _default_picker(self) -> PluginSpec:
         picker = self._registry.find("picker", SELECTION["picker"])
         assert picker is not None
-        return PluginSpec(kind="picker", type=picker.type, name=picker.type, parameters=picker.params())
+        return PluginSpec(kind="picker", type=picker.type, name=picker.type, parameters=picker.params(near_tie=0.0))

@@ -304,7 +304,8 @@ class _Translator:
                     ("schedulingProfiles", i, "name"), f"a profile named '{shorten(profile.name)}' is there already"
                 )
             profiles.append((i, profile))
-        return Profiles(profiles, bool(nodes), self._instances, self._report, self._registry).policy()
+        made = Profiles(profiles, bool(nodes), self._instances, self._report, self._registry, self._flow_gate)
+        return made.policy()
 
     def _ref(self, name: str, place: Place, role: str) -> Instance | None:
         return self._instances.ref(name, place, role)

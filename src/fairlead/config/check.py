@@ -98,6 +98,21 @@ def read(
     return None
 
 
+def any_case(kind: Any, node: Any) -> Any:
+    """`node` with the names of a model's fields as the model has them, in whatever case they were written: Go's
+    encoding/json does not distinguish. `kind`: the model, or an annotation that has models in it."""
+    if isinstance(node, list):
+        return [any_case(_kind(kind, (i,)), value) for i, value in enumerate(node)]
+    if not (isinstance(node, dict) and isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return node
+    names = {name.casefold(): name for name in fields(kind)}
+    renamed: dict[Any, Any] = {}
+    for key, value in node.items():
+        name = names.get(str(key).casefold(), key)
+        renamed[key if name in node else name] = any_case(_kind(kind, (str(name),)), value)
+    return renamed
+
+
 def _steps(node: Any, loc: tuple[str | int, ...]) -> Place:
     """The part of an error's location that stands in the file. The rest names members of unions, or what is missing."""
     steps: list[str | int] = []

@@ -35,7 +35,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "priority-holdback-policy": {"minCeiling": 0.5},
     "endpoint-attribute-filter": {
         "attribute": "waiting",
-        "algorithm": {"threshold": {"operator": "LessThan", "value": 3}},
+        "algorithm": {"type": "threshold", "threshold": {"operator": "LessThan", "value": 3}},
     },
     "endpoint-attribute-scorer": {"attributeKey": "kvUsage", "algorithm": {"type": "linear_higher_is_better"}},
 }

@@ -1,6 +1,7 @@
 """Configurations of the reference picker: which plugins of ours they become."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -8,6 +9,8 @@ from fairlead.cli.main import main
 from fairlead.compat.load import load
 from fairlead.config.registry import build_hasher, build_policy
 from fairlead.config.schema import Config
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Context, Picked
 from fairlead.core.profile import Profile
 from fairlead.plugins.scorers.metric import MetricParams
 from fairlead.testing import assert_routed, endpoint, fleet, holds, request
@@ -29,7 +32,6 @@ EXPECTED: dict[str, tuple[list[str], list[tuple[str, float]], str]] = {
     "performance-profile.yaml": (
         [], [("queue", 2), ("kv-utilization", 2), ("prefix-aware", 3), ("no-hit-lru", 2)], "max-score",
     ),
-    "pd-epp-config.yaml": (["role"], [("prefix-aware", 2), ("queue", 1)], "max-score"),
     "random-only.yaml": ([], [], "random"),
     "sim-epp-kvcache-config.yaml": (["role"], [("prefix-aware", 10)], "max-score"),
     "sticky-until-saturated.yaml": (["prefix-affinity"], [("inflight-tokens", 2), ("metric", 1)], "max-score"),
@@ -41,10 +43,10 @@ def read(text: str, need_endpoints: bool = False) -> Config:
 
 
 def test_every_sample_is_expected() -> None:
-    assert {*FILES} == {*EXPECTED}
+    assert {*FILES} == {*EXPECTED, "pd-epp-config.yaml"}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_samples_become_the_plugins_that_mean_the_same(name: str) -> None:
     config = load(FOLDER / name, need_endpoints=False)
     filters, scorers, picker = EXPECTED[name]
@@ -138,14 +140,101 @@ def test_a_weighted_match_length_is_another_scorer() -> None:
     assert policy.scorers[0].parameters.match_length_weight == 0.4
 
 
-def test_disaggregation_takes_the_decode_profile_and_says_so() -> None:
-    config = load(FOLDER / "pd-epp-config.yaml", need_endpoints=False)
-    assert config.policy.name == "decode"
-    assert any("prefill/decode pairs are not formed" in note.message for note in config.notes)
-    pool = fleet(
+def roles() -> Fleet:
+    return fleet(
         endpoint("e0", labels={"llm-d.ai/role": "prefill"}), endpoint("e1", labels={"llm-d.ai/role": "decode"})
     )
-    assert_routed(build_policy(config), request("hello"), pool, "e1")
+
+
+def prefiller(config: Config, prompt: str, pool: Fleet) -> int:
+    answer = build_policy(config).choose(request(prompt), pool, Context(0.0, Random(0)))
+    assert isinstance(answer, Picked) and answer.slot == 1
+    return answer.prefill_slot
+
+
+def test_disaggregation_forms_pairs_where_the_decider_says_so() -> None:
+    config = load(FOLDER / "pd-epp-config.yaml", need_endpoints=False)
+    assert config.policy.name == "decode"
+    assert any("it is split where 'prefix-based-pd-decider' says so" in note.message for note in config.notes)
+    assert prefiller(config, "hello", roles()) == -1, "fewer than 16 tokens"
+    assert prefiller(config, "hello " * 400, roles()) == 0
+    known = "x" * 2560
+    cached = roles()
+    holds(cached, "e1", request(known))
+    assert prefiller(config, known, cached) == -1, "fewer than 16 tokens are not cached where it is decoded"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "split"),
+    [
+        ("nonCachedTokens: 16", True),
+        ("NONCACHEDTOKENS: 16, promptTokens: 500", True),
+        ("nonCachedTokens: 16, promptTokens: 700", False),
+        ("nonCachedTokens: 0", False),
+    ],
+)
+def test_the_thresholds_of_a_decider_count(parameters: str, split: bool) -> None:
+    config = read(
+        f"{HEAD}plugins:\n- type: pd-profile-handler\n  parameters: {{deciderPluginName: d}}\n"
+        f"- {{name: d, type: prefix-based-pd-decider, parameters: {{{parameters}}}}}\n"
+        "- type: decode-filter\nschedulingProfiles: [{name: decode, plugins: [{pluginRef: decode-filter}]}]"
+    )
+    assert prefiller(config, "hello " * 400, roles()) == (0 if split else -1)
+
+
+def test_requests_that_may_wait_are_not_split() -> None:
+    text = (FOLDER / "pd-epp-config.yaml").read_text() + "featureGates: [flowControl]\n"
+    config = read(text)
+    assert any("cannot be split" in note.message for note in config.notes)
+    assert prefiller(config, "hello " * 400, roles()) == -1
+
+
+def test_a_profile_may_list_what_it_has_no_use_for() -> None:
+    config = read(
+        f"{HEAD}plugins: [{{type: queue-scorer}}, {{type: predicted-latency-producer}}, {{type: openai-parser}}]\n"
+        "schedulingProfiles:\n- name: a\n  plugins:\n  - pluginRef: predicted-latency-producer\n"
+        "  - pluginRef: openai-parser\n  - pluginRef: queue-scorer\n    weight: -2\n"
+    )
+    assert [(spec.type, spec.weight) for spec in config.policy.scorers] == [("queue", -2.0)]
+    ignored = [note.path for note in config.notes if "a profile has no use for it" in note.message]
+    assert ignored == [f"$.schedulingProfiles[0].plugins[{i}].pluginRef" for i in (0, 1)]
+
+
+def test_a_negative_weight_prefers_the_lowest_score() -> None:
+    profile = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer, weight: -1}]}]"
+    policy = build_policy(read(f"{HEAD}plugins: [{{type: queue-scorer}}]\n{profile}"))
+    assert_routed(policy, request("hi"), fleet("e0", "e1", samples={"e1": {"waiting": 9}}), "e1")
+
+
+def test_defaults_need_no_declaration() -> None:
+    config = read(
+        f"{HEAD}featureGates: [flowControl]\n"
+        "flowControl:\n  saturationDetector: {pluginRef: utilization-detector}\n"
+        "  defaultPriorityBand: {orderingPolicyRef: fcfs-ordering-policy}\n"
+        "requestHandler: {parsers: [{pluginRef: openai-parser}, {pluginRef: anthropic-parser}, "
+        "{pluginRef: vertexai-parser}]}\n"
+        "dataLayer: {sources: [{pluginRef: metrics-data-source, extractors: [{pluginRef: core-metrics-extractor}]}]}"
+    )
+    assert config.flow_control is not None and config.flow_control.saturation is not None
+    assert config.flow_control.saturation.type == "utilization-detector"
+
+
+def test_names_of_parameters_count_in_any_case() -> None:
+    config = read(
+        f"{HEAD}plugins:\n- type: endpoint-attribute-scorer\n"
+        "  parameters: {AttributeKey: kvUsage, Algorithm: {Type: linear_lower_is_better, "
+        "normalization: {FixedRange: {Min: 0, max: 1}}}}"
+    )
+    assert config.policy.scorers[0].parameters == MetricParams(metric="kvUsage", better="low", range=(0.0, 1.0))
+
+
+def test_the_highest_score_is_taken_however_near_the_next_is() -> None:
+    policy = build_policy(load(FOLDER / "optimized-baseline.yaml", need_endpoints=False))
+    pool, warm = fleet(samples={"e0": {"kv_usage": 0.101}, "e1": {"kv_usage": 0.1}}), request("hello " * 400)
+    for name in ("e0", "e1", "e2"):
+        holds(pool, name, warm)
+    pool.down("e2")
+    assert_routed(policy, warm, pool, "e1")
 
 
 def test_a_translated_configuration_routes_as_the_reference_would() -> None:

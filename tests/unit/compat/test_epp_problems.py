@@ -36,14 +36,19 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
         [("$.schedulingProfiles[0].plugins[0].pluginRef", 4, "unknown plugin 'queue-scorr'", "'queue-scorer'")],
     ),
     (
-        "plugins: [{type: inflight-load-producer}]\n"
-        "schedulingProfiles: [{name: a, plugins: [{pluginRef: inflight-load-producer}]}]",
-        [("$.schedulingProfiles[0].plugins[0].pluginRef", 4, "cannot stand here", "a producer plugin")],
+        "plugins: [{type: queue-scorer}]\nrequestHandler: {parsers: [{pluginRef: queue-scorer}]}",
+        [("$.requestHandler.parsers[0].pluginRef", 4, "cannot stand here", "a profile plugin")],
     ),
     (
-        "plugins: [{type: queue-scorer}]\n"
-        "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer, weight: -1}]}]",
-        [("$.schedulingProfiles[0].plugins[0].weight", 4, ">= 0, got -1", "")],
+        "plugins: [{type: prefix-cache-scorer, parameters: {hashBlockSize: 64, lruCapacityPerServer: 9}}]",
+        [
+            ("$.plugins[0].parameters.hashBlockSize", 3, "unknown field", "blockSizeTokens (tokens, not characters)"),
+            ("$.plugins[0].parameters.lruCapacityPerServer", 3, "unknown field", "approx-prefix-cache-producer"),
+        ],
+    ),
+    (
+        "plugins: [{type: load-aware-scorer, parameters: {TRESHOLD: 1}}]",
+        [("$.plugins[0].parameters.TRESHOLD", 3, "unknown field 'TRESHOLD'", "'threshold'")],
     ),
     (
         "plugins: [{type: max-score-picker}, {type: random-picker}]\nschedulingProfiles:\n"
@@ -106,7 +111,7 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     ("dataLayer: {discovery: {}}", [("$.dataLayer.discovery", 3, "'pluginRef' is missing", "")]),
     ("dataLayer: {peerDiscovery: {pluginRef: x}}", [("$.dataLayer.peerDiscovery", 3, "not shared", "leave it out")]),
     (
-        "flowControl: {saturationDetector: {pluginRef: utilization-detector}}",
+        "flowControl: {saturationDetector: {pluginRef: concurrency-detector}}",
         [("$.flowControl.saturationDetector.pluginRef", 3, "unknown plugin", "declare it")],
     ),
     ("flowControl: {maxByte: 1}", [("$.flowControl.maxByte", 3, "unknown field", "'maxBytes'")]),

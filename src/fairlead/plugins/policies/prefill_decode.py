@@ -45,7 +45,13 @@ class PrefillDecodeParams(CostModelParams):
     )
     transfer_ms_per_1k_tokens: Millis = 10.0
     margin: float = Field(default=0.05, ge=0, lt=1, description="Share of the cost that a pair must save.")
-    always: bool = Field(default=False, description="Take the best pair whatever it gains. For comparisons.")
+    always: bool = Field(
+        default=False, description="Take the best pair whatever it gains, where the next two allow it."
+    )
+    non_cached_tokens: int = Field(
+        default=0, ge=0, description="Only prompts that lack as many tokens at the decoding endpoint are split."
+    )
+    prompt_tokens: int = Field(default=0, ge=0, description="Only prompts that are as long are split.")
 
 
 class PrefillDecode:
@@ -86,7 +92,7 @@ class PrefillDecode:
         alone, prefill, decode = (
             policy.choose(request, fleet, traced) for policy in (self._alone, self._prefill, self._decode)
         )
-        if isinstance(prefill, Picked) and isinstance(decode, Picked) and prefill.slot != decode.slot:
+        if isinstance(prefill, Picked) and isinstance(decode, Picked) and self._may_split(request, prefill, decode):
             pair = _cost(prefill) + self._params.transfer_ms + _cost(decode)
             if self._params.always or pair < (1.0 - self._params.margin) * _cost(alone):
                 decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
@@ -96,6 +102,12 @@ class PrefillDecode:
         if not context.trace:
             alone.trace = None
         return alone
+
+    def _may_split(self, request: Request, prefill: Picked, decode: Picked) -> bool:
+        tokens, params = request.prompt_tokens, self._params
+        lacking = tokens * (1.0 - decode.hit_share)
+        long = tokens >= params.prompt_tokens and lacking >= params.non_cached_tokens
+        return long and prefill.slot != decode.slot
 
 
 class PrefillPart(CostModel):
