@@ -1,7 +1,8 @@
 """An InferencePool and its pods → endpoints that come, change and go.
 
 Rules (the reference picker's datastore; Kubernetes' own for readiness)
-* A pod counts while its condition `Ready` is True and it is not being deleted. Readiness gates are part of `Ready`.
+* A pod counts while its condition `Ready` is True, it has not ended and is not being deleted. A node that dies leaves
+  pods `Failed` that are `Ready` still. Readiness gates are part of `Ready`.
 * Each of the pool's target ports is one endpoint, `<namespace>/<pod>-rank-<index>`; the annotation
   `llm-d.ai/active-ports` leaves out the ports that it does not list. One that cannot be read counts as absent.
 * Labels of the pod are the endpoint's labels; older names of ours are known under the current ones too.
@@ -38,6 +39,7 @@ class _Condition(Struct, frozen=True, gc=False):
 
 
 class _Status(Struct, frozen=True, rename={"pod_ip": "podIP"}):
+    phase: str = ""
     pod_ip: str = ""
     conditions: list[_Condition] | None = None
 
@@ -48,6 +50,10 @@ class _Pod(Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Pod)
+
+
+#: Phases of a pod whose containers have all ended.
+_OVER = ("Failed", "Succeeded")
 
 
 class Pod(Struct, frozen=True):
@@ -71,7 +77,8 @@ def read_pod(text: bytes | Raw) -> Pod:
     if not meta.name:
         raise Unreadable("metadata.name is missing")
     ready = any(condition.type == "Ready" and condition.status == "True" for condition in status.conditions or ())
-    if not ready or meta.deletion_timestamp is not None or not _is_address(status.pod_ip):
+    over = status.phase in _OVER or meta.deletion_timestamp is not None
+    if not ready or over or not _is_address(status.pod_ip):
         return Pod(meta.namespace, meta.name, meta.uid, False)
     labels = dict(list((meta.labels or {}).items())[:MAX_LABELS])
     for old, new in _RENAMED.items():

@@ -54,6 +54,9 @@ async def test_each_port_of_each_ready_pod_is_an_endpoint(
     kube.put("v1", "pods", pod("b", "fd00::1"))
     kube.put("v1", "pods", pod("c", "10.0.0.3", ready=False))
     kube.put("v1", "pods", pod("d", "10.0.0.4", deletionTimestamp="2026-01-01T00:00:00Z"))
+    for phase in ("Failed", "Succeeded"):
+        over = pod(phase.lower(), "10.0.0.6")
+        kube.put("v1", "pods", {**over, "status": {**over["status"], "phase": phase}})
     kube.put("v1", "pods", pod("e", "10.0.0.5", annotations={"llm-d.ai/active-ports": "8001"}))
     kube.put("v1", "pods", {**pod("other"), "metadata": {"name": "other", "labels": {"app": "web"}}})
     tasks(followed.pods.run())
