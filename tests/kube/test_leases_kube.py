@@ -39,7 +39,12 @@ def processes() -> Iterator[list[Child]]:
 
 @asynccontextmanager
 async def two_replicas(
-    cluster: Cluster, namespace: str, tmp_path: Path, processes: list[Child], fail_open: bool = False
+    cluster: Cluster,
+    namespace: str,
+    tmp_path: Path,
+    processes: list[Child],
+    fail_open: bool = False,
+    duration_s: int = DURATION_S,
 ) -> AsyncIterator[World]:
     require_envoy()
     async with AsyncExitStack() as stack:
@@ -50,7 +55,7 @@ async def two_replicas(
         await asyncio.to_thread(cluster.admin.apply, pool(ports=(pods[0].port,)), namespace)
         election = {
             "enabled": True,
-            "leaseDuration": DURATION_S,
+            "leaseDuration": duration_s,
             "renewDeadline": 3,
             "retryPeriod": 1,
             "leaseName": "epp",
@@ -122,6 +127,30 @@ async def test_a_leader_that_is_killed_is_replaced_when_its_lease_runs_out(world
                 await asyncio.sleep(0.05)
     print(f"ready {took:.2f} s after SIGKILL, lease {DURATION_S} s; {traffic.total} requests: {dict(traffic.statuses)}")
     assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+
+
+async def test_a_leader_whose_container_is_restarted_takes_its_own_lease_back(
+    kube: Cluster, namespace: str, tmp_path: Path, processes: list[Child]
+) -> None:
+    """Long before the lease runs out, and nobody else gets it."""
+    async with two_replicas(kube, namespace, tmp_path, processes, fail_open=True, duration_s=300) as world:
+        leader, standby = world.replicas
+        before = await world.lease()
+        async with Traffic(world.envoy.port) as traffic:
+            await until(lambda: traffic.total > 50)
+            leader.signal(signal.SIGKILL)
+            await leader.wait()
+            await asyncio.to_thread(leader.again)
+            took = await leader.until_ready(20)
+            decided = await leader.decisions()
+            async with asyncio.timeout(20):
+                while await leader.decisions() <= decided:
+                    await asyncio.sleep(0.05)
+        print(f"leads again {took:.2f} s after it answers; {traffic.total} requests: {dict(traffic.statuses)}")
+        assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+        after = await world.lease()
+        assert (after["holderIdentity"], after["leaseTransitions"]) == (before["holderIdentity"], 0)
+        assert not await standby.ready()
 
 
 async def test_liveness_never_depends_on_leading_or_the_api_server(

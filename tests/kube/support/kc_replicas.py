@@ -33,7 +33,8 @@ class Replica(Serve):
 
     def again(self) -> Self:
         self._file.write_text(json.dumps(self.config))
-        pod = (f"POD_IP={self.ip}", f"POD_NAME={self._file.stem}")
+        name = self._file.stem
+        pod = (f"POD_IP={self.ip}", f"POD_NAME={name}", f"POD_UID=uid-of-{name}")
         self.spawn("env", *pod, sys.executable, "-m", "fairlead", "serve", str(self._file))
         self.poll_until(lambda: get_page(self.admin + "/healthz")[0] == 200)
         return self

@@ -165,7 +165,7 @@ class Kube:
         settings = ElectionSettings(
             namespace=self.namespace,
             name=name,
-            identity=f"{socket.gethostname()}_{secrets.token_hex(4)}",
+            identity=own_identity(),
             duration_s=wanted.lease_duration,
             renew_s=wanted.renew_deadline,
             retry_s=wanted.retry_period,
@@ -241,6 +241,13 @@ def _as_followed(reflector: Reflector[object]) -> Followed:
 
 def _report(problem: str) -> None:
     log.warning("an object is left as it was known", problem=problem)
+
+
+def own_identity() -> str:
+    """What the lease calls this replica: by its pod, so that a container that was restarted takes its own lease back at
+    once; elsewhere by chance."""
+    name, uid = socket.gethostname(), os.environ.get("POD_UID", "")
+    return f"{name}_{uid or secrets.token_hex(4)}"
 
 
 def own_place() -> Place:
