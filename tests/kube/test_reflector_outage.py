@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from kc_objects import Followed, pool, until
 from kr_cluster import Cluster
+
+from fairlead.pool.kube import client
 
 COUNT = 30
 
@@ -68,21 +71,31 @@ async def test_restart_of_the_api_server_moves_nothing(own_kube: Callable[..., C
         await until(lambda: all(one.stats.connected for one in followed.pods.reflectors.values()))
 
 
-async def test_a_frozen_api_server_is_left_alone_and_found_again(
-    own_kube: Callable[..., Cluster], tmp_path: Path
+async def test_a_frozen_api_server_is_told_left_alone_and_found_again(
+    own_kube: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its kernel keeps the connections; with the times as they are this is said after 18 s."""
+    monkeypatch.setattr(client, "QUIET_S", 0.5)
+    monkeypatch.setattr(client, "ANSWER_S", 0.5)
     cluster = await asyncio.to_thread(own_kube)
     await asyncio.to_thread(cluster.install_crds)
     await filled(cluster, "serving")
     async with Followed(cluster.kubeconfig(tmp_path / "kubeconfig"), "serving") as followed:
         await until(lambda: len(followed.up) == COUNT)
         followed.news()
+        await asyncio.sleep(1.5)
+        assert all(one.stats.connected for one in followed.pods.reflectors.values()), "silent, and alive"
         cluster.process.freeze()
-        await asyncio.sleep(1.0)
-        cluster.process.thaw()
+        try:
+            await until(lambda: not any(one.stats.connected for one in followed.pods.reflectors.values()))
+            assert "the API server has not answered for 1 s" in followed.troubles
+            assert len(followed.up) == COUNT
+        finally:
+            cluster.process.thaw()
         await asyncio.to_thread(cluster.set_ready, "serving", "p00", False)
         await until(lambda: "p00/0" not in followed.table, seconds=10.0)
         assert followed.news() == ["-p00/0"]
+        await until(lambda: all(one.stats.connected for one in followed.pods.reflectors.values()))
 
 
 async def test_a_token_that_is_revoked_is_read_anew(own_kube: Callable[..., Cluster], tmp_path: Path) -> None:

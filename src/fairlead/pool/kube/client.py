@@ -5,7 +5,8 @@ Rules
 * A server that the authority does not vouch for: the authority's certificate is read anew for the next request.
 * 403 says which verb of which resource is missing, and the line to add to the role.
 * Answers are bounded; a watch is read line by line, each line bounded as well.
-* Sockets are probed, so that a server that vanished without a word is noticed within half a minute.
+* Sockets are probed, so that a server that vanished without a word is noticed within half a minute. So is one that
+  hangs while its kernel answers: while a watch is silent, the server is asked for its health.
 """
 
 import asyncio
@@ -27,6 +28,8 @@ MAX_ANSWER = 256 << 20
 MAX_LINE = 16 << 20
 _TIMEOUT_S = 30.0
 _CONNECT_S = 3.0
+#: Seconds of silence of a watch after which the server is asked whether it lives, and for the answer.
+QUIET_S, ANSWER_S = 10.0, 8.0
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -72,6 +75,8 @@ class KubeClient:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._session: aiohttp.ClientSession | None = None
+        #: The question that is open, which all watches share.
+        self._asked: asyncio.Task[None] | None = None
 
     @property
     def server(self) -> str:
@@ -125,6 +130,26 @@ class KubeClient:
                 return None
             raise
 
+    async def _lives(self) -> None:
+        """Ask for a page that any API server has. Raises `Unreachable` when nothing at all is answered."""
+        if self._asked is None:
+            self._asked = asyncio.create_task(self._live(), name="kubernetes health")
+        asked = self._asked
+        try:
+            await asyncio.shield(asked)
+        finally:
+            if asked.done() and self._asked is asked:
+                self._asked = None
+
+    async def _live(self) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._request("GET", "/livez")
+        except KubeError:
+            return  # a refusal is an answer
+        except TimeoutError:
+            raise Unreachable(f"the API server has not answered for {QUIET_S + ANSWER_S:g} s") from None
+
     async def watch(self, resource: Resource, query: Mapping[str, str], idle_s: float) -> AsyncGenerator[list[bytes]]:
         """Lines as they come, those that came together in one list; an empty one once the server has agreed.
 
@@ -139,7 +164,7 @@ class KubeClient:
                     yield []
                     pieces: list[bytes] = []
                     size = 0
-                    async for chunk in response.content.iter_any():
+                    while chunk := await self._chunk(response):
                         pieces.append(chunk)
                         size += len(chunk)
                         if b"\n" in chunk:
@@ -154,6 +179,17 @@ class KubeClient:
                     _drop(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from None
+
+    async def _chunk(self, response: aiohttp.ClientResponse) -> bytes:
+        """What comes next; nothing at the end."""
+        while True:
+            try:
+                async with asyncio.timeout(QUIET_S) as quiet:
+                    return await response.content.readany()
+            except TimeoutError:
+                if not quiet.expired():  # the session's own
+                    raise
+            await self._lives()
 
     async def _request(
         self,
