@@ -7,13 +7,14 @@ that is kept by hand in `quality_reasons.toml`, by scenario.
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from msgspec import Struct
 
 from _quality_plots import draw
-from _quality_report import Summary
-from fairlead.lab.simulator.grid import regrets
-from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, PUBLISHED, QUALITY
+from _quality_report import Regrets, Summary, regrets_of
+from fairlead.lab.simulator.grid import COMPARED
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
 BEGIN, END = "<!-- quality:begin (written by bench/quality.py) -->", "<!-- quality:end -->"
 REASONS = Path(__file__).with_name("quality_reasons.toml")
@@ -27,7 +28,6 @@ LATE = "default+flow"
 #: A rule beats the default by less than this, or by fewer milliseconds: nobody's difference.
 WORTH, WORTH_MS = 1.02, 5.0
 _COMPARED = (("ttft_mean_ms", "mean TTFT"), ("e2e_mean_ms", "mean E2E"))
-Rows = Mapping[str, Mapping[str, float]]
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -39,8 +39,9 @@ class Run(Struct, frozen=True, kw_only=True):
     traces: bool
 
 
-def write_section(docs: Path, summary: Summary, regret: Rows, run: Run) -> list[Path]:
+def write_section(docs: Path, summary: Summary, known: Summary, judged: Mapping[str, Regrets], run: Run) -> list[Path]:
     """Replace what stands between the markers of `docs`/benchmarks.md, draw the plots. Returns what was written.
+    `known`: where the truth was known from the beginning; `judged`: the regrets of each set.
 
     Raises `SystemExit` where the markers are missing: nothing written by hand may be lost.
     """
@@ -49,7 +50,7 @@ def write_section(docs: Path, summary: Summary, regret: Rows, run: Run) -> list[
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise SystemExit(f"error: {page} must contain once: {BEGIN} … {END}")
     plots = draw(_part(summary, QUALITY), SHOWN, docs / "img")
-    section = "\n".join(_section(summary, regret, run, [path.relative_to(docs).as_posix() for path in plots]))
+    section = "\n".join(_section(summary, known, judged, run, [path.relative_to(docs).as_posix() for path in plots]))
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
     page.write_text(f"{before}{BEGIN}\n\n{section}\n{after}", encoding="utf-8")
     return [page, *plots]
@@ -59,7 +60,9 @@ def _part(summary: Summary, names: Mapping[str, object]) -> Summary:
     return {name: rows for name, rows in summary.items() if name in names}
 
 
-def _section(summary: Summary, regret: Rows, run: Run, plots: Sequence[str]) -> list[str]:
+def _section(
+    summary: Summary, known: Summary, judged: Mapping[str, Regrets], run: Run, plots: Sequence[str]
+) -> list[str]:
     policies = dict.fromkeys(policy for name in summary if name not in APART for policy in summary[name])
     traces = "the published ones" if run.traces else "made-up stand-ins for the published ones"
     lines = [
@@ -75,8 +78,13 @@ def _section(summary: Summary, regret: Rows, run: Run, plots: Sequence[str]) -> 
     if nine:
         lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""]
         lines += ["Mean TTFT in ms:", "", *_wide(nine, "ttft_mean_ms"), "", "Mean E2E in ms:", ""]
-        lines += [*_wide(nine, "e2e_mean_ms"), "", *_regrets(regret), "", *_at_once(nine), *_default(nine), ""]
-    lines += _adversarial(_part(summary, ADVERSARIAL))
+        lines += [*_wide(nine, "e2e_mean_ms"), "", *_default(nine), ""]
+    lines += _more("The adversarial set", _part(summary, ADVERSARIAL))
+    lines += _more("Situations of pools", _part(summary, SITUATIONS))
+    lines += _more("The held-out set", _part(summary, HELD_OUT))
+    for name, regret in judged.items():
+        lines += [*_regrets(name.replace("_", "-"), regret), "", *_at_once(name, summary)]
+    lines += _truth(summary, known)
     lines += _beaten({name: rows for name, rows in summary.items() if name not in APART})
     lines += _published(_part(summary, PUBLISHED))
     lines += _apart(_part(summary, APART))
@@ -99,21 +107,24 @@ def _number(row: Mapping[str, float] | None, figure: str, best: float) -> str:
     return f"**{text}**" if row[figure] <= 1.005 * best else text
 
 
-def _regrets(regret: Rows) -> list[str]:
-    lines = ["Regret over these nine (value / best value of any policy: geometric mean, in parentheses the worst):", ""]
-    lines += [_row(["policy", "mean TTFT", "p99 TTFT", "mean E2E", "shed", "failed"]), _rule(6)]
+def _regrets(name: str, regret: Regrets) -> list[str]:
+    lines = [
+        f"Regret over the {name} set (value / best value of any policy, for goodput the inverse: geometric mean, in"
+    ]
+    lines += ["parentheses the worst):", ""]
+    lines += [_row(["policy", "mean TTFT", "p99 TTFT", "mean E2E", "goodput", "shed", "failed"]), _rule(7)]
     for policy, row in sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"] * item[1]["e2e_mean_ms"]):
-        parts = [f"{row[f]:.2f} ({row[f'{f}_worst']:.3g})" for f in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
+        parts = [f"{row[f]:.2f} ({row[f'{f}_worst']:.3g})" for f in COMPARED]
         lines.append(_row([policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}"]))
     return lines
 
 
-def _at_once(part: Summary) -> list[str]:
+def _at_once(name: str, summary: Summary) -> list[str]:
     """The default among those that send every request at once: holding some back is a choice of another kind."""
-    rows = {scenario: {name: row for name, row in rows.items() if name != LATE} for scenario, rows in part.items()}
-    if rows == part or any("default" not in row for row in rows.values()):
+    rows = {scenario: {name: row for name, row in rows.items() if name != LATE} for scenario, rows in summary.items()}
+    own = regrets_of(name, rows).get("default")
+    if rows == summary or own is None:
         return []
-    own = regrets(rows)["default"]
     ttft, e2e = (f"{own[f]:.2f} (worst {own[f'{f}_worst']:.3g})" for f in ("ttft_mean_ms", "e2e_mean_ms"))
     return [
         f"Among the rules that send every request at once (without `{LATE}`) the default's regret is {ttft} in",
@@ -136,10 +147,26 @@ def _default(part: Summary) -> list[str]:
     return lines
 
 
-def _adversarial(part: Summary) -> list[str]:
-    if not part:
+def _more(title: str, part: Summary) -> list[str]:
+    return [f"{title}, mean TTFT in ms:", "", *_wide(part, "ttft_mean_ms"), ""] if part else []
+
+
+def _truth(summary: Summary, known: Summary) -> list[str]:
+    """What ignorance costs."""
+    both = {name: (summary[name]["default"], rows["default"]) for name, rows in known.items() if "default" in rows}
+    both = {name: pair for name, pair in both.items() if min(row["ttft_mean_ms"] for row in pair) > 0}
+    if not both:
         return []
-    return ["The adversarial set, mean TTFT in ms:", "", *_wide(part, "ttft_mean_ms"), ""]
+    figures = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")
+    lines = [
+        "The default as above, and where prior, tokens and lengths of answers were known from the first request:",
+        "",
+    ]
+    lines += [_row(["scenario", *("mean TTFT", "known", "p99 TTFT", "known", "mean E2E", "known")]), _rule(7)]
+    for name, pair in both.items():
+        lines.append(_row([name, *(f"{row[figure]:,.0f}" for figure in figures for row in pair)]))
+    ratios = [geometric_mean(own[figure] / truth[figure] for own, truth in both.values()) for figure in figures]
+    return [*lines, _row(["geometric mean of the ratios", *(cell for r in ratios for cell in (f"{r:.3f}", "1"))]), ""]
 
 
 def _beaten(part: Summary) -> list[str]:
@@ -159,7 +186,7 @@ def _beaten(part: Summary) -> list[str]:
     return ["Where a rule beats the default by more than 2 % (and 5 ms):", "", *lines, ""]
 
 
-def _best(rows: Rows, own: Mapping[str, float], figure: str, title: str) -> str:
+def _best(rows: Regrets, own: Mapping[str, float], figure: str, title: str) -> str:
     lost = own["shed"] + own["failed"]
     rivals = {
         name: row

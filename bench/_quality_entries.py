@@ -6,13 +6,17 @@ configuration.
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from fairlead.lab.simulator.build import ScenarioSpec
 from fairlead.lab.simulator.grid import Cell
-from fairlead.lab.simulator.run import known_policies
+from fairlead.lab.simulator.run import WITH_FLOW, known_policies
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
 #: Further configurations that take part like a policy: key → text.
 EXTRA: dict[str, str] = {}
+#: What the default is, under other names.
+SAME = ("cost-model", "prefill-decode")
 #: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
 HEADS = {
     **dict.fromkeys(("conversation-1x", "conversation-1.5x", "conversation-2x", "unlike-hardware"), 4500),
@@ -22,6 +26,9 @@ HEADS = {
     "headline-steady-16": 4750,
     "headline-70b-20": 7000,
 }
+#: Added to the name of a scenario whose scheduler begins with the truth: the column beside the main one, in which
+#: nothing is known of engines, tokens and answers. Of these policies only.
+KNOWN, KNOWN_OF = ", truth known", ("default", WITH_FLOW)
 #: Requests that the smaller version of a scenario keeps; 0 = all.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 QUICK_OTHERS = {
@@ -43,7 +50,7 @@ SETS = {
 
 def entries() -> dict[str, str]:
     """Key → text of a configuration; `default` comes first."""
-    return {**known_policies(), **EXTRA}
+    return {name: text for name, text in known_policies().items() if name not in SAME} | EXTRA
 
 
 def names(chosen: str = "all") -> list[str]:
@@ -57,15 +64,17 @@ def cells(
     """Cells of a scenario follow each other."""
     found = []
     for name in scenarios:
-        for prefill, key, text in _taking_part(name, texts):
-            spec = ScenarioSpec(
-                name=name,
-                source=name,
-                traces=traces,
-                head=head or (_quick(name) if quick else HEADS.get(name, 0)),
-                prefill=prefill,
-            )
-            found += [Cell(scenario=spec, policy=key, text=text, seed=seed) for seed in range(seeds)]
+        requests = head or (_quick(name) if quick else HEADS.get(name, 0))
+        spec = ScenarioSpec(name=name, source=name, traces=traces, head=requests, unknowing=True)
+        taking_part = [(replace(spec, prefill=prefill), key, text) for prefill, key, text in _taking_part(name, texts)]
+        if name not in APART:
+            known = replace(spec, name=name + KNOWN, unknowing=False)
+            taking_part += [(known, key, texts[key]) for key in KNOWN_OF if key in texts]
+        found += [
+            Cell(scenario=spec, policy=key, text=text, seed=seed)
+            for spec, key, text in taking_part
+            for seed in range(seeds)
+        ]
     return found
 
 

@@ -46,7 +46,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "real": ("--report --out {out}", ("rows", "summary/runs")),
     "quality": (
         "--head 20 --policy default --scenario agents --fresh --out {out}",
-        ("summary/agents/default", "regret"),
+        ("scenarios/agents/default", "known/agents/default", "summary/development/policies/default/goodput/worst"),
     ),
 }
 #: Those whose table is looked at too: the others would take as long once more.

@@ -74,23 +74,30 @@ class StepModel(Struct, frozen=True):
         """What decoding adds to a step."""
         return self.c_seq * sequences + self.c_kv * kv_tokens
 
+    @property
+    def whole_step_ms(self) -> float:
+        """Milliseconds by which the head of a queue can have progressed."""
+        return self.c_pf * STEP_TOKENS
+
+    def columnwise(self) -> "StepModel":
+        """The same as 0-d arrays, which numpy multiplies with a column in 0.25 instead of 0.40 µs."""
+        arrays: list[Any] = [scalar(value) for value in astuple(self)]
+        return StepModel(*arrays)
+
 
 #: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
 PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=45.32e-6)
-#: The same as 0-d arrays, which numpy multiplies with a column in 0.25 instead of 0.40 µs.
-_ARRAYS: list[Any] = [scalar(value) for value in astuple(PRIOR)]
-_COLUMNWISE = StepModel(*_ARRAYS)
-_C_0 = _ARRAYS[0]
-#: Milliseconds by which the head of a queue can have progressed, at the prior's speed.
-STEP_MS = PRIOR.c_pf * STEP_TOKENS
 #: What takes more than so many times as long as expected is late.
 LATE = 1.5
 _PER_STEP = 1.0 / STEP_TOKENS
 
 
 class Factors(Protocol):
-    """Columns that multiply the coefficients of `PRIOR`: of prefill, of what every step costs, and of its load."""
+    """Columns that multiply the coefficients of the prior: of prefill, of what every step costs, and of its load."""
 
+    prior: StepModel
+    #: `prior.columnwise()`.
+    columnwise: StepModel
     prefill: FloatColumn
     step: FloatColumn
     load: FloatColumn
@@ -159,11 +166,12 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
     `now`: clock seconds."""
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
-    queued, factor, limited = table.queued_tokens, learned.rates.prefill, np.count_nonzero(table.max_seqs)
-    step = learned.rates.step * _C_0 + learned.rates.load * _COLUMNWISE.load_ms(table.active, table.kv_tokens)
+    rates = learned.rates
+    queued, factor, limited = table.queued_tokens, rates.prefill, np.count_nonzero(table.max_seqs)
+    step = rates.step * rates.columnwise.c0 + rates.load * rates.columnwise.load_ms(table.active, table.kv_tokens)
     queue: Any = _ZERO
     if np.count_nonzero(queued):
-        progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * STEP_MS)
+        progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * rates.prior.whole_step_ms)
         full = (table.max_seqs > 0.0) & (table.active >= table.max_seqs)
         progress = np.where(full, 0.0, progress)
         queue = np.maximum(factor * table.queued_ms - progress, 0.0)
@@ -176,7 +184,7 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
     if limited:
         answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)
         slots = slot_wait(table.queue + table.active, table.max_seqs, answer * learned.tpot_kappa * step)
-    prefill = factor * PRIOR.prefill_ms(prompts, uncached)
+    prefill = factor * rates.prior.prefill_ms(prompts, uncached)
     tokens = queued + uncached
     steps = step * (np.ceil(tokens * _PER_STEP) + 0.5)
     used = table.kv + tokens * table.per_capacity
@@ -269,12 +277,13 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_ = floats
     per_capacity, slots = floats[-2:]
     factor, load, kappa = float(factors.prefill[slot]), float(factors.load[slot]), float(learned.kappa[slot])
-    step = float(factors.step[slot]) * PRIOR.c0 + load * PRIOR.load_ms(active, kv_tokens)
-    next_step = step + load * PRIOR.c_seq
+    prior = factors.prior
+    step = float(factors.step[slot]) * prior.c0 + load * prior.load_ms(active, kv_tokens)
+    next_step = step + load * prior.c_seq
     done_ms, left_ms, due_ms, pace = -inf, 0.0, inf, 1.0
     if queued:
         queued_ms *= factor
-        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * STEP_MS, 0.0)
+        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * prior.whole_step_ms, 0.0)
         if head_ms < inf and kv <= CROWDED:
             first_ms = factor * head_ms + 2.0 * step
             due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
@@ -313,7 +322,7 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         uncached = np.maximum(prompt - share * prompt, _ONE)
     now_ms = now * 1e3
     wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
-    work = (own + weights.interference * pausing) * PRIOR.prefill_ms(prompt, uncached)
+    work = (own + weights.interference * pausing) * learned.rates.prior.prefill_ms(prompt, uncached)
     total: FloatColumn = work + steps + weights.decode * learned.answer_steps * step + wait
     if crowded:
         tokens = table.queued_tokens + uncached

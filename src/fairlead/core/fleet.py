@@ -6,7 +6,7 @@ from math import inf, log2
 import numpy as np
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import CROWDED, PRIOR, STEP_MS
+from fairlead.core.cost import CROWDED, PRIOR, StepModel
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.ledger import Lease, Ledger
@@ -39,11 +39,13 @@ class Fleet:
         staleness: float = 2.0,
         max_prefix_entries: int = 2_000_000,
         exact: ExactKnowledge | None = None,
+        prior: StepModel = PRIOR,
     ) -> None:
+        """`prior`: what engines are believed to take before anything is learned of them."""
         self.table = EndpointTable()
         self.ledger = Ledger(self.table, lease_ttl)
         #: What first tokens will take, learned from those that came.
-        self.predictor = Predictor(self.table)
+        self.predictor = Predictor(self.table, prior)
         self.stalls = Stalls(self.table, self.ledger, self.predictor)
         self.prefix = PrefixIndex(max_prefix_entries)
         #: What KV events tell; `None` = nobody listens to any.
@@ -142,7 +144,8 @@ class Fleet:
         if sample.waiting is None and sample.running is None:
             return []
         # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now.
-        due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot], STEP_MS)
+        rates = self.predictor.rates
+        due_ms = rates.prefill[slot] * min(table.queued_ms[slot], rates.prior.whole_step_ms)
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         if overdue and table.kv[slot] * (1.0 + 2.0 / max(running, 1.0)) < CROWDED:
             table.max_seqs[slot] = self.predictor.rates.sampled(slot, waiting, running)
@@ -218,7 +221,7 @@ class Fleet:
         assert endpoint is not None
         prompt, half = request.prompt_tokens, expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
-        alone_ms = PRIOR.prefill_ms(prompt, uncached)
+        alone_ms = self.predictor.rates.prior.prefill_ms(prompt, uncached)
         lease = Lease(
             request,
             slot,
@@ -318,9 +321,8 @@ class Fleet:
             # Inline media count for less in `prompt_bytes` than they take up in the chain.
             column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1]))
         if self.exact is not None:
-            return self.exact.refine(
-                request, column, len(self.table.endpoints), PRIOR.c_pf * self.predictor.rates.prefill
-            )
+            rates = self.predictor.rates
+            return self.exact.refine(request, column, slots, rates.prior.c_pf * rates.prefill)
         return column
 
     def stale(self, slot: int, now: float) -> bool:

@@ -19,7 +19,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import CROWDED, LEAST_USAGE, PRIOR, READY, STEP_TOKENS, Terms, memory_wait, renew, ttft_at
+from fairlead.core.cost import (
+    CROWDED,
+    LEAST_USAGE,
+    PRIOR,
+    READY,
+    STEP_TOKENS,
+    StepModel,
+    Terms,
+    memory_wait,
+    renew,
+    ttft_at,
+)
 from fairlead.core.rates import Band, Rates
 from fairlead.core.records import Forecast
 from fairlead.core.table import EndpointTable
@@ -69,9 +80,9 @@ def _steps(tokens: float) -> float:
 class Predictor:
     """Columns have one entry per slot of the table."""
 
-    def __init__(self, table: EndpointTable) -> None:
+    def __init__(self, table: EndpointTable, prior: StepModel = PRIOR) -> None:
         self._table = table
-        self.rates = Rates(stale=table.stale)
+        self.rates = Rates(prior, table.stale)
         self.kappa: FloatColumn = np.ones(0)
         self.tpot_kappa: FloatColumn = np.ones(0)
         self.hold_ms = HOLD_MS
@@ -200,7 +211,7 @@ class Predictor:
         if more <= 0.0 or long or stretch.tokens >= LONG_STRETCH:
             if not stretch.spoiled:
                 # A step reads a shared beginning once per sequence: the ledger's sum counts, not the memory in use.
-                load_ms = PRIOR.load_ms(running, float(table.kv_tokens[slot]))
+                load_ms = self.rates.prior.load_ms(running, float(table.kv_tokens[slot]))
                 took = (now - stretch.start) * 1e3
                 self.rates.observe(slot, stretch.work_ms, stretch.steps, load_ms, took, now)
             self._stretches[slot] = _Stretch(now) if more > 0.0 else None
@@ -209,7 +220,8 @@ class Predictor:
         """What an endpoint has computed of prompts so far, and what decoding adds to its steps now. Both in
         milliseconds at the prior's speed."""
         table = self._table
-        return self._computed_ms[slot], PRIOR.load_ms(float(table.active[slot]), float(table.kv_tokens[slot]))
+        load_ms = self.rates.prior.load_ms(float(table.active[slot]), float(table.kv_tokens[slot]))
+        return self._computed_ms[slot], load_ms
 
     def ended(
         self,

@@ -244,6 +244,7 @@ class Rates:
     def __init__(self, prior: StepModel = PRIOR, stale: set[int] | None = None) -> None:
         """`stale`: is told the slots whose factors changed."""
         self.prior = prior
+        self.columnwise = prior.columnwise()
         self._stale = set() if stale is None else stale
         self.prefill: FloatColumn = np.ones(0)
         self.step: FloatColumn = np.ones(0)

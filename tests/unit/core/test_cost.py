@@ -9,6 +9,7 @@ from fairlead.core.cost import (
     FEW,
     FULL_FROM,
     PRIOR,
+    StepModel,
     Weights,
     cost,
     cost_of_one,
@@ -29,8 +30,8 @@ RANGES = {
 }  # fmt: skip
 
 
-def world(rng: Random, slots: int = 6) -> Fleet:
-    fleet = Fleet()
+def world(rng: Random, slots: int = 6, prior: StepModel = PRIOR) -> Fleet:
+    fleet = Fleet(prior=prior)
     for slot in range(slots):
         fleet.up(Endpoint(f"e{slot}", f"10.0.0.{slot}:8000"))
     table, predictor = fleet.table, fleet.predictor
@@ -91,6 +92,19 @@ def test_memory_has_a_price_only_where_it_is_short() -> None:
 def test_a_prompt_without_tokens_costs_a_little() -> None:
     assert 0.0 < PRIOR.prefill_ms(0.0, 1.0) < PRIOR.prefill_ms(10.0, 10.0)
     assert (cost(0, None, world(Random(2)), NOW).prefill > 0.0).all()
+
+
+@pytest.mark.parametrize("slots", [3, FEW + 1])
+def test_a_wrong_prior_and_factors_that_make_up_for_it_cost_the_same(slots: int) -> None:
+    wrong = StepModel(2.0 * PRIOR.c0, 4.0 * PRIOR.c_pf, 4.0 * PRIOR.c_attn, 8.0 * PRIOR.c_seq, 8.0 * PRIOR.c_kv)
+    right, made_up_for = world(Random(3), slots), world(Random(3), slots, wrong)
+    rates = made_up_for.predictor.rates
+    for column, factor in ((rates.prefill, 4.0), (rates.step, 2.0), (rates.load, 8.0)):
+        column /= factor
+    table = made_up_for.table
+    table.queued_ms *= 4.0  # the ledger's sums are at the prior's speed
+    found = [cost_of_one(9000.0, None, Weights(), fleet, NOW) for fleet in (right, made_up_for)]
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(60))

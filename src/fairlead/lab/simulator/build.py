@@ -70,6 +70,8 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     dispatch: str = ""
     #: How late KV events are; below 0 = there are none.
     kv_lag_ms: float = -1.0
+    #: The scheduler does not begin with the truth about engines, tokens and answers (`unknowing`).
+    unknowing: bool = False
     #: So many of the servers only prefill, the others only decode; 0 = all do both.
     prefill: int = 0
 

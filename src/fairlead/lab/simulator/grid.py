@@ -22,6 +22,7 @@ from msgspec import Struct
 import fairlead
 from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.run import simulate
+from fairlead.lab.simulator.world import unknowing
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -72,7 +73,10 @@ def run_cell(cell: Cell, key: str = "") -> CellResult:
     figures: dict[str, Any] = {}
     error = ""
     try:
-        figures = simulate(_scenario(cell.scenario), cell.text, cell.seed).as_dict()
+        scenario = _scenario(cell.scenario)
+        if cell.scenario.unknowing:
+            scenario = unknowing(scenario, cell.seed)
+        figures = simulate(scenario, cell.text, cell.seed).as_dict()
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
     return CellResult(
@@ -152,9 +156,10 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
 # How much worse than the best policy of the run each one is.
 
 Figures = dict[str, float]
-#: Below this many milliseconds a difference is nobody's: a ratio of tiny numbers must not decide.
-FLOOR_MS = 10.0
-_COMPARED = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")
+#: Below this many milliseconds, or this share of the requests, a difference is nobody's: a ratio of tiny numbers must
+#: not decide.
+FLOOR_MS, FLOOR_SHARE = 10.0, 0.01
+COMPARED = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms", "goodput")
 
 
 def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]:
@@ -175,6 +180,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
 
 def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
     """{policy: {figure: geometric mean of value / best, figure + "_worst": the highest of these ratios, shed, failed}}.
+    Of goodput it is best / value.
 
     Only of policies that took part in every scenario.
     """
@@ -188,10 +194,10 @@ def _first(summary: Mapping[str, Mapping[str, Figures]]) -> Sequence[str]:
 
 def _of(policy: str, summary: Mapping[str, Mapping[str, Figures]], among: Sequence[str]) -> Figures:
     figures: Figures = {}
-    for figure in _COMPARED:
+    for figure in COMPARED:
         ratios = [_ratio(policies, policy, figure, among) for policies in summary.values()]
         figures[figure] = round(exp(fmean(map(log, ratios))), 3)
-        figures[f"{figure}_worst"] = round(max(ratios), 2)
+        figures[f"{figure}_worst"] = round(max(ratios), 3)
     rows = [policies[policy] for policies in summary.values()]
     figures["shed"] = sum(row["shed"] for row in rows)
     figures["failed"] = sum(row["failed"] for row in rows)
@@ -199,5 +205,8 @@ def _of(policy: str, summary: Mapping[str, Mapping[str, Figures]], among: Sequen
 
 
 def _ratio(policies: Mapping[str, Figures], policy: str, figure: str, among: Sequence[str]) -> float:
+    if figure == "goodput":
+        most = max(max(policies[name][figure], FLOOR_SHARE) for name in among)
+        return most / max(policies[policy][figure], FLOOR_SHARE)
     best = min(max(policies[name][figure], FLOOR_MS) for name in among)
     return max(policies[policy][figure], FLOOR_MS) / best

@@ -16,8 +16,9 @@ _ENVELOPE = 160
 class Prompts:
     """Makes both forms of a record's prompt from the same block ids."""
 
-    def __init__(self, workload: Workload, bytes_per_token: float) -> None:
+    def __init__(self, workload: Workload, bytes_per_token: float, lengths_told: bool = True) -> None:
         self._rate = bytes_per_token
+        self._lengths_told = lengths_told
         self._borders: dict[int, Borders] = {}
         self._followers = _followers(workload)
 
@@ -35,7 +36,7 @@ class Prompts:
             body_bytes=size + _ENVELOPE,
             prompt_bytes=size,
             prompt_tokens=tokens.estimate(record.lora or record.model, size, api),
-            max_tokens=record.max_tokens,
+            max_tokens=record.max_tokens if self._lengths_told else 0,
             prefix=self._chain(record),
             session=record.session,
             priority=record.priority,

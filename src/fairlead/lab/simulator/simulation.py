@@ -209,13 +209,13 @@ class Simulation:
             self.kernel,
             Random(f"pipeline/{seed}"),
             build=None if isinstance(policy, Config) else given(policy),
-            fleet=Fleet(config.ledger.lease_ttl, world.staleness_s, exact=self._events),
+            fleet=Fleet(config.ledger.lease_ttl, world.staleness_s, exact=self._events, prior=world.prior),
             on_plugin_error=self.plugin_errors.append,
             registry=registry,
             snapshots=snapshots,
         )
-        self._chance = Random(f"world/{seed}")
-        self.prompts = Prompts(scenario.workload, world.bytes_per_token)
+        self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
+        self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told)
         self._watch = watch
         self._validate = validate
         self.network = world.network_ms * 1e-3
@@ -497,21 +497,30 @@ class Simulation:
     # ---- scrapes ----
 
     def _scrape_all(self) -> None:
-        """All servers answer now; the scheduler hears of it `scrape_age_ms` later."""
-        now = self.kernel.now
-        age = self.world.scrape_age_ms * 1e-3
-        for index, server in enumerate(self.servers):
-            sample = server.sample()
-            before, reported_at = self._told[index]
-            if (
-                sample is not None
-                and sample == before
-                and not (sample.running or sample.waiting)
-                and now < reported_at + 1.0
-            ):
-                continue
-            self._told[index] = (sample, now)
-            name = server.endpoint.id
-            event = ev.MetricsFailed(name, "no answer") if sample is None else ev.MetricsSampled(name, now, sample)
-            self.kernel.call_at(now + age, self.feed, event)
-        self.kernel.call_at(now + self.world.scrape_interval_ms * 1e-3, self._scrape_all)
+        """Of all servers at once, or, with jitter, each on its own from now on."""
+        interval_s, jitter = self.world.scrape_interval_ms * 1e-3, self.world.scrape_jitter
+        for index in range(len(self.servers)):
+            self._scrape(index)
+            if jitter:
+                self.kernel.call_at(self.kernel.now + interval_s * self._scrape_chance.random(), self._scrape_on, index)
+        if not jitter:
+            self.kernel.call_at(self.kernel.now + interval_s, self._scrape_all)
+
+    def _scrape_on(self, index: int) -> None:
+        self._scrape(index)
+        jitter = self._scrape_chance.uniform(-self.world.scrape_jitter, self.world.scrape_jitter)
+        pause_s = self.world.scrape_interval_ms * 1e-3 * (1.0 + jitter)
+        self.kernel.call_at(self.kernel.now + pause_s, self._scrape_on, index)
+
+    def _scrape(self, index: int) -> None:
+        """A server answers now; the scheduler hears of it `scrape_age_ms` later."""
+        now, server = self.kernel.now, self.servers[index]
+        sample = server.sample()
+        before, reported_at = self._told[index]
+        idle = sample is not None and not (sample.running or sample.waiting)
+        if idle and sample == before and now < reported_at + 1.0:
+            return
+        self._told[index] = (sample, now)
+        name = server.endpoint.id
+        event = ev.MetricsFailed(name, "no answer") if sample is None else ev.MetricsSampled(name, now, sample)
+        self.kernel.call_at(now + self.world.scrape_age_ms * 1e-3, self.feed, event)

@@ -3,11 +3,13 @@
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from random import Random
 from typing import Any, Literal
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
+from fairlead.core.cost import PRIOR, StepModel
 from fairlead.core.request import Request
 from fairlead.lab.engine.presets import DEFAULT_PRESET, PRESETS, Preset, preset
 from fairlead.lab.engine.request import EngineRequest
@@ -97,6 +99,8 @@ class World(Struct, frozen=True, kw_only=True):
     #: Period of scrapes, and how old a reading is when it arrives.
     scrape_interval_ms: float = 200.0
     scrape_age_ms: float = 5.0
+    #: Share of the interval by which each one is shorter or longer at most; 0 = all servers are read at once.
+    scrape_jitter: float = 0.0
     #: From an answer's last byte until its end is known: a gateway's access log is sent in batches.
     end_report_ms: float = 50.0
     #: Answers of which token counts are read: all of the first so many, then this share.
@@ -111,6 +115,10 @@ class World(Struct, frozen=True, kw_only=True):
     #: Requests that are not over so long after the last arrival have failed.
     drain_s: float = 3600.0
     bytes_per_token: float = 4.2
+    #: Requests say how long their answers may become, which is how long they will be.
+    lengths_told: bool = True
+    #: What the scheduler believes of engines at first.
+    prior: StepModel = PRIOR
     staleness_s: float = 2.0
     #: KV events: how late the scheduler knows what servers store and forget. Below 0 = there are none, and what it sent
     #: is all it knows.
@@ -164,6 +172,26 @@ class Scenario(Struct, kw_only=True):
     #: What counts as good in `goodput`.
     slo_ttft_ms: float = 2000.0
     slo_tpot_ms: float = 50.0
+
+
+def unknowing(scenario: Scenario, seed: int, off: float = 0.5) -> Scenario:
+    """The same for a scheduler that does not begin with the truth. Each coefficient of its prior and the bytes per
+    token are wrong by a factor drawn from 1 - `off` to 1 + `off`; no request says how long its answer may become;
+    servers are read once per second, give or take a fifth."""
+    chance = Random(f"unknowing/{scenario.name}/{seed}")
+
+    def wrong(value: float) -> float:
+        return value * chance.uniform(1.0 - off, 1.0 + off)
+
+    world = replace(
+        scenario.world,
+        prior=StepModel(*map(wrong, astuple(scenario.world.prior))),
+        bytes_per_token=wrong(scenario.world.bytes_per_token),
+        lengths_told=False,
+        scrape_interval_ms=1000.0,
+        scrape_jitter=0.2,
+    )
+    return replace(scenario, world=world)
 
 
 def replicas(

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead import __version__
-from fairlead.core.cost import PRIOR, cost
+from fairlead.core.cost import cost
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, ProtocolError
 from fairlead.core.events import Event, RemoteDown, RemotePicked, RemoteUp
@@ -350,12 +350,13 @@ class StateFeed:
         near = abs(hold - before.hold_ms) <= _SAME * hold and abs(steps - before.answer_steps) <= _SAME * steps
         if near and before.c0:
             return
+        prior = predictor.rates.prior
         state.speeds = self._speeds = Speeds(
-            c0=PRIOR.c0,
-            c_pf=PRIOR.c_pf,
-            c_attn=PRIOR.c_attn,
-            c_seq=PRIOR.c_seq,
-            c_kv=PRIOR.c_kv,
+            c0=prior.c0,
+            c_pf=prior.c_pf,
+            c_attn=prior.c_attn,
+            c_seq=prior.c_seq,
+            c_kv=prior.c_kv,
             hold_ms=hold,
             answer_steps=steps,
         )

@@ -99,23 +99,32 @@ def test_policies_are_found_by_name_or_file(tmp_path):
 
 
 def result(scenario, policy, ttft, e2e, seed=0, **more):
-    figures = {"ttft_mean_ms": ttft, "ttft_p99_ms": ttft * 2, "e2e_mean_ms": e2e, "shed": 0, "failed": 0, **more}
+    figures = {
+        "ttft_mean_ms": ttft,
+        "ttft_p99_ms": ttft * 2,
+        "e2e_mean_ms": e2e,
+        "goodput": 0.8,
+        "shed": 0,
+        "failed": 0,
+    }
+    figures |= more
     return CellResult(key="", scenario=scenario, policy=policy, seed=seed, figures=figures)
 
 
 def test_regret_is_the_geometric_mean_over_scenarios():
     rows = [
         *(result("a", "good", 100.0, 1000.0), result("a", "bad", 400.0, 1000.0)),
-        *(result("b", "good", 200.0, 1000.0), result("b", "bad", 200.0, 4000.0, shed=7)),
+        *(result("b", "good", 200.0, 1000.0), result("b", "bad", 200.0, 4000.0, shed=7, goodput=0.2)),
         result("b", "partly", 1.0, 1.0),
     ]
     found = regrets(mean_figures(rows))
     assert found["good"] == {
         "ttft_mean_ms": 1.0, "ttft_mean_ms_worst": 1.0, "ttft_p99_ms": 1.0, "ttft_p99_ms_worst": 1.0,
-        "e2e_mean_ms": 1.0, "e2e_mean_ms_worst": 1.0, "shed": 0, "failed": 0,
+        "e2e_mean_ms": 1.0, "e2e_mean_ms_worst": 1.0, "goodput": 1.0, "goodput_worst": 1.0, "shed": 0, "failed": 0,
     }  # fmt: skip
     assert (found["bad"]["ttft_mean_ms"], found["bad"]["ttft_mean_ms_worst"]) == (2.0, 4.0)
     assert (found["bad"]["e2e_mean_ms"], found["bad"]["shed"]) == (2.0, 7)
+    assert (found["bad"]["goodput"], found["bad"]["goodput_worst"]) == (2.0, 4.0)
     assert "partly" not in found
 
 

@@ -9,11 +9,12 @@ from msgspec import structs
 
 from fairlead.compat.load import load
 from fairlead.core import events as ev
+from fairlead.core.cost import PRIOR
 from fairlead.core.instructions import SetTimer
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.lab.simulator.run import simulate
 from fairlead.lab.simulator.simulation import START, Simulation
-from fairlead.lab.simulator.world import WARM_UP, Fault, World, replicas
+from fairlead.lab.simulator.world import WARM_UP, Fault, World, replicas, unknowing
 from fairlead.lab.workload.conversation import Conversation, conversation
 from fairlead.lab.workload.record import arranged
 
@@ -71,6 +72,21 @@ def test_scrapes_come_at_their_interval_and_are_old_when_they_come(scenario, wor
     assert {event.sample.block_size for event in busy} == {64}
     assert max(event.sample.kv_usage for event in busy) == pytest.approx(11 / 4218, rel=0.01)
     assert simulation.jobs[0].status == "done"
+
+
+def test_a_scheduler_that_does_not_begin_with_the_truth(scenario, workload, always):
+    made = scenario(workload(30, gap=0.5, out=40))
+    assert unknowing(made, 0) == unknowing(made, 0) != unknowing(made, 1)
+    world = unknowing(made, 0).world
+    for value, truth in zip(structs.astuple(world.prior), structs.astuple(PRIOR), strict=True):
+        assert 0.5 * truth <= value <= 1.5 * truth
+    assert 0.5 * 4.2 <= world.bytes_per_token <= 1.5 * 4.2
+    simulation, told = run(unknowing(made, 0), always())
+    assert simulation.pipeline.fleet.predictor.rates.prior == world.prior != PRIOR
+    assert {job.request.max_tokens for job in simulation.jobs} == {0}
+    starts = [event.started for _, event in of(told, ev.MetricsSampled) if event.endpoint_id == "sim/server-0"]
+    gaps = [later - earlier for earlier, later in pairwise(starts[2:])]
+    assert 0.8 <= min(gaps) < 0.95 < 1.05 < max(gaps) <= 1.2
 
 
 def test_an_idle_server_repeats_an_unchanged_page_once_a_second(scenario, workload, always):
