@@ -20,7 +20,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak chaos states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -93,7 +93,10 @@ soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by b
 	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
 
 chaos: $(VENV)/.dev ## kills, starvation and attacks at 200 requests a second, against bounds: a table, and out/chaos.json (half an hour); CHAOS="-k uploads" for some
-	FAIRLEAD_CHAOS=full FAIRLEAD_CHAOS_JSON=out/chaos.json $(BIN)/python -m pytest tests/chaos -q $(CHAOS)
+	FAIRLEAD_CHAOS=full FAIRLEAD_CHAOS_JSON=out/chaos.json $(BIN)/python -m pytest tests/chaos -q --ignore tests/chaos/test_soak.py $(CHAOS)
+
+soak-hours: $(VENV)/.dev ## HOURS (default 8) of traffic: memory, descriptors, series and leases must not grow; a table, and out/soak.json
+	FAIRLEAD_SOAK_HOURS=$(or $(HOURS),8) FAIRLEAD_SOAK_JSON=out/soak.json $(BIN)/python -m pytest tests/chaos/test_soak.py -q -o faulthandler_timeout=0
 
 states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states of a request as state machines, QUEUE_STEPS (default 100000) random steps each
 	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py tests/property/test_request_states.py -q -o faulthandler_timeout=3600
