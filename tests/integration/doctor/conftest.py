@@ -110,7 +110,8 @@ class World:
     ) -> Examination:
         """All checks but that of the Envoy binary, unless `only` some; every one must have come to its end."""
         file = self.directory / "fairlead.yaml"
-        file.write_text(json.dumps({"admin": {"port": 0}, "gateway": "none", **config}))
+        near = {"host": "127.0.0.1", **config.get("extProc", {})}
+        file.write_text(json.dumps({"admin": {"port": 0}, "gateway": "none", **config, "extProc": near}))
         checks = [one for one in CHECKS if (one.name in only if only else one.name != "gateway")]
         async with Site(load(file), tokeniser=tokeniser, **options) as site:
             found = await examine(site, checks)

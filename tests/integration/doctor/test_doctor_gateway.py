@@ -148,6 +148,7 @@ async def test_a_port_that_speaks_otherwise_than_configured_is_named(
     admin = await world.serve(config)
     for file, name in zip(certificate, ("tls.crt", "tls.key"), strict=True):
         shutil.copy(file, world.directory / name)
+        (world.directory / name).chmod(0o600)
     config["extProc"] = {"port": world.live.config.ext_proc.port, "tls": {"certDir": str(world.directory)}}
     found = await world.examined(config, admin=admin)
     assert codes(found) == {"tls.ext-proc"}

@@ -1,6 +1,6 @@
 """All checks. Findings of equal harm are told in this order."""
 
-from fairlead.doctor.checks import agreement, gateway, kv_events, metrics, pool, scheduler
+from fairlead.doctor.checks import agreement, exposure, gateway, kv_events, metrics, pool, scheduler
 from fairlead.doctor.run import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -14,6 +14,6 @@ CHECKS: tuple[Check, ...] = (
         scheduler.hits,
         scheduler.scheduling,
     ),
-    *(scheduler.balance, metrics.limits, metrics.clock),
+    *(scheduler.balance, exposure.exposure, metrics.limits, metrics.clock),
 )
 NAMES = tuple(check.name for check in CHECKS)

@@ -1,0 +1,132 @@
+"""A check of settings that are safe on one machine and are not on a network."""
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fairlead.config.schema import Config, SchedulerSettings
+from fairlead.doctor.run import Finding, Kind, Severity, check
+from fairlead.doctor.site import Site
+
+_REACHABLE = "docs/security.md#what-is-reachable-from-where"
+
+GATEWAY = Kind(
+    "exposure.gateway", Severity.WARNING, "whoever reaches the gateway may send requests, in any tenant's name",
+    "bind gateway.host to 127.0.0.1, or let a proxy in front know its clients and set their headers", _REACHABLE,
+)  # fmt: skip
+HEADERS = Kind(
+    "exposure.test-selection", Severity.ERROR, "clients on the network choose the endpoint of their requests",
+    "take test-selection out of headers.trust: it is for tests", _REACHABLE,
+)  # fmt: skip
+ADMIN = Kind(
+    "exposure.admin", Severity.WARNING, "whoever reaches the admin port can read endpoints, tenants and decisions",
+    "bind admin.host to 127.0.0.1, set admin.debug: false, or let a NetworkPolicy keep others away", _REACHABLE,
+)  # fmt: skip
+EXT_PROC = Kind(
+    "exposure.ext-proc", Severity.WARNING, "requests come to extProc over the network without TLS",
+    "set extProc.tls.certDir, or bind extProc.host to 127.0.0.1 where the gateway is on this machine", _REACHABLE,
+)  # fmt: skip
+KV_EVENTS = Kind(
+    "exposure.kv-events", Severity.WARNING, "KV events come over the network from whoever says to be an engine",
+    "set kvEvents.curve, or keep that network to the pool; false events cost cache hits until the self-check notices",
+    _REACHABLE,
+)  # fmt: skip
+REMOTE = Kind(
+    "exposure.scheduler", Severity.WARNING, "a scheduler elsewhere is asked without TLS",
+    "set scheduler.tls, or address it by 127.0.0.1 or a Unix socket", _REACHABLE,
+)  # fmt: skip
+UNVERIFIED = Kind(
+    "exposure.unverified", Severity.WARNING, "certificates are accepted from anybody",
+    "name the authority in caFile and leave verify at true", _REACHABLE,
+)  # fmt: skip
+TOKEN = Kind(
+    "exposure.token", Severity.ERROR, "a bearer token travels in clear text",
+    "serve the metrics pages with TLS and write https:// in metricsUrl, or leave metrics.tokenFile out", _REACHABLE,
+)  # fmt: skip
+SECRETS = Kind(
+    "exposure.secrets", Severity.WARNING, "everybody on this machine can read a secret",
+    "chmod o-rwx the file", _REACHABLE,
+)  # fmt: skip
+
+
+def _local(host: str) -> bool:
+    """Only this machine reaches it."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _local_at(address: str) -> bool:
+    """Of `host:port`, or of a Unix socket."""
+    return address.startswith("unix:") or _local(address.rpartition(":")[0])
+
+
+def _listening(config: Config) -> Iterator[Finding]:
+    gateway, admin, ext_proc = config.gateway, config.admin, config.ext_proc
+    embedded = gateway.mode == "embedded"
+    if embedded and not _local(gateway.host):
+        yield GATEWAY.at("gateway.host", gateway.host)
+        if "test-selection" in config.headers.trust:
+            yield HEADERS.at("headers.trust")
+    if admin.port and admin.debug and not _local(admin.host):
+        yield ADMIN.at("admin.host", admin.host)
+    host = ext_proc.host or ("127.0.0.1" if embedded else "0.0.0.0")
+    if ext_proc.tls is None and not _local(host):
+        yield EXT_PROC.at("extProc.host", host)
+
+
+def _others(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
+    yield "scheduler", config.scheduler
+    if config.canary.scheduler is not None:
+        yield "canary.scheduler", config.canary.scheduler
+    for shadow in config.shadows.policies:
+        if shadow.scheduler is not None:
+            yield f"shadow {shadow.name}", shadow.scheduler
+
+
+def _asking(site: Site) -> Iterator[Finding]:
+    config = site.config
+    events = config.kv_events
+    if events.enabled and events.curve is None and not events.indexer.url:
+        if events.bind:
+            if not _local_at(events.bind.partition("://")[2]):
+                yield KV_EVENTS.at("kvEvents.bind", events.bind)
+        else:
+            far = [endpoint for endpoint in site.endpoints if not _local_at(endpoint.address)]
+            yield from (KV_EVENTS.at(endpoint.id, endpoint.address) for endpoint in far)
+    if not config.metrics.tls.verify:
+        yield UNVERIFIED.at("metrics.tls.verify")
+    for name, scheduler in _others(config):
+        if scheduler.tls is not None and not scheduler.tls.verify:
+            yield UNVERIFIED.at(f"{name}.tls.verify")
+        if scheduler.address and scheduler.tls is None and not _local_at(scheduler.address):
+            yield REMOTE.at(name, scheduler.address)
+    if config.metrics.token_file:
+        for endpoint in site.endpoints:
+            url = urlsplit(endpoint.scrape_url)
+            if url.scheme == "http" and not _local(url.hostname or ""):
+                yield TOKEN.at(endpoint.id, endpoint.scrape_url)
+
+
+def _secrets(config: Config) -> Iterator[Finding]:
+    curve, tls = config.kv_events.curve, config.ext_proc.tls
+    files = [config.metrics.token_file, curve.secret_key_file if curve else ""]
+    files.append(str(Path(tls.cert_dir, "tls.key")) if tls else "")
+    for file in filter(None, files):
+        try:
+            mode = Path(file).stat().st_mode & 0o777
+        except OSError:
+            continue  # other checks tell
+        if mode & 0o007:
+            yield SECRETS.at(file, f"mode {mode:o}")
+
+
+@check(
+    "exposure",
+    "nothing is open to a network that should not be",
+    (GATEWAY, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
+)
+async def exposure(site: Site) -> list[Finding]:
+    return [*_listening(site.config), *_asking(site), *_secrets(site.config)]
