@@ -1,23 +1,25 @@
 # syntax=docker/dockerfile:1
 # Builds for linux/amd64 and linux/arm64, from wheels only: nothing is compiled, and pip stays behind.
 #   docker buildx build --platform linux/amd64,linux/arm64 -t registry.example.com/fairlead:0.1.0 --push .
+# For a base image that cannot change under its name: --build-arg BASE=python@sha256:…
 ARG PYTHON=3.13
+ARG BASE=python:${PYTHON}-slim
 
-FROM python:${PYTHON}-slim AS build
+FROM ${BASE} AS build
 WORKDIR /src
 RUN python -m venv /opt/build && python -m venv --without-pip /opt/fairlead
-RUN /opt/build/bin/pip install --no-cache-dir --only-binary :all: hatchling
-# What is needed changes less often than the sources: a layer of its own.
-COPY pyproject.toml README.md LICENSE ./
+# What is needed changes less often than the sources: layers of their own. Every file is one whose hash is in the lock.
+COPY deploy/locks ./locks
+RUN /opt/build/bin/pip install --no-cache-dir --only-binary :all: --require-hashes -r locks/build.txt
 # With the extra `tracing`, which is loaded only where an endpoint for spans is configured.
-RUN /opt/build/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['tracing'], sep='\n')" > needed.txt
-RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --only-binary :all: -r needed.txt
+RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --only-binary :all: --require-hashes -r locks/image.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --no-deps dist/fairlead-*.whl
 RUN /opt/fairlead/bin/python -m compileall -q /opt/fairlead/lib
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
 COPY --from=build /opt/fairlead /opt/fairlead
 ENV PATH=/opt/fairlead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN useradd --system --uid 65532 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin fairlead

@@ -4,6 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
   command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+TOOLS := $(VENV)/tools
 FUZZ_SECONDS ?= 600
 QUEUE_STEPS ?= 100000
 # How many tests run at once. A file's tests stay together, the long ones of real processes first.
@@ -20,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos lock dist sbom audit states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -36,9 +37,15 @@ $(VENV)/.run: $(VENV)/.base pyproject.toml
 	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[report]'
 	@touch $@
 
+# LOCKED=1: what deploy/locks/ci.txt says, by its hashes, and nothing else.
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	@echo "==> installing Fairlead with its test tools (once)"
+ifdef LOCKED
+	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: --require-hashes -r deploy/locks/ci.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+else
 	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[dev]'
+endif
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)
@@ -97,6 +104,27 @@ chaos: $(VENV)/.dev ## kills, starvation and attacks at 200 requests a second, a
 
 soak-hours: $(VENV)/.dev ## HOURS (default 8) of traffic: memory, descriptors, series and leases must not grow; a table, and out/soak.json
 	FAIRLEAD_SOAK_HOURS=$(or $(HOURS),8) FAIRLEAD_SOAK_JSON=out/soak.json $(BIN)/python -m pytest tests/chaos/test_soak.py -q -o faulthandler_timeout=0
+
+# In an environment of their own, so that they change nothing of what is tested.
+$(TOOLS)/.done: $(VENV)/.base deploy/locks/release.txt
+	@$(BIN)/python -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --disable-pip-version-check --only-binary :all: --require-hashes -r deploy/locks/release.txt
+	@touch $@
+
+lock: $(TOOLS)/.done ## write deploy/locks anew: versions and hashes of what image, tests and tools are installed from
+	@$(TOOLS)/bin/python tools/release.py lock
+
+dist: $(VENV)/.dev ## wheel and sdist in out/dist, the same bytes each time for the same commit
+	@rm -rf out/dist
+	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build -d out/dist
+	@cd out/dist && sha256sum *
+
+sbom: $(TOOLS)/.done dist ## out/sbom.json (CycloneDX) of what the image installs, and out/provenance.json of what make dist built
+	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON -o out/sbom.json deploy/locks/image.txt
+	$(BIN)/python tools/release.py provenance
+
+audit: $(TOOLS)/.done ## known vulnerabilities of the image's packages; fails where no index of them can be asked
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/locks/image.txt
 
 states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states of a request as state machines, QUEUE_STEPS (default 100000) random steps each
 	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py tests/property/test_request_states.py -q -o faulthandler_timeout=3600
