@@ -63,7 +63,7 @@ def _local_at(address: str) -> bool:
     return address.startswith("unix:") or _local(address.rpartition(":")[0])
 
 
-def _listening(config: Config) -> Iterator[Finding]:
+def _incoming(config: Config) -> Iterator[Finding]:
     gateway, admin, ext_proc = config.gateway, config.admin, config.ext_proc
     embedded = gateway.mode == "embedded"
     if embedded and not _local(gateway.host):
@@ -77,7 +77,7 @@ def _listening(config: Config) -> Iterator[Finding]:
         yield EXT_PROC.at("extProc.host", host)
 
 
-def _others(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
+def _schedulers(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
     yield "scheduler", config.scheduler
     if config.canary.scheduler is not None:
         yield "canary.scheduler", config.canary.scheduler
@@ -86,7 +86,7 @@ def _others(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
             yield f"shadow {shadow.name}", shadow.scheduler
 
 
-def _asking(site: Site) -> Iterator[Finding]:
+def _outgoing(site: Site) -> Iterator[Finding]:
     config = site.config
     events = config.kv_events
     if events.enabled and events.curve is None and not events.indexer.url:
@@ -98,7 +98,7 @@ def _asking(site: Site) -> Iterator[Finding]:
             yield from (KV_EVENTS.at(endpoint.id, endpoint.address) for endpoint in far)
     if not config.metrics.tls.verify:
         yield UNVERIFIED.at("metrics.tls.verify")
-    for name, scheduler in _others(config):
+    for name, scheduler in _schedulers(config):
         if scheduler.tls is not None and not scheduler.tls.verify:
             yield UNVERIFIED.at(f"{name}.tls.verify")
         if scheduler.address and scheduler.tls is None and not _local_at(scheduler.address):
@@ -129,4 +129,4 @@ def _secrets(config: Config) -> Iterator[Finding]:
     (GATEWAY, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
 )
 async def exposure(site: Site) -> list[Finding]:
-    return [*_listening(site.config), *_asking(site), *_secrets(site.config)]
+    return [*_incoming(site.config), *_outgoing(site), *_secrets(site.config)]
