@@ -6,8 +6,10 @@ missing hurts nobody else.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -124,19 +126,47 @@ def build_app() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback.
+    """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback. SIGTERM ends a
+    command as Ctrl-C does, with what it started; the exit code is 143, or 130.
 
     With NO_COLOR in the environment nothing is drawn: neither colours nor bars, no escape codes at all.
     """
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # What rich and click look at; NO_COLOR alone leaves bold, dim and cursor codes.
+    with _terminable() as terminated:
+        try:
+            typer.main.get_command(build_app())(args=arguments, prog_name="fairlead")
+        except (ConfigError, PluginError) as error:
+            complain(str(error))
+            sys.exit(WRONG_INPUT)
+        except FairleadError as error:
+            complain(str(error))
+            sys.exit(FAILED)
+        except (KeyboardInterrupt, SystemExit) as ended:
+            if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
+                raise
+            typer.echo("terminated" if terminated else "interrupted", err=True)
+            sys.exit(128 + signal.SIGTERM if terminated else INTERRUPTED)
+
+
+@contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """SIGTERM does what Ctrl-C does, also in an event loop, until a command has a handler of its own. Yields a list
+    that is empty until it came."""
+    came: list[int] = []
+
+    def terminate(number: int, _: object) -> None:
+        came.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
     try:
-        typer.main.get_command(build_app())(args=arguments, prog_name="fairlead")
-    except (ConfigError, PluginError) as error:
-        complain(str(error))
-        sys.exit(WRONG_INPUT)
-    except FairleadError as error:
-        complain(str(error))
-        sys.exit(FAILED)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        before = signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield came
+        return
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)

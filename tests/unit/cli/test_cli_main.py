@@ -92,7 +92,7 @@ def test_a_command_gets_its_arguments(
     [
         (ConfigError("wrong", "$.a", "f.yaml"), 2, "error: f.yaml: $.a: wrong\n"),
         (EngineError("vllm-0", "gone"), 1, "error: vllm-0: gone\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
         (typer.Exit(7), 7, ""),
     ],
 )

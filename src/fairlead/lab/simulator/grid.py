@@ -5,14 +5,17 @@ depends on: scenario, policy text, seed and, through `version`, the code.
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import sha256
 from math import exp, log
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
+from threading import current_thread, main_thread
 from time import process_time
 from typing import Any
 
@@ -143,14 +146,34 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
         for cell, key in cells:
             yield run_cell(cell, key)
         return
-    with ProcessPoolExecutor(min(processes, len(cells)), mp_context=get_context("spawn")) as pool:
-        futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
+    context = get_context("spawn")
+    strangers = active_children()
+    with ProcessPoolExecutor(min(processes, len(cells)), context) as pool:
+        with _deaf_children():
+            futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        except BaseException:
+            # A cell takes up to minutes; who ends the run does not wait for those that have begun.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in active_children():
+                if child not in strangers:
+                    child.kill()
+            raise
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Ctrl-C goes to all processes of a terminal; those that are started here leave it to this one."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # How much worse than the best policy of the run each one is.
