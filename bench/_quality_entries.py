@@ -13,8 +13,20 @@ from fairlead.lab.simulator.grid import Cell
 from fairlead.lab.simulator.run import WITH_FLOW, known_policies
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
-#: Further configurations that take part like a policy: key → text.
-EXTRA: dict[str, str] = {}
+#: Further configurations that take part like a policy: key → text. Settings of rules that their makers publish besides
+#: their defaults (see the rules' files): Dynamo's scale of 2 and its preset for agents; llm-d's filter with the
+#: throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and for pools that
+#: answers bind.
+EXTRA: dict[str, str] = {
+    "dynamo, scale 2": "policy: {type: dynamo-linear, parameters: {prefillLoadScale: 2}}\n",
+    "dynamo, agentic": "policy: {type: dynamo-linear, parameters: "
+    "{overlapCredit: 2, prefillLoadScale: 4, activeRequestWeight: 64}}\n",
+    "sticky, 5 s": "policy: {type: sticky-until-saturated, parameters: "
+    "{maxTTFTPenaltyMs: 5000, explorationProbability: 0.01, peakPrefillThroughput: 19350}}\n",
+    "sticky, requests": "policy: {type: sticky-until-saturated, parameters: {load: requests}}\n",
+}
+#: The best of the others, with a queue in front of the servers as the default has.
+LATE_TOO = ("weights-322", "dynamo, agentic")
 #: What the default is, under other names.
 SAME = ("cost-model", "prefill-decode")
 #: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
@@ -50,7 +62,10 @@ SETS = {
 
 def entries() -> dict[str, str]:
     """Key → text of a configuration; `default` comes first."""
-    return {name: text for name, text in known_policies().items() if name not in SAME} | EXTRA
+    known = known_policies()
+    rules = {name: text for name, text in known.items() if name not in SAME} | EXTRA
+    late = {f"{name}+flow": known[WITH_FLOW].replace("policy: default\n", rules[name]) for name in LATE_TOO}
+    return rules | late
 
 
 def names(chosen: str = "all") -> list[str]:

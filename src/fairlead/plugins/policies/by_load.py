@@ -1,6 +1,9 @@
 """Published rules that send a request to where the least work waits."""
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,13 @@ from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import entries
+from fairlead.plugins.filters.availability import PrefixAffinity, PrefixAffinityParams
 from fairlead.plugins.params import NoParams, Params
 from fairlead.plugins.policies.ranked import Ranked
 
 
 class LeastRequests(Ranked):
-    """Waiting + running."""
+    """Waiting + running. What LiteLLM (`least-busy`), AIBrix (`least-request`) and others have without a cache."""
 
     type = "least-requests"
 
@@ -53,7 +57,10 @@ class FewerOfTwo:
 
 
 class Lpwl(Ranked):
-    """argmin pending + max(1, prompt - hit)."""
+    """argmin pending + max(1, prompt - hit).
+
+    Source: the least-prefill-work-left rule as published with its figures in May 2026; it has no settings.
+    """
 
     type = "lpwl"
 
@@ -70,7 +77,10 @@ def uncached(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | 
 
 class Lmetric(Ranked):
     """argmin (pending + uncached) · (batch + 1). The + 1 keeps an idle endpoint from costing nothing whatever it must
-    compute."""
+    compute.
+
+    Source: the LMETRIC paper, which has no settings; SGLang's gateway and AIBrix have rules of that name too.
+    """
 
     type = "lmetric"
 
@@ -79,25 +89,141 @@ class Lmetric(Ranked):
         return (table.pending_tokens + uncached(request, fleet, cycle)) * (table.queue + table.active + 1.0)
 
 
+# `remaining-work`: long prefills and short ones on servers of their own, by what is left to compute.
+#
+# Source: llm-d router 0.11 (September 2026), remaining-work routing as its context-length-aware scorer's README has it:
+# the prefix-cache-affinity filter first, then servers whose work range includes the tokens left to compute, here the
+# fewest tokens in flight among them. Set as there: 8,192 tokens, a penalty of 18 s at 15,928 tokens/s. Its labels are
+# parameters here, and no server fetches a prefix from another one: what is left is what that server itself lacks.
+
+
+class RemainingWorkParams(Params):
+    boundary_tokens: float = Field(
+        default=8192, ge=0, description="More tokens than that to compute are long work, which has servers of its own."
+    )
+    long_share: float = Field(default=0.25, ge=0, le=1, description="Share of the servers that are for long work.")
+
+
+class RemainingWork(Ranked):
+    """Stay at home until that is saturated; else a server for work of that length, the fewest tokens in flight."""
+
+    type = "remaining-work"
+    Params = RemainingWorkParams
+
+    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        super().__init__(params, name, [*filters, PrefixAffinity(PrefixAffinityParams())])
+
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        table = fleet.table
+        own = uncached(request, fleet, cycle)
+        ahead = np.cumsum(table.alive)
+        for_long = ahead > ahead[-1] - round(float(self.params.long_share) * float(ahead[-1]))
+        wrong = np.not_equal(own > self.params.boundary_tokens, for_long)
+        cost: FloatColumn = table.pending_tokens + own + _ELSEWHERE * wrong
+        return cost
+
+
+#: More than any tokens in flight.
+_ELSEWHERE = 1e12
+
+# `dynamo-linear`: the cost of Dynamo's KV router.
+#
+# Source: Dynamo 1.6's router design and configuration pages (September 2026); since 1.3 the overlap's credit may exceed
+# 1 and nothing keeps the prefill part above 0. Defaults are Dynamo's own: credit 1, scale 1, weight 0. Its preset
+# `--agentic` is credit 2, scale 4, weight 64 (ai-dynamo/dynamo#13447). Blocks in use are counted as Dynamo does: those
+# of the prompts that are being answered, shared ones once, and those that the new prompt would add; not those of
+# answers, which Dynamo does not track unless told to. Nobody tells a
+# policy which request ended: the oldest one is taken.
+
 BLOCK_TOKENS = 16
 
 
 class DynamoLinearParams(Params):
     prefill_load_scale: float = Field(default=1.0, ge=0)
     overlap_credit: float = Field(default=1.0, ge=0)
+    active_request_weight: float = Field(default=0.0, ge=0, description="Blocks that a request in flight counts.")
+
+
+class _ActiveBlocks:
+    """Prompts that are in flight at one endpoint, by the hashes of their blocks."""
+
+    __slots__ = ("_counts", "_sent", "tokens")
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._sent = deque[tuple[tuple[int, ...], list[float]]]()
+        #: In blocks that are in use, shared ones once.
+        self.tokens = 0.0
+
+    def keep(self, count: int) -> None:
+        """So many requests are in flight."""
+        while len(self._sent) > count:
+            for digest, tokens in zip(*self._sent.popleft(), strict=True):
+                left = self._counts[digest] - 1
+                if left:
+                    self._counts[digest] = left
+                else:
+                    del self._counts[digest]
+                    self.tokens -= tokens
+
+    def add(self, request: Request) -> None:
+        hashes, sizes = _blocks(request)
+        for digest, tokens in zip(hashes, sizes, strict=True):
+            count = self._counts.get(digest, 0)
+            self._counts[digest] = count + 1
+            self.tokens += 0.0 if count else tokens
+        self._sent.append((hashes, sizes))
+
+    def more(self, request: Request) -> float:
+        """Tokens in blocks that it would add."""
+        hashes, sizes = _blocks(request)
+        shared = bisect_left(hashes, True, key=lambda digest: digest not in self._counts)
+        return sum(sizes[shared:])
+
+
+def _blocks(request: Request) -> tuple[tuple[int, ...], list[float]]:
+    """Hashes of its blocks and their tokens; what is behind the last whole block is one of its own."""
+    chain, per_byte = request.prefix, request.prompt_tokens / max(request.prompt_bytes, 1)
+    ends = (0, *chain.ends)
+    sizes = [(end - begin) * per_byte for begin, end in pairwise(ends)]
+    return (*chain.hashes, -request.id), [*sizes, max(request.prompt_tokens - ends[-1] * per_byte, 0.0)]
 
 
 class DynamoLinear(Ranked):
-    """scale · max(blocks pending + incoming - credit · overlap, 0) + blocks held; temperature 0."""
+    """scale · (blocks pending + incoming - credit · overlap) + blocks in use with this request + weight · requests in
+    flight; temperature 0."""
 
     type = "dynamo-linear"
     Params = DynamoLinearParams
 
+    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        super().__init__(params, name, filters)
+        self._active: dict[str, _ActiveBlocks] = {}
+
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         table, params = fleet.table, self.params
-        work = (table.pending_tokens + request.prompt_tokens) / BLOCK_TOKENS
+        work = table.pending_tokens + request.prompt_tokens
         share = prefix_share(request, fleet, cycle)
         if share is not None:
-            work = work - params.overlap_credit * share * (request.prompt_tokens / BLOCK_TOKENS)
-        scale = float(params.prefill_load_scale)
-        return scale * np.maximum(work, 0.0) + table.kv_tokens / BLOCK_TOKENS
+            work = work - params.overlap_credit * share * request.prompt_tokens
+        used = np.zeros(len(table))
+        for slot, name in enumerate(table.ids):
+            active = self._active.get(name)
+            if active is None:
+                used[slot] = request.prompt_tokens
+            else:
+                active.keep(int(table.inflight[slot]))
+                used[slot] = active.tokens + active.more(request)
+        weight = params.active_request_weight * table.inflight
+        total: FloatColumn = (params.prefill_load_scale * work + used) / BLOCK_TOKENS + weight
+        return total
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        ids, active = fleet.table.ids, self._active
+        if len(active) > 2 * len(ids):
+            for name in active.keys() - set(ids):
+                del active[name]
+        name = ids[slot]
+        if name not in active:
+            active[name] = _ActiveBlocks()
+        active[name].add(request)

@@ -1,7 +1,7 @@
 """Published rules that weigh the cached prefix against load."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from fairlead.plugins.params import NoParams, Params
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams, TopK, TopKParams
 from fairlead.plugins.policies.ranked import Ranked
 from fairlead.plugins.scorers.load import (
+    ActiveRequests,
+    ActiveRequestsParams,
     InflightTokens,
     InflightTokensParams,
     KvUtilization,
@@ -29,7 +31,10 @@ from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
 
 
 class Weights322(Profile):
-    """Σ weight · score, ties at random."""
+    """Σ weight · score, ties at random.
+
+    Source: llm-d's optimised baseline up to 0.10 (2026) and its tuning guide: prefix 3, queue 2, KV cache 2.
+    """
 
     type = "weights-322"
     Params = NoParams
@@ -44,77 +49,97 @@ class Weights322(Profile):
         super().__init__(name, filters, scorers, MaxScore(MaxScoreParams(near_tie=0.0)))
 
 
-# `sticky-until-saturated`: stay where the prompt is cached until that costs 18 s of waiting, else the least tokens.
+# `sticky-until-saturated`: stay where the prompt is cached until that costs too much waiting, else the least load.
 #
-# The default of the reference picker's guides since August 2026: its prefix-cache-affinity filter, then token load.
-
+# Source: llm-d router 0.10 and 0.11 (August and September 2026), the default of its guides: the
+# prefix-cache-affinity filter, then token-load-scorer for pools that prefill binds, or active-request-scorer where
+# answers do. The filter's settings are its own: 80 % of the prompt, 18 s at 15,928 tokens/s, which is Qwen3-32B on two
+# H100 (a chunk of 8,192 tokens); its README's example has 5 s and explores 1 %. Those who run it are to measure the
+# throughput of their own servers.
 
 #: Tokens in flight at which an endpoint counts as full.
 QUEUE_THRESHOLD_TOKENS = 4_194_304
+
+
+class StickyParams(PrefixAffinityParams):
+    load: Literal["tokens", "requests"] = Field(
+        default="tokens", description="What is least: uncached tokens in flight, or requests in flight."
+    )
 
 
 class StickyUntilSaturated(Profile):
     """The filter is the last one, behind those that are configured."""
 
     type = "sticky-until-saturated"
-    Params = NoParams
+    Params = StickyParams
     takes_filters = True
 
-    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
-        load = InflightTokens(InflightTokensParams(threshold_tokens=QUEUE_THRESHOLD_TOKENS))
+    def __init__(self, params: StickyParams | None = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
+        params = params or StickyParams()
+        load: Scorer = InflightTokens(InflightTokensParams(threshold_tokens=QUEUE_THRESHOLD_TOKENS))
+        if params.load == "requests":
+            load = ActiveRequests(ActiveRequestsParams())
         super().__init__(
-            name,
-            [*filters, PrefixAffinity(PrefixAffinityParams())],
-            [(load, 1.0)],
-            MaxScore(MaxScoreParams(near_tie=0.0)),
+            name, [*filters, PrefixAffinity(params)], [(load, 1.0)], MaxScore(MaxScoreParams(near_tie=0.0))
         )
 
 
 # `sglang-cache-aware`: the rule of SGLang's router.
 #
-# Where loads differ too much (max - min > 64 requests and max > 1.5 · min) the shortest queue; else the longest match
-# if it is more than 0.3 of the prompt; else the endpoint that was sent the fewest new tokens (the smallest tree).
+# Source: SGLang's model gateway (sgl-model-gateway, 2026), its policy cache_aware with the settings of its command
+# line: where loads differ too much (max - min > 64 requests and max > 1.5 · min) the shortest queue; else the longest
+# match if it is more than 0.3 of the prompt; else, other than its earlier versions and their documents, which took the
+# smallest tree, the shortest queue again.
 
 
 MAX_DIFFERENCE = 64
 MAX_RATIO = 1.5
 MIN_MATCH = 0.3
-#: Trees shrink as engines evict: half of what was sent is forgotten after so many tokens.
-TREE_TOKENS = 1_000_000.0
 
 
 class SglangCacheAware(Ranked):
-    """Remembers only how much each endpoint was sent."""
+    """Requests in flight, or the longest match."""
 
     type = "sglang-cache-aware"
 
-    def __init__(self, params: Any = None, name: str = type, filters: Sequence[Filter] = ()) -> None:
-        super().__init__(params, name, filters)
-        #: New tokens sent, by endpoint id.
-        self.trees: dict[str, float] = {}
-
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         table = fleet.table
-        load = table.queue + table.active
+        load: FloatColumn = table.queue + table.active
         living = load[table.alive]
         if living.max() - living.min() > MAX_DIFFERENCE and living.max() > MAX_RATIO * living.min():
             return load
         share = prefix_share(request, fleet, cycle)
-        if share is not None and share[table.alive].max() > MIN_MATCH:
-            return -share
-        trees = self.trees
-        return np.array([trees.get(name, 0.0) for name in table.ids])
+        return -share if share is not None and share[table.alive].max() > MIN_MATCH else load
 
-    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+
+# `aibrix-prefix-cache`: the rule of AIBrix' gateway.
+#
+# Source: AIBrix 0.5 (November 2025 and after), the README of its routing algorithms, with its default settings: where
+# requests in flight differ by more than 16, the fewest; else the longest match among those with at most mean + 2 ·
+# standard deviation of them, the fewest among equals; without a match the fewest. Its blocks are 128 characters.
+
+
+class AibrixParams(Params):
+    imbalance: float = Field(default=16, ge=0, description="Difference of requests in flight above which load decides.")
+    deviations: float = Field(default=2, ge=0, description="Standard deviations above the mean that are too many.")
+
+
+class AibrixPrefixCache(Ranked):
+    """The longest match that is not too busy."""
+
+    type = "aibrix-prefix-cache"
+    Params = AibrixParams
+
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        table, params = fleet.table, self.params
+        load: FloatColumn = table.queue + table.active
+        living = load[table.alive]
         share = prefix_share(request, fleet, cycle)
-        new = request.prompt_tokens * (1.0 - (float(share[slot]) if share is not None else 0.0))
-        ids = fleet.table.ids
-        trees = self.trees
-        if len(trees) > 2 * len(ids):
-            for name in trees.keys() - set(ids):
-                del trees[name]
-        name = ids[slot]
-        trees[name] = trees.get(name, 0.0) * 0.5 ** (new / TREE_TOKENS) + new
+        if share is None or living.max() - living.min() > params.imbalance:
+            return load
+        matches = (share > 0.0) & (load <= living.mean() + params.deviations * living.std())
+        # Loads are far below 1e6, and shares that differ do so by more than a millionth.
+        return np.where(matches, load - 1e12 * np.round(share, 6), load)
 
 
 # `consistent-hashing-bounded`: equal beginnings go to one endpoint, as long as that is not overloaded.

@@ -6,23 +6,35 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fairlead.compat.load import load
 from fairlead.config.builtins import BUILTINS
 from fairlead.config.registry import build_policy
 from fairlead.core.endpoint import Sample
 from fairlead.core.fleet import Fleet
-from fairlead.core.policy import Context
+from fairlead.core.policy import Context, Cycle
 from fairlead.core.request import Request
 from fairlead.plugins.filters.ability import Role, RoleParams
-from fairlead.plugins.policies.by_load import DynamoLinear, LeastRequests, Lmetric, Lpwl, PowerOfTwo
+from fairlead.plugins.policies.by_load import (
+    DynamoLinear,
+    DynamoLinearParams,
+    LeastRequests,
+    Lmetric,
+    Lpwl,
+    PowerOfTwo,
+    RemainingWork,
+)
 from fairlead.plugins.policies.by_prefix import (
     HIGH,
     LOW,
     MIDDLE,
+    AibrixParams,
+    AibrixPrefixCache,
     ConsistentHashingBounded,
     DynamicWeights,
     SglangCacheAware,
+    StickyParams,
     StickyUntilSaturated,
     Weights322,
 )
@@ -129,22 +141,46 @@ def test_sglang_follows_the_match_unless_loads_differ_too_much() -> None:
     assert set(spread(SglangCacheAware(), known, asked)) == {"e1"}
 
 
-def test_sglang_sends_what_nobody_has_to_the_smallest_tree() -> None:
-    known, policy, rng = fleet("e0", "e1", "e2"), SglangCacheAware(), Random(1)
-    sizes = Counter[str]()
-    for _ in range(30):
-        pick = policy.choose(request(prompt_tokens=1000), known, Context(0.0, rng))
-        sizes[known.table.ids[pick.slot]] += 1
-    assert max(sizes.values()) - min(sizes.values()) <= 2
+def test_sglang_sends_what_nobody_has_to_the_shortest_queue() -> None:
+    known, asked = fleet("e0", "e1"), request(SHARED)
+    holds(known, "e0", request(SHARED[: len(SHARED) // 5]))
+    busy(known, "e0", [request(prompt_tokens=10)])
+    assert set(spread(SglangCacheAware(), known, asked)) == {"e1"}
 
 
-def test_sglang_forgets_endpoints_that_left() -> None:
-    known, policy, rng = fleet("e0"), SglangCacheAware(), Random(1)
-    for number in range(50):
-        known.down(f"e{number}")
-        known.up(endpoint(f"e{number + 1}"))
-        policy.choose(request(prompt_tokens=10), known, Context(0.0, rng))
-    assert len(policy.trees) <= 4
+def test_aibrix_takes_the_longest_match_that_is_not_too_busy() -> None:
+    known, asked = fleet("e0", "e1", "e2", "e3"), request(SHARED)
+    holds(known, "e0", asked)
+    holds(known, "e1", request(SHARED[: len(SHARED) // 2]))
+    busy(known, "e0", [request(prompt_tokens=10) for _ in range(16)])
+    assert set(spread(AibrixPrefixCache(), known, asked)) == {"e0"}
+    # At most one standard deviation above the mean: the shorter match. Far apart: whoever has the fewest.
+    assert set(spread(AibrixPrefixCache(AibrixParams(deviations=1)), known, asked)) == {"e1"}
+    busy(known, "e0", [request(prompt_tokens=10)])
+    assert set(spread(AibrixPrefixCache(), known, asked)) == {"e1", "e2", "e3"}
+    assert set(spread(AibrixPrefixCache(), known, request("nobody has it"))) == {"e1", "e2", "e3"}
+
+
+def test_sticky_until_saturated_with_other_settings() -> None:
+    known, asked = fleet("e0", "e1"), request(SHARED)
+    holds(known, "e0", asked)
+    busy(known, "e0", [request(prompt_tokens=100_000)])
+    assert set(spread(StickyUntilSaturated(StickyParams(max_ttft_penalty_ms=5000.0)), known, asked)) == {"e1"}
+    quick = StickyParams(max_ttft_penalty_ms=5000.0, peak_prefill_throughput=40_000.0)
+    assert set(spread(StickyUntilSaturated(quick), known, asked)) == {"e0"}
+    busy(known, "e1", [request(prompt_tokens=10), request(prompt_tokens=10)])
+    assert set(spread(StickyUntilSaturated(StickyParams(load="requests")), known, request("other"))) == {"e0"}
+
+
+def test_remaining_work_keeps_long_prefills_on_servers_of_their_own() -> None:
+    known, asked = fleet("e0", "e1", "e2", "e3"), request(SHARED)
+    assert set(spread(RemainingWork(), known, request(prompt_tokens=8192))) == {"e0", "e1", "e2"}
+    assert set(spread(RemainingWork(), known, request(prompt_tokens=8193))) == {"e3"}
+    busy(known, "e0", [request(prompt_tokens=500)])
+    assert set(spread(RemainingWork(), known, request(prompt_tokens=800))) == {"e1", "e2"}
+    holds(known, "e3", asked)
+    assert set(spread(RemainingWork(), known, asked)) == {"e3"}
+    assert set(spread(RemainingWork(), fleet("e0"), asked)) == {"e0"}
 
 
 def test_consistent_hashing_keeps_beginnings_together_within_the_bound() -> None:
@@ -176,6 +212,34 @@ def test_dynamo_adds_prefill_and_decode_blocks() -> None:
     assert set(spread(DynamoLinear(), known, asked)) == {"e0"}
     busy(known, "e0", [request(prompt_tokens=2000)])
     assert set(spread(DynamoLinear(), known, asked)) == {"e1"}
+    agentic = DynamoLinearParams(overlap_credit=2, prefill_load_scale=4, active_request_weight=64)
+    assert set(spread(DynamoLinear(agentic), known, request("other"))) == {"e1"}
+    known = fleet("e0", "e1", samples={"e0": {"running": 1}})
+    busy(known, "e0", [request(prompt_tokens=16)])
+    assert set(spread(DynamoLinear(agentic), known, request(SHARED))) == {"e1"}
+
+
+def test_dynamo_counts_blocks_in_use_once() -> None:
+    def sent(policy: DynamoLinear, known: Fleet, text: str, times: int) -> list[str]:
+        rng, names = Random(3), []
+        for number in range(times):
+            asked = structs.replace(request(text + f" and question {number} " * 20), id=number + 1)
+            slot = policy.choose(asked, known, Context(0.0, rng)).slot
+            known.first_token(known.charge(asked, slot, 0.0, 0, 10.0), 0.1)
+            names.append(known.table.ids[slot])
+        return names
+
+    known, policy = fleet("e0", "e1"), DynamoLinear()
+    holds(known, "e0", request(SHARED))
+    # Four prompts that begin alike hold their beginning once, so that it is worth staying.
+    assert set(sent(policy, known, SHARED, 4)) == {"e0"}
+    other = request(prompt_tokens=160)
+    busy_blocks, idle_blocks = policy.cost(other, known, Cycle(Context(0.0, Random(1))))
+    held = (busy_blocks - idle_blocks) * 16
+    assert len(SHARED) / 5 < held < 0.5 * known.table.kv_tokens[0]
+    for lease in list(known.ledger):
+        known.ledger.release(lease)
+    assert len({*policy.cost(other, known, Cycle(Context(0.0, Random(1))))}) == 1
 
 
 def test_dynamic_weights_follow_the_hit_rate() -> None:
