@@ -195,7 +195,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
         if trace is None or trace.snapshot is None:
             raise ValueError("the numbers of this decision are not in the journal; nothing else can be asked")
         endpoint, answer = again(build_policy(asked), recorded.decision.request, trace)
-        answer.snapshot, answer.held = trace.snapshot, trace.held
+        answer.snapshot, answer.held, answer.loading = trace.snapshot, trace.held, trace.loading
         instead = why(lambda: build_policy(asked), recorded.decision.request, answer, endpoint)
         made["instead"] = {"same": endpoint == recorded.decision.endpoint, **plain(instead)}
     return made

@@ -251,6 +251,15 @@ class _Judged(Struct):
     prompt_ms: FloatColumn
 
 
+def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
+    """Until each endpoint can run the adapter of each request."""
+    if not fleet.table.lora:
+        return None
+    columns = [fleet.loading(request) for request in requests]
+    nothing = np.zeros(len(fleet.table))
+    return np.array([nothing if column is None else column for column in columns])
+
+
 class PairBinder:
     """Where requests can be served is `able`'s word; what pairs cost is too, where it says (`PairCosts`)."""
 
@@ -302,7 +311,7 @@ class PairBinder:
         prompts = np.array([[float(request.prompt_tokens)] for request in requests])
         shares = np.array([k.share for k in known])
         able = np.array([k.able for k in known])
-        terms = cost(prompts, shares * prompts, fleet, now)
+        terms = cost(prompts, shares * prompts, fleet, now, _loading(requests, fleet))
         policy_cost = np.where(able, self._costs.costs(requests, shares, able, terms, fleet, now), inf)
         own = np.where(able, terms.prefill, inf)
         costs = rivals = policy_cost

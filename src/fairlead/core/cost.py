@@ -11,7 +11,9 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
                                                         what is left of the running one
     slots         A·S/N for each of those that must end before it is its turn, of N sequences that the engine runs at
                       once: an answer that takes A steps (learned) leaves on average every A·S/N milliseconds
-    TTFT          kappa·(P + Q + steps + slots)         kappa is learned and takes up what the model leaves out
+    loading       until it can run the request's adapter, if it has one (`core.adapters`)
+    TTFT          kappa·(P + Q + steps + slots + loading)
+                                                        kappa is learned and takes up what the model leaves out
     interference  w·B·P                                 every running answer pauses while the prompt is computed
     decode        w·A·S                                 the answer takes A steps, each as long as there
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
@@ -156,14 +158,17 @@ class Terms(Struct):
     model_ttft: FloatColumn
     ttft: FloatColumn
     kappa: FloatColumn
-    #: Waiting for one of the engine's sequence slots; handing over the KV cache from another endpoint.
+    #: Waiting for one of the engine's sequence slots; handing over the KV cache from another endpoint; loading.
     slots: FloatColumn = _ZERO
     transfer: FloatColumn = _ZERO
+    loading: FloatColumn = _ZERO
 
 
-def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> Terms:
+def cost(
+    prompts: Any, cached: FloatColumn | None, fleet: Known, now: float, loading: FloatColumn | None = None
+) -> Terms:
     """Every endpoint at once. `cached`: tokens believed to be there; `None` = one request, nothing of it anywhere.
-    `now`: clock seconds."""
+    `now`: clock seconds. `loading`: milliseconds until the request's adapter runs there; `None` = none."""
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
     rates = learned.rates
@@ -189,7 +194,11 @@ def cost(prompts: Any, cached: FloatColumn | None, fleet: Known, now: float) -> 
     steps = step * (np.ceil(tokens * _PER_STEP) + 0.5)
     used = table.kv + tokens * table.per_capacity
     model_ttft, kappa = prefill + steps + queue + slots, learned.kappa
-    return Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa, slots)
+    terms = Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa, slots)
+    if loading is not None:
+        terms.loading, terms.model_ttft = loading, model_ttft + loading
+        terms.ttft = kappa * terms.model_ttft
+    return terms
 
 
 def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
@@ -202,7 +211,7 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
 
 
 def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
-    """What the weighed cost is the sum of, for people. `slots` and `transfer` are left out where they are 0."""
+    """What the weighed cost is the sum of, for people. Those that are mostly 0 are left out then."""
     table, learned = fleet.table, fleet.predictor
     memory = memory_price(terms, weights, fleet)
     listed = [
@@ -215,7 +224,7 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
     ]
     return listed + [
         (name, terms.kappa * term)
-        for name, term in (("slots", terms.slots), ("transfer", terms.transfer))
+        for name, term in (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
         if np.any(term)
     ]
 
@@ -309,7 +318,7 @@ def ttft_at(ready: tuple[float, ...], alone_ms: float, uncached: float, now: flo
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
-    """`weighed` of one request; `share` of the prompt is cached there."""
+    """`weighed` of one request without an adapter; `share` of the prompt is cached there."""
     table, learned = fleet.table, fleet.predictor
     if len(table.endpoints) > FEW:
         return weighed(cost(prompt, None if share is None else share * scalar(prompt), fleet, now), weights, fleet)

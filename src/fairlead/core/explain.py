@@ -144,7 +144,7 @@ def restored(trace: Trace) -> Restored:
     """The fleet as the decision saw it. Raises `ValueError` without a snapshot."""
     if trace.snapshot is None:
         raise ValueError("the numbers of this decision were not kept")
-    return Restored(trace.snapshot, trace.held)
+    return Restored(trace.snapshot, trace.held, trace.loading)
 
 
 def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint: str) -> Explanation:

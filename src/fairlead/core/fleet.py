@@ -5,6 +5,7 @@ from math import inf, log2
 
 import numpy as np
 
+from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, PRIOR, StepModel
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
@@ -15,7 +16,7 @@ from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.stalls import OVERDUE_S, Stalls
-from fairlead.core.table import EndpointTable
+from fairlead.core.table import ON_DEMAND, EndpointTable
 
 #: Prompt bytes per KV token when a capacity in tokens is turned into a budget of text.
 BYTES_PER_TOKEN = 4.2
@@ -46,6 +47,7 @@ class Fleet:
         self.ledger = Ledger(self.table, lease_ttl)
         #: What first tokens will take, learned from those that came.
         self.predictor = Predictor(self.table, prior)
+        self.adapters = Adapters(self.table, self.ledger.starting)
         self.stalls = Stalls(self.table, self.ledger, self.predictor)
         self.prefix = PrefixIndex(max_prefix_entries)
         #: What KV events tell; `None` = nobody listens to any.
@@ -119,6 +121,8 @@ class Fleet:
         if sample.adapters is not None:
             table.set_adapters(slot, sample.adapters)
             table.set_max_adapters(slot, _gauge(sample.max_adapters, 0.0))
+            if sample.adapters:
+                self.adapters.seen(slot, self._looks[slot])
         capacity = _gauge(sample.block_size * sample.num_blocks, 0.0)
         if capacity and capacity != table.capacity_tokens[slot]:
             table.capacity_tokens[slot] = capacity
@@ -158,10 +162,26 @@ class Fleet:
     def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None) -> None:
         """Its list of models was read; `None` = it does not tell."""
         slot = self.table.slot(endpoint_id)
-        if slot is not None:
-            self.table.set_listed(slot, adapters)
-            if adapters and self.exact is not None:
-                self.exact.know_adapters(adapters)
+        if slot is None:
+            return
+        if adapters and self.exact is not None:
+            self.exact.know_adapters(adapters)
+        look, known = self._looks[slot], self.table.dynamic[slot]
+        dynamic = self.adapters.listed(adapters, look)
+        self._list(slot, adapters, dynamic)
+        if dynamic and not known:
+            self._same_for(look, dynamic)
+
+    def _list(self, slot: int, adapters: frozenset[str] | None, dynamic: bool) -> None:
+        if adapters is not None:
+            adapters = adapters | {ON_DEMAND} if dynamic else adapters - {ON_DEMAND}
+        self.table.set_listed(slot, adapters)
+
+    def _same_for(self, look: Hashable, dynamic: bool) -> None:
+        """All engines of this look load adapters on demand, or none of them."""
+        for slot, like in self._looks.items():
+            if like == look:
+                self._list(slot, self.table.listed[slot], dynamic)
 
     def without_model(self, slot: int, model: str) -> bool:
         """It answered 404. Whether its list of models should be read again, because the model may be an adapter."""
@@ -169,9 +189,16 @@ class Fleet:
         endpoint, listed = table.endpoints[slot], table.listed[slot]
         if not model or endpoint is None or endpoint.labels.get(MODEL_LABEL) == model:
             return False
-        if listed is not None and model in listed:
+        look = self._looks[slot]
+        if self.adapters.refused(model, slot, look):
+            self._same_for(look, False)
+        elif listed is not None and model in listed:
             table.set_listed(slot, listed - {model})
         return True
+
+    def loading(self, request: Request) -> FloatColumn | None:
+        """Milliseconds until each endpoint can run the request's adapter; `None` = there is none, or no difference."""
+        return self.adapters.waits(request.target_model, self.predictor.hold_ms)
 
     def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
         """No reading. When the last good one is too old, the columns become what we know of our own requests.
@@ -219,7 +246,8 @@ class Fleet:
         request that may go elsewhere in the end; nothing is learned of it."""
         endpoint = self.table.endpoints[slot]
         assert endpoint is not None
-        prompt, half = request.prompt_tokens, expected_output / 2
+        prompt = request.prompt_tokens
+        half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
         alone_ms = self.predictor.rates.prior.prefill_ms(prompt, uncached)
         lease = Lease(
@@ -237,11 +265,24 @@ class Fleet:
             auxiliary or reserved,
         )
         self.ledger.charge(lease)
+        if self.table.lora:
+            self._meet(lease)
         if reserved:
             self.ledger.reserved[lease] = None
         elif request.prefix.hashes:
             self.prefix.insert(slot, request.prefix)
         return lease
+
+    def _meet(self, lease: Lease) -> None:
+        """A charged lease and its adapter, if it needs one that somebody has."""
+        model, waits = lease.request.target_model, self.loading(lease.request)
+        if waits is None:
+            return
+        cold = self.adapters.cold(model, lease.slot, waits, self.predictor.hold_ms)
+        if cold is not None and cold.wait_ms:
+            lease.forecast = self.predictor.behind(lease.slot, lease.forecast, cold.wait_ms)
+        lease.adapter, lease.cold = model, cold
+        self.ledger.starts(lease)
 
     def charge_pair(
         self, request: Request, slot: int, prefill_slot: int, now: float, hit_tokens: int, expected_output: float
@@ -282,11 +323,19 @@ class Fleet:
         if lease.request.stream:
             lease.first_token_at = now
             if lease.prefill is None and not self.stalls.was_out(lease):
+                cold = lease.cold is not None
+                if lease.cold is not None:
+                    self._loaded(lease, lease.cold, (now - lease.charged_at) * 1e3)
                 self.predictor.first_token(
-                    lease.slot, lease.forecast, lease.uncached_tokens, lease.work_us * 1e-3, lease.charged_at, now
+                    lease.slot, lease.forecast, lease.uncached_tokens, lease.work_us * 1e-3, lease.charged_at, now, cold
                 )
                 lease.mark = self.predictor.mark(lease.slot)
         self.ledger.first_token(lease, now)
+
+    def _loaded(self, lease: Lease, cold: Cold, took_ms: float) -> None:
+        """Learn of a first token that came so late what its adapter took."""
+        without_ms = (lease.forecast.model_ttft_ms - cold.wait_ms) * float(self.predictor.kappa[lease.slot])
+        self.adapters.took(cold, took_ms - without_ms)
 
     def completed(self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0) -> None:
         """An answer is complete (its lease is released). -1 tokens, or a negative TTFT = not known.

@@ -102,7 +102,8 @@ class RefuseConfiguration(Struct, frozen=True, gc=False):
 
 
 class ListAdapters(Struct, frozen=True, gc=False):
-    """An endpoint answered 404 for a model: read soon what it has loaded, and the others, and feed `AdaptersListed`."""
+    """An endpoint answered 404 for a model, or runs an adapter that was not on its list: read soon what it has loaded,
+    and the others, and feed `AdaptersListed`."""
 
     endpoint_id: str
 

@@ -12,6 +12,7 @@ Rules
 * What scrapes do to the sums, and when leases are dropped because of them: see `fairlead.core.ledger`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -21,6 +22,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from fairlead.core.adapters import Cold
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
@@ -67,6 +69,9 @@ class Lease(Struct, eq=False, gc=False):
     predicted: Any = None
     #: Milliseconds that the request waited in a queue of ours before it was charged.
     queued_ms: float = 0.0
+    #: The LoRA adapter that it needs; empty = none, or none that is known. What it met where it was not running.
+    adapter: str = ""
+    cold: Cold | None = None
 
 
 # One endpoint's load: what it said last, corrected by what we sent it and saw of it since.
@@ -294,6 +299,8 @@ class Ledger:
         self._leases: dict[Lease, None] = {}
         self.reserved: dict[Lease, None] = {}
         self._accounts: dict[int, Account] = {}
+        #: By slot: adapters of leases before their first token, and how many.
+        self.starting: dict[int, dict[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -319,6 +326,8 @@ class Ledger:
         if not (lease.held and lease.pending):
             return False
         account = self._accounts[lease.slot]
+        if lease.adapter:
+            self._started(lease)
         account.release(lease, prefill_only=True)
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, now)
@@ -337,12 +346,27 @@ class Ledger:
             self.reserved.pop(lease, None)
         slot = lease.slot
         account = self._accounts[slot]
+        if lease.adapter and lease.pending:
+            self._started(lease)
         account.release(lease)
         table = self._table
         table.load[slot] = account.row()
         table.stale.add(slot)
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, None)
+
+    def starts(self, lease: Lease) -> None:
+        """It was charged, and needs an adapter."""
+        names = self.starting.setdefault(lease.slot, {})
+        names[lease.adapter] = names.get(lease.adapter, 0) + 1
+
+    def _started(self, lease: Lease) -> None:
+        names = self.starting[lease.slot]
+        names[lease.adapter] -= 1
+        if not names[lease.adapter]:
+            del names[lease.adapter]
+            if not names:
+                del self.starting[lease.slot]
 
     def _release_prefill(self, part: Lease, now: float | None) -> None:
         """The part of a lease at another endpoint is over, if it is not already."""
@@ -372,6 +396,7 @@ class Ledger:
     def abandon(self, slot: int) -> list[Lease]:
         """The endpoint left: its leases are released, in one go, and returned."""
         leases = self.of_slot(slot)
+        self.starting.pop(slot, None)
         for lease in leases:
             if lease.prefill is not None:
                 self._release_prefill(lease.prefill, None)
@@ -429,5 +454,7 @@ class Ledger:
             assert table.endpoints[slot] is not None or not account.leases
             assert table.load[slot].tolist() == list(account.row())
         held = [lease for account in self._accounts.values() for lease in account.leases]
+        starting = Counter((lease.slot, lease.adapter) for lease in held if lease.pending and lease.adapter)
+        assert starting == {(slot, name): n for slot, names in self.starting.items() for name, n in names.items()}
         assert set(held) == set(self._leases) and len(held) == len(self._leases)
         assert all(lease.auxiliary and lease.held for lease in self.reserved)

@@ -80,6 +80,15 @@ CANDIDATES: Key[BoolColumn | None] = Key("candidates")
 PREFIX_SHARE: Key[FloatColumn | None] = Key("prefix share")
 
 
+#: What `FleetView.loading` says of the request; `None` too where nobody has slots for adapters.
+LOADING: Key[FloatColumn | None] = Key("loading")
+
+
+def loading(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+    """The column of `LOADING`, found once per decision."""
+    return cycle.once(LOADING, fleet.loading, request) if fleet.table.lora else None
+
+
 def prefix_share(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
     """The column of `PREFIX_SHARE`, looked up once per decision."""
     return cycle.once(PREFIX_SHARE, fleet.match, request)

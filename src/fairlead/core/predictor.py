@@ -69,7 +69,7 @@ class _Stretch(Struct):
     steps: float = 0.0
     #: Tokens of the first tokens that came last, at one moment.
     newest: float = 0.0
-    #: The endpoint waited for memory.
+    #: The endpoint waited for memory, or for an adapter.
     spoiled: bool = False
 
 
@@ -160,15 +160,33 @@ class Predictor:
             kind,
         )
 
+    def behind(self, slot: int, forecast: Forecast, wait_ms: float) -> Forecast:
+        """The same for a request that waits `wait_ms` for its adapter first."""
+        kind = forecast.kind
+        if wait_ms >= self.hold_ms:
+            kind = 2 * KINDS - 1 if kind >= KINDS else KINDS - 1
+        ttft, band = forecast.model_ttft_ms + wait_ms, self._bands[kind]
+        expected = ttft * float(self.kappa[slot])
+        middle, low, high = (expected * exp(part) for part in (band.middle, band.low, band.high))
+        return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
+
     # ---- learning ----
 
     def first_token(
-        self, slot: int, forecast: Forecast, uncached: float, work_ms: float, sent: float, now: float
+        self,
+        slot: int,
+        forecast: Forecast,
+        uncached: float,
+        work_ms: float,
+        sent: float,
+        now: float,
+        cold: bool = False,
     ) -> None:
-        """A request charged at `sent` got its first token. Call it before the ledger learns of it."""
+        """A request charged at `sent` got its first token. Call it before the ledger learns of it. `cold`: it waited
+        for its adapter, too."""
         self._computed_ms[slot] += work_ms
         self.judge(slot, forecast, (now - sent) * 1e3)
-        self._stretch(slot, uncached, work_ms, now)
+        self._stretch(slot, uncached, work_ms, now, cold)
 
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
         """A first token took so long."""
@@ -186,7 +204,7 @@ class Predictor:
         self._table.stale.add(slot)
         self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)
 
-    def _stretch(self, slot: int, uncached: float, work_ms: float, now: float) -> None:
+    def _stretch(self, slot: int, uncached: float, work_ms: float, now: float, cold: bool) -> None:
         """Add a first token to the open stretch, and close that if it ends or is long enough."""
         table = self._table
         stretch = self._stretches[slot]
@@ -203,7 +221,7 @@ class Predictor:
         stretch.end = now
         stretch.tokens += uncached
         stretch.work_ms += work_ms
-        stretch.spoiled |= usage > CROWDED
+        stretch.spoiled |= cold or usage > CROWDED
         more = float(table.queued_tokens[slot]) - uncached
         if 0.0 < slots <= running + 1.0:  # the others wait for a slot
             more = 0.0

@@ -36,6 +36,7 @@ from fairlead.core.policy import (
     Scorer,
     Stage,
     SteadyFilter,
+    loading,
     prefix_share,
 )
 from fairlead.core.records import Trace
@@ -57,7 +58,8 @@ def estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
 def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
     share = prefix_share(request, fleet, cycle)
     prompt = float(request.prompt_tokens)
-    return cost(prompt, None if share is None else share * scalar(prompt), fleet, cycle.now)
+    cached = None if share is None else share * scalar(prompt)
+    return cost(prompt, cached, fleet, cycle.now, loading(request, fleet, cycle))
 
 
 NO_ENDPOINTS = "rejected-no-endpoints"
@@ -90,7 +92,7 @@ class Profile:
         self._report = on_plugin_error
         self._turn = -1
         self._steady = all(isinstance(plugin, SteadyFilter) and plugin.steady for plugin in filters)
-        #: Models for which the steady filters keep all, of this table in this version.
+        #: Models without an adapter for which the steady filters keep all, of this table in this version.
         self._passed: set[str] = set()
         self._table: EndpointTable | None = None
         self._version = -1
@@ -105,7 +107,7 @@ class Profile:
             kept = available = culprit = None
         else:
             kept, available, culprit = self._filter(request, fleet, cycle, trace, self._chain)
-            if self._steady and kept is None and culprit is None:
+            if self._steady and kept is None and culprit is None and loading(request, fleet, cycle) is None:
                 self._passed.add(request.target_model)
         if culprit is not None:
             if culprit.stage is Stage.ABILITY:
@@ -248,7 +250,7 @@ class Profile:
                 self._failed(name, error)
         share = prefix_share(request, fleet, cycle)
         if trace is not None:
-            trace.held = share
+            trace.held, trace.loading = share, loading(request, fleet, cycle)
         if share is None:
             return Picked(slot, overloaded=overloaded, trace=trace)
         best = float(share[share.argmax()])

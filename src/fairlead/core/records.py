@@ -71,6 +71,8 @@ class Trace(Struct, gc=False):
     outcome: str = ""
     #: Share of the prompt that each endpoint was believed to hold; `None` = nobody any of it.
     held: Column = None
+    #: Milliseconds until each could run the request's adapter; `None` = there was none, or no difference.
+    loading: Column = None
     #: What was known of the endpoints just then, where that is kept.
     snapshot: Snapshot | None = None
 
@@ -112,7 +114,6 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     cause: str = "natural"
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
-    request_bytes: int = -1
     response_bytes: int = -1
     prompt_tokens: int = -1
     completion_tokens: int = -1
@@ -161,6 +162,8 @@ class ShadowCase(Struct, frozen=True, gc=False):
     #: Column over slots: share of the prompt that each was believed to hold; `None` = nobody any of it.
     held: Any
     expected_output: float = 0.0
+    #: As in `Trace`.
+    loading: Any = None
 
 
 class ShadowVerdict(Struct, frozen=True, gc=False):

@@ -318,7 +318,7 @@ class Pipeline:
             pick = picked or self._instead(question, now)
             if isinstance(pick, Picked) and pick.fallback_slot < 0 and kept is not None:
                 pick.fallback_slot = kept.fallback_slot(pick.slot, self.fleet)
-            instructions += self._send(entry, trigger, pick, now, queued_ms)
+            instructions += self._sent_late(entry, trigger, pick, now, queued_ms)
         return instructions
 
     def _unasked(self, question: Question) -> RequestEntry:
@@ -357,7 +357,15 @@ class Pipeline:
             asked = self._ask(self.parking, entry, T.DISPATCHED, now, reservation)
             if asked:
                 return asked
-        return self._send(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
+        return self._sent_late(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
+
+    def _sent_late(
+        self, entry: RequestEntry, trigger: type | Trigger, pick: Answer, now: float, queued_ms: float
+    ) -> list[Instruction]:
+        instructions = self._send(entry, trigger, pick, now, queued_ms)
+        if entry.lease is not None:
+            entry.lease.queued_ms = queued_ms
+        return instructions
 
     def _unqueued(self, waiting: Waiting) -> RequestEntry:
         entry = self.requests.get(waiting.request.id)
@@ -381,7 +389,8 @@ class Pipeline:
     ) -> list[Instruction]:
         if isinstance(pick, Refused):
             return self._refused(entry, trigger, pick, now, queued_ms)
-        request, fleet, slot = entry.request, self.fleet, pick.slot
+        request, slot = entry.request, pick.slot
+        fleet = self.fleet
         endpoints = fleet.table.endpoints
         endpoint = endpoints[slot]
         assert endpoint is not None, "policies pick among living endpoints"
@@ -396,7 +405,7 @@ class Pipeline:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
         if fleet.stalls.retried:
             fleet.stalls.charged(slot, now)
-        lease.predicted, lease.queued_ms = predicted, queued_ms
+        lease.predicted = predicted
         entry.lease = lease
         self.requests.move(entry, trigger, S.ROUTED)
         fallback_slot = pick.fallback_slot
@@ -521,7 +530,6 @@ class Pipeline:
                 cause=cause,
                 ttft_ms=event.ttft_ms,
                 duration_ms=event.duration_ms,
-                request_bytes=request.body_bytes,
                 response_bytes=event.response_bytes,
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
@@ -593,7 +601,8 @@ class Pipeline:
         held_no_more = self.fleet.sampled(event.endpoint_id, event.started, now, event.sample)
         if now >= self.fleet.stalls.due:
             self.fleet.stalls.look(now)
-        return self._endings.add(self._entries(held_no_more), T.RECONCILED) if held_no_more else []
+        asked: list[Instruction] = [ListAdapters(event.endpoint_id)] if self.fleet.adapters.news() else []
+        return asked + self._endings.add(self._entries(held_no_more), T.RECONCILED) if held_no_more else asked
 
     def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
         now = self._clock.time()

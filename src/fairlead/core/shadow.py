@@ -60,11 +60,11 @@ class CaseTaker:
     def _case(self, request: Request, pick: Picked, fleet: Fleet, now: float, expected: float) -> ShadowCase:
         endpoint = fleet.table.endpoints[pick.slot]
         trace = pick.trace
-        held = trace.held if trace is not None else fleet.match(request)
+        held, loading = (trace.held, trace.loading) if trace is not None else (fleet.match(request), None)
         snapshot = trace.snapshot if trace is not None else None
         bare = replace(request, prefix=NO_PREFIX, blocks=None)
         name = endpoint.id if endpoint is not None else ""
-        return ShadowCase(bare, pick.slot, name, snapshot or self._snapshots(fleet, now), held, expected)
+        return ShadowCase(bare, pick.slot, name, snapshot or self._snapshots(fleet, now), held, expected, loading)
 
 
 class Replica:
@@ -79,7 +79,7 @@ class Replica:
         same = last is not None and snapshot.endpoints is last.endpoints and snapshot.adapters is last.adapters
         self._last = snapshot
         if fleet is None or not same:
-            fleet = self._fleet = Restored(snapshot, case.held)
+            fleet = self._fleet = Restored(snapshot, case.held, case.loading)
             return fleet
         fleet.table.floats[:] = snapshot.floats
         predictor = fleet.predictor
@@ -89,7 +89,7 @@ class Replica:
             column[:] = values
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
         fleet.table.rewritten()
-        fleet.held = case.held
+        fleet.held, fleet.wait = case.held, case.loading
         return fleet
 
 
@@ -127,7 +127,7 @@ class Bench:
         allowed = alive if able is None else alive & able
         cost = self._reference(request, fleet, cycle)
         held = None if case.held is None else case.held * request.prompt_tokens
-        ttft = expected_cost(request.prompt_tokens, held, fleet, now).ttft
+        ttft = expected_cost(request.prompt_tokens, held, fleet, now, case.loading).ttft
         lowest = float(cost[allowed].min()) if allowed.any() else 0.0
         self._case, self._terms = case, Terms(cost, ttft, allowed, lowest)
         return fleet

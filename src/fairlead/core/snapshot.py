@@ -54,11 +54,12 @@ class Snapshots:
 
 
 class Restored(Fleet):
-    """A fleet as it was. `held`: share of the prompt that each slot held; `None` = nobody any of it."""
+    """A fleet as it was. `held`: share of the prompt that each slot held; `None` = nobody any of it. `wait`: until each
+    could run the request's adapter, as `loading` says."""
 
-    def __init__(self, snapshot: Snapshot, held: FloatColumn | None) -> None:
+    def __init__(self, snapshot: Snapshot, held: FloatColumn | None, wait: FloatColumn | None = None) -> None:
         super().__init__()
-        self.held = held
+        self.held, self.wait = held, wait
         _fill(self.table, snapshot)
         predictor = self.predictor
         for slot in range(len(self.table)):
@@ -71,6 +72,9 @@ class Restored(Fleet):
 
     def match(self, request: Request) -> FloatColumn | None:
         return None if self.held is None else self.held.copy()
+
+    def loading(self, request: Request) -> FloatColumn | None:
+        return None if self.wait is None else self.wait.copy()
 
 
 def _fill(table: EndpointTable, snapshot: Snapshot) -> None:

@@ -10,7 +10,7 @@ Rules
   vLLM 0.32); our own ledger alone does not know other clients. When scrapes stop they are our own accounting only.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from math import inf, nan
 
 import numpy as np
@@ -30,6 +30,8 @@ LOAD = (
     "kv_tokens", "growth_tokens", "head_ms",
 )  # fmt: skip
 _LOAD = slice(FLOATS.index(LOAD[0]), FLOATS.index(LOAD[-1]) + 1)
+#: Stands in a list of models where every adapter is loaded when it is asked for.
+ON_DEMAND = ""
 #: Masks kept, and the longest part of a key (characters of a name, addresses of a subset) that is: clients choose some
 #: of them, and without a bound a few million long model names would fill the memory.
 _MAX_MASKS = 1024
@@ -85,8 +87,11 @@ class EndpointTable:
         self.adapters: list[frozenset[str] | None] = []
         #: Adapters that its list of models has, used or not; `None` = not known.
         self.listed: list[frozenset[str] | None] = []
-        #: Endpoints whose list of models is not known.
+        #: Endpoints whose list of models is not known; and those that load adapters on demand, whatever it says.
         self.unlisted: BoolColumn = np.zeros(0, dtype=np.bool_)
+        self.dynamic: BoolColumn = np.zeros(0, dtype=np.bool_)
+        #: Some endpoint has slots for adapters.
+        self.lora = False
         self.samples: list[Sample | None] = []
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: All float columns as the rows of one array, in the order of `FLOATS`: copied in one go.
@@ -175,6 +180,10 @@ class EndpointTable:
         """Where the adapter is on the metrics page; `None` = nowhere."""
         return self._holders.get(adapter)
 
+    def listing(self, adapter: str) -> Collection[int]:
+        """Slots whose list of models has it."""
+        return self._listing.get(adapter, ())
+
     def loaded(self, adapter: str) -> BoolColumn | None:
         """Where the adapter is on the metrics page or in the list of models; `None` = nowhere."""
         slots, running = self._listing.get(adapter), self._holders.get(adapter)
@@ -242,11 +251,13 @@ class EndpointTable:
     def set_max_adapters(self, slot: int, slots: float) -> None:
         if self.max_adapters[slot] != slots:
             self.max_adapters[slot] = slots
+            self.lora = bool(np.count_nonzero(self.max_adapters))
             self._adapters_changed()
 
     def rewritten(self) -> None:
         """To be called when whole columns were written from outside."""
         self.stale.update(range(len(self.endpoints)))
+        self.lora = bool(np.count_nonzero(self.max_adapters))
         self.judge_trouble()
 
     def judge_trouble(self) -> None:
@@ -286,7 +297,7 @@ class EndpointTable:
         self.listed.append(None)
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
-        self.unlisted = np.append(self.unlisted, False)
+        self.unlisted, self.dynamic = np.append(self.unlisted, False), np.append(self.dynamic, False)
         self._holders = {name: np.append(held, False) for name, held in self._holders.items()}
         self.floats = np.hstack((self.floats, np.zeros((len(FLOATS), 1))))
         self._name_rows()
@@ -300,8 +311,10 @@ class EndpointTable:
         self.load = self.floats[_LOAD].T
 
     def _judge_unlisted(self, slot: int) -> None:
-        self.unlisted = self.unlisted.copy()
-        self.unlisted[slot] = self.alive[slot] and self.listed[slot] is None
+        listed, alive = self.listed[slot], bool(self.alive[slot])
+        self.unlisted, self.dynamic = self.unlisted.copy(), self.dynamic.copy()
+        self.unlisted[slot] = alive and listed is None
+        self.dynamic[slot] = alive and listed is not None and ON_DEMAND in listed
 
     def _adapters_changed(self) -> None:
         self.version += 1

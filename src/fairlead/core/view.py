@@ -33,6 +33,11 @@ class FleetView(Protocol):
         """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything."""
         ...
 
+    def loading(self, request: Request) -> FloatColumn | None:
+        """Milliseconds until each endpoint can run the request's adapter; `None` = there is none, or no difference.
+        Worth asking only where `table.lora`."""
+        ...
+
     def stale(self, slot: int, now: float) -> bool:
         """Whether the last good scrape is too old."""
         ...

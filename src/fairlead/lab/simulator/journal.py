@@ -218,7 +218,6 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
                 mine.outcome = OutcomeRecord(
                     request=mine.decision.request,
                     at=time_s,
-                    request_bytes=mine.decision.request.body_bytes,
                     hit_tokens=mine.decision.hit_tokens,
                     forecast=mine.decision.forecast,
                     queued_ms=mine.decision.queued_ms,

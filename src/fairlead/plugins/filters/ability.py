@@ -176,6 +176,7 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 # * its page or `/v1/models` has the requested name as an adapter, or its label `lora-adapters` (comma list) says so, or
 # * somebody's does, no label promises it, and what this endpoint has loaded is not known: a page alone is no reason to
 #   send everything to the one that happens to run it, or
+# * somebody's does, no label promises it, and this endpoint loads adapters on demand (`core.adapters`), or
 # * nobody has or promises the name, and it has no label `model-id` (nothing is known of it), or
 # * nobody has or promises the name or has it as `model-id`, and it has adapter slots (it may load it on demand).
 
@@ -204,7 +205,8 @@ def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
         able = promised | _has_base(table, model)
         return unless_all(able if loaded is None else able | loaded)
     if loaded is not None:
-        return unless_all(loaded | table.unlisted | _has_base(table, model))
+        could_load = table.dynamic & (table.max_adapters > 0)
+        return unless_all(loaded | table.unlisted | could_load | _has_base(table, model))
     plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
     if plain is None or np.count_nonzero(_has_base(table, model)):
         return plain

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import FEW, Terms, Weights, cost_of_one, parts, weighed
-from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused, prefix_share
+from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused, loading, prefix_share
 from fairlead.core.profile import estimate
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
@@ -62,7 +62,9 @@ class CostModel(Ranked):
 
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         share = prefix_share(request, fleet, cycle)
-        return cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, cycle.now)
+        costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, cycle.now)
+        wait = loading(request, fleet, cycle)
+        return costs if wait is None else costs + fleet.predictor.kappa * wait
 
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
@@ -88,18 +90,19 @@ class CostModel(Ranked):
             # The same as below, without asking plugins that have nothing to say.
             share = fleet.match(request)
             costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, context.now)
-            if len(costs) > FEW:
+            count = len(costs)
+            if count > FEW:
                 pick = self._lowest(costs, context.rng)
             else:  # plain numbers: each operation of numpy has cold caches to warm
                 cost_at = costs.tolist().__getitem__
-                order = sorted(range(len(costs)), key=cost_at)
+                order = sorted(range(count), key=cost_at)
                 slot = order[0]
                 least = cost_at(slot)
                 ties = bisect_right(order, least + abs(least) * self._near, key=cost_at)
                 if ties > 1:
                     slot = sorted(order[:ties])[int(context.rng.random() * ties)]
                 pick = Picked(slot)
-                if len(order) > 1:
+                if count > 1:
                     pick.fallback_slot = order[slot == order[0]]
             if share is not None:
                 pick.hit_share, pick.best_share = float(share[pick.slot]), float(share[share.argmax()])

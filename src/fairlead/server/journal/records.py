@@ -205,6 +205,8 @@ class Packer:
             "outcome": trace.outcome,
             "arrays": arrays,
         }
+        if trace.loading is not None:
+            packed["loading"] = _array(trace.loading, known, arrays)
         if trace.snapshot is not None:
             packed["snapshot"] = self._snapshot(trace.snapshot)
         if trace.snapshot is None or trace.endpoints != _ids(trace.snapshot.endpoints):
@@ -254,6 +256,7 @@ class Unpacker:
                 candidates=_at(arrays, packed["candidates"]),
                 outcome=packed["outcome"],
                 held=_at(arrays, packed["held"]),
+                loading=_at(arrays, packed.get("loading")),
                 snapshot=snapshot,
             )
             return Detail(msgspec.convert(packed["request"], Request), trace)

@@ -180,7 +180,7 @@ def _result(outcome: OutcomeRecord) -> dict[str, Any]:
         "cause": outcome.cause,
         "ttft_ms": _known(outcome.ttft_ms),
         "duration_ms": _known(outcome.duration_ms),
-        "request_bytes": _known(outcome.request_bytes),
+        "request_bytes": outcome.request.body_bytes,
         "response_bytes": _known(outcome.response_bytes),
         "prompt_tokens": _known(outcome.prompt_tokens),
         "completion_tokens": _known(outcome.completion_tokens),

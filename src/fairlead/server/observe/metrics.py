@@ -44,7 +44,7 @@ _LABELS_AND_STREAM = attrgetter(
 )
 _END, _UNREACHED, _SLO = attrgetter("status", "cause"), attrgetter("unreached"), attrgetter("request.slo_ttft_ms")
 _DURATION, _TTFT = attrgetter("duration_ms"), attrgetter("ttft_ms")
-_REQUEST_BYTES, _RESPONSE_BYTES = attrgetter("request_bytes"), attrgetter("response_bytes")
+_REQUEST_BYTES, _RESPONSE_BYTES = attrgetter("request.body_bytes"), attrgetter("response_bytes")
 _PROMPT_TOKENS, _HIT_TOKENS = attrgetter("request.prompt_tokens"), attrgetter("hit_tokens")
 _INPUT_TOKENS, _COMPLETION_TOKENS = attrgetter("prompt_tokens"), attrgetter("completion_tokens")
 _CACHED_TOKENS = attrgetter("cached_tokens")
@@ -251,7 +251,7 @@ class SchedulerMetrics:
                 self.families.slo_violations.child(*bundle.labels[:2], which).value += number
 
     def _sizes(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> None:
-        bundle.request_size.observe_all(_told(records, _REQUEST_BYTES)[1])
+        bundle.request_size.observe_all(list(map(_REQUEST_BYTES, records)))
         bundle.response_size.observe_all(_told(records, _RESPONSE_BYTES)[1])
         bundle.input.observe_all(_told(records, _INPUT_TOKENS)[1])
         bundle.output.observe_all(_told(records, _COMPLETION_TOKENS)[1])

@@ -251,7 +251,9 @@ class Watch:
                     kv_usage=sample.kv_usage if sample else None,
                     leases=int(leases[slot]),
                     pending_tokens=pending[slot],
-                    adapters=sorted((table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset())),
+                    adapters=sorted(
+                        filter(None, (table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset()))
+                    ),
                     block_size=sample.block_size or None if sample else None,
                     num_blocks=sample.num_blocks or None if sample else None,
                     prefix_queries=sample.prefix_queries if sample else None,

@@ -391,7 +391,8 @@ def _forecast(ask: AskRemote, fleet: Fleet, now: float) -> Forecast:
     if hits is not None and len(hits) < size:
         hits = np.concatenate((hits, np.zeros(size - len(hits))))
     tokens = ask.request.prompt_tokens
-    terms = cost(tokens, None if hits is None else hits * tokens, fleet, now)
+    loading = fleet.loading(ask.request) if fleet.table.lora else None
+    terms = cost(tokens, None if hits is None else hits * tokens, fleet, now, loading)
     # A term that is the same everywhere is a number.
     ttft, prefill, step, used = (
         np.broadcast_to(term, (size,)) for term in (terms.ttft, terms.prefill, terms.step, terms.used)

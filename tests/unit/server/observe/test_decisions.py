@@ -80,7 +80,7 @@ def test_a_decision_with_its_outcome() -> None:
         "cause": "natural",
         "ttft_ms": 55.0,
         "duration_ms": None,
-        "request_bytes": None,
+        "request_bytes": 0,
         "response_bytes": None,
         "prompt_tokens": None,
         "completion_tokens": None,

@@ -92,9 +92,9 @@ def test_an_outcome(watched: Watched) -> None:
     watched.metrics.on_outcomes(
         [
             ended(
+                request(body_bytes=400),
                 ttft_ms=90.0,
                 duration_ms=1090.0,
-                request_bytes=400,
                 response_bytes=9000,
                 prompt_tokens=100,
                 completion_tokens=11,
@@ -151,7 +151,8 @@ def test_what_is_not_known_is_not_counted(watched: Watched) -> None:
     watched.metrics.on_decisions([routed()], [0.001])
     watched.metrics.on_outcomes([ended(hit_tokens=40)])
     found = watched.samples()
-    assert not any("_count{" in key and "model_name=m" in key for key in found)
+    sized = "request_size"
+    assert not any("_count{" in key and "model_name=m" in key and sized not in key for key in found)
     assert found[f"fairlead_predicted_hit_tokens_total{{{M}}}"] == 0
 
 
@@ -344,6 +345,7 @@ requests = st.builds(
     target=st.sampled_from(["", "t"]),
     rewritten_by=st.sampled_from(["", "r"]),
     stream=st.booleans(),
+    body_bytes=st.sampled_from([0, 400]),
     slo_ttft_ms=st.sampled_from([0.0, 50.0]),
     slo_tpot_ms=st.sampled_from([0.0, 20.0]),
 )
@@ -366,7 +368,6 @@ outcomes = st.builds(
     cause=st.sampled_from(["natural", "client-disconnect", "expired"]),
     ttft_ms=st.sampled_from([-1.0, 10.0, 90.0]),
     duration_ms=st.sampled_from([-1.0, 10.0, 500.0]),
-    request_bytes=st.sampled_from([-1, 400]),
     response_bytes=st.sampled_from([-1, 9000]),
     prompt_tokens=st.sampled_from([-1, 100]),
     completion_tokens=st.sampled_from([-1, 0, 1, 11]),

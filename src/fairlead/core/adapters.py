@@ -1,0 +1,129 @@
+"""LoRA adapters: how long each endpoint takes until it can run one, and who loads them on demand.
+
+What is known of an adapter at an endpoint, the best first:
+
+    runs          its metrics page has it, or a request of ours for it is about to begin there: nothing to wait for
+    is loaded     its list of models has it (static adapters are there from the start): it takes a slot, `activate_ms`
+    could load    it is known to load adapters on demand (dynamic ones): `load_ms`
+    no slot left  as many others run there as fit into a batch (`max_lora`): until one of them has no request any more,
+                  which takes about as long as an answer, and as often as others wait for the same
+
+Rules
+* It is a term of the cost (`core.cost`), so adapters spread where there is load, and stay together where there is none.
+* Both times are learned from first tokens that came later than expected without them.
+* A server that runs an adapter that its list did not have either loads on demand, or was told to load it meanwhile. So
+  all lists are read again: if another engine of the same look still does not have it, engines of that look load on
+  demand, and any of them can serve an adapter that somebody has. The first 404 for one ends that for good.
+* Where nobody has an adapter, or nobody has slots, there is nothing to choose by: all are alike.
+"""
+
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.columns import FloatColumn
+from fairlead.core.table import EndpointTable
+
+#: Milliseconds to begin with: copying an adapter's weights to the GPU; reading them from a disk.
+ACTIVATE_MS, LOAD_MS = 10.0, 500.0
+#: Weight of the newest one, and by how much one may differ from what was expected, at least.
+SHARE, BOUND_MS = 0.1, 20.0
+MOST_MS = 60_000.0
+
+
+class Cold(Struct, frozen=True):
+    """Of a request whose adapter did not run at its endpoint when it was charged."""
+
+    wait_ms: float
+    #: It was not on the list of models either.
+    absent: bool
+    #: All slots were taken: the time says nothing of loading.
+    queued: bool
+
+
+class Adapters:
+    """Of one table. `starting`: by slot, adapters of our requests that are before their first token, and how many."""
+
+    def __init__(self, table: EndpointTable, starting: Mapping[int, Mapping[str, int]]) -> None:
+        self._table, self._starting = table, starting
+        self.activate_ms, self.load_ms = ACTIVATE_MS, LOAD_MS
+        #: Looks of engines: the adapter that one of them may have loaded on demand; and whether they do.
+        self._suspected: dict[Hashable, str] = {}
+        self._dynamic: dict[Hashable, bool] = {}
+        self._news = False
+
+    # ---- what it costs ----
+
+    def waits(self, model: str, hold_ms: float) -> FloatColumn | None:
+        """Milliseconds until each endpoint can run it; `None` = no difference. `hold_ms`: what an answer takes."""
+        table = self._table
+        running, listed = table.holders(model), table.listing(model)
+        if running is None and not listed:
+            return None
+        there = np.zeros(len(table), dtype=np.bool_) if running is None else running.copy()
+        taken = table.loaded_adapters.copy()
+        for slot, names in self._starting.items():
+            page = table.adapters[slot] or ()
+            there[slot] |= model in names
+            taken[slot] += sum(name not in page for name in names)
+        lacks = table.dynamic.copy()
+        lacks[list(listed)] = False
+        waits: FloatColumn = np.where(there, 0.0, np.where(lacks, self.load_ms, self.activate_ms))
+        over = hold_ms * np.maximum(taken + ~there - table.max_adapters, 0.0)
+        waits += over if running is None else np.where(running, 0.0, over)
+        waits[table.max_adapters <= 0.0] = 0.0
+        return waits
+
+    def cold(self, model: str, slot: int, waits: FloatColumn, hold_ms: float) -> Cold | None:
+        """What a request for it meets at `slot`, before it counts there. `None` = its adapter runs."""
+        if model in (self._table.adapters[slot] or ()):
+            return None
+        wait_ms, listed = float(waits[slot]), self._table.listed[slot]
+        queued = wait_ms >= hold_ms
+        if not queued and model in self._starting.get(slot, ()):
+            return None
+        return Cold(wait_ms, listed is not None and model not in listed, queued)
+
+    def took(self, cold: Cold, more_ms: float) -> None:
+        """A first token came so much later than it would have without waiting for its adapter."""
+        if cold.queued or not abs(more_ms) < MOST_MS:
+            return
+        known = self.load_ms if cold.absent else self.activate_ms
+        bound = max(known, BOUND_MS)
+        known = min(max(known + SHARE * min(max(more_ms - known, -bound), bound), 0.0), MOST_MS)
+        if cold.absent:
+            self.load_ms = known
+        else:
+            self.activate_ms = known
+
+    # ---- what is known ----
+
+    def seen(self, slot: int, look: Hashable) -> None:
+        """A page told of adapters that run; it is in the table."""
+        page, listed = self._table.adapters[slot], self._table.listed[slot]
+        if page is None or listed is None or look in self._dynamic:
+            return
+        unlisted = page - listed
+        if unlisted and self._suspected.get(look) not in unlisted:
+            self._suspected[look], self._news = min(unlisted), True
+
+    def news(self) -> bool:
+        """Whether lists should be read again: an adapter runs that its server's list did not have."""
+        news, self._news = self._news, False
+        return news
+
+    def listed(self, names: frozenset[str] | None, look: Hashable) -> bool:
+        """A list of models was read. Whether its endpoint loads on demand."""
+        suspected = self._suspected.get(look)
+        if suspected is not None and names is not None and suspected not in names and look not in self._dynamic:
+            self._dynamic[look] = True
+        return self._dynamic.get(look, False)
+
+    def refused(self, model: str, slot: int, look: Hashable) -> bool:
+        """A server answered 404. Whether engines of this look turn out not to load on demand."""
+        listed = self._table.listed[slot]
+        if listed is None or model in listed or self._table.loaded(model) is None:
+            return False  # nobody has it
+        was, self._dynamic[look] = self._dynamic.get(look, False), False
+        return was
