@@ -282,17 +282,18 @@ READY = 10
 
 def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     """Make one slot ready from its columns."""
-    floats, factors = table.floats[:, slot].tolist(), learned.rates
-    _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_ = floats
-    per_capacity, slots = floats[-2:]
-    factor, load, kappa = float(factors.prefill[slot]), float(factors.load[slot]), float(learned.kappa[slot])
+    factors = learned.rates
+    floats = table.floats[:, slot].tolist()
+    _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, *tail = floats
+    kv_tokens, growth, head_ms, *_, per_capacity, slots = tail
+    factor, load, kappa = factors.prefill.item(slot), factors.load.item(slot), learned.kappa.item(slot)
     prior = factors.prior
-    step = float(factors.step[slot]) * prior.c0 + load * prior.load_ms(active, kv_tokens)
+    step = factors.step.item(slot) * prior.c0 + load * prior.load_ms(active, kv_tokens)
     next_step = step + load * prior.c_seq
     done_ms, left_ms, due_ms, pace = -inf, 0.0, inf, 1.0
     if queued:
         queued_ms *= factor
-        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * prior.whole_step_ms, 0.0)
+        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
         if head_ms < inf and kv <= CROWDED:
             first_ms = factor * head_ms + 2.0 * step
             due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms

@@ -154,7 +154,7 @@ class Predictor:
             expected * exp(band.middle),
             expected * exp(band.low),
             expected * exp(band.high),
-            next_step * float(self.tpot_kappa[slot]),
+            next_step * self.tpot_kappa.item(slot),
             ttft,
             next_step,
             kind,
