@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from fairlead.compat.locate import KIND, ROUTER, Located, document_fields, in_values, is_document
 from fairlead.config import yaml
 from fairlead.config.check import read
-from fairlead.config.checks import asked_elsewhere, note_unknown_engines, resolve
+from fairlead.config.checks import asked_elsewhere, note_pool, note_unknown_engines, resolve
 from fairlead.config.endpoint_list import parse_endpoints_text, read_endpoints
 from fairlead.config.plugin_reader import (
     EXTRA_KEYS,
@@ -32,7 +32,6 @@ from fairlead.config.schema import (
     EndpointSource,
     FileSource,
     FlowSpec,
-    Metrics,
     PolicySpec,
     Section,
     Settings,
@@ -168,12 +167,14 @@ class _Assembly:
             self._report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
         if not self._report.problems:  # or the entries are not where they stand in the file
             note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self._report)
+            if policy is not None:
+                note_pool(endpoints.static, policy, settings.gateway, ("endpoints",), self._report)
         check_choosers(settings.canary, settings.shadows, self._report, self._registry)
         self._check_splitting(policy, flow_control)
         if self._thorough:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
-            self._check_endpoints_file(endpoints.file, settings.metrics)
+            self._check_endpoints_file(endpoints.file, settings, policy)
         if policy is None or self._report.problems:
             return None
         return Config.model_construct(
@@ -193,7 +194,7 @@ class _Assembly:
             hint = "take another policy, or leave flowControl out"
             self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
-    def _check_endpoints_file(self, path: str, metrics: Metrics) -> None:
+    def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
         """Reports what is wrong with an endpoints file, and notes what it warns of: who follows it goes on."""
         if not path:
             return
@@ -206,7 +207,9 @@ class _Assembly:
         for problem in listing.problems:
             tell = self._report.note if problem.warning else self._report.add
             tell(place, problem.render(path))
-        note_unknown_engines(listing.entries, metrics, place, self._report, path)
+        note_unknown_engines(listing.entries, settings.metrics, place, self._report, path)
+        if policy is not None:
+            note_pool(listing.entries, policy, settings.gateway, place, self._report, path)
 
     def _policy(self) -> PolicySpec | None:
         """From a configuration of the reference picker, wherever it stands, or from our own fields."""

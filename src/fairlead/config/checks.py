@@ -1,6 +1,7 @@
 """What must fit together across the fields of a configuration, and the values that follow from others."""
 
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,10 +11,23 @@ from msgspec.structs import replace
 from fairlead.apis.engine_metrics import ENGINES, EngineMetrics, parse_spec, unknown_engine
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Place, Report, shorten
-from fairlead.config.schema import RELATIVE, EngineNames, Kubernetes, KvEvents, Metrics, Section, Settings, Tokens
-from fairlead.core.endpoint import MAX_PORTS
+from fairlead.config.schema import (
+    RELATIVE,
+    EngineNames,
+    Gateway,
+    Kubernetes,
+    KvEvents,
+    Metrics,
+    PolicySpec,
+    Section,
+    Settings,
+    Tokens,
+)
+from fairlead.core.endpoint import MAX_PORTS, ROLE_LABEL
 from fairlead.core.errors import ConfigError
+from fairlead.plugins.filters.ability import PREFILL_ONLY, STAGES
 from fairlead.plugins.params import camel
+from fairlead.plugins.pickers import TopKParams
 
 #: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
 REPEAT = 1.0
@@ -144,6 +158,50 @@ def note_unknown_engines(
             f"metrics are read as those of {metrics.default_engine} "
             f"(known: {', '.join(sorted(known))}; describe others under metrics.engines)",
         )
+
+
+def note_pool(
+    entries: Sequence[Listed], policy: PolicySpec, gateway: Gateway, place: Place, report: Report, file: str = ""
+) -> None:
+    """Notes what is allowed and hardly meant: roles that nobody has, choices among more than there are, a gateway that
+    only this machine can reach. `entries` stand at `place`, or in `file`, which `place` names."""
+
+    def note(message: str, entry: Place = place) -> None:
+        report.note(place if file else entry, f"{file + ': ' if file else ''}{message}")
+
+    known = set().union(*STAGES.values()) - {""}
+    roles = {entry.endpoint.labels.get(ROLE_LABEL, "") for entry in entries}
+    for i, entry in enumerate(entries):
+        role, name = entry.endpoint.labels.get(ROLE_LABEL, ""), entry.endpoint.id
+        if role and role not in known:
+            words = f"endpoint {name}: no request goes to the role '{shorten(role)}'; known: {', '.join(sorted(known))}"
+            note(words, (*place, i))
+        elif not role and entry.endpoint.labels.get("role", "") in known:
+            note(f"endpoint {name}: the label 'role' has no effect; its name is {ROLE_LABEL}", (*place, i))
+    if not entries:
+        return
+    if policy.plugin is not None and policy.plugin.type == "prefill-decode" and not roles & PREFILL_ONLY:
+        note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
+    picker = policy.picker.parameters if policy.picker is not None else None
+    if isinstance(picker, TopKParams) and 1 < len(entries) <= picker.k:
+        note(
+            f"selection.topK is {picker.k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
+            "whatever the scorers say"
+        )
+    remote = [entry.host for entry in entries if not _is_loopback(entry.host)]
+    if gateway.mode == "embedded" and _is_loopback(gateway.host) and remote:
+        report.note(
+            ("gateway",),
+            f"the gateway listens on {gateway.host}, where only this machine reaches it; gateway.host: 0.0.0.0 opens "
+            "it to the network",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 # ---- tokens ----

@@ -13,7 +13,8 @@ Listed = Callable[..., list[Json]]
 
 
 def codes(examination: Examination) -> set[str]:
-    return {one.code for one in examination.findings}
+    """Without what `fairlead validate` notes of the configuration as well."""
+    return {one.code for one in examination.findings} - {"configuration.noted"}
 
 
 def places(examination: Examination, code: str) -> tuple[str, ...]:

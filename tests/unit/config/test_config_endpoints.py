@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.compat.load import load, problems
+from fairlead.compat.load import examine, load, problems
 from fairlead.core.endpoint import Endpoint
 
 
@@ -29,6 +29,44 @@ endpoints:
         Endpoint("default/c", "10.0.0.3:8001"),
     ]
     assert [listed.literal for listed in config.endpoints.static] == [True, False, True, True, True, True, True]
+
+
+FAR = "endpoints: ['10.0.0.1:8000', '10.0.0.2:8000']\n"
+NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        (NEAR, []),
+        (FAR + "gateway: {host: 0.0.0.0}", []),
+        (FAR + "gateway: none", []),
+        (FAR, ["listens on 127.0.0.1, where only this machine reaches it"]),
+        (NEAR + "scorers: [{type: queue}]\nselection: {topK: 2}", ["topK is 2, and there are 2 endpoints"]),
+        (NEAR + "scorers: [{type: queue}]\nselection: {topK: 1}", []),
+        (NEAR + "policy: prefill-decode", ["no request is split"]),
+        ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: prefill}}]", ["the label 'role' has no effect"]),
+        ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: admin}}]", []),
+        ("endpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: decoder}}]", ["to the role 'decoder'"]),
+        (
+            "policy: prefill-decode\nendpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}]",
+            [],
+        ),
+    ],
+)
+def test_what_is_allowed_and_hardly_meant_is_noted(text: str, noted: list[str]) -> None:
+    notes = [note.message for note in load(text).notes]
+    assert len(notes) == len(noted)
+    assert all(part in note for part, note in zip(noted, notes, strict=True))
+
+
+def test_the_endpoints_of_a_file_are_looked_at_too(tmp_path: Path) -> None:
+    listing = tmp_path / "e.yaml"
+    listing.write_text("endpoints: [{name: a, address: 127.0.0.1, port: 1, labels: {role: prefill}}]")
+    report = examine(f"endpoints: {{file: {listing}}}")[1]
+    assert [note.message for note in report.notes] == [
+        f"{listing}: endpoint default/a: the label 'role' has no effect; its name is llm-d.ai/role"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ from fairlead.doctor.run import Check
 
 CHECKS: tuple[Check, ...] = (
     *(gateway.headers, gateway.gateway, gateway.asking, scheduler.scheduler),
-    *(pool.endpoints, pool.models, pool.roles, pool.tls, metrics.metrics, metrics.freshness, agreement.tokens),
+    *(
+        pool.configuration,
+        pool.endpoints,
+        pool.models,
+        pool.roles,
+        pool.tls,
+        metrics.metrics,
+        metrics.freshness,
+        agreement.tokens,
+    ),
     *(
         kv_events.kv_events,
         kv_events.kv_dialled,

@@ -10,7 +10,7 @@ from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.tls import ServerTls
-from fairlead.plugins.filters.ability import ADAPTERS_LABEL, STAGES, RoleParams
+from fairlead.plugins.filters.ability import ADAPTERS_LABEL, PREFILL_ONLY, STAGES, RoleParams
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/troubleshooting.md#requests-fail"
@@ -169,6 +169,18 @@ async def models(site: Site) -> list[Finding]:
     return [*labels, *await _mixed(site), *await _unserved(site), *await _adapters(site)]
 
 
+NOTED = Kind(
+    "configuration.noted", Severity.NOTE, "something in the configuration has no effect, or one that is hardly meant",
+    "read all notes with `fairlead validate FILE`; change what they are about, or leave it if it is meant",
+    "docs/configuration.md",
+)  # fmt: skip
+
+
+@check("configuration", "the configuration means what it says", (NOTED,))
+async def configuration(site: Site) -> list[Finding]:
+    return [NOTED.at(note.path, str(note)) for note in site.config.notes]
+
+
 UNKNOWN = Kind(
     "roles.unknown", Severity.ERROR, "the role of an endpoint is none that is known; it gets no request",
     f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(set().union(*STAGES.values()) - {''}))}", _POLICIES,
@@ -185,8 +197,6 @@ IDLE = Kind(
     "roles.idle", Severity.WARNING, "an endpoint prefills only, and the policy never splits a request",
     f"take the policy {SPLITTING}, or the label off: it gets no request", _POLICIES,
 )  # fmt: skip
-
-_PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
 
 def _stages(site: Site) -> Iterator[str]:
@@ -209,7 +219,7 @@ async def roles(site: Site) -> list[Finding]:
     stages = dict.fromkeys(_stages(site))
     missing = [stage for stage in stages if not any(role in STAGES[stage] for role in roles.values())]
     findings += [NOBODY.at(stage, f"roles there are: {listed}") for stage in missing]
-    prefill_only = [name for name, role in roles.items() if role in _PREFILL_ONLY]
+    prefill_only = [name for name, role in roles.items() if role in PREFILL_ONLY]
     plugin = site.config.policy.plugin
     splits = plugin is not None and plugin.type == SPLITTING
     if splits and not prefill_only:

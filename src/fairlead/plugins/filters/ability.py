@@ -21,6 +21,8 @@ STAGES = {
     "prefill": {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"},
     "encode": {"encode", "encode-prefill", "encode-decode", "encode-prefill-decode"},
 }
+#: Roles that prefill and do not decode.
+PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
 
 class RoleParams(Params):

@@ -29,12 +29,10 @@ from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
 from fairlead.core.profile import estimate
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.filters.ability import STAGES, Role, RoleParams
+from fairlead.plugins.filters.ability import PREFILL_ONLY, Role, RoleParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 
 Millis = Annotated[float, Field(ge=0)]
-#: Roles that prefill and do not decode.
-_PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
 
 class PrefillDecodeParams(CostModelParams):
@@ -134,7 +132,7 @@ class DecodePart(CostModel):
 
 
 def _decodes(_: int, endpoint: Endpoint) -> bool:
-    return endpoint.labels.get(ROLE_LABEL, "") not in _PREFILL_ONLY
+    return endpoint.labels.get(ROLE_LABEL, "") not in PREFILL_ONLY
 
 
 def _cost(pick: Answer) -> float:
