@@ -23,7 +23,7 @@ from fairlead.gateway.ports import obstacle
 
 #: Cluster names of the generated configuration; each side gets its own.
 _POOLS = ("dst", "dst_second", "dst_or_second", "all_endpoints")
-_CLUSTERS = ("ext_proc", "als", *_POOLS, *(f"{name}_grpc" for name in _POOLS))
+_CLUSTERS = ("ext_proc", "als", "uploads", *_POOLS, *(f"{name}_grpc" for name in _POOLS))
 
 
 class Side(Struct, frozen=True):
@@ -96,15 +96,16 @@ def usage(pid: int) -> Usage:
 
 def bootstrap(sides: list[Side], endpoints: list[str]) -> dict[str, Any]:
     """The product's own gateway configuration, once per side, in one Envoy."""
-    listeners, clusters = [], []
+    listeners, clusters, made = [], [], {}
     for side in sides:
         epp = f"127.0.0.1:{side.epp or 1}"
         options = Options(port=side.port, ext_proc=epp, als=epp, endpoints=tuple(endpoints))
-        text = json.dumps(build(options)["static_resources"])
+        text = json.dumps(build(options))
         for name in _CLUSTERS:
             text = text.replace(f'"{name}"', f'"{side.name}_{name}"')
         made = json.loads(text)
-        listener = made["listeners"][0]
+        static = made["static_resources"]
+        listener = static["listeners"][0]
         listener["name"] = side.name
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
         manager["stat_prefix"] = side.name
@@ -112,13 +113,14 @@ def bootstrap(sides: list[Side], endpoints: list[str]) -> dict[str, Any]:
             manager["http_filters"] = manager["http_filters"][-1:]
             for key in ("access_log", "upgrade_configs"):
                 manager.pop(key, None)
-            made["clusters"] = [c for c in made["clusters"] if c["name"].endswith("all_endpoints")]
-            pool = f"{side.name}_all_endpoints"
+            static["listeners"] = [listener]
+            static["clusters"] = [c for c in static["clusters"] if c["name"].endswith("all_endpoints")]
+            route = {"cluster": f"{side.name}_all_endpoints", "timeout": "0s"}
             for host in manager["route_config"]["virtual_hosts"]:
-                host["routes"] = [r for r in host["routes"] if r.get("route", {}).get("cluster") == pool][-1:]
-        listeners.append(listener)
-        clusters += made["clusters"]
-    return {"static_resources": {"listeners": listeners, "clusters": clusters}}
+                host["routes"] = [{"match": {"prefix": "/"}, "route": route}]
+        listeners += static["listeners"]
+        clusters += static["clusters"]
+    return {**made, "static_resources": {"listeners": listeners, "clusters": clusters}}
 
 
 class Processes:

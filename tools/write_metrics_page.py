@@ -12,7 +12,7 @@ from fairlead.apis.tokens import PromptTokeniser
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex
-from fairlead.server.observe.component_metrics import TokenMetrics, show_journal, show_unscheduled
+from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_journal
 from fairlead.server.observe.exposition import Registry, View
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
 from fairlead.server.observe.watch import Watch
@@ -83,7 +83,7 @@ def scheduler_registry() -> Registry:
     TokenMetrics(registry, PromptTokeniser, dict, {})
     QueryMetrics(registry)
     show_journal(registry, _NoJournal())
-    show_unscheduled(registry)
+    GatewayMetrics(registry, None)
     return registry
 
 

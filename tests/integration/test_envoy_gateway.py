@@ -6,16 +6,18 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping
+from ipaddress import ip_address
 
 import aiohttp
 import pytest
 
 from fairlead.core.errors import ConfigError
 from fairlead.gateway import ext_proc
-from fairlead.gateway.access_log import AccessLogEntry, read_entries
-from fairlead.gateway.envoy.config import AT_ENTRY, TOWARD_UPSTREAM
+from fairlead.gateway.access_log import AccessLogEntry, read_entries, read_uploads
+from fairlead.gateway.envoy.config import AT_ENTRY
 from fairlead.gateway.envoy.gateway import Gateway
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.routes import TOWARD_UPSTREAM
 from fairlead.gateway.ext_proc import CONTINUE, DESTINATION, LEASE_KEY, BodyMode, Incoming, Kind
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import EXT_PROC, HealthService
@@ -80,6 +82,7 @@ class Picker:
         self.metadata: Mapping[str, str] = {}
         self.seen: Mapping[str, str] = {}
         self.entries: list[AccessLogEntry] = []
+        self.uploads: list[tuple[str, int, str]] = []
         health = HealthService()
         health.set_ready(True)
         log = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
@@ -149,7 +152,10 @@ class _Log:
         self.picker = picker
 
     def on_message(self, data: bytes) -> None:
-        self.picker.entries += read_entries(data)
+        uploads = read_uploads(data)
+        self.picker.uploads += uploads
+        if not uploads:
+            self.picker.entries += read_entries(data)
 
     def on_half_close(self) -> None: ...
 
@@ -192,6 +198,7 @@ async def world(**options: object) -> AsyncIterator[World]:
         picker = await stack.enter_async_context(Picker())
         upstreams = [await stack.enter_async_context(Upstream()) for _ in range(2)]
         picker.destination = upstreams[1].address
+        options = {"paths": ("/*",), **options}
         chosen = Options(port=0, ext_proc=picker.address, als=picker.address, **options)  # type: ignore[arg-type]
         gateway = Gateway(chosen, [upstream.address for upstream in upstreams])
         await gateway.start()
@@ -350,6 +357,30 @@ async def raw(world_: World, request: bytes, *more: bytes) -> bytes:
             answer = await reader.read(4096)
     writer.close()
     return answer
+
+
+async def test_the_log_tells_whose_uploads_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(receive_idle=0.4, max_heap=128 << 20) as w:
+        host, _, port = w.gateway.address.rpartition(":")
+        started = [(1_000, 800_000)[i % 2] for i in range(4)] + [10 << 20] * 12
+        clients = []
+        for size in started:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            clients.append((reader, writer))
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (size + 9) + bytes(size))
+        async with asyncio.timeout(15):
+            while len(w.picker.uploads) < len(started):
+                await asyncio.sleep(0.02)
+        for _, writer in clients:
+            writer.close()
+        told = w.picker.uploads
+        # The second listener hears of loopback clients by the address of this machine.
+        assert ("127.0.0.1", 1_000, "paused") in told and all(ip_address(client) for client, _, _ in told)
+        memory = [size for _, size, why in told if why == "memory"]
+        assert memory and min(memory) > 256 << 10
+        await w.post(body=bytes(1 << 20))
+        within = [entry for entry in w.picker.entries if entry.upstream.startswith("envoy://")]
+        assert not any(entry.lease for entry in within)
 
 
 async def test_websockets_pass_and_tunnels_do_not() -> None:

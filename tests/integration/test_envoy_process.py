@@ -38,7 +38,7 @@ async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> No
         await gateway.start()
         pid, address = gateway.pid, gateway.address
         assert [path.stat().st_mode & 0o77 for path in tmp_path.iterdir()] == [0]
-        async with http.post(f"http://{address}/", data=b"x") as response:
+        async with http.post(f"http://{address}/v1/completions", data=b"x") as response:
             stopping = asyncio.create_task(gateway.stop(10.0))
             assert (await response.read()).endswith(b"chunk 9")
         await stopping

@@ -22,7 +22,7 @@ from fairlead.server.admin import Admin, AdminSources
 from fairlead.server.indexer.server import IndexServer, IndexSources
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.journal.recorder import Counts
-from fairlead.server.observe.component_metrics import TokenMetrics, show_journal, show_unscheduled
+from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_journal
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
 from fairlead.server.observe.watch import Watch
@@ -205,7 +205,7 @@ def test_every_metric_that_is_named_exists() -> None:
     watch = Watch(Fleet(), lambda: 0.0)
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
-    show_unscheduled(watch.metrics.registry)
+    GatewayMetrics(watch.metrics.registry, None)
     QueryMetrics(watch.metrics.registry)
     indexer = Registry()  # of another process
     IndexerMetrics(indexer, KvIndex())

@@ -66,6 +66,21 @@ class Gateway(Section):
     )
     body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies are answered 413.")
     concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
+    paths: tuple[str, ...] = Field(
+        default=(),
+        description="Let in besides the paths of inference, e.g. `/cohere/v2/chat`; `*` at the end stands for "
+        "anything, so `/*` lets everything in. Where models are defined, bodies for such paths are refused all the "
+        "same.",
+    )
+    max_heap: Bytes | None = Field(
+        default=None,
+        description="Of Envoy: large uploads are ended below it, the largest first, and requests refused close to it. "
+        "By default half of what the cgroup or the machine has, at most 4 GiB.",
+    )
+    max_connections: int = Field(default=20_000, ge=1, description="Client connections at once.")
+    receive_idle: PositiveSeconds = Field(
+        default=15.0, description="A request body may pause this long; a tenth of it when memory is short."
+    )
 
 
 class Tls(Section):

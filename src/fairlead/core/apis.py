@@ -3,6 +3,9 @@
 The names are labels of metrics and keys of what is learned per API: few, and they never change their meaning.
 """
 
+import re
+from urllib.parse import unquote
+
 CHAT = "chat"
 COMPLETIONS = "completions"
 EMBEDDINGS = "embeddings"
@@ -42,8 +45,8 @@ BEGUN_ONCE = frozenset((OTHER, CONVERSATIONS))
 #: A request may ask for its answer as a stream. One that could not be read is taken to have asked for it.
 STREAMING = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, AUDIO, IMAGES, GENERATE, SGLANG, GRPC))
 
-#: Found behind any prefix: their own first segment says what they are.
-_VERSIONED = {
+#: Paths that are found behind any prefix: their own first segment says what they are.
+ANYWHERE = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/embeddings": EMBEDDINGS,
@@ -78,16 +81,41 @@ _BARE = {
     "/vllm.grpc.engine.VllmEngine/Embed": GRPC_EMBED,
 }
 #: Whole paths.
-EXACT = _VERSIONED | _BARE
+EXACT = ANYWHERE | _BARE
 _MAX_SEGMENTS = max(path.count("/") for path in EXACT)
+
+
+#: What servers read otherwise than it is written: escapes, empty and dot segments, parameters, a whole URL.
+_ODD = re.compile(r"%|//|/\.|\\|;|^[^/]")
+_AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
+_MOST_ESCAPED = 3
+
+
+def read_path(path: str) -> str:
+    """As a model server, or a gateway before it, may read a path that is written oddly, if that is the path of an API
+    that we know; else the path itself. So no spelling takes a request past the rules for its API."""
+    if _ODD.search(path) is None:
+        return path
+    bare, question, query = _AUTHORITY.sub("", path, count=1).partition("?")
+    for _ in range(_MOST_ESCAPED):
+        bare = unquote(bare, errors="replace")
+    segments: list[str] = []
+    for segment in bare.replace("\\", "/").split("/"):
+        name = segment.partition(";")[0].strip()
+        if name == "..":
+            del segments[-1:]
+        elif name not in ("", "."):
+            segments.append(name)
+    read = "/" + "/".join(segments)
+    return read + question + query if api_of(read) != OTHER else path
 
 
 def api_of(path: str, prefix: str | None = None) -> str:
     """The API of a request path; the query and one trailing slash are ignored.
 
     `prefix` is what may stand before an API's own path, such as `/openai`; `None` allows any whole segments where the
-    path says enough (`/v1/…`). The bare path is always accepted, and of two the longer one wins. Percent-encoded
-    slashes are not decoded: such a path is `other`, hence still scheduled. O(length of the path).
+    path says enough (`/v1/…`). The bare path is always accepted, and of two the longer one wins. Nothing is decoded
+    (`read_path` does). O(length of the path).
     """
     api = EXACT.get(path)
     if api is not None:
@@ -99,6 +127,6 @@ def api_of(path: str, prefix: str | None = None) -> str:
         api = EXACT.get(tail)
         if api is not None:
             before = path[: -len(tail)]
-            allowed = tail in _VERSIONED if prefix is None else before == prefix.rstrip("/")
+            allowed = tail in ANYWHERE if prefix is None else before == prefix.rstrip("/")
             return api if allowed or not before else OTHER
     return OTHER

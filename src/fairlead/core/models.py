@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from fairlead.core.apis import OTHER
 from fairlead.core.instructions import Instruction, Record, Reject
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import PrefixChain, Request
@@ -137,7 +138,7 @@ class ModelRules(Struct, frozen=True, kw_only=True):
 # Once an InferenceModel is defined, a name that neither 2 nor 4 knows is refused, and so is a header's target that
 # nobody defined: otherwise the header would be the way around. `ModelRules.reject_unmatched` switches that off. Where
 # no model is named and the API does not need one, there is nothing to check: such a request passes, and only its
-# priority is looked up.
+# priority is looked up. A body for a path that nobody here can read may name any model, and is refused.
 
 #: Names in an error message.
 _SHOWN = 20
@@ -328,7 +329,9 @@ class Catalogue:
 
     def _unread(self, request: Request) -> Refusal | None:
         """A body that is there and could not be read may name anything."""
-        if not self.strict or request.api in _NAMELESS or request.unread in ("", "no-body"):
+        if not self.strict or request.unread in ("", "no-body"):
+            return None
+        if request.api in _NAMELESS and request.api != OTHER:
             return None
         return Refusal(
             400, "model_required", f"the model's name cannot be read from the request body: {request.unread}"

@@ -65,8 +65,17 @@ _SUMMARY = re.compile(
     # Other gateways may let a client write the last one: any bytes that a header can have.
     rb"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;"
 )
+#: Of a log of its own, which has but the uploads that the gateway ended: client, bytes received, response flags.
+UPLOAD_TAG = "fairlead_upload"
+UPLOAD = "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %BYTES_RECEIVED% %RESPONSE_FLAGS%;"
+_UPLOAD = re.compile(rb"\x0a\x0ffairlead_upload\x12[\x00-\x7f]([0-9a-fA-F.:]{0,45}) (\d{1,18}) ([A-Za-z,\-]*);")
+#: Envoy's flags, by why it ended an upload: OverloadManager, StreamIdleTimeout, DurationTimeout.
+UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
+#: Before an address inside of Envoy: there its second listener logs the request again.
+_WITHIN = "envoy://"
 #: Short names of the flags in `_CLIENT_GONE`.
 _GONE_FLAGS = frozenset((b"DC", b"DR"))
+_UPLOADS = b"\x0a\x0f" + UPLOAD_TAG.encode()
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)
@@ -89,6 +98,16 @@ class AccessLogEntry(Struct, frozen=True):
     #: Only of the summary: upstreams that were tried, and the gateway's own id.
     attempts: int = 0
     gateway_id: str = ""
+
+
+def read_uploads(message: bytes) -> list[tuple[str, int, str]]:
+    """(client's address, bytes received, reason) of uploads that the gateway ended, in a StreamAccessLogsMessage."""
+    uploads = []
+    for client, received, flags in _UPLOAD.findall(message):
+        reason = next((UPLOAD_ENDS[flag] for flag in flags.decode().split(",") if flag in UPLOAD_ENDS), "")
+        if reason:
+            uploads.append((client.decode(), int(received), reason))
+    return uploads
 
 
 def read_entries(message: bytes) -> list[AccessLogEntry]:
@@ -277,8 +296,11 @@ class AccessLogs:
         elif not entry.lease:
             if entry.gateway_id:
                 self.over(entry.gateway_id)
-            if entry.upstream:
+            if entry.upstream and not entry.upstream.startswith(_WITHIN):
                 self._incidents.on_fallback(entry.upstream, entry.status)
+
+    def upload_ended(self, client: str, received: int, reason: str) -> None:
+        self._incidents.on_upload_ended(client, received, reason)
 
     def opened(self, log: "AccessLogStream") -> None:
         self._open.add(log)
@@ -359,6 +381,10 @@ class AccessLogStream:
             return
         for entry in entries:
             self._logs.entry(entry)
+        if _UPLOADS in message:
+            self._logs.closed(self)  # no end of a request will come by this one
+            for upload in read_uploads(message):
+                self._logs.upload_ended(*upload)
 
     def on_half_close(self) -> None:
         self._logs.closed(self)

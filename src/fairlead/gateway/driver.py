@@ -58,6 +58,9 @@ class Incidents(Protocol):
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request at `address` without asking us."""
 
+    def on_upload_ended(self, client: str, received: int, reason: str) -> None:
+        """The gateway ended an upload of `client`, after so many bytes: `memory`, `paused` or `slow`."""
+
 
 class Client(Protocol):
     """Who sent a request, as `RequestArrived.client`. An instruction may come after it has gone: it is ignored then."""

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from fairlead.apis.request import ParsedRequest, parse_request, unread
 from fairlead.core import headers as names
-from fairlead.core.apis import STREAMING, api_of
+from fairlead.core.apis import EXACT, STREAMING, api_of, read_path
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
@@ -362,7 +362,7 @@ class Understanding:
         """The request, and who is still reading its prompt, if anybody: `known` takes the result.
 
         Raises `ClientError` when no model server could understand the body either."""
-        path = headers.get(":path") or _path(headers)
+        path = _path(headers)
         if body:
             encoding = headers.get("content-encoding", "")
             parsed = self._parse(path, body, headers.get("content-type", ""), content_encoding=encoding)
@@ -426,4 +426,5 @@ class Understanding:
 
 
 def _path(headers: Mapping[str, str]) -> str:
-    return headers.get(":path") or first(headers, names.PATH_HEADERS)
+    path = headers.get(":path") or first(headers, names.PATH_HEADERS)
+    return path if path in EXACT else read_path(path)

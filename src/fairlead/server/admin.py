@@ -60,6 +60,8 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     endpoints: Callable[[], Any]
     #: The newest n decisions as plain values.
     decisions: Callable[[int], Sequence[Any]]
+    #: What is wrong although requests can be served.
+    notes: Callable[[], Sequence[str]] = list
     #: One of them in full, by one of its names; `None` = it is not, or no longer, there.
     decision: Callable[[str], Any] = lambda name: None
     #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
@@ -131,7 +133,7 @@ class Admin(HttpPort):
         reasons = self._sources.unready()
         if reasons:
             return web.Response(status=503, text="not ready\n" + "".join(f"- {reason}\n" for reason in reasons))
-        return web.Response(text="ready\n")
+        return web.Response(text="ready\n" + "".join(f"- {note}\n" for note in self._sources.notes()))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         source, kind = self._sources.metrics, TEXT_TYPE

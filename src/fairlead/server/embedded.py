@@ -27,10 +27,12 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
 from fairlead.gateway.envoy.process import tie_to_parent
+from fairlead.gateway.memory import memory_limit
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
+_LARGEST_HEAP = 4 << 30
 #: What the small interpreter runs. Without `ssl` asyncio does not load OpenSSL, a quarter of what it would hold.
 _BECOME = """
 import json, sys
@@ -121,6 +123,10 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         retry=gateway.retry,
         body_limit=gateway.body_limit,
+        max_heap=gateway.max_heap or min(memory_limit() // 2, _LARGEST_HEAP),
+        max_connections=gateway.max_connections,
+        receive_idle=gateway.receive_idle,
+        paths=gateway.paths,
         concurrency=gateway.concurrency or os.cpu_count() or 1,
         decision_header=config.journal.header,
         upstream_http2=http2,

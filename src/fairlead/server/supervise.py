@@ -50,7 +50,7 @@ class Outage:
     async def begin(self) -> None:
         """A scheduler died. If the one before had not been told of, they are one outage."""
         if self._before is None:
-            self._before = await self._admin.unscheduled()
+            self._before = await self._unscheduled()
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
@@ -65,10 +65,14 @@ class Outage:
         if self._before is None:
             return
         await asyncio.sleep(_ASKED_AGAIN_S)
-        now = await self._admin.unscheduled()
+        now = await self._unscheduled()
         if now is not None and now > self._before:
             log.warning("the gateway balanced without the scheduler", requests=now - self._before)
         self._before = None
+
+    async def _unscheduled(self) -> int | None:
+        vitals = await self._admin.vitals()
+        return vitals.unscheduled if vitals is not None else None
 
 
 class Child:

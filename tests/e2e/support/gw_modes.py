@@ -93,6 +93,7 @@ MORE_PAIRS = (
 def bootstrap(pair: Pair, port: int, ext_proc: str, endpoints: list[str], **options: Any) -> Json:
     """Envoy's bootstrap for a pair. `options`: further fields of `Options`."""
     chosen = {"port": port, "ext_proc": ext_proc, "als": ext_proc if pair.log else "", "endpoints": tuple(endpoints)}
+    chosen["paths"] = ("/*",)  # the mirror has paths of its own
     if pair.own:
         modes = {"request_mode": pair.request, "response_mode": pair.response}
         return build(Options(**chosen, **modes, **options))
@@ -118,7 +119,7 @@ def bootstrap(pair: Pair, port: int, ext_proc: str, endpoints: list[str], **opti
 
 def embedded(config: Config, port: int, endpoints: list[str]) -> Json:
     """What `fairlead serve` gives its Envoy, but for the port and a list of endpoints that never changes."""
-    return build(structs.replace(gateway_options(config), port=port, endpoints=tuple(endpoints)))
+    return build(structs.replace(gateway_options(config), port=port, endpoints=tuple(endpoints), paths=("/*",)))
 
 
 def foreign(bootstrap: Json) -> Json:
@@ -137,9 +138,14 @@ def foreign(bootstrap: Json) -> Json:
 
 
 def connection_manager(bootstrap: Json) -> Json:
-    listener = bootstrap["static_resources"]["listeners"][0]
-    found: Json = listener["filter_chains"][0]["filters"][0]["typed_config"]
-    return found
+    """Of the listener that clients connect to."""
+    return connection_managers(bootstrap)[0]
+
+
+def connection_managers(bootstrap: Json) -> list[Json]:
+    """That, and the one for large uploads if there is one."""
+    listeners = bootstrap["static_resources"]["listeners"]
+    return [listener["filter_chains"][0]["filters"][0]["typed_config"] for listener in listeners]
 
 
 def ext_proc_filter(bootstrap: Json) -> Json:

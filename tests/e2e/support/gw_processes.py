@@ -190,7 +190,7 @@ class Serve(Child):
         self.config = {
             "log": {"level": "info"},
             **config,
-            "gateway": {"port": gateway, "adminPort": envoy_admin, "concurrency": 1, **given},
+            "gateway": {"port": gateway, "adminPort": envoy_admin, "concurrency": 1, "paths": ["/*"], **given},
             "extProc": {"host": "127.0.0.1", "port": ext_proc, **config.get("extProc", {})},
             "admin": {"port": admin, **config.get("admin", {})},
         }

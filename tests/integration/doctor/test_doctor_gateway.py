@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gw_modes import FULL_DUPLEX, Pair, bootstrap, connection_manager, embedded, ext_proc_filter
+from gw_modes import FULL_DUPLEX, Pair, bootstrap, connection_managers, embedded, ext_proc_filter
 from gw_processes import free_ports
 
 from fairlead.doctor.checks import scheduler as scheduling
@@ -69,7 +69,8 @@ async def test_a_gateway_that_does_not_strip_headers_is_named(world: Any, pool_o
     admin = await world.serve(config)
     port = free_ports(1)[0]
     stripped = embedded(world.live.config, port, addresses)
-    connection_manager(stripped).pop("early_header_mutation_extensions")
+    for manager in connection_managers(stripped):
+        manager.pop("early_header_mutation_extensions")
     envoy_admin = world.envoy(stripped)
     await world.answers(f"{envoy_admin}/ready")
     found = await world.examined(

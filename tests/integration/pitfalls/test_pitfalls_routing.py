@@ -16,7 +16,7 @@ from gw_http2 import Http2
 from gw_live import running
 from gw_messages import JSON, Ask, Got
 from gw_mirror import Mirror
-from gw_modes import Pair, bootstrap, connection_manager, ext_proc_filter
+from gw_modes import Pair, bootstrap, connection_manager, connection_managers, ext_proc_filter
 from gw_processes import Envoy, free_ports, sees_the_scheduler, stat
 from gw_rewriter import Rewriter
 from gw_site import CHAT, EMBEDDED, FOREIGN, GET, Site, headers, post, site
@@ -219,8 +219,9 @@ async def test_a_body_above_the_limit_of_the_embedded_gateway_is_a_413(tmp_path:
     limit = 100_000
 
     def patch(built: dict[str, Any], _: list[str]) -> None:
-        buffer = next(f for f in connection_manager(built)["http_filters"] if f["name"].endswith("buffer"))
-        buffer["typed_config"]["max_request_bytes"] = limit
+        for manager in connection_managers(built):
+            buffer = next(f for f in manager["http_filters"] if f["name"].endswith("buffer"))
+            buffer["typed_config"]["max_request_bytes"] = limit
 
     async with site(EMBEDDED, tmp_path, patch=patch) as at:
         assert (await at.answer(post(bytes(limit), path="/upload")))["bytes"] == limit

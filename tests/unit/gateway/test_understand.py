@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fairlead.core.errors import ClientError
+from fairlead.core.headers import PATH_HEADERS
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.tokens import TokenEstimator
@@ -137,3 +138,41 @@ def test_nothing_of_a_large_chat_is_copied(text: str) -> None:
         tracemalloc.stop()
     assert len(request.prefix.hashes) > 100
     assert peak < 100_000
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/v1/chat%2Fcompletions",
+            "/v1%2fchat%2Fcompletions?a=b",
+            "/v1/chat%252Fcompletions",
+            "//v1/chat//completions",
+        ),
+        *(
+            "/v1/./chat/completions",
+            "/x/../v1/chat/completions",
+            "/x/%2e%2e/v1/chat/completions",
+            "/v1/ch%61t/completions",
+        ),
+        *("/v1/chat\\completions", "/v1/chat%5Ccompletions", "/v1/chat;x=1/completions", "/v1/chat/completions;x"),
+        *("/v1/chat/completions%20", "/v1/chat/completions%3Fx", "http://a/v1/chat/completions", "v1/chat/completions"),
+        *("/openai/v1/chat%2Fcompletions", "/v1/chat/completions/", "/v1/chat/completions%2F"),
+    ],
+)
+def test_no_spelling_of_a_path_hides_the_model(path: str) -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    body = json.dumps({"model": "forbidden", "messages": messages("a")}).encode()
+    for name in (":path", PATH_HEADERS[0]):
+        request, _ = understanding.request({name: path}, body, None)
+        assert (request.api, request.model) == ("chat", "forbidden")
+        assert understanding.api({name: path}) == "chat"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files%2F1", "/a//b", "/v1/chat/../completion", "/%zz", "*", "", "/" + "%25" * 5000]
+)
+def test_a_path_of_nobody_stays_as_it_is(path: str) -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    request, _ = understanding.request({":path": path}, b"{}", None)
+    assert (request.api, request.path, request.unread) == ("other", path, "path")

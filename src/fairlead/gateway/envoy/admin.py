@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fairlead.core.errors import FairleadError
@@ -20,9 +20,20 @@ class GatewayError(FairleadError):
 _TIMEOUT = 2.0
 #: The cluster of those that nobody scheduled, and its twin for gRPC.
 _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
+#: Percent of the heap limit (`Options.max_heap`).
+_HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
 #: Seconds that whoever asks for a count is kept waiting for a gateway that does not answer.
 _PATIENCE = 0.5
+
+
+class Vitals(NamedTuple):
+    """What Envoy counts since its start."""
+
+    #: Requests that it balanced by itself.
+    unscheduled: int
+    #: Share of the heap limit that is taken.
+    heap: float
 
 
 class EnvoyAdmin:
@@ -52,13 +63,15 @@ class EnvoyAdmin:
         pairs = (line.rsplit(": ", 1) for line in text.splitlines())
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
-    async def unscheduled(self) -> int | None:
-        """Requests that Envoy balanced by itself since its start; `None` while it does not answer."""
+    async def vitals(self) -> Vitals | None:
+        """`None` while it does not answer."""
         try:
             async with asyncio.timeout(_PATIENCE):
-                return sum((await self.stats(_UNSCHEDULED)).values())
+                values = await self.stats(f"{_UNSCHEDULED}|{_HEAP}")
         except (TimeoutError, OSError):
             return None
+        heap = sum(value for name, value in values.items() if name.startswith("overload."))
+        return Vitals(sum(values.values()) - heap, heap / 100)
 
     async def asks_scheduler(self) -> bool:
         """Envoy believes the scheduler to be healthy, so it asks it about the next request; not while it is silent."""

@@ -131,6 +131,8 @@ POOL = CLUSTER
 #: HTTP server has no other.
 GRPC_DESTINATION = "dst_grpc"
 GRPC_POOL = "all_endpoints_grpc"
+#: The second listener, for what may become large (`routes`).
+UPLOADS = "uploads"
 #: Behind these names stand two clusters each: the first attempt goes to the chosen endpoint, the one repetition to the
 #: fallback endpoint.
 EITHER, GRPC_EITHER = "dst_or_second", "dst_or_second_grpc"
@@ -165,6 +167,8 @@ def clusters(options: Options) -> list[Json]:
         _pool(options, GRPC_POOL, _http2(options)),
         _ext_proc(options),
     ]
+    if options.request_mode == "whole":
+        listed.append(_uploads())
     if options.als:
         listed.append(_grpc(ALS, options.als, options.tls))
     return listed
@@ -301,6 +305,20 @@ def _pool(options: Options, name: str, protocol: Json) -> Json:
         cluster["type"] = "STATIC"
         cluster["load_assignment"] = assignment(options.endpoints)
     return cluster
+
+
+def _uploads() -> Json:
+    there = {"endpoint": {"address": {"envoy_internal_address": {"server_listener_name": UPLOADS}}}}
+    explicit = {"http2_protocol_options": {"initial_stream_window_size": 65_536}}
+    return {
+        "name": UPLOADS,
+        "connect_timeout": "1s",
+        "circuit_breakers": _WIDE,
+        "load_assignment": {"cluster_name": UPLOADS, "endpoints": [{"lb_endpoints": [there]}]},
+        "typed_extension_protocol_options": {
+            _HTTP_OPTIONS: {"@type": f"type.googleapis.com/{_HTTP_OPTIONS}", "explicit_http_config": explicit}
+        },
+    }
 
 
 def _http1(options: Options) -> Json:

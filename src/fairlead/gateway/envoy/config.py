@@ -1,53 +1,29 @@
 """The embedded Envoy's configuration: listener, routes, filters, access log."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import yaml
 
-from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.headers import (
     ACCESS_LOG_METADATA,
     ANSWERED_BY,
     ATTEMPTS,
     CONTROL_HEADERS,
-    DESTINATION,
-    FALLBACK,
     OWN_NAMESPACE,
     READ_HEADERS,
     RESIZABLE_METADATA,
-    REWRITTEN,
-    STEERING_HEADERS,
     WHOLE_BODY_METADATA,
 )
-from fairlead.gateway.access_log import GATEWAY_ID, SUMMARY, SUMMARY_TAG, TTFT
-from fairlead.gateway.envoy.clusters import (
-    ALS,
-    DESTINATION_CLUSTER,
-    EITHER,
-    EXT_PROC,
-    GRPC_DESTINATION,
-    GRPC_EITHER,
-    GRPC_POOL,
-    POOL,
-    clusters,
-    seconds,
-)
+from fairlead.gateway.access_log import GATEWAY_ID, SUMMARY, SUMMARY_TAG, TTFT, UPLOAD, UPLOAD_ENDS, UPLOAD_TAG
+from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
-from fairlead.gateway.ext_proc import DESTINATION as EXT_PROC_DESTINATION
-from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
+from fairlead.gateway.envoy.routes import CHUNKED, RECEIVED, local_replies, route_config
+from fairlead.gateway.ext_proc import LB_NAMESPACE
 
-# Which request headers the gateway takes away, and when.
-#
-# Two moments. *At entry*, before routing and before the scheduler: headers that name a machine. Nobody but the
-# scheduler may set them; what it sets itself comes later and passes. *Toward the model server*: headers that only the
-# scheduler reads, and the destination, which this gateway takes from metadata.
-
+#: Request headers that go *at entry*, before routing and before the scheduler: those that name a machine. Nobody but
+#: the scheduler may set them; what it sets itself comes later and passes.
 AT_ENTRY: tuple[str, ...] = tuple(sorted(CONTROL_HEADERS))
-
-TOWARD_UPSTREAM: tuple[str, ...] = (DESTINATION, *sorted(STEERING_HEADERS))
 
 # What Envoy reports of each request: to the scheduler (ALS), and to the operator (a JSON line).
 
@@ -78,7 +54,7 @@ LINE = {
 def access_logs(options: Options) -> list[Json]:
     logs = []
     if options.als:
-        logs.append(_als(options))
+        logs += [_als(options, SUMMARY_TAG, SUMMARY), _uploads_log(options)]
     if options.access_log:
         typed: Json = {"@type": _STDOUT if options.access_log == "-" else _FILE}
         if options.access_log != "-":
@@ -88,21 +64,26 @@ def access_logs(options: Options) -> list[Json]:
     return logs
 
 
-def _als(options: Options) -> Json:
+def _als(options: Options, tag: str, value: str) -> Json:
     """The lease comes back out of dynamic metadata, so no header has to reach the model server. One tag says all that
     the scheduler reads: taking an entry apart field by field would cost it more than the decision."""
     common = {
-        "log_name": "fairlead",
+        "log_name": tag,
         "transport_api_version": "V3",
         "buffer_flush_interval": seconds(options.als_interval),
         "buffer_size_bytes": 65_536,
         "grpc_service": {"envoy_grpc": {"cluster_name": ALS}},
-        "custom_tags": [{"tag": SUMMARY_TAG, "value": SUMMARY}],
+        "custom_tags": [{"tag": tag, "value": value}],
     }
     return {
         "name": "envoy.access_loggers.http_grpc",
         "typed_config": {"@type": _ALS, "common_config": common},
     }
+
+
+def _uploads_log(options: Options) -> Json:
+    flags = {"response_flag_filter": {"flags": list(UPLOAD_ENDS)}}
+    return {**_als(options, UPLOAD_TAG, UPLOAD), "filter": flags}
 
 
 # The HTTP filters of the gateway: how requests reach the scheduler, and what it sees of responses.
@@ -126,6 +107,7 @@ _FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, ":status"})
 
 _EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"
+_FILTER_STATE = "type.googleapis.com/envoy.extensions.filters.http.set_filter_state.v3.Config"
 _ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
 
 #: Response mode -> (headers, body).
@@ -139,7 +121,7 @@ _RESPONSE = {
 
 def http_filters(options: Options) -> list[Json]:
     """For ordinary requests."""
-    filters = [_ext_proc(options, "BUFFERED"), router()]
+    filters = [_received(), _ext_proc(options, "BUFFERED"), router()]
     if options.request_mode == "whole":
         buffer = {
             "name": "envoy.filters.http.buffer",
@@ -149,7 +131,7 @@ def http_filters(options: Options) -> list[Json]:
         # trailers ext_proc passes on twice, and the model server would get the body twice (measured, 1.40): the bytes
         # behind the first would be its next request. A second buffer lets the router see each body once.
         buffer_again = {**buffer, "name": "envoy.filters.http.buffer.again"}
-        filters = [buffer, _ext_proc(options, "STREAMED"), buffer_again, router()]
+        filters = [buffer, _received(), _ext_proc(options, "STREAMED"), buffer_again, router()]
     return filters
 
 
@@ -158,7 +140,15 @@ def upgrade_filters(options: Options) -> list[Json]:
     filter_ = _ext_proc(options, "NONE")
     mode = filter_["typed_config"]["processing_mode"]
     mode["response_header_mode"], mode["response_body_mode"] = "SKIP", "NONE"
-    return [filter_, router()]
+    return [_received(), filter_, router()]
+
+
+def _received() -> Json:
+    """The request is here: other deadlines hold from now on (`routes`)."""
+    value = {"text_format_source": {"inline_string": "1"}}
+    note = {"object_key": RECEIVED, "factory_key": "envoy.string", "format_string": value}
+    typed = {"@type": _FILTER_STATE, "on_request_headers": [note], "clear_route_cache": True}
+    return {"name": "envoy.filters.http.set_filter_state", "typed_config": typed}
 
 
 def router() -> Json:
@@ -203,163 +193,6 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
     return {"name": "envoy.filters.http.ext_proc", "typed_config": config}
 
 
-# Routes: to the chosen endpoint, else to the whole pool; and how Envoy words its own errors.
-
-_CEL_FILTER = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
-#: Only where the request certainly has not begun: generating twice costs as much as twice the requests. No connection
-#: came about, or nothing was written to it, or an HTTP/2 server says so (REFUSED_STREAM, RFC 9113 section 8.7).
-_NOT_BEGUN = "connect-failure,refused-stream"
-#: Bodies up to this size are kept until the response has ended, in case they must be sent again; requests with larger
-#: ones are not repeated.
-_REPEATABLE_BODY = 1 << 20
-#: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
-_OURS = "fairlead"
-
-
-def route_config(options: Options) -> Json:
-    host: Json = {"name": "all", "domains": ["*"], "routes": _routes(options)}
-    if options.request_mode == "buffered":
-        # Raises the limit for bodies alone: the listener's buffers stay small.
-        host["request_body_buffer_limit"] = options.body_limit
-    made: Json = {
-        "name": "gateway",
-        "virtual_hosts": [host],
-        "request_headers_to_remove": list(TOWARD_UPSTREAM),
-    }
-    if options.decision_header:
-        # Told by the gateway from the metadata of the pick: the scheduler need not see the response for it.
-        value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"
-        header = {"key": options.decision_header, "value": value}
-        made["response_headers_to_add"] = [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
-    return made
-
-
-def _routes(options: Options) -> list[Json]:
-    """The scheduler's answer carries the destination as metadata and has the route chosen anew."""
-    chosen = [_present(EXT_PROC_DESTINATION)]
-    limits = {"timeout": "0s", "idle_timeout": seconds(options.stream_idle_timeout)}
-    unscheduled: Json = {"match": {"prefix": "/"}}
-    if options.fail_open:
-        unscheduled["route"] = {
-            "cluster": POOL,
-            **limits,
-            "retry_policy": {
-                "retry_on": _NOT_BEGUN,
-                "num_retries": 2,
-                "retry_host_predicate": [
-                    {
-                        "name": "envoy.retry_host_predicates.previous_hosts",
-                        "typed_config": {
-                            "@type": "type.googleapis.com/"
-                            "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-                        },
-                    }
-                ],
-            },
-        }
-    else:
-        unscheduled["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
-    picked: Json = {
-        "match": {"prefix": "/", "dynamic_metadata": chosen},
-        "route": {"cluster": DESTINATION_CLUSTER, **limits},
-        # Elsewhere it stays: it is what the access log tells requests by that have no lease.
-        "request_headers_to_remove": [GATEWAY_ID],
-    }
-    # The response will be changed, and ext_proc is not shown its headers: its length must go before it is too late.
-    rewritten = {
-        **picked,
-        "match": {"prefix": "/", "dynamic_metadata": [*chosen, _present(REWRITTEN)]},
-        "response_headers_to_remove": ["content-length"],
-    }
-    refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
-    repeated = partial(_repeated, hedge=options.retry == "hedge")
-    # A model server's name never stands in a gRPC message, so nothing is rewritten there.
-    grpc = [
-        repeated(_for_grpc(picked, GRPC_DESTINATION), GRPC_EITHER),
-        _for_grpc(picked, GRPC_DESTINATION),
-        _for_grpc(unscheduled, GRPC_POOL),
-    ]
-    return [refused, *grpc, repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked, unscheduled]
-
-
-def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
-    """The same where the scheduler named a fallback endpoint: once, and at once. Headers of the scheduler's answer say
-    of which requests that is true after they have begun (`answers.Answers.retry_headers`)."""
-    named = [*route["match"]["dynamic_metadata"], _present(FALLBACK, OWN_NAMESPACE)]
-    at_once = {"base_interval": "0.001s", "max_interval": "0.001s"}
-    policy = {"retry_on": f"{_NOT_BEGUN},reset-before-request", "num_retries": 1, "retry_back_off": at_once}
-    action = {**route["route"], "cluster": cluster, "retry_policy": policy}
-    if hedge:
-        action["hedge_policy"] = {"hedge_on_per_try_timeout": True}
-    return {
-        **route,
-        "match": {**route["match"], "dynamic_metadata": named},
-        "route": action,
-        "request_body_buffer_limit": _REPEATABLE_BODY,
-    }
-
-
-def _for_grpc(route: Json, cluster: str) -> Json:
-    """The same for requests of content type `application/grpc`."""
-    made = {**route, "match": {**route["match"], "grpc": {}}}
-    if "route" in made:
-        made["route"] = {**made["route"], "cluster": cluster}
-    return made
-
-
-def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
-    """The scheduler's answer has this key in its metadata."""
-    return {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
-
-
-def local_replies() -> Json:
-    """Envoy's own errors as the clients of the OpenAI APIs know errors, or of the Anthropic API by its path."""
-    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "/v1/messages")
-    return {"mappers": [*anthropic, *_replies(_body, TYPES, "GatewayError")]}
-
-
-def _replies(
-    body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
-) -> Iterator[Json]:
-    """In one shape, for requests whose path begins so; `fallback_type`: the type of any other status."""
-    for status in (413, 503, 504):
-        mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
-        mapper["body_format_override"] = body(types[status])
-        if status == 503:
-            mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
-        yield mapper
-    yield {"filter": _all_of(*_under(path), _not_ours()), "body_format_override": body(fallback_type)}
-
-
-def _body(type_: str) -> Json:
-    error = {"message": "%LOCAL_REPLY_BODY%", "type": type_, "param": None, "code": "%RESPONSE_CODE%"}
-    return {"json_format": {"error": error}, "content_type": "application/json"}
-
-
-def _anthropic_body(type_: str) -> Json:
-    error = {"type": "error", "error": {"type": type_, "message": "%LOCAL_REPLY_BODY%"}}
-    return {"json_format": error, "content_type": "application/json"}
-
-
-def _under(path: str) -> list[Json]:
-    return [{"header_filter": {"header": {"name": ":path", "string_match": {"prefix": path}}}}] if path else []
-
-
-def _status(status: int) -> Json:
-    value = {"default_value": status, "runtime_key": f"fairlead.local_reply.{status}"}
-    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
-
-
-def _not_ours() -> Json:
-    expression = f"!response.code_details.startsWith('{_OURS}')"
-    typed = {"@type": _CEL_FILTER, "expression": expression}
-    return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
-
-
-def _all_of(*filters: Json) -> Json:
-    return {"and_filter": {"filters": list(filters)}} if len(filters) > 1 else filters[0]
-
-
 # `build(options)`: Envoy's bootstrap as plain data. Envoy 1.40; the reasons are in docs/gateway.md.
 #
 # A request's way: headers that name machines are taken off → (buffer) → ext_proc asks the scheduler → the route is
@@ -369,23 +202,35 @@ _HCM = "type.googleapis.com/envoy.extensions.filters.network.http_connection_man
 _EARLY = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
 _CONNECTIONS = "type.googleapis.com/envoy.extensions.resource_monitors.downstream_connections.v3"
 _HEAP = "type.googleapis.com/envoy.extensions.resource_monitors.fixed_heap.v3.FixedHeapConfig"
+_INTERNAL = "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
+_TIMEOUTS = "type.googleapis.com/envoy.config.overload.v3.ScaleTimersOverloadActionConfig"
 
 #: Buffers of one connection. Bodies have their own limit.
 _CONNECTION_BUFFER = 32_768
 #: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and while no
 #: range is named, Envoy takes all private addresses for internal. No client has the broadcast address.
 _NOBODY = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
-#: Share of the heap limit at which connections are no longer kept, and at which requests are refused.
-_HEAP_TIGHT, _HEAP_FULL = 0.90, 0.95
+#: Shares of the heap limit from which on uploads are given less time to go on, down to a tenth of it, from which on the
+#: largest uploads are ended, up to all that are counted, and from which on requests are refused.
+_HEAP_HURRY, _HEAP_RESET, _HEAP_FULL = (0.50, 0.80), (0.60, 0.85), 0.95
+_HURRIED_PERCENT = 10
+#: How large regular expressions may be, in RE2's own unit: that of paths takes about 400.
+_RUNTIME = {"re2.max_program_size.error_level": 10_000, "re2.max_program_size.warn_level": 10_000}
+#: Uploads count from 2 ** this bytes on (256 KiB, `routes.LARGE`).
+_COUNTED_FROM = 18
 
 
 def build(options: Options) -> Json:
     """The bootstrap. Raises `ConfigError` for options that contradict each other."""
     options.check()
+    listeners = [_listener(options)] + [_uploads(options)] * (options.request_mode == "whole")
     bootstrap: Json = {
         "node": {"id": "fairlead", "cluster": "fairlead"},
-        "static_resources": {"listeners": [_listener(options)], "clusters": clusters(options)},
+        "static_resources": {"listeners": listeners, "clusters": clusters(options)},
+        "bootstrap_extensions": [{"name": "envoy.bootstrap.internal_listener", "typed_config": {"@type": _INTERNAL}}],
+        "layered_runtime": {"layers": [{"name": "fairlead", "static_layer": _RUNTIME}]},
         "overload_manager": _overload(options),
+        "memory_allocator_manager": {"bytes_to_release": 32 << 20, "memory_release_interval": "1s"},
     }
     admin = _admin(options)
     if admin is not None:
@@ -420,22 +265,38 @@ def _listener(options: Options) -> Json:
     }
 
 
-def _connection_manager(options: Options) -> Json:
+def _uploads(options: Options) -> Json:
+    """Takes large uploads from the other listener, see `routes`. Nobody outside can connect to it."""
+    return {
+        "name": UPLOADS,
+        "internal_listener": {},
+        "per_connection_buffer_limit_bytes": _CONNECTION_BUFFER,
+        "filter_chains": [{"filters": [_connection_manager(options, outside=False)]}],
+    }
+
+
+def _connection_manager(options: Options, outside: bool = True) -> Json:
+    """`outside`: of the listener that clients connect to."""
     idle = seconds(options.stream_idle_timeout)
     at_entry: list[Json] = [{"remove": name} for name in AT_ENTRY]
     own_id = {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
-    at_entry.append({"append": {"header": own_id, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}})
+    chunked = {"key": CHUNKED, "value": "%REQ(transfer-encoding)%"}
+    set_it = {"append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+    at_entry += ({"append": {"header": header, **set_it}} for header in (own_id, chunked))
     config: Json = {
         "@type": _HCM,
-        "stat_prefix": STAT_PREFIX,
-        "codec_type": "AUTO",
+        "stat_prefix": STAT_PREFIX if outside else UPLOADS,
+        "codec_type": "AUTO" if outside else "HTTP2",
         "generate_request_id": True,
         "preserve_external_request_id": True,
         "server_header_transformation": "PASS_THROUGH",
-        "use_remote_address": True,
+        # Inside, the client is whom the other listener has put last into x-forwarded-for.
+        "use_remote_address": outside,
         "internal_address_config": _NOBODY,
+        # The path that is routed, decided and sent on is the one that a model server understands.
         "normalize_path": True,
         "merge_slashes": True,
+        "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",
         "http2_protocol_options": {
             "max_concurrent_streams": 1024,
             "initial_stream_window_size": 65_536,
@@ -457,7 +318,7 @@ def _connection_manager(options: Options) -> Json:
             {"upgrade_type": "CONNECT", "filters": [router()]},
         ],
         "local_reply_config": local_replies(),
-        "route_config": route_config(options),
+        "route_config": route_config(options, outside),
         "http_filters": http_filters(options),
     }
     logs = access_logs(options)
@@ -470,7 +331,7 @@ def _overload(options: Options) -> Json:
     limit = {"@type": f"{_CONNECTIONS}.DownstreamConnectionsConfig"}
     limit["max_active_downstream_connections"] = options.max_connections  # type: ignore[assignment]
     manager: Json = {
-        "refresh_interval": "0.25s",
+        "refresh_interval": "0.1s",
         "resource_monitors": [
             {"name": "envoy.resource_monitors.global_downstream_max_connections", "typed_config": limit}
         ],
@@ -478,14 +339,22 @@ def _overload(options: Options) -> Json:
     if options.max_heap:
         heap = {"@type": _HEAP, "max_heap_size_bytes": options.max_heap}
         manager["resource_monitors"].append({"name": "envoy.resource_monitors.fixed_heap", "typed_config": heap})
+        manager["buffer_factory_config"] = {"minimum_account_to_track_power_of_two": _COUNTED_FROM}
+        # A share, so that an answer may still be silent for hours.
+        upload = {"timer": "HTTP_DOWNSTREAM_STREAM_IDLE", "min_scale": {"value": _HURRIED_PERCENT}}
+        hurry = {"@type": _TIMEOUTS, "timer_scale_factors": [upload]}
         manager["actions"] = [
-            _action("disable_http_keepalive", _HEAP_TIGHT),
-            _action("shrink_heap", _HEAP_TIGHT),
+            {**_action("reduce_timeouts", *_HEAP_HURRY), "typed_config": hurry},
+            _action("reset_high_memory_stream", *_HEAP_RESET),
+            _action("shrink_heap", _HEAP_RESET[0]),
             _action("stop_accepting_requests", _HEAP_FULL),
         ]
     return manager
 
 
-def _action(name: str, share: float) -> Json:
-    trigger = {"name": "envoy.resource_monitors.fixed_heap", "threshold": {"value": share}}
+def _action(name: str, share: float, all_of_it: float = 0.0) -> Json:
+    """From this share of the heap limit on; with `all_of_it` a little at first, and all at that share."""
+    scaled = {"scaled": {"scaling_threshold": share, "saturation_threshold": all_of_it}}
+    when = scaled if all_of_it else {"threshold": {"value": share}}
+    trigger = {"name": "envoy.resource_monitors.fixed_heap", **when}
     return {"name": f"envoy.overload_actions.{name}", "triggers": [trigger]}

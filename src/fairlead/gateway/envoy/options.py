@@ -12,6 +12,9 @@ from fairlead.core.errors import ConfigError
 #: What may name a response header.
 _HEADER = re.compile("x-[a-z0-9-]{1,62}", re.IGNORECASE)
 
+#: RFC 3986, `path`, without what Envoy would change before it looks; `*` at the end stands for anything.
+_PATH = re.compile(r"/(?:[A-Za-z0-9._~!$&'()+,;=:@{}-]+/?)*\*?")
+
 
 class Address(Struct, frozen=True):
     """Where something listens: a host and port, or the path of a Unix socket."""
@@ -81,7 +84,8 @@ class Options(Struct, frozen=True, kw_only=True):
     max_streams: int = 4096
     #: Client connections at once.
     max_connections: int = 20_000
-    #: From 95 % of this heap size on new requests get 503; 0 = no limit. A waiting request holds its body twice.
+    #: Large uploads are ended well below this heap size, the largest first; from 95 % on new requests get 503; 0 = no
+    #: limit. A waiting request holds its body twice.
     max_heap: int = 4 << 30
     #: An upstream connection idle for longer is closed. Below uvicorn's 5 s, which vLLM uses: who closes an idle
     #: connection later than its peer loses requests to the race.
@@ -90,6 +94,10 @@ class Options(Struct, frozen=True, kw_only=True):
     upstream_http2: bool = False
     #: A request may be silent in both directions this long: non-streaming generations are.
     stream_idle_timeout: float = 86_400.0
+    #: A request body may pause this long while it is received.
+    receive_idle: float = 15.0
+    #: Paths that are let in besides those of inference (`routes`); `*` at the end stands for anything.
+    paths: tuple[str, ...] = ()
     #: Seconds between messages of the access log service.
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.
@@ -110,13 +118,16 @@ class Options(Struct, frozen=True, kw_only=True):
             parse_address(self.als, "$.als")
         for i, endpoint in enumerate(self.endpoints):
             parse_endpoint(endpoint, f"$.endpoints[{i}]")
-        positive = ("message_timeout", "queue_timeout", "upstream_idle_timeout", "stream_idle_timeout", "als_interval")
+        positive = ("message_timeout", "queue_timeout", "upstream_idle_timeout", "stream_idle_timeout", "receive_idle")
         values = asdict(self)
-        for name in (*positive, "body_limit", "max_streams", "max_connections"):
+        for name in (*positive, "als_interval", "body_limit", "max_streams", "max_connections"):
             if not values[name] > 0:
                 raise ConfigError("must be above 0", f"$.{name}")
         if self.body_limit >= 1 << 32:
             raise ConfigError("must be below 4 GiB: Envoy counts in 32 bits", "$.body_limit")
+        for i, path in enumerate(self.paths):
+            if _PATH.fullmatch(path) is None:
+                raise ConfigError(f"is no path: /, then what URLs may have, got '{path}'", f"$.paths[{i}]")
         if self.queue_timeout < self.message_timeout:
             raise ConfigError("must not be below message_timeout", "$.queue_timeout")
         if self.decision_header and _HEADER.fullmatch(self.decision_header) is None:

@@ -37,7 +37,7 @@ from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.kube import Kube
 from fairlead.server.live.memory import LoopLag, keep_heap, settle_memory
 from fairlead.server.live.wiring import start_tracing, wire
-from fairlead.server.observe.component_metrics import show_unscheduled
+from fairlead.server.observe.component_metrics import GatewayMetrics
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
@@ -61,6 +61,8 @@ class Live:
         self.config = config
         self._gateway = gateway
         self._pool = PoolWriter(Path(pool)) if pool else None
+        #: What the gateway counted, beside that file, which lives as long as the gateway does.
+        self._kept = Path(pool).with_name("counts.json") if pool else None
         self._stopping = asyncio.Event()
         #: What keeps us from being ready, by part.
         self._unready = {"start": "starting"}
@@ -256,9 +258,10 @@ class Live:
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         sources = AdminSources(
             metrics=self.watch.exposition,
-            refresh=watch_gateway(self._gateway, self.watch.metrics.registry),
+            refresh=watch_gateway(self._gateway, self._kept, self.watch.metrics.registry),
             openmetrics=lambda: self.watch.exposition(openmetrics=True),
             unready=self._reasons,
+            notes=lambda: [note for note in (self.watch.uploads.note(),) if note],
             endpoints=self.watch.endpoints,
             decisions=self.watch.decisions,
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
@@ -337,23 +340,24 @@ def gateway_admin(where: str) -> EnvoyAdmin:
     return EnvoyAdmin(port=int(where)) if where.isdigit() else EnvoyAdmin(where)
 
 
-def watch_gateway(where: str, registry: Registry) -> Callable[[], Awaitable[None]] | None:
-    """Show how many requests the embedded gateway balanced by itself, by its own count. Returns what to await before
-    the metrics page is made; `None` = nothing to ask.
+def watch_gateway(where: str, keep: Path | None, registry: Registry) -> Callable[[], Awaitable[None]] | None:
+    """Show how many requests the embedded gateway balanced by itself, by its own count, and its memory. Returns what to
+    await before the metrics page is made; `None` = nothing to ask.
 
-    The access log tells of most of them, one by one and with the endpoint, but of none that ended while no scheduler
-    was there to be told. Envoy counts them all, and a scheduler that dies takes nothing of that along.
+    The access log tells of most of these requests, one by one and with the endpoint, but of none that ended while no
+    scheduler was there to be told. Envoy counts them all, and a scheduler that dies takes nothing of that along; what
+    an Envoy that died had counted is in the file `keep`.
 
     `where`: the gateway's admin page, a socket's path or a port of 127.0.0.1; empty = it is not ours.
     """
     if not where:
         return None
     admin = gateway_admin(where)
-    shown = show_unscheduled(registry)
+    shown = GatewayMetrics(registry, keep)
 
     async def ask() -> None:
-        count = await admin.unscheduled()
-        if count is not None:
-            shown.take({(): count})
+        vitals = await admin.vitals()
+        if vitals is not None:
+            shown.take(vitals)
 
     return ask

@@ -4,17 +4,25 @@ Gauges and sums are set at each rendering.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from math import inf
+from pathlib import Path
 
-from msgspec import Struct
+from msgspec import DecodeError, Struct
+from msgspec.json import decode, encode
 from msgspec.structs import asdict
 
 from fairlead.apis.tokens import PromptTokeniser
 from fairlead.core.policy import Policy
 from fairlead.core.records import ShadowRecord, ShadowVerdict
 from fairlead.core.remote import STATES, Canary, RemotePolicy
+from fairlead.gateway.envoy.admin import Vitals
 from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
+from fairlead.server.observe.log import get
+
+log = get("gateway")
 
 #: Seconds.
 BOUNDS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
@@ -159,12 +167,84 @@ def _kind(verdict: ShadowVerdict) -> str:
 # What the embedded gateway counts by itself, on the metrics page.
 
 
-def show_unscheduled(registry: Registry) -> Readings:
-    """Whose values whoever asks the gateway sets, `{(): count}`; without any nothing is shown."""
-    unscheduled = Readings("counter")
-    text = "Requests that the embedded gateway balanced by itself, by its own count: also while no scheduler ran."
-    registry.show("fairlead_unscheduled_requests_total", text, unscheduled)
-    return unscheduled
+class GatewayMetrics:
+    """Of what the gateway counts. `keep`: the file that outlives schedulers; one that takes over goes on from there."""
+
+    def __init__(self, registry: Registry, keep: Path | None) -> None:
+        self._keep = keep
+        #: What gateways that died had counted, and what this one has.
+        self._before, self._last = self._kept()
+        self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
+        text = "Requests that the embedded gateway balanced by itself, by its own count: also while no scheduler ran."
+        registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
+        text = "Share of its heap limit that the embedded gateway has taken; large uploads are ended from 0.6 on."
+        registry.show("fairlead_gateway_heap_ratio", text, self._heap)
+
+    def take(self, vitals: Vitals) -> None:
+        if vitals.unscheduled < self._last:  # another Envoy
+            self._before += self._last
+        if vitals.unscheduled != self._last:
+            self._last = vitals.unscheduled
+            if self._keep is not None:
+                with suppress(OSError):
+                    self._keep.write_bytes(encode((self._before, self._last)))
+        self._unscheduled.take({(): self._before + self._last})
+        self._heap.take({(): vitals.heap})
+
+    def _kept(self) -> tuple[int, int]:
+        if self._keep is not None:
+            with suppress(OSError, DecodeError):
+                return decode(self._keep.read_bytes(), type=tuple[int, int])
+        return 0, 0
+
+
+# Uploads that the gateway ended.
+
+#: Seconds between two lines about them, and how long they are remembered for `/readyz`.
+_UPLOADS_GAP = 10.0
+_MAX_CLIENTS, _NAMED = 256, 3
+_WORDS = {"memory": "to keep its memory", "paused": "that paused", "slow": "that took too long"}
+
+
+class UploadMetrics:
+    """Uploads that the embedded gateway ended before they were complete, and from whom."""
+
+    def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
+        self._now = now
+        self._ended = counters("reason", cap=16, fold=("reason",))
+        self._since = -inf
+        #: Of the last while: bytes by client, uploads by reason.
+        self._clients: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
+        self._logged_at = -inf
+        text = "Uploads that the embedded gateway ended: memory (it was short of it), paused, slow."
+        registry.show("fairlead_uploads_ended_total", text, self._ended)
+
+    def ended(self, client: str, received: int, reason: str) -> None:
+        """`received`: bytes."""
+        self._ended.child(reason).inc()
+        now = self._now()
+        if now - self._since > _UPLOADS_GAP:
+            self._since = now
+            self._clients.clear()
+            self._reasons.clear()
+        if client in self._clients or len(self._clients) < _MAX_CLIENTS:
+            self._clients[client] = self._clients.get(client, 0) + received
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        if now - self._logged_at > _UPLOADS_GAP:
+            self._logged_at = now
+            log.warning("the gateway ends uploads", **self._reasons, megabytes_by_client=self._who())
+
+    def note(self) -> str:
+        """One sentence while there is something to tell, else nothing."""
+        if self._now() - self._since > _UPLOADS_GAP:
+            return ""
+        what = ", ".join(f"{count} {_WORDS.get(reason, reason)}" for reason, count in self._reasons.items())
+        return f"overloaded by uploads: the gateway ended {what}; megabytes by client: {self._who()}"
+
+    def _who(self) -> str:
+        most = sorted(self._clients.items(), key=lambda item: -item[1])[:_NAMED]
+        return ", ".join(f"{client} {size / 1e6:.1f}" for client, size in most)
 
 
 # What is known of the link to Kubernetes, as metrics.

@@ -12,7 +12,7 @@ from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.stalls import LEVELS
 from fairlead.pool.scrape import ScrapeStats
-from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics
+from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
 from fairlead.server.observe.decisions import Journal, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
@@ -64,6 +64,7 @@ class Watch:
         self.choosers = ChooserMetrics(self.metrics.registry)
         self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
         self.kube = KubeMetrics(self.metrics.registry)
+        self.uploads = UploadMetrics(self.metrics.registry, now)
         #: What waits to be counted, and how long each decision took.
         self._decisions: list[DecisionRecord] = []
         self._durations: list[float] = []
@@ -220,6 +221,10 @@ class Watch:
                 "the gateway served requests without asking the scheduler", requests=self._unscheduled, last=address
             )
             self._unscheduled = 0
+
+    def on_upload_ended(self, client: str, received: int, reason: str) -> None:
+        """The gateway ended an upload of `client`, after so many bytes."""
+        self.uploads.ended(client, received, reason)
 
     def on_plugin_error(self, error: PluginError) -> None:
         self.metrics.families.plugin_errors.child(error.plugin).inc()

@@ -21,10 +21,11 @@ from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.binary import validate
 from fairlead.gateway.envoy.config import build, render
 from fairlead.gateway.envoy.options import Options, Tls
+from fairlead.gateway.envoy.routes import CHUNKED
 
 
 def manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
-    (listener,) = bootstrap["static_resources"]["listeners"]
+    listener = bootstrap["static_resources"]["listeners"][0]
     return dict(listener["filter_chains"][0]["filters"][0]["typed_config"])
 
 
@@ -41,11 +42,12 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
 def test_headers_that_name_a_machine_go_before_anything_reads_them() -> None:
     config = manager(build(Options()))
     (early,) = config["early_header_mutation_extensions"]
-    *removals, own_id = early["typed_config"]["mutations"]
+    *removals, own_id, _ = early["typed_config"]["mutations"]
     assert {m["remove"] for m in removals} == CONTROL_HEADERS
     assert own_id["append"]["header"] == {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     assert own_id["append"]["append_action"] == "OVERWRITE_IF_EXISTS_OR_ADD", "what a client sends is not believed"
     late = set(config["route_config"]["request_headers_to_remove"])
+    assert CHUNKED in late
     assert "x-gateway-destination-endpoint" in late
     # What the scheduler sets for a sidecar must arrive there.
     assert not {"x-prefiller-host-port", "x-kv-cache-source-host-port", "x-data-parallel-host-port"} & late
@@ -66,8 +68,8 @@ def test_the_scheduler_gets_every_header_that_it_reads_and_no_other() -> None:
 def test_whole_mode_buffers_in_front_of_ext_proc() -> None:
     bootstrap = build(Options(body_limit=1234))
     names = [f["name"].rpartition(".")[2] for f in manager(bootstrap)["http_filters"]]
-    assert names == ["buffer", "ext_proc", "again", "router"]
-    first, second = (manager(bootstrap)["http_filters"][i]["typed_config"] for i in (0, 2))
+    assert names == ["buffer", "set_filter_state", "ext_proc", "again", "router"]
+    first, second = (manager(bootstrap)["http_filters"][i]["typed_config"] for i in (0, 3))
     assert first == second, "the router sees each body once"
     assert manager(bootstrap)["http_filters"][0]["typed_config"]["max_request_bytes"] == 1234
     config = ext_proc(bootstrap)
@@ -88,7 +90,8 @@ def test_buffered_mode_raises_the_limit_of_bodies_alone() -> None:
 def test_fail_open_and_closed() -> None:
     open_, closed = build(Options()), build(Options(fail_open=False))
     assert (ext_proc(open_)["failure_mode_allow"], ext_proc(closed)["failure_mode_allow"]) == (True, False)
-    last = [manager(b)["route_config"]["virtual_hosts"][0]["routes"][-1] for b in (open_, closed)]
+    routes = [manager(b)["route_config"]["virtual_hosts"][0]["routes"] for b in (open_, closed)]
+    last = [next(r for r in rs if r["match"].keys() == {"prefix", "filter_state"}) for rs in routes]
     assert last[0]["route"]["cluster"] == "all_endpoints"
     assert last[1]["direct_response"]["status"] == 503 and "route" not in last[1]
     assert cluster(open_, "ext_proc")["common_lb_config"] == {
@@ -112,6 +115,7 @@ def test_the_access_log_is_announced_to_the_scheduler_by_the_name_it_knows() -> 
     names = [c["name"] for c in plain["static_resources"]["clusters"]]
     http, grpc = ["dst", "dst_second", "dst_or_second"], ["dst_grpc", "dst_second_grpc", "dst_or_second_grpc"]
     assert names == [*http, "all_endpoints", *grpc, "all_endpoints_grpc", "ext_proc"]
+    assert "uploads" in [c["name"] for c in build(Options())["static_resources"]["clusters"]]
 
 
 def test_what_names_a_second_endpoint_is_repeated_once_and_nothing_else_is() -> None:

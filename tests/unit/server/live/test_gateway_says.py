@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from fairlead.compat.load import load
-from fairlead.gateway.envoy.admin import EnvoyAdmin
+from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
 from fairlead.gateway.health import ServingStatus
 from fairlead.server.live.scheduler import Live, watch_gateway
 from fairlead.server.observe.exposition import Registry
@@ -45,7 +45,7 @@ class Gateway:
 
 async def test_both_clusters_count_and_the_last_count_stays_while_it_is_away(tmp_path: Path) -> None:
     gateway, registry, path = Gateway(), Registry(), tmp_path / "admin.sock"
-    refresh = watch_gateway(str(path), registry)
+    refresh = watch_gateway(str(path), None, registry)
     assert refresh is not None
     await refresh()
     assert b"\n" + NAME + b" " not in registry.render(), "nobody has told yet"
@@ -62,23 +62,48 @@ async def test_both_clusters_count_and_the_last_count_stays_while_it_is_away(tmp
     assert b"\n" + NAME + b" 42" in registry.render()
 
 
+async def test_the_count_does_not_fall_back_when_the_gateway_or_a_scheduler_dies(tmp_path: Path) -> None:
+    gateway, path, keep = Gateway(), tmp_path / "admin.sock", tmp_path / "counts.json"
+    await gateway.serve(path)
+
+    async def shown(registry: Registry, count: int) -> bytes:
+        gateway.text = f"cluster.all_endpoints.upstream_rq_total: {count}\n{PRESSURE}: 40\n"
+        refresh = watch_gateway(str(path), keep, registry)
+        assert refresh is not None
+        await refresh()
+        page = registry.render()
+        assert b"\nfairlead_gateway_heap_ratio 0.4\n" in page
+        return page.partition(b"\n" + NAME + b" ")[2].partition(b"\n")[0]
+
+    try:
+        assert await shown(Registry(), 42) == b"42"
+        assert await shown(Registry(), 3) == b"45", "another Envoy, another scheduler"
+        assert await shown(Registry(), 5) == b"47"
+        assert await shown(Registry(), 1) == b"48"
+        keep.write_text("[1")
+        assert await shown(Registry(), 7) == b"7"
+    finally:
+        await gateway.close()
+
+
 @pytest.mark.parametrize("text", ["", "no such page\n", "cluster.all_endpoints.upstream_rq_total: many\n"])
 async def test_other_answers_are_no_counts(tmp_path: Path, text: str) -> None:
     gateway = Gateway()
     gateway.text = text
     await gateway.serve(tmp_path / "admin.sock")
     try:
-        assert await EnvoyAdmin(str(tmp_path / "admin.sock")).unscheduled() == 0
+        assert await EnvoyAdmin(str(tmp_path / "admin.sock")).vitals() == Vitals(0, 0.0)
     finally:
         await gateway.close()
 
 
 def test_who_has_no_gateway_shows_nothing() -> None:
     registry = Registry()
-    assert watch_gateway("", registry) is None
+    assert watch_gateway("", None, registry) is None
     assert NAME not in registry.render()
 
 
+PRESSURE = "overload.envoy.resource_monitors.fixed_heap.pressure"
 HEALTHY = "cluster.ext_proc.membership_healthy: 1\n"
 FILE = """
 gateway: {mode: embedded, port: 1}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import fairlead
+from fairlead.gateway.envoy.admin import Vitals
 from fairlead.server.supervise import Child, Parent, SchedulerFailed
 
 SOURCES = str(Path(fairlead.__file__).parents[1])
@@ -30,8 +31,8 @@ class Gateway:
     async def stop(self, grace: float) -> None:
         self.stopped.append(grace)
 
-    async def unscheduled(self) -> int:
-        return 0
+    async def vitals(self) -> Vitals:
+        return Vitals(0, 0.0)
 
 
 def child(code: str) -> int:

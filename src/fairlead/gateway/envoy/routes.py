@@ -1,0 +1,270 @@
+"""Envoy's routes: what is let in, where it goes, and how Envoy words its own errors."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
+from fairlead.core.apis import ANYWHERE, EXACT
+from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE, REWRITTEN, STEERING_HEADERS
+from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.gateway.envoy.clusters import (
+    DESTINATION_CLUSTER,
+    EITHER,
+    GRPC_DESTINATION,
+    GRPC_EITHER,
+    GRPC_POOL,
+    POOL,
+    UPLOADS,
+    seconds,
+)
+from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.ext_proc import DESTINATION as EXT_PROC_DESTINATION
+from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
+
+Json = dict[str, Any]
+
+#: Toward the model server headers go that only the scheduler reads, and the destination, which this gateway takes from
+#: metadata. Those that name a machine have gone before, at entry.
+TOWARD_UPSTREAM: tuple[str, ...] = (DESTINATION, *sorted(STEERING_HEADERS))
+
+# What is let in: the paths of inference, and what the configuration names. Model servers have others on the same port
+# that put them to sleep or load adapters.
+
+#: What a client may ask besides the APIs that Fairlead reads: stored responses and conversations, one model, health.
+_MORE = (r"(?:/.*)?/v1/(?:models/.+|(?:responses/resp|conversations/conv)_.+)", "/health")
+
+
+def let_in(paths: tuple[str, ...]) -> str:
+    """The regular expression (RE2) of paths that pass. `paths`: further ones; `*` at the end stands for anything."""
+    anywhere = "|".join(map(re.escape, ANYWHERE))
+    elsewhere = [re.escape(path) for path in EXACT if path not in ANYWHERE]
+    named = [re.escape(path.removesuffix("*")) + ".*" * path.endswith("*") for path in paths]
+    return "|".join((f"(?:/.*)?(?:{anywhere})/?", *(f"{path}/?" for path in elsewhere), *_MORE, *named))
+
+
+# A request is received under deadlines that end once it is here: a filter behind the buffer notes that and has the
+# route chosen anew. The routes before and after differ in their deadlines.
+#
+# Envoy ends the largest uploads when memory is short, but only those over HTTP/2 (measured, 1.40: it does not count
+# what HTTP/1.1 sends). So what may become large is passed on inside this Envoy, as HTTP/2, to a second listener that
+# has the same filters (`config.build`).
+
+#: Note of that filter.
+RECEIVED = "fairlead.received"
+#: Bodies from this size on take that way, and those of unknown size.
+LARGE = 256 << 10
+#: Header in which this Envoy remembers at entry that the size is unknown: routes do not see `transfer-encoding`.
+CHUNKED = "x-fairlead-chunked"
+#: Request bodies up to (bytes) have to be here after (seconds); 218 kB/s is the slowest that a large one may be.
+TOTAL = ((LARGE, 30.0), (8 << 20, 60.0))
+TOTAL_REST = 300.0
+#: Filters that wait for the body, or pass it on.
+RECEIVING = (
+    "envoy.filters.http.buffer",
+    "envoy.filters.http.set_filter_state",
+    "envoy.filters.http.ext_proc",
+    "envoy.filters.http.buffer.again",
+)
+_OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
+
+
+def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Json]:
+    """Routes of requests that are not here yet. `without_body`: where those go of which nothing more will come."""
+    allowed = {"safe_regex": {"regex": let_in(options.paths)}}
+    unread = dict.fromkeys(RECEIVING, _OFF)
+    if outside and options.request_mode == "whole":
+        on = {"cluster": UPLOADS, **_limits(options)}
+        for what in (_length(LARGE, 1 << 62), {"name": CHUNKED, "present_match": True}):
+            yield {"match": {**allowed, "headers": [what]}, "route": on, "typed_per_filter_config": unread}
+    if outside:
+        # No data of theirs would start the longer time of the next route.
+        no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
+        none = [no_post, *({"name": name, "present_match": False} for name in ("content-length", CHUNKED))]
+        yield {**without_body, "match": {**allowed, "headers": none}}
+    least = 0
+    for most, total in TOTAL:
+        yield {"match": {**allowed, "headers": [_length(least, most)]}, "route": _receiving(options, total)}
+        least = most
+    yield {"match": allowed, "route": _receiving(options, TOTAL_REST)}
+    text = "this gateway does not pass this path on; gateway.paths of its configuration names further ones"
+    refused = {"status": 404, "body": {"inline_string": text}}
+    yield {"match": {"prefix": "/"}, "direct_response": refused, "typed_per_filter_config": unread}
+
+
+def _receiving(options: Options, total: float) -> Json:
+    """Its cluster is where nobody goes."""
+    deadline = {"max_stream_duration": seconds(total)}
+    idle = seconds(options.receive_idle)
+    return {"cluster": POOL, "timeout": "0s", "idle_timeout": idle, "max_stream_duration": deadline}
+
+
+def _length(least: int, below: int) -> Json:
+    return {"name": "content-length", "range_match": {"start": least, "end": below}}
+
+
+def _limits(options: Options) -> Json:
+    """Of requests that are here."""
+    idle = seconds(options.stream_idle_timeout)
+    return {"timeout": "0s", "idle_timeout": idle, "max_stream_duration": {"max_stream_duration": "0s"}}
+
+
+# Routes: to the chosen endpoint, else to the whole pool; and how Envoy words its own errors.
+
+_CEL_FILTER = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+#: Only where the request certainly has not begun: generating twice costs as much as twice the requests. No connection
+#: came about, or nothing was written to it, or an HTTP/2 server says so (REFUSED_STREAM, RFC 9113 section 8.7).
+_NOT_BEGUN = "connect-failure,refused-stream"
+#: Bodies up to this size are kept until the response has ended, in case they must be sent again; requests with larger
+#: ones are not repeated.
+_REPEATABLE_BODY = 1 << 20
+#: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
+_OURS = "fairlead"
+
+
+def route_config(options: Options, outside: bool = True) -> Json:
+    """`outside`: of the listener that clients connect to, not of that for large uploads."""
+    host: Json = {"name": "all", "domains": ["*"], "routes": _routes(options, outside)}
+    if options.request_mode == "buffered":
+        # Raises the limit for bodies alone: the listener's buffers stay small.
+        host["request_body_buffer_limit"] = options.body_limit
+    made: Json = {
+        "name": "gateway",
+        "virtual_hosts": [host],
+        "request_headers_to_remove": [*TOWARD_UPSTREAM, CHUNKED],
+    }
+    if options.decision_header:
+        # Told by the gateway from the metadata of the pick: the scheduler need not see the response for it.
+        value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"
+        header = {"key": options.decision_header, "value": value}
+        made["response_headers_to_add"] = [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
+    return made
+
+
+def _routes(options: Options, outside: bool) -> list[Json]:
+    """The scheduler's answer carries the destination as metadata and has the route chosen anew."""
+    chosen = [_present(EXT_PROC_DESTINATION)]
+    limits = _limits(options)
+    received = {"key": RECEIVED, "string_match": {"exact": "1"}}
+    unscheduled: Json = {"match": {"prefix": "/", "filter_state": [received]}}
+    if options.fail_open:
+        unscheduled["route"] = {
+            "cluster": POOL,
+            **limits,
+            "retry_policy": {
+                "retry_on": _NOT_BEGUN,
+                "num_retries": 2,
+                "retry_host_predicate": [
+                    {
+                        "name": "envoy.retry_host_predicates.previous_hosts",
+                        "typed_config": {
+                            "@type": "type.googleapis.com/"
+                            "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+                        },
+                    }
+                ],
+            },
+        }
+    else:
+        unscheduled["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
+    picked: Json = {
+        "match": {"prefix": "/", "dynamic_metadata": chosen},
+        "route": {"cluster": DESTINATION_CLUSTER, **limits},
+        # Elsewhere it stays: it is what the access log tells requests by that have no lease.
+        "request_headers_to_remove": [GATEWAY_ID],
+    }
+    # The response will be changed, and ext_proc is not shown its headers: its length must go before it is too late.
+    rewritten = {
+        **picked,
+        "match": {"prefix": "/", "dynamic_metadata": [*chosen, _present(REWRITTEN)]},
+        "response_headers_to_remove": ["content-length"],
+    }
+    refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
+    repeated = partial(_repeated, hedge=options.retry == "hedge")
+    # A model server's name never stands in a gRPC message, so nothing is rewritten there.
+    grpc = [
+        repeated(_for_grpc(picked, GRPC_DESTINATION), GRPC_EITHER),
+        _for_grpc(picked, GRPC_DESTINATION),
+        _for_grpc(unscheduled, GRPC_POOL),
+    ]
+    made = [refused, *grpc, repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked, unscheduled]
+    return [*made, *_before(options, outside, unscheduled)]
+
+
+def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
+    """The same where the scheduler named a fallback endpoint: once, and at once. Headers of the scheduler's answer say
+    of which requests that is true after they have begun (`answers.Answers.retry_headers`)."""
+    named = [*route["match"]["dynamic_metadata"], _present(FALLBACK, OWN_NAMESPACE)]
+    at_once = {"base_interval": "0.001s", "max_interval": "0.001s"}
+    policy = {"retry_on": f"{_NOT_BEGUN},reset-before-request", "num_retries": 1, "retry_back_off": at_once}
+    action = {**route["route"], "cluster": cluster, "retry_policy": policy}
+    if hedge:
+        action["hedge_policy"] = {"hedge_on_per_try_timeout": True}
+    return {
+        **route,
+        "match": {**route["match"], "dynamic_metadata": named},
+        "route": action,
+        "request_body_buffer_limit": _REPEATABLE_BODY,
+    }
+
+
+def _for_grpc(route: Json, cluster: str) -> Json:
+    """The same for requests of content type `application/grpc`."""
+    made = {**route, "match": {**route["match"], "grpc": {}}}
+    if "route" in made:
+        made["route"] = {**made["route"], "cluster": cluster}
+    return made
+
+
+def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
+    """The scheduler's answer has this key in its metadata."""
+    return {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
+
+
+def local_replies() -> Json:
+    """Envoy's own errors as the clients of the OpenAI APIs know errors, or of the Anthropic API by its path."""
+    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "/v1/messages")
+    return {"mappers": [*anthropic, *_replies(_body, TYPES, "GatewayError")]}
+
+
+def _replies(
+    body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
+) -> Iterator[Json]:
+    """In one shape, for requests whose path begins so; `fallback_type`: the type of any other status."""
+    for status in (404, 408, 413, 503, 504):
+        mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
+        mapper["body_format_override"] = body(types.get(status, fallback_type))
+        if status == 503:
+            mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
+        yield mapper
+    yield {"filter": _all_of(*_under(path), _not_ours()), "body_format_override": body(fallback_type)}
+
+
+def _body(type_: str) -> Json:
+    error = {"message": "%LOCAL_REPLY_BODY%", "type": type_, "param": None, "code": "%RESPONSE_CODE%"}
+    return {"json_format": {"error": error}, "content_type": "application/json"}
+
+
+def _anthropic_body(type_: str) -> Json:
+    error = {"type": "error", "error": {"type": type_, "message": "%LOCAL_REPLY_BODY%"}}
+    return {"json_format": error, "content_type": "application/json"}
+
+
+def _under(path: str) -> list[Json]:
+    return [{"header_filter": {"header": {"name": ":path", "string_match": {"prefix": path}}}}] if path else []
+
+
+def _status(status: int) -> Json:
+    value = {"default_value": status, "runtime_key": f"fairlead.local_reply.{status}"}
+    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
+
+
+def _not_ours() -> Json:
+    expression = f"!response.code_details.startsWith('{_OURS}')"
+    typed = {"@type": _CEL_FILTER, "expression": expression}
+    return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
+
+
+def _all_of(*filters: Json) -> Json:
+    return {"and_filter": {"filters": list(filters)}} if len(filters) > 1 else filters[0]

@@ -1,0 +1,255 @@
+"""The edge of the embedded gateway against a real Envoy: uploads that stall, paths that are nobody's business."""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from fairlead.gateway.envoy import routes
+from fairlead.gateway.envoy.gateway import Gateway
+from fairlead.gateway.envoy.options import Options
+
+pytestmark = pytest.mark.envoy
+
+MB = 1 << 20
+CHAT = "/v1/chat/completions"
+#: Resident memory of an Envoy beside its heap: its program and the runtime of a WebAssembly module.
+BESIDE = 80 * MB
+ROUTES = Path(__file__).parents[1] / "data" / "vllm-0.32" / "routes.txt"
+
+Answer = Callable[[str, bytes], Awaitable[bytes]]
+
+
+class Upstream:
+    """Decodes paths as uvicorn does, and tells what it was asked. `pause`: seconds before it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.pause = 0.0
+
+    async def __aenter__(self) -> "Upstream":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                headers = dict(line.split(": ", 1) for line in lines if line)
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                self.asked.append(unquote(first.split(" ")[1].partition("?")[0]))
+                await asyncio.sleep(self.pause)
+                told = json.dumps({"size": len(body), "headers": headers}).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(told), told))
+        writer.close()
+
+
+class Edge:
+    def __init__(self, gateway: Gateway, upstream: Upstream) -> None:
+        self.gateway, self.upstream = gateway, upstream
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, _, port = self.gateway.address.rpartition(":")
+        return await asyncio.open_connection(host, int(port))
+
+    async def ask(self, path: str = CHAT, body: bytes = b"hello", method: str = "POST", chunked: bool = False) -> bytes:
+        """The whole answer."""
+        length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+        sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+        if method == "GET":
+            length = b"accept: */*"
+        head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n".encode("latin-1")
+        reader, writer = await self.connect()
+        async with asyncio.timeout(30):
+            writer.write(head + length + b"\r\n\r\n" + sent)
+            answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def status(
+        self, path: str = CHAT, body: bytes = b"hello", method: str = "POST", chunked: bool = False
+    ) -> int:
+        return int((await self.ask(path, body, method, chunked))[9:12])
+
+    async def stall(self, size: int, ended: list[bytes], drip: float = 0.0) -> None:
+        """All of a body but its end; then nothing, or a byte each `drip` seconds. Its answer goes into `ended`."""
+        reader, writer = await self.connect()
+        answer = asyncio.ensure_future(reader.read())
+        try:
+            writer.write(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), size + 1000))
+            for _ in range(0, size, 65_536):
+                writer.write(bytes(min(size, 65_536)))
+                await writer.drain()
+            while drip and not answer.done():
+                await asyncio.sleep(drip)
+                writer.write(b"x")
+                await writer.drain()
+            ended.append(await answer)
+        except OSError:
+            ended.append(b"reset")
+        finally:
+            answer.cancel()
+            writer.close()
+
+    def resident(self) -> int:
+        status = Path(f"/proc/{self.gateway.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+@contextlib.asynccontextmanager
+async def edge(**options: object) -> AsyncIterator[Edge]:
+    async with Upstream() as upstream:
+        options = {"port": 0, "ext_proc": "127.0.0.1:1", **options}
+        async with Gateway(Options(**options), [upstream.address]) as gateway:  # type: ignore[arg-type]
+            yield Edge(gateway, upstream)
+
+
+# ---- uploads ----
+
+
+async def test_idle_uploads_above_the_heap_limit_cost_nobody_else_a_request() -> None:
+    """24 connections send 10 MB and stop: twice the limit. Before, all others got 503 for as long as they liked."""
+    async with edge(max_heap=128 * MB) as at:
+        ended: list[bytes] = []
+        stalling = []
+        statuses: Counter[int] = Counter()
+        peak = 0
+        for i in range(120):
+            if i < 24:
+                stalling.append(asyncio.create_task(at.stall(10 * MB, ended)))
+            statuses[await at.status()] += 1
+            peak = max(peak, at.resident())
+            await asyncio.sleep(0.02)
+        for task in stalling:
+            task.cancel()
+        await asyncio.gather(*stalling, return_exceptions=True)
+    assert statuses == {200: 120}
+    assert peak < 128 * MB + BESIDE
+    assert len(ended) > 8, "the largest uploads are ended"
+
+
+@pytest.mark.parametrize("size", [1000, 2 * MB], ids=["small", "large"])
+async def test_an_upload_that_pauses_is_ended(size: int) -> None:
+    async with edge(receive_idle=0.5) as at:
+        ended: list[bytes] = []
+        async with asyncio.timeout(10):
+            await at.stall(size, ended)
+    (answer,) = ended
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"type":"APITimeoutError"' in answer
+
+
+@pytest.mark.parametrize("size", [1000, 2 * MB], ids=["small", "large"])
+async def test_an_upload_that_drips_is_ended(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "TOTAL", ((routes.LARGE, 0.5), (8 << 20, 0.7)))
+    async with edge(receive_idle=5.0) as at:
+        ended: list[bytes] = []
+        async with asyncio.timeout(4):
+            await at.stall(size, ended, drip=0.05)
+    assert ended[0].startswith(b"HTTP/1.1 408 ") or ended == [b"reset"]
+
+
+async def test_what_is_here_may_wait_as_long_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "TOTAL", ((routes.LARGE, 0.5), (8 << 20, 0.5)))
+    monkeypatch.setattr(routes, "TOTAL_REST", 0.5)
+    async with edge(receive_idle=0.3) as at:
+        at.upstream.pause = 1.5
+        got = await asyncio.gather(
+            at.status(),
+            at.status(body=bytes(MB)),
+            at.status(body=b"x", chunked=True),
+            at.status(body=bytes(MB), chunked=True),
+            at.status("/v1/models", method="GET"),
+            at.status("/v1/responses/resp_1/cancel", b""),
+        )
+    assert got == [200] * 6
+
+
+async def test_large_uploads_arrive_as_they_were_sent() -> None:
+    async with edge() as at:
+        for size, chunked in ((routes.LARGE - 1, False), (routes.LARGE, False), (5 * MB, False), (7, True), (MB, True)):
+            told = json.loads((await at.ask(body=bytes(size), chunked=chunked)).partition(b"\r\n\r\n")[2])
+            assert told["size"] == size
+            names = set(told["headers"])
+            assert routes.CHUNKED not in names
+            assert told["headers"]["x-envoy-external-address"] == "127.0.0.1"
+        large = await at.gateway.admin.stats(r"^cluster\.uploads\.upstream_rq_total$")
+    assert list(large.values()) == [4]
+
+
+# ---- paths ----
+
+#: What clients of vLLM 0.32 need of its routes; of the others many are dangerous, and of some no model is known.
+PASSED = {
+    *("POST /classify", "POST /detokenize", "GET /health", "POST /inference/v1/generate", "POST /pooling"),
+    *("POST /rerank", "POST /score", "POST /tokenize", "POST /v1/audio/transcriptions", "POST /v1/audio/translations"),
+    *("POST /v1/chat/completions", "POST /v1/chat/completions/render", "POST /v1/completions"),
+    *("POST /v1/completions/render", "POST /v1/embeddings", "POST /v1/messages", "POST /v1/messages/count_tokens"),
+    *("GET /v1/models", "POST /v1/rerank", "POST /v1/responses", "GET /v1/responses/resp_1"),
+    *("POST /v1/responses/resp_1/cancel", "POST /v1/score", "POST /v2/rerank"),
+}
+
+
+async def test_of_all_routes_of_vllm_those_of_inference_pass() -> None:
+    lines = ROUTES.read_text().replace("{response_id}", "resp_1").splitlines()
+    async with edge() as at:
+        got = await asyncio.gather(*(at.status(line.split()[1], method=line.split()[0]) for line in lines))
+        statuses = dict(zip(lines, got, strict=True))
+        refused = await at.ask("/sleep?level=1")
+        assert "/sleep" not in at.upstream.asked
+    assert {line for line, status in statuses.items() if status == 200} == PASSED
+    assert set(statuses.values()) == {200, 404}
+    assert b'"type":"NotFoundError"' in refused and b"gateway.paths" in refused
+
+
+async def test_further_paths_pass_when_they_are_named() -> None:
+    async with edge(paths=("/cohere/v2/chat", "/static/*")) as at:
+        paths = ("/cohere/v2/chat", "/cohere/v2/chat/render", "/static/a/b", "/static", "/xcohere/v2/chat", "/sleep")
+        got = await asyncio.gather(*map(at.status, paths))
+    assert got == [200, 404, 200, 404, 404, 404]
+
+
+SPELLINGS = (
+    *("/v1/chat%2Fcompletions", "/v1%2fchat%2Fcompletions", "/v1/chat%252Fcompletions", "//v1/chat/completions"),
+    *(
+        "/v1//chat///completions",
+        "/v1/./chat/completions",
+        "/v1/x/../chat/completions",
+        "/x/%2e%2e/v1/chat/completions",
+    ),
+    *("/v1/ch%61t/completions", "/v1/chat/%63ompletions", "/%76%31/chat/completions", "/v1/chat\\completions"),
+    *("/v1/chat%5Ccompletions", "/v1/chat/completions/", "/v1/chat/completions//", "/v1/chat/completions?x=%2F"),
+    *("/v1/chat/completions;a=b", "/v1/chat;a/completions", "/v1/chat/completions%3Fx", "/v1/chat/completions%23x"),
+    *("/v1/chat/completions%00", "/v1/chat/completions%20", "/v1/chat/completions%0a", "/V1/Chat/Completions"),
+    *("/v1/chat/completions#x", "/v1/%2e/chat/completions", "/v1/x/%2e%2e%2fchat/completions", "/v1/chat/completions."),
+    *("http://a/v1/chat%2Fcompletions", "/v1/chat/%2e%2e/chat/completions", "/%2fv1/chat/completions"),
+    *(
+        "/v1/%63%68%61%74/completions",
+        "/v1/chat/completion%73",
+        "/openai/v1/chat%2Fcompletions",
+        "/v1/chat/completions%2F",
+    ),
+    *("/v1/chat%2F%2Fcompletions", "/v1/..%2fv1/chat/completions", "/v1/chat/completions%2F..", "/sl%65ep", "/%73leep"),
+    *("/v1/chat/completions/../../../sleep", "/v1/models/../../sleep", "/v1/models%2F..%2F..%2Fsleep", "/sleep%2F"),
+    *("/v1/models/..%5c..%5csleep", "/x/v1/models/%2e%2e/%2e%2e/%2e%2e/sleep", "//sleep", "/;/sleep", "/sleep;x"),
+)
+
+
+async def test_no_spelling_takes_a_client_to_a_path_that_was_not_let_in() -> None:
+    """Whatever the model server makes of what it gets is what the gateway took it for, and the rules with it."""
+    async with edge() as at:
+        statuses = dict(zip(SPELLINGS, await asyncio.gather(*map(at.status, SPELLINGS)), strict=True))
+        asked = set(at.upstream.asked)
+    assert all(path.removesuffix("/").endswith("/v1/chat/completions") or "/v1/models/" in path for path in asked), (
+        asked
+    )
+    assert statuses["/v1/chat%2Fcompletions"] == 200
+    assert not any(status >= 500 for status in statuses.values()), statuses
