@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -31,9 +33,10 @@ LEAVE, REFUSED = 0.04, 0.04
 SAMPLES = 240
 #: One load run after the other, so that their records do not pile up.
 TURN_S = 60.0
-GROUPS, QUESTIONS, TENANTS, MODELS = 500, 20, 50, 5
-#: By what each gauge may step once: memory is taken in large pieces, and a connection comes and goes.
-GRAINS = {"MiB": 1.0, "descriptors": 2.0, "series": 8.0, "leases": 0.5}
+GROUPS, QUESTIONS, TENANTS, MODELS = 500, 20, 10, 2
+#: By what each gauge may step once: memory is taken in large pieces, a connection comes and goes, and the first rare
+#: event of its kind makes a histogram of two dozen series.
+GRAINS = {"MiB": 1.0, "descriptors": 2.0, "series": 25.0, "leases": 0.5}
 Starting = Callable[..., Awaitable[Serve]]
 
 
@@ -70,12 +73,15 @@ class Gauges:
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
         self.values: dict[str, list[float]] = {}
+        #: Series by family, at each look.
+        self.families: list[Counter[str]] = []
 
     async def look(self) -> None:
         serve = self._serve
         page = (await serve.page("/metrics")).splitlines()
+        self.families.append(Counter(re.split("[{ ]", line, maxsplit=1)[0] for line in page if line[:1] != "#"))
         now = {
-            "series": float(sum(not line.startswith("#") for line in page)),
+            "series": float(self.families[-1].total()),
             "leases": sum(float(line.rsplit(" ", 1)[1]) for line in page if line.startswith("fairlead_leases ")),
         }
         for name, pid in (("scheduler", serve.scheduler_pid()), ("Envoy", serve.envoy_pid()), ("parent", serve.pid)):
@@ -83,6 +89,11 @@ class Gauges:
             now[f"{name} descriptors"] = float(len(list(Path(f"/proc/{pid}/fd").iterdir())))
         for name, value in now.items():
             self.values.setdefault(name, []).append(value)
+
+    def new_series(self) -> str:
+        """Families that have more of them than after the first half."""
+        more = self.families[-1] - self.families[len(self.families) // 2]
+        return ", ".join(f"{name} +{count}" for name, count in more.most_common(8))
 
     def slopes(self, hours: float) -> dict[str, Slope]:
         return {n: slope(values, hours, GRAINS[n.rpartition(" ")[2]]) for n, values in sorted(self.values.items())}
@@ -158,12 +169,12 @@ def table(gauges: Gauges, found: dict[str, Slope], said: str) -> str:
     lines = [f"\n{said}", f"{'':24}{'first':>10}{'half':>10}{'last':>10}{'per hour':>12}{'±':>10}"]
     for name, each in found.items():
         values = gauges.values[name]
-        told = "" if each.zero else "  grows" if each.per_hour > 0 else "  falls"
+        told = "" if each.zero or HOURS < JUDGED_FROM_HOURS else "  grows" if each.per_hour > 0 else "  falls"
         lines.append(
             f"{name:24}{values[0]:10.1f}{values[len(values) // 2]:10.1f}{values[-1]:10.1f}"
             f"{each.per_hour:12.3f}{each.band:10.3f}{told}"
         )
-    return "\n".join(lines)
+    return "\n".join((*lines, f"new series in the second half: {gauges.new_series() or 'none'}"))
 
 
 def noise(seed: int) -> list[float]:
