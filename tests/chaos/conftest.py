@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
 
-from ch_site import ModelServer, Prefixed, pool
+from ch_site import MEMORY_MIB, ModelServer, Prefixed, limited, pool
 from ch_trial import FULL, HEAD, Row, told, write
 from gw_processes import Child, Serve, require_envoy, sees_the_scheduler
 from msgspec import convert
@@ -115,3 +115,28 @@ def own(servers: list[ModelServer], tmp_path: Path, ending: Callable[[Child], No
         return child
 
     return start
+
+
+@pytest.fixture
+def memory_limit() -> Iterator[tuple[list[str], str]]:
+    """What limits the memory of the command behind it, as in the chart all processes together; and in words how."""
+    limit = str(MEMORY_MIB << 20)
+    for base, file, tasks in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "tasks"),
+        (Path("/sys/fs/cgroup"), "memory.max", "cgroup.procs"),
+    ):
+        group = base / f"fairlead-chaos-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / file).write_text(limit)
+            yield limited(f"echo $$ > {group / tasks}"), f"a cgroup of {MEMORY_MIB} MiB"
+            return
+        except OSError:
+            continue
+        finally:
+            group.rmdir()
+    space = 8 * MEMORY_MIB
+    yield limited(f"ulimit -Sv {space * 1024}"), f"no memory cgroup here: {space} MiB of address space each"

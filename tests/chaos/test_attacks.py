@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from ch_site import MEMORY_MIB
 from ch_trial import FULL, LASTS_S, LATER_S, Bounds, Row, p99_ms, trial
 from gw_http1 import Http1
 from gw_messages import JSON, Ask, Broken
@@ -59,14 +60,22 @@ async def attacked(directory: Path, kind: str, port: int, count: int) -> AsyncIt
 
 
 @pytest.mark.long_form
-async def test_uploads_that_stop_short(own: Starting, tmp_path: Path, judged: Judge) -> None:
-    serve = await own({})
+async def test_uploads_that_stop_short(
+    memory_limit: tuple[list[str], str], own: Starting, tmp_path: Path, judged: Judge
+) -> None:
+    """Four times as much as there is memory for."""
+    prefix, said = memory_limit
+    serve = await own({}, *prefix)
+    first = serve.envoy_pid()
 
     async def happens() -> None:
-        async with attacked(tmp_path, "uploads", serve.port, 70):
+        async with attacked(tmp_path, "uploads", serve.port, 70 if FULL else 20):
             await asyncio.sleep(LASTS_S)
 
-    judged(await trial("70 idle uploads of 62 MB", serve, happens, attack(envoy_mib=1024.0)))
+    row = await trial("70 idle uploads of 62 MB", serve, happens, attack(envoy_mib=MEMORY_MIB))
+    row.note = said
+    judged(row)
+    assert serve.envoy_pid() == first, "it was not killed for memory"
 
 
 @pytest.mark.long_form

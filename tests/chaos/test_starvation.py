@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ch_site import ModelServer
+from ch_site import MEMORY_MIB, ModelServer, limited
 from ch_trial import LASTS_S, MIB, Bounds, Row, trial
 from fake_kube import FakeKube
 from gw_load import Mixed
@@ -22,7 +22,6 @@ Judge = Callable[[Row], None]
 Starting = Callable[..., Awaitable[Serve]]
 DISK_MIB = 2
 OPEN_FILES = 256
-MEMORY_MIB = 1024
 JUMP_S = 3600.0
 POD = {
     "metadata": {"name": "m", "namespace": "default", "labels": {"app": "m"}},
@@ -67,41 +66,15 @@ async def test_the_disk_of_the_journal_is_full(own: Starting, small_disk: Path, 
 
 async def test_descriptors_run_out(own: Starting, judged: Judge) -> None:
     """A usual soft limit that is far too low, and may be raised."""
-    limit = ("bash", "-c", f'ulimit -Sn {OPEN_FILES}; exec "$@"', "limited")
-    serve = await own({}, *limit)
+    serve = await own({}, *limited(f"ulimit -Sn {OPEN_FILES}"))
     long = Mixed(chunks=80)  # two hundred in flight, with two descriptors each
     judged(await trial(f"{OPEN_FILES} descriptors (soft limit)", serve, lasts, workload=long))
 
 
-@pytest.fixture
-def memory_limit() -> Iterator[tuple[str, str]]:
-    """A command that limits the memory of what it executes, and in words how."""
-    limit = str(MEMORY_MIB * MIB)
-    for base, file, tasks in (
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "tasks"),
-        (Path("/sys/fs/cgroup"), "memory.max", "cgroup.procs"),
-    ):
-        group = base / f"fairlead-chaos-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / file).write_text(limit)
-            yield f'echo $$ > {group / tasks}; exec "$@"', f"a cgroup of {MEMORY_MIB} MiB"
-            return
-        except OSError:
-            continue
-        finally:
-            group.rmdir()
-    space = 8 * MEMORY_MIB
-    yield f'ulimit -Sv {space * 1024}; exec "$@"', f"no memory cgroup here: {space} MiB of address space each"
-
-
-async def test_memory_is_short(memory_limit: tuple[str, str], own: Starting, judged: Judge) -> None:
+async def test_memory_is_short(memory_limit: tuple[list[str], str], own: Starting, judged: Judge) -> None:
     """The chart's limit for all processes together, and large bodies beside the load."""
-    script, said = memory_limit
-    serve = await own({}, "bash", "-c", script, "limited")
+    prefix, said = memory_limit
+    serve = await own({}, *prefix)
     first = serve.envoy_pid(), serve.scheduler_pid()
     body = b'{"model": "m", "x-bench": "mode=json", "prompt": "' + b"x" * (8 * MIB) + b'"}'
 

@@ -7,6 +7,14 @@ from typing import Self
 
 from gw_processes import UPSTREAM, Child, Serve, free_ports
 
+#: The chart's limit.
+MEMORY_MIB = 1024
+
+
+def limited(how: str) -> list[str]:
+    """A prefix that does `how` in a shell and then becomes the command behind it."""
+    return ["bash", "-c", f'{how}; exec "$@"', "limited"]
+
 
 class ModelServer(Child):
     """`bench/_upstream.py` on one port, which stays the same when it is started again."""
