@@ -24,7 +24,7 @@ SHOWN = (
     "least-requests", "round-robin",
 )  # fmt: skip
 #: Flow control holds requests back and binds them late; it is no rule that one could have taken instead of the default.
-LATE = "default+flow"
+LATE = "+flow"
 #: A rule beats the default by less than this, or by fewer milliseconds: nobody's difference.
 WORTH, WORTH_MS = 1.02, 5.0
 _COMPARED = (("ttft_mean_ms", "mean TTFT"), ("e2e_mean_ms", "mean E2E"))
@@ -121,13 +121,16 @@ def _regrets(name: str, regret: Regrets) -> list[str]:
 
 def _at_once(name: str, summary: Summary) -> list[str]:
     """The default among those that send every request at once: holding some back is a choice of another kind."""
-    rows = {scenario: {name: row for name, row in rows.items() if name != LATE} for scenario, rows in summary.items()}
+    rows = {
+        scenario: {name: row for name, row in rows.items() if not name.endswith(LATE)}
+        for scenario, rows in summary.items()
+    }
     own = regrets_of(name, rows).get("default")
     if rows == summary or own is None:
         return []
     ttft, e2e = (f"{own[f]:.2f} (worst {own[f'{f}_worst']:.3g})" for f in ("ttft_mean_ms", "e2e_mean_ms"))
     return [
-        f"Among the rules that send every request at once (without `{LATE}`) the default's regret is {ttft} in",
+        f"Among the rules that send every request at once (without `…{LATE}`) the default's regret is {ttft} in",
         f"mean TTFT and {e2e} in mean E2E.",
         "",
     ]

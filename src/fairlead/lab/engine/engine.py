@@ -70,6 +70,8 @@ class Engine:
         self._loading_s = 0.0
 
         self._incoming: list[EngineRequest] = []
+        #: With asynchronous scheduling: came while the step before was running, when this one was settled already.
+        self._next: list[EngineRequest] = []
         self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
         #: Free blocks when the head of the queue found too few of them; it is asked again when there are more.
         self._stuck_at = -1
@@ -119,7 +121,7 @@ class Engine:
         if request.phase is Phase.DONE:
             return False
         if request.phase is Phase.WAITING:
-            for queue in (self._incoming, self._waiting, self._deferred):
+            for queue in (self._incoming, self._next, self._waiting, self._deferred):
                 if request in queue:
                     queue.remove(request)
                     break
@@ -168,7 +170,7 @@ class Engine:
         """
         if self._ends == inf:
             return None
-        if self._chunks or self._incoming or self._loras.changed or not self.spec.foreseeable:
+        if self._chunks or self._incoming or self._next or self._loras.changed or not self.spec.foreseeable:
             return self._ends
         return foresee(self._decoding, self.blocks.free, self.spec.latency, self.slow_factor, self._ends)
 
@@ -178,7 +180,7 @@ class Engine:
 
     def queued(self) -> int:
         """Requests that have arrived and are in no batch, those that no gauge shows yet included."""
-        return len(self._incoming) + len(self._waiting) + len(self._deferred)
+        return len(self._incoming) + len(self._next) + len(self._waiting) + len(self._deferred)
 
     def running(self) -> int:
         """Requests in the batch."""
@@ -188,7 +190,7 @@ class Engine:
 
     def _steady(self) -> bool:
         """The running step only decodes, and nobody can join the batch before somebody leaves it."""
-        if self._chunks or self._incoming or self._loras.changed or not self._decoding.members:
+        if self._chunks or self._incoming or self._next or self._loras.changed or not self._decoding.members:
             return False
         if not self._waiting:
             return True
@@ -279,9 +281,8 @@ class Engine:
 
     def _begin(self, now: float) -> None:
         self.now = now
-        if self._incoming:
-            self._waiting.extend(self._incoming)
-            self._incoming.clear()
+        if self._incoming or self._next:
+            self._receive()
         self._prefill_only = False
         if not self.spec.chunked_prefill and not self._accepted and (self._waiting or self._deferred):
             self._admit(now, self.spec.max_batched_tokens)
@@ -310,6 +311,16 @@ class Engine:
         if not preempted and (self._waiting or self._deferred):
             self._admit(now, budget)
         self._schedule_end(now)
+
+    def _receive(self) -> None:
+        """Queue those who came before the step that begins now was settled."""
+        self._waiting.extend(self._next)
+        self._next.clear()
+        if self.spec.async_scheduling and (self._decoding.members or self._partial is not None or self._waiting):
+            self._next.extend(self._incoming)
+        else:
+            self._waiting.extend(self._incoming)
+        self._incoming.clear()
 
     def _schedule_end(self, now: float) -> None:
         new = 0
@@ -421,6 +432,6 @@ class Engine:
         assert self.running() <= self.spec.max_num_seqs, "too many sequences"
         assert self._step_tokens <= self.spec.max_batched_tokens, "too many tokens in a step"
         assert self._partial is None or self._chunks[0][0] is self._partial or self._chunks[-1][0] is self._partial
-        for request in (*self._incoming, *self._waiting, *self._deferred):
+        for request in (*self._incoming, *self._next, *self._waiting, *self._deferred):
             assert request.phase is Phase.WAITING and not request.blocks, f"{request.id} waits and holds blocks"
         assert self._ends < inf or not (self.running() or self.queued()), "there is work, and no step runs"

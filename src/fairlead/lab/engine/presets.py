@@ -21,6 +21,8 @@ _OVERHEAD_GB = 8.7
 class _Gpu(Struct, frozen=True):
     #: As the driver reports it, in 10^9 bytes.
     memory_gb: float
+    #: Of vLLM's API server by default: 1,024 from 70 GiB on, A100 excepted, else 256.
+    max_num_seqs: int = 1024
 
 
 class _Model(Struct, frozen=True):
@@ -31,7 +33,7 @@ class _Model(Struct, frozen=True):
     max_len: int
 
 
-_H100, _H200, _A100, _L40S = _Gpu(85.5), _Gpu(150.8), _Gpu(85.9), _Gpu(48.3)
+_H100, _H200, _A100, _L40S = _Gpu(85.5), _Gpu(150.8), _Gpu(85.9, 256), _Gpu(48.3, 256)
 _QWEN_32B = _Model(65.5, 262_144, 40_960)
 _QWEN_8B = _Model(16.4, 147_456, 40_960)
 _LLAMA_8B = _Model(16.1, 131_072, 131_072)
@@ -55,7 +57,11 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_batched_tokens: int = 8192
     #: What a request takes besides its steps: HTTP, tokens, the way to the engine.
     overhead_ms: float = 0.0
+    #: What one of them takes of the API server's CPU, and each prompt token of it: they take it one after another.
+    api_ms: float = 0.0
+    api_us_per_token: float = 0.0
     #: As in `EngineSpec`.
+    async_scheduling: bool = False
     chunked_prefill: bool = True
     noise: float = 0.0
     draft_tokens: int = 0
@@ -67,9 +73,10 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         latency = self.latency
         linear = (latency.c0_ms, latency.c_pf_us, latency.c_attn_ns, latency.c_seq_us, latency.c_kv_ns)
+        besides = (self.overhead_ms, self.api_ms, self.api_us_per_token)
         bent = (latency.weights_ms, *(more for _, more in latency.jumps))
-        if not (latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in (*linear, *bent, self.overhead_ms))):
-            raise ValueError("latency: c0_ms must be above 0, the others and overhead_ms at least 0")
+        if not (latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in (*linear, *bent, *besides))):
+            raise ValueError("latency: c0_ms must be above 0, the others, overhead_ms and api_… at least 0")
         if min(self.kv_tokens, self.max_model_len, self.kv_bytes) < 1 or self.block_size < 0:
             raise ValueError("kv_tokens, max_model_len and kv_bytes must be at least 1")
         self.spec()
@@ -108,6 +115,7 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 0 if self.chunked_prefill else longest,
             ),
             max_loras=max_loras,
+            async_scheduling=self.async_scheduling,
             chunked_prefill=self.chunked_prefill,
             noise=self.noise,
             draft_tokens=self.draft_tokens,
@@ -131,6 +139,8 @@ def _preset(name: str, model_name: str, model: _Model, gpu: _Gpu, count: int, *l
         kv_tokens=_capacity(model, gpu, count),
         max_model_len=model.max_len,
         kv_bytes=model.kv_bytes,
+        max_num_seqs=gpu.max_num_seqs,
+        async_scheduling=True,
     )
 
 

@@ -85,6 +85,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     #: Off: a step with prefill takes whole prompts and nobody decodes in it.
     chunked_prefill: bool = True
+    #: A step is settled while the one before it runs: who comes meanwhile is in the one after it.
+    async_scheduling: bool = False
     #: Coefficient of variation of a step's time, log-normal, drawn for each step.
     noise: float = 0.0
     #: Tokens that are drafted and verified per decoding request and step, and the chance that one is accepted if all

@@ -49,6 +49,8 @@ class Server:
         self.neighbours: list[Server] = []
         self._busy = False
         self._chance = Random(f"engine/{seed}/{index}")
+        #: When its API server's CPU has time again.
+        self._api_free_at = 0.0
         self.engine = self._fresh()
 
     def share_machine(self, servers: list["Server"]) -> None:
@@ -75,6 +77,12 @@ class Server:
         if request.lora:
             self.asked_for[request.lora] = None
         self._schedule()
+
+    def received(self, time_s: float, tokens: int) -> float:
+        """When its API server is done with a request that comes at `time_s`."""
+        took_s = self.replica.api_ms * 1e-3 + self.replica.api_us_per_token * 1e-6 * tokens
+        self._api_free_at = max(time_s, self._api_free_at) + took_s
+        return self._api_free_at if took_s else time_s
 
     def abort(self, request: EngineRequest) -> None:
         self._catch_up()

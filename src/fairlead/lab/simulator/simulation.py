@@ -384,8 +384,9 @@ class Simulation:
         if route.prefill:
             self._pairs.send(job, route.prefill)
         else:
-            overhead = self.servers[job.server].overhead_s
-            self.kernel.call_at(self.kernel.now + self.network + overhead, self._deliver, job)
+            server, reaches = self.servers[job.server], self.kernel.now + self.network
+            ready = server.received(reaches, job.record.in_tokens)
+            self.kernel.call_at(ready + server.overhead_s, self._deliver, job)
 
     def _reject(self, reject: Reject) -> None:
         job = self.jobs[reject.request_id - 1]

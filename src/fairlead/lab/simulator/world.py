@@ -80,6 +80,9 @@ class Replica(Struct, frozen=True, kw_only=True):
     #: From a request's arrival at the server until its engine has it, and the same while a neighbour computes.
     overhead_ms: float = 0.0
     contended_overhead_ms: float = 0.0
+    #: Of the API server's CPU, which requests use one after another: for each, and for each prompt token.
+    api_ms: float = 0.0
+    api_us_per_token: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Engines behind its one address (data-parallel ranks), each with the whole of `engine`'s memory and sequences.
     ranks: int = 1
@@ -225,6 +228,8 @@ def replicas(
         engine=spec,
         overhead_ms=made.overhead_ms,
         contended_overhead_ms=max(made.contended_overhead_ms, made.overhead_ms),
+        api_ms=made.api_ms,
+        api_us_per_token=made.api_us_per_token,
         machine="shared" if made.contention else "",
     )
     return tuple(replace(alike, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))

@@ -138,3 +138,24 @@ chunked_prefill: false
     assert (spec.noise, spec.draft_tokens, spec.acceptance, spec.chunked_prefill) == (0.3, 4, 0.7, False)
     with pytest.raises(ValueError, match="c0_ms must be above 0"):
         read_preset("latency: {c0_ms: 5, jumps: [[2, -1.0]]}")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_with_asynchronous_scheduling_who_comes_in_a_step_waits_for_one_more(make_spec, prompt, run, ahead):
+    engine = Engine(make_spec(async_scheduling=ahead), 0.0)
+    first, second, third = (EngineRequest(str(i), prompt(4, i), 9) for i in range(3))
+    engine.add(first, 0.0)
+    assert first.scheduled_at == 0.0
+    ends = engine.next_step_at()
+    engine.add(second, 0.5 * ends)
+    engine.step(ends)
+    engine.validate()
+    assert engine.queued() == ahead
+    engine.step(engine.next_step_at())
+    assert second.scheduled_at == (pytest.approx(engine.now) if ahead else ends)
+    engine.add(third, engine.now)
+    engine.step(engine.next_step_at())
+    assert engine.abort(third, engine.now)
+    assert run(engine) == [first, second]
+    engine.add(third := EngineRequest("3", prompt(4, 3), 2), engine.now)
+    assert third.scheduled_at == engine.now

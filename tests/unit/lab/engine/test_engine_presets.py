@@ -60,6 +60,13 @@ def test_built_in_servers_take_what_their_memory_holds():
     assert small.max_model_len == small.kv_tokens == 142_000
 
 
+def test_built_in_servers_start_as_vllm_does_by_itself():
+    slots = {name: preset(name).spec().max_num_seqs for name in ("qwen3-32b-h100", "llama-8b-a100", "llama-8b-l40s")}
+    assert slots == {"qwen3-32b-h100": 1024, "llama-8b-a100": 256, "llama-8b-l40s": 256}
+    assert all(entry.spec().async_scheduling for entry in PRESETS.values())
+    assert not preset("latency: {c0_ms: 14}\n").spec().async_scheduling
+
+
 def test_an_unknown_preset_lists_the_known_ones():
     assert preset("Llama-8B-H100").model == "meta-llama/Llama-3.1-8B-Instruct"
     with pytest.raises(ValueError, match="unknown preset 'x'; known: qwen3-32b-h100, "):

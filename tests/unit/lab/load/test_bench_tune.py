@@ -198,7 +198,7 @@ def test_a_preset_goes_through_its_text():
         ("latency: {c0_ms: 1}\nkv_tokens: 0", "at least 1"),
         ("latency: {c0_ms: 1}\nkv_tokens: 1000\nmax_model_len: 2000", "does not fit into a KV cache of 1000"),
         ("latency: {c0_ms: 1}\nmax_num_seqs: 0.5", "max_num_seqs"),
-        ("latency: {c0_ms: 1}\noverhead_ms: .nan", "overhead_ms at least 0"),
+        ("latency: {c0_ms: 1}\noverhead_ms: .nan", "overhead_ms and api_… at least 0"),
     ],
 )
 def test_a_bad_preset_names_its_field(text, message):

@@ -231,6 +231,18 @@ def test_adapters_that_are_loaded_on_demand_are_listed_once_they_were_asked_for(
     assert listed[2:4] == [("sim/server-0", frozenset({"mine"})), ("sim/server-1", frozenset())]
 
 
+def test_an_api_server_takes_one_request_after_another(scenario, workload, always):
+    servers = [structs.replace(replicas(1, block_size=64)[0], api_ms=2.0, api_us_per_token=10.0)]
+    made = workload(2, gap=0.0, out=1)
+    plain, _ = run(scenario(made, servers=1), always())
+    simulation, _ = run(scenario(made, replicas=servers), always())
+    # 2 ms and 640 · 10 µs each.
+    reached = [
+        job.served.arrived - before.served.arrived for job, before in zip(simulation.jobs, plain.jobs, strict=True)
+    ]
+    assert reached == pytest.approx([0.0084, 0.0168])
+
+
 def test_a_slow_server_takes_longer_from_then_on(scenario, workload, always):
     made = scenario(
         workload(4, gap=5.0, out=50), servers=1, faults=(Fault(kind="slow", replica=0, at_s=9.0, factor=3.0),)
