@@ -12,7 +12,7 @@ from fairlead.config.registry import build_policy
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import DeficitRoundRobin, LeastWork
+from fairlead.core.fairness import LeastWork, StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -80,7 +80,7 @@ class World:
         self.clock = Clock()
         self.fleet = Fleet()
         queues = Queues(
-            lambda priority: (DeficitRoundRobin(), LeastWork()), Limits(total=Limit(20_000), band=Limit(20_000))
+            lambda priority: (StartTimeFair(), LeastWork()), Limits(total=Limit(20_000), band=Limit(20_000))
         )
         self.flow_controller = FlowController(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)))
         policy = build_policy(load("endpoints: []", need_endpoints=False))

@@ -15,7 +15,7 @@ from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import RemotePick
-from fairlead.core.fairness import DeficitRoundRobin, LeastWork
+from fairlead.core.fairness import LeastWork, StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import Eviction, FlowControl, FlowController
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         subset = Subset(NoParams())
         profile = Profile("test", [subset], [(LoadAware(LoadAwareParams()), 50.0)], MaxScore(MaxScoreParams()))
         rng = random.Random(7)
-        queues = Queues(lambda priority: (DeficitRoundRobin(), LeastWork()), LIMITS)
+        queues = Queues(lambda priority: (StartTimeFair(), LeastWork()), LIMITS)
 
         def able(request, fleet, now):
             return subset.keep(request, fleet, Cycle(Context(now, rng)))

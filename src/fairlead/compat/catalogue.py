@@ -418,9 +418,9 @@ FLOW: Table = {
     "round-robin-fairness-policy": Entry("flow", "fairness round-robin"),
     "program-aware-fairness": Entry(
         "flow",
-        "fairness least-attained-service",
+        "fairness start-time-fair",
         ref.ProgramAwareFairness,
-        note="service is uncached prompt tokens, and does not fade; waiting is not weighed",
+        note="service is milliseconds of work, and does not fade; waiting is not weighed",
     ),
     "fcfs-ordering-policy": Entry("flow", "ordering fcfs"),
     "edf-ordering-policy": Entry("flow", "ordering edf"),

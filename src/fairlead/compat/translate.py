@@ -40,9 +40,9 @@ from fairlead.config.schema import (
 )
 from fairlead.plugins.flow_control import (
     ConcurrencyDetectorParams,
-    DeficitFairness,
     HoldbackCeilingParams,
     LeastWorkOrdering,
+    StartTimeFairness,
     StaticCeilingParams,
     UtilizationDetectorParams,
 )
@@ -58,7 +58,7 @@ from fairlead.plugins.params import NoParams, Params
 
 FLOW: Place = ("flowControl",)
 ADMITTER = "probabilistic-admitter"
-OURS = f"what is not named has Fairlead's defaults: {DeficitFairness.type}, {LeastWorkOrdering.type}, own ledger"
+OURS = f"what is not named has Fairlead's defaults: {StartTimeFairness.type}, {LeastWorkOrdering.type}, own ledger"
 NO_TEMPLATE = (
     "a template for all priorities below 0 cannot be said here: they have what defaultPriorityBand says, unless "
     "priorityBands names their priority; say it there for each that is in use"
@@ -69,7 +69,7 @@ OTHER_LEVEL = "the pool's saturation is that of flowControl.saturationDetector: 
 _TYPES: dict[str, tuple[Kind, str]] = {
     "global-strict-fairness-policy": ("fairness", "global-strict"),
     "round-robin-fairness-policy": ("fairness", "round-robin"),
-    "program-aware-fairness": ("fairness", "least-attained-service"),
+    "program-aware-fairness": ("fairness", "start-time-fair"),
     "fcfs-ordering-policy": ("ordering", "fcfs"),
     "edf-ordering-policy": ("ordering", "edf"),
     "slo-deadline-ordering-policy": ("ordering", "edf"),
@@ -158,7 +158,7 @@ def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Repo
     """What a band has that names none; `None` = that of all bands, which is the same."""
     if default is None:
         return None
-    cls: Any = DeficitFairness if kind == "fairness" else LeastWorkOrdering
+    cls: Any = StartTimeFairness if kind == "fairness" else LeastWorkOrdering
     return PluginSpec(
         kind=kind, type=cls.type, name=cls.type, parameters=cls.Params(), path=report.path((*band.place, kind))
     )

@@ -36,7 +36,7 @@ from fairlead.core.scheduling import Build, Scheduling
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
-from fairlead.plugins.flow_control import DeficitFairness, LeastWorkOrdering
+from fairlead.plugins.flow_control import LeastWorkOrdering, StartTimeFairness
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
@@ -280,7 +280,7 @@ def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callabl
         band = own.get(priority)
         shares = (band.fairness if band else None) or flow.fairness
         ranks = (band.ordering if band else None) or flow.ordering
-        fairness: Fairness = DeficitFairness()
+        fairness: Fairness = StartTimeFairness()
         if shares is not None:
             fairness = make(shares, registry)
             if _foreign(shares, registry):

@@ -111,8 +111,7 @@ BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
     "parser": Builtins({}),
     "fairness": Builtins(
         {
-            "deficit-round-robin": "flow_control:DeficitFairness",
-            "least-attained-service": "flow_control:LeastAttainedFairness",
+            "start-time-fair": "flow_control:StartTimeFairness",
             "round-robin": "flow_control:RoundRobinFairness",
             "global-strict": "flow_control:GlobalStrict",
         }
@@ -176,6 +175,9 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "fairness": {
         "global-strict-fairness-policy": ("global-strict", {}),
         "round-robin-fairness-policy": ("round-robin", {}),
+        # What there was before, for the same purpose.
+        "deficit-round-robin": ("start-time-fair", {}),
+        "least-attained-service": ("start-time-fair", {}),
     },
     "ordering": {
         "fcfs-ordering-policy": ("fcfs", {}),

@@ -131,12 +131,16 @@ class Known(Protocol):
     def predictor(self) -> Learned: ...
 
 
+#: How much of a step counts for one of those that decode in it, if nothing else is said.
+DECODE = 0.03
+
+
 class Weights:
     """How much of others' time counts beside the request's own. 1 = as much."""
 
     __slots__ = ("decode", "interference", "memory")
 
-    def __init__(self, interference: float = 0.1, decode: float = 0.03, memory: float = 1.0) -> None:
+    def __init__(self, interference: float = 0.1, decode: float = DECODE, memory: float = 1.0) -> None:
         self.interference = scalar(interference)
         self.decode = decode
         self.memory = memory
@@ -244,6 +248,16 @@ def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) ->
     delayed = table.queue + _PASSING * table.active + _ONE
     price: FloatColumn = full * delayed * (scalar(weights.memory * fleet.predictor.hold_ms) * table.per_capacity)
     return price
+
+
+def work_ms(slot: int, prompt: float, uncached: float, fleet: Known) -> tuple[float, float, float]:
+    """What fair shares are measured in, milliseconds of the engine's time: computing the prompt, one token of the
+    answer, and a step that only decodes. Of a step, which all that run share, a token is as much as the default
+    weights say (`Weights`), and reading the request's own tokens. It does not depend on what else runs there."""
+    factors = fleet.predictor.rates
+    step = float(factors.step[slot]) * PRIOR.c0
+    token = DECODE * step + float(factors.load[slot]) * PRIOR.load_ms(1.0, prompt)
+    return float(factors.prefill[slot]) * PRIOR.prefill_ms(prompt, uncached), token, step
 
 
 def slot_wait(there: Any, slots: Any, answer_ms: Any) -> Any:

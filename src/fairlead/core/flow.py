@@ -10,8 +10,9 @@ What the answers mean
   which ranks alike. Keys of one ordering are compared with each other only.
 * Fairness does not take requests out; it says in which order flows may spend. Who chooses a request may pass over a
   flow (its endpoints are all busy) and take one of a later flow: strictness must not become head-of-line blocking.
-* `spent` is told the predicted cost when a request leaves its queue for an endpoint, in the same unit for all flows
-  (uncached prompt tokens, or milliseconds). Requests that leave otherwise cost nothing.
+* `spent` is told the predicted cost of each request that goes to an endpoint, whether it waited or not, in milliseconds
+  of an engine (`core.cost.work_ms`), and `corrected` what it turned out to be. Requests that leave otherwise cost
+  nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,6 +60,11 @@ class Waiting(Struct, eq=False):
     flow: "Flow | None" = None
     #: The binder's memory of the request.
     known: Any = None
+    #: Expected tokens of the answer, and milliseconds of work in all.
+    output: float = 0.0
+    ms: float = 0.0
+    #: What its flow is charged for it (`core.fairness.Charge`), once it has gone.
+    charge: Any = None
 
     @property
     def size(self) -> int:
@@ -70,7 +76,8 @@ class Flow:
     """The waiting requests of one flow, in the order of their keys. Only `Queues` adds and removes."""
 
     __slots__ = (
-        "bytes", "count", "credit", "dispatched", "key", "limit", "number", "seen", "served", "waiting", "weight",
+        "bytes", "dispatched", "in_flight", "key", "limit", "number", "seen", "served", "tag", "waiting", "wanted",
+        "wanted_ms", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -87,11 +94,14 @@ class Flow:
         self.bytes = 0
         #: Clock seconds of its last arrival or dispatch.
         self.seen = now
-        #: For the fairness policy's use: what it may still spend, and what it has been served.
-        self.credit = 0.0
+        #: For the fairness policy's use: whose turn it is, and the milliseconds of work that it was given.
+        self.tag = 0.0
         self.served = 0.0
-        #: Requests sent to an endpoint.
+        #: Requests that went to an endpoint from the queue.
         self.dispatched = 0
+        #: Requests at endpoints, those and the waiting ones, and their milliseconds of work.
+        self.in_flight = self.wanted = 0
+        self.wanted_ms = 0.0
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -130,7 +140,14 @@ class Fairness(Protocol):
         ...
 
     def spent(self, flow: Flow, cost: float) -> None:
-        """A request of the flow is sent to an endpoint; called before it leaves the queue."""
+        """A request of the flow is sent to an endpoint; called before it leaves the queue, if it waited."""
+
+    def corrected(self, flow: Flow, more: float) -> None:
+        """One that was sent took so much more work than `spent` was told; negative = less."""
+
+    def due(self, flow: Flow) -> bool:
+        """Whether a light request of the flow, none of which waits, may go before those that wait."""
+        ...
 
 
 class Ceiling(Protocol):

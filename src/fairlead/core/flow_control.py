@@ -16,6 +16,8 @@ Rules
   One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
   whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
+* Between flows (`core.fairness.Demand`): a light one's requests go at once unless a higher band waits, also where the
+  gate says closed; those of heavy ones wait where they would slow it down.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,10 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.columns import BoolColumn
+from fairlead.core.cost import work_ms
+from fairlead.core.fairness import PATIENCE, Charge
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import EVICTED, EXPIRED, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN, Ceiling, Times, Waiting
+from fairlead.core.flow import EVICTED, EXPIRED, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN, Ceiling, Flow, Times, Waiting
 from fairlead.core.gates import EarlyShedding
 from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
 from fairlead.core.ledger import Lease
@@ -36,6 +40,7 @@ from fairlead.core.policy import Refused
 from fairlead.core.queues import Band, Queues, Shares
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
 
 #: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
 PAIRS, FEWEST = 2048, 16
@@ -59,7 +64,7 @@ class Gate(Protocol):
 
 
 class Bound(Struct, frozen=True):
-    """A request and where it goes. `cost` is what its flow is charged, in predicted uncached tokens."""
+    """A request and where it goes. `cost`: prompt tokens that must be computed there, predicted."""
 
     waiting: Waiting
     slot: int
@@ -92,6 +97,14 @@ class Binder(Protocol):
     def follow(self, able: Any) -> None:
         """Other rules about where requests can be served, `able(request, fleet, now)`."""
         ...
+
+
+#: Request → expected tokens of its answer.
+Expect = Callable[[Request], float]
+
+
+def _nothing(request: Request) -> float:
+    return 0.0
 
 
 class FlowControl:
@@ -134,30 +147,97 @@ class FlowControl:
     def __len__(self) -> int:
         return len(self.queues)
 
-    def asks(self, fleet: Fleet, now: float) -> bool:
+    def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
         """Whether `arrived` depends on the policy's choice."""
-        return not len(self.queues) and fleet.table.count > 0 and self.gate.open(fleet, now) is not None
+        if not fleet.table.count:
+            return False
+        if len(self.queues):
+            return self._passes(*self.queues.of(request, now), 0.0)
+        return self.queues.guarding(request.priority) or self.gate.open(fleet, now) is not None
+
+    def _passes(self, band: Band, flow: Flow, ms: float) -> bool:
+        """Whether one more request of the flow is light, and need not mind those that wait: none of its own, nobody of
+        a higher band, and it is its turn."""
+        return (
+            band.fair
+            and not len(flow)
+            and band.demand.light(flow, ms)
+            and not any(higher.count for higher in self.queues.bands() if higher.priority > band.priority)
+            and band.fairness.due(flow)
+        )
 
     def arrived(
-        self, request: Request, fleet: Fleet, now: float, slot: int = -1
+        self, request: Request, fleet: Fleet, now: float, slot: int = -1, expect: Expect = _nothing
     ) -> "Refused | tuple[Waiting, list[Waiting]] | None":
         """`None` = the policy decides at once: what it chose is open, or nobody can ever serve it. Else why it is
-        refused, or that it waits, and who gave way for it. `slot`: the policy's choice, if `asks`; < 0 = none."""
+        refused, or that it waits, and who gave way for it. `slot`: the policy's choice, if `asks`; < 0 = none.
+        `expect`: tokens of the answer."""
         if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
             return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable", status=429)
-        if not len(self.queues) and fleet.table.count and self._below_ceiling(request.priority, fleet, now):
-            opened = self.gate.open(fleet, now)
-            if opened is None or (slot >= 0 and opened[slot]):
-                return None
+        if fleet.table.count and self._goes(request, fleet, now, slot, expect):
+            return None
         work, known = self.binder.look(request, fleet, now)
         if work == inf:
             return None
         if self._stopped < inf:
             return _stopping()
-        outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work)
+        output = expect(request)
+        slot = slot if slot >= 0 else next((slot for slot, _ in fleet.table.slots()), -1)
+        prompt_ms, token_ms, _ = work_ms(slot, request.prompt_tokens, work, fleet) if slot >= 0 else (work, 0.0, 0.0)
+        ms = prompt_ms + output * token_ms
+        outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work, output, ms)
         if isinstance(outcome, Waiting):
             outcome.known = known
         return outcome if isinstance(outcome, Refused) else (outcome, displaced)
+
+    def _goes(self, request: Request, fleet: Fleet, now: float, slot: int, expect: Expect) -> bool:
+        """Whether it goes at once, to `slot` if that is known."""
+        free = not len(self.queues)
+        if not (free or slot >= 0) or not self._below_ceiling(request.priority, fleet, now):
+            return False
+        opened = self.gate.open(fleet, now)
+        goes = opened is None or (slot >= 0 and bool(opened[slot]))
+        if slot < 0:
+            return goes
+        band, flow = self.queues.of(request, now)
+        prompt_ms, token_ms, _ = work_ms(slot, request.prompt_tokens, request.prompt_tokens, fleet)
+        ms = prompt_ms + expect(request) * token_ms
+        if self._passes(band, flow, ms):
+            return goes or band.demand.fits(ms)
+        held = band.fair and band.demand.heavy(flow, ms) and band.demand.held(slot, fleet.table, now) > now
+        return free and goes and not held
+
+    def sent(self, request: Request, slot: int, uncached: float, output: float, fleet: Fleet, now: float) -> Charge:
+        """A request goes that has not waited: charge its flow, and `settle` it at the end."""
+        band, flow = self.queues.of(request, now)
+        charge, step_ms = self._charge(band, flow, request, slot, uncached, output, fleet, now)
+        self.queues.sent(flow, charge, step_ms)
+        return charge
+
+    def settle(self, charge: Charge, status: int, tokens: int, duration_ms: float, now: float) -> None:
+        """A request that went is over: HTTP status (0 = none came), tokens of the answer and milliseconds from its
+        arrival at the gateway (both < 0 = not known)."""
+        took_ms = (now - charge.since) * 1e3
+        if duration_ms >= 0.0:
+            took_ms = min(took_ms, duration_ms)
+        self.queues.settle(charge, charge.done_ms(status, tokens, took_ms), took_ms, now)
+
+    def _charge(
+        self,
+        band: Band,
+        flow: Flow,
+        request: Request,
+        slot: int,
+        uncached: float,
+        output: float,
+        fleet: Fleet,
+        now: float,
+    ) -> tuple[Charge, float]:
+        """With the milliseconds of a step there."""
+        prompt_ms, token_ms, step_ms = work_ms(slot, request.prompt_tokens, uncached, fleet)
+        ms = prompt_ms + output * token_ms
+        light = band.fair and band.demand.light(flow, ms) and band.fairness.due(flow)
+        return Charge(flow, slot, now, prompt_ms, token_ms, ms, light), step_ms
 
     def _ttl(self, request: Request, fleet: Fleet) -> float:
         rule = self.queues.limits.rule(request.model, request.fairness_id)
@@ -186,8 +266,11 @@ class FlowControl:
             bound = self._next(fleet, now)
             if bound is None:
                 return
-            self._shares.spent(self.queues.bands(), bound.waiting.request.priority, bound.cost)
-            self.queues.dispatch(bound.waiting, now, bound.cost)
+            waiting, request = bound.waiting, bound.waiting.request
+            band, flow = self.queues.of(request, now)
+            charge, step_ms = self._charge(band, flow, request, bound.slot, bound.cost, waiting.output, fleet, now)
+            self._shares.spent(self.queues.bands(), band.priority, charge.ms)
+            self.queues.dispatch(waiting, charge, step_ms)
             yield bound
         self.more = bool(len(self.queues))
 
@@ -204,7 +287,11 @@ class FlowControl:
         bands, held_back = self._served(fleet, now)
         for band in bands:
             if band.count:
-                bound = self._of_band(band, fleet, opened, now)
+                among = self._calm(band, opened, fleet.table, now)
+                bound = self._of_band(band, fleet, among, now) if np.count_nonzero(among) else None
+                if among is not opened:
+                    held_back = True
+                    bound = bound or self._not_heavy(band, fleet, opened, now)
                 if bound is not None:
                     self._in_vain = None
                     self._passed.clear()
@@ -212,8 +299,31 @@ class FlowControl:
         if self._passed:
             self.more = True
             return None
-        # A ceiling looks at how full the pool is, which may change though nothing opens.
+        # How full the pool is, which ceilings look at, and where light requests run may change though nothing opens.
         self._in_vain, self._newest = None if held_back else opened, (self.queues.newest, fleet.table.version)
+        return None
+
+    def _calm(self, band: Band, opened: BoolColumn, table: EndpointTable, now: float) -> BoolColumn:
+        """Of what is open, where heavy requests may go for the sake of others' light ones."""
+        patient_until = band.oldest() + PATIENCE
+        if not band.fair or patient_until <= now:
+            return opened
+        calm, more_at = band.demand.calm(table, now)
+        if calm is None:
+            return opened
+        self.look_again = min(self.look_again, more_at, patient_until)
+        return opened & calm
+
+    def _not_heavy(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
+        """Of those that need not wait for the sake of others, whose turn it is."""
+        for window in self.queues.turns(band, FEWEST):
+            flow = window[0].flow
+            if flow is not None and not band.demand.heavy(flow, 0.0) and band.fairness.due(flow):
+                bound = self.binder.bind(window, fleet, opened, now)
+                if isinstance(bound, Bound):
+                    return bound
+                self.look_again = min(self.look_again, bound)
+                break
         return None
 
     def _would_be_in_vain(self, opened: BoolColumn, version: int, now: float) -> bool:
@@ -402,9 +512,9 @@ class FlowController:
         self.policy = policy
         self.flow.binder.follow(able)
 
-    def asks(self, fleet: Fleet, now: float) -> bool:
+    def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
         """Whether `FlowControl.arrived` must be told what the policy chooses."""
-        return self.flow.asks(fleet, now)
+        return self.flow.asks(request, fleet, now)
 
     def opened(self, fleet: Fleet, now: float) -> BoolColumn | None:
         """Which endpoints may be sent one more request now; `None` = all of them."""

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from math import inf
 from operator import attrgetter
 
+from fairlead.core.fairness import Charge, Demand, Strict
 from fairlead.core.flow import SATURATED, Fairness, Flow, FlowKey, Limit, Limits, Ordering, Waiting
 from fairlead.core.policy import Refused
 from fairlead.core.request import Request
@@ -107,6 +108,9 @@ class Band:
         self.limit = limit
         self.fairness = fairness
         self.ordering = ordering
+        #: Whether flows are protected from each other at all, and what they want.
+        self.fair = not isinstance(fairness, Strict)
+        self.demand = Demand()
         self.flows: dict[FlowKey, Flow] = {}
         #: Who waits, by number, so in the order of their arrival.
         self.members: OrderedDict[int, Waiting] = OrderedDict()
@@ -157,17 +161,19 @@ class Queues:
 
     # ---- in ----
 
-    def put(self, request: Request, now: float, ttl: float, work: float) -> tuple[Waiting | Refused, list[Waiting]]:
-        """Queue a request for at most `ttl` seconds. Returns what became of it, and who had to give way."""
-        band = self._band(request.priority)
-        key = FlowKey(request.priority, request.model, request.fairness_id)
-        flow = band.flows.get(key) or self._flow(band, key, now)
+    def put(
+        self, request: Request, now: float, ttl: float, work: float, output: float = 0.0, ms: float = 0.0
+    ) -> tuple[Waiting | Refused, list[Waiting]]:
+        """Queue a request for at most `ttl` seconds. `work`, `output`, `ms`: see `Waiting`. Returns what became of it,
+        and who had to give way."""
+        band, flow = self.of(request, now)
+        key = flow.key
         displaced = self._room(request, band, flow)
         if isinstance(displaced, Refused):
             self._forget_idle(now)
             return displaced, []
         self.newest += 1
-        waiting = Waiting(request, now, now + ttl, max(work, 1.0), self.newest, flow=flow)
+        waiting = Waiting(request, now, now + ttl, max(work, 1.0), self.newest, flow=flow, output=output, ms=ms)
         waiting.key = band.ordering.key(waiting)
         self._idle.pop(key, None)
         insort(flow.waiting, (waiting.key, waiting.number, waiting))
@@ -179,6 +185,7 @@ class Queues:
         self.bytes += waiting.size
         self._count += 1
         self._deadlines.add(waiting)
+        band.demand.queued(waiting)
         band.fairness.queued(waiting)
         self._forget_idle(now)
         return waiting, displaced
@@ -220,8 +227,8 @@ class Queues:
         flow = band.flows[key] = self._idle[key] = made
         return flow
 
-    def _forget_idle(self, now: float) -> None:
-        for _ in range(min(_SWEEP, len(self._idle))):
+    def _forget_idle(self, now: float, most: int = _SWEEP) -> None:
+        for _ in range(min(most, len(self._idle))):
             key, flow = self._idle.popitem(last=False)
             if now - flow.seen > FLOW_MEMORY or len(self._idle) >= MOST_IDLE:
                 del self._bands[key.priority].flows[key]
@@ -234,13 +241,43 @@ class Queues:
         """Windows of a band, see `Fairness.turns`. Nothing may be added or removed while it is iterated over."""
         return iter(band.fairness.turns(window))
 
-    def dispatch(self, waiting: Waiting, now: float, cost: float) -> None:
-        """It goes to an endpoint now; `cost` as for `Fairness.spent`."""
+    def guarding(self, priority: int) -> bool:
+        """Whether heavy requests of the band may have to wait somewhere."""
+        band = self._bands.get(priority)
+        return band is not None and band.demand.guarding
+
+    def of(self, request: Request, now: float) -> tuple[Band, Flow]:
+        """The band and the flow of the request, whether anything of it waits or not."""
+        band = self._band(request.priority)
+        key = FlowKey(request.priority, request.model, request.fairness_id)
+        flow = band.flows.get(key)
+        return band, self._flow(band, key, now) if flow is None else flow  # one without waiting requests is false
+
+    def sent(self, flow: Flow, charge: Charge, step_ms: float) -> None:
+        """A request of the flow goes to an endpoint now. See `Demand.charge`; `settle` is for its end."""
+        band = self._bands[flow.key.priority]
+        band.fairness.spent(flow, charge.ms)
+        band.demand.charge(charge, step_ms)
+        flow.seen = charge.since
+        self._idle.pop(flow.key, None)
+
+    def settle(self, charge: Charge, done_ms: float, took_ms: float, now: float) -> None:
+        """It is over. See `Demand.settle`."""
+        flow = charge.flow
+        band = self._bands[flow.key.priority]
+        band.fairness.corrected(flow, done_ms - charge.ms)
+        band.demand.settle(charge, done_ms, took_ms, now)
+        if not flow.wanted:
+            self._idle[flow.key] = flow
+            self._forget_idle(now, 1)
+
+    def dispatch(self, waiting: Waiting, charge: Charge, step_ms: float) -> None:
+        """It leaves the queue for an endpoint now."""
         flow = waiting.flow
         assert flow is not None
-        self._bands[flow.key.priority].fairness.spent(flow, cost)
+        waiting.charge = charge
+        self.sent(flow, charge, step_ms)
         flow.dispatched += 1
-        flow.seen = now
         self.remove(waiting)
 
     def remove(self, waiting: Waiting) -> None:
@@ -257,7 +294,8 @@ class Queues:
         del band.members[waiting.number]
         band.bytes -= waiting.size
         self.bytes -= waiting.size
-        if not flow.waiting:
+        band.demand.left(waiting)
+        if not flow.wanted:
             self._idle[flow.key] = flow
         band.fairness.left(waiting)
         self._deadlines.remove(waiting)
@@ -296,7 +334,7 @@ class Queues:
                 assert key == flow.key and key.priority == priority
                 assert flow.waiting == sorted(flow.waiting)
                 assert flow.bytes == sum(entry[2].size for entry in flow.waiting)
-                assert bool(flow.waiting) != (key in self._idle)
+                assert bool(flow.wanted) != (key in self._idle)
                 for sort_key, number, waiting in flow.waiting:
                     assert (sort_key, number) == (waiting.key, waiting.number) and waiting.flow is flow
                     assert waiting not in seen
@@ -305,6 +343,7 @@ class Queues:
             assert list(band.members) == sorted(band.members)
             assert all(self._waits(waiting) for waiting in band.members.values())
             assert band.bytes == sum(flow.bytes for flow in band.flows.values())
+            band.demand.validate(list(band.flows.values()))
             offered = [w for turn in band.fairness.turns(1 << 30) for w in turn]
             assert len(set(map(id, offered))) == len(offered) and all(self._waits(w) for w in offered)
             assert bool(offered) == bool(band.count)
@@ -317,7 +356,7 @@ class Queues:
 #
 # Theory. Bands are strict, so a lower one may starve. A band with a share `s` is owed `s` of all work that leaves the
 # queues while it waits, and pays with what it is given. While it is owed something it goes first; otherwise it takes
-# its turn below the others as ever. So a waiting band gets at least its share, late by at most `MOST` tokens, and
+# its turn below the others as ever. So a waiting band gets at least its share, late by at most `MOST` ms, and
 # never more than its share at the cost of a higher one.
 #
 # Rules
@@ -325,8 +364,8 @@ class Queues:
 # * A debt is bounded: a band that nobody could serve for a while does not take all afterwards.
 # * Without shares nothing is counted.
 
-#: Uncached prompt tokens that a band is owed at most, or owes.
-MOST = 65_536.0
+#: Milliseconds of work that a band is owed at most, or owes.
+MOST = 3000.0
 
 
 class Shares:
@@ -336,7 +375,7 @@ class Shares:
         self._of = {priority: share for priority, share in of.items() if share > 0.0}
         if any(not 0.0 <= share <= 1.0 for share in of.values()) or sum(of.values()) > 1.0:
             raise ValueError("the bands' shares must be at most 1 together")
-        #: Priority → tokens that the band is owed.
+        #: Priority → milliseconds of work that the band is owed.
         self.owed = dict.fromkeys(self._of, 0.0)
 
     def order(self, bands: Sequence[Band]) -> Sequence[Band]:

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.core import events as ev
+from fairlead.core.fairness import Charge
 from fairlead.core.flow import Waiting
 from fairlead.core.ledger import Lease
 from fairlead.core.parking import Question
@@ -151,6 +152,8 @@ class RequestEntry(Struct, eq=False):
     lease: Lease | None = None
     #: Token counts that came before its end.
     usage: Usage | None = None
+    #: What its flow is charged for it, from the moment that it leaves the queue.
+    charge: Charge | None = None
 
 
 class Requests:

@@ -219,14 +219,14 @@ class Pipeline:
         question = pick = None
         request, arrived = entry.request, ev.RequestArrived
         reservation = Reservation(None, now)
-        if flow.asks(self.fleet, now):
+        if flow.asks(request, self.fleet, now):
             if self.parking is not None and self.parking.reaches(self.policy, request, now):
                 reservation.opened = flow.opened(self.fleet, now)
                 question = self.parking.question(self.policy, request, self.fleet, now, reservation)
             else:
                 pick = self._choose(request, now)
         slot = reservation.slot if pick is None else pick.slot if isinstance(pick, Picked) else -1
-        outcome = flow.flow.arrived(request, self.fleet, now, slot)
+        outcome = flow.flow.arrived(request, self.fleet, now, slot, self._output)
         if outcome is None:
             if self.parking is not None:
                 asked = self._ask(self.parking, entry, arrived, now, reservation, question)
@@ -241,6 +241,10 @@ class Pipeline:
         self.requests.move(entry, arrived, S.QUEUED)
         given_way = self._sent_away(((moved, DISPLACED) for moved in displaced), T.DISPLACED, now)
         return [*given_way, Hold(request.id, waiting.deadline - now + MARGIN, entry.client)]
+
+    def _output(self, request: Request) -> int:
+        """Expected tokens of the answer."""
+        return self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
 
     def _ask(
         self,
@@ -259,8 +263,7 @@ class Pipeline:
             return []
         entry.question = question
         self.requests.move(entry, trigger, S.ASKED_ELSEWHERE)
-        output = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
-        return parking.ask(question, self.fleet, now, output)
+        return parking.ask(question, self.fleet, now, self._output(request))
 
     def _refused(
         self, entry: RequestEntry, trigger: type | Trigger, pick: Refused, now: float, queued_ms: float
@@ -289,9 +292,16 @@ class Pipeline:
 
     def _unrouted(self, entry: RequestEntry, trigger: type | Trigger) -> None:
         """It ends without having been sent anywhere."""
+        self._settle(entry)
         self.requests.move(entry, trigger, S.ENDED)
         if self.fleet.exact is not None:
             self.fleet.exact.dropped(entry.request)
+
+    def _settle(self, entry: RequestEntry, status: int = 0, tokens: int = -1, duration_ms: float = 0.0) -> None:
+        """Its flow is charged for what was done, and has it no more in flight."""
+        if entry.charge is not None and self.flow_controller is not None:
+            self.flow_controller.flow.settle(entry.charge, status, tokens, duration_ms, self._clock.time())
+            entry.charge = None
 
     def _remote(self, event: ev.RemoteUp | ev.RemoteDown | ev.RemotePicked) -> list[Instruction]:
         parking, now = self.parking, self._clock.time()
@@ -370,7 +380,7 @@ class Pipeline:
     def _unqueued(self, waiting: Waiting) -> RequestEntry:
         entry = self.requests.get(waiting.request.id)
         assert entry is not None and entry.waiting is waiting
-        entry.waiting = None
+        entry.waiting, entry.charge = None, waiting.charge
         return entry
 
     def _sent_away(self, refused: Iterable[tuple[Waiting, Refused]], trigger: Trigger, now: float) -> list[Instruction]:
@@ -407,6 +417,9 @@ class Pipeline:
             fleet.stalls.charged(slot, now)
         lease.predicted = predicted
         entry.lease = lease
+        if self.flow_controller is not None and entry.charge is None:
+            uncached = lease.uncached_tokens
+            entry.charge = self.flow_controller.flow.sent(request, slot, uncached, expected, fleet, now)
         self.requests.move(entry, trigger, S.ROUTED)
         fallback_slot = pick.fallback_slot
         if fallback_slot < 0 or fallback_slot == slot or prefill is not None:
@@ -520,6 +533,10 @@ class Pipeline:
         usage = event.usage or entry.usage or _UNKNOWN
         if self.fleet.exact is not None:
             self.fleet.exact.ended(lease.predicted, usage, 200 <= event.status < 300, now)
+        tokens = usage.completion_tokens
+        if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # more is known now than when it was sent
+            tokens = self._output(request)
+        self._settle(entry, event.status, tokens, event.duration_ms)
         self.requests.move(entry, trigger, S.ENDED)
         return Record(
             OutcomeRecord(
@@ -674,6 +691,8 @@ class Pipeline:
                 leases += entry.lease, entry.lease.prefill
         if self.flow_controller is not None:
             self.flow_controller.validate()
+            charged = sum(entry.charge is not None for entry in self.requests)
+            assert sum(len(band.demand) for band in self.flow_controller.flow.queues.bands()) == charged
             assert set(map(id, waiting)) == set(map(id, self.flow_controller.flow.queues.members()))
         if self.parking is not None:
             self.parking.validate()

@@ -8,12 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fairlead.core.fairness import (
-    DeficitRoundRobin,
     EarliestDeadline,
     Fcfs,
-    LeastAttained,
     LeastWork,
     RoundRobin,
+    StartTimeFair,
     Strict,
 )
 from fairlead.core.gates import Concurrency, Holdback, Reflective, Static, Utilization
@@ -33,25 +32,10 @@ class RoundRobinFairness(Plain, RoundRobin):
     type = "round-robin"
 
 
-class DeficitParams(Params):
-    quantum: float = Field(default=8192.0, gt=0, description="Uncached prompt tokens that a flow may spend per round.")
+class StartTimeFairness(Plain, StartTimeFair):
+    """The flow that was given the least work goes first. The default."""
 
-
-class DeficitFairness(DeficitRoundRobin):
-    """Equal work for each flow, in rounds. The default."""
-
-    type = "deficit-round-robin"
-    Params = DeficitParams
-
-    def __init__(self, params: DeficitParams | None = None, name: str = type) -> None:
-        super().__init__((params or DeficitParams()).quantum)
-        self.name = name
-
-
-class LeastAttainedFairness(Plain, LeastAttained):
-    """The flow that was served least goes first."""
-
-    type = "least-attained-service"
+    type = "start-time-fair"
 
 
 class FirstCome(Plain, Fcfs):

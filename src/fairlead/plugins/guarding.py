@@ -174,6 +174,16 @@ class GuardedFairness:
         self._try(lambda inner: inner.spent(flow, cost))
         flow.served = before + cost
 
+    def corrected(self, flow: Flow, more: float) -> None:
+        before = flow.served
+        self._try(lambda inner: inner.corrected(flow, more))
+        flow.served = before + more
+
+    def due(self, flow: Flow) -> bool:
+        due: list[bool] = []
+        self._try(lambda inner: due.append(bool(inner.due(flow))))
+        return bool(due and due[0])
+
     def turns(self, window: int) -> Iterable[list[Waiting]]:
         """The plugin's windows, without requests that do not wait; if it offers none, the one queue's."""
         offered = False

@@ -9,10 +9,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fairness import Charge
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Waiting
 from fairlead.core.ledger import Lease
 from fairlead.core.policy import Context, Cycle
 from fairlead.core.prefix import ChainHasher
+from fairlead.core.queues import Queues
 from fairlead.core.request import NO_PREFIX, Request
 
 #: Bytes per token of the prompts below.
@@ -62,6 +65,16 @@ def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] |
 def lease_of(known: Fleet, request_id: int) -> Lease:
     """What the request is charged for. Raises `StopIteration` when it is not."""
     return next(lease for lease in known.ledger if lease.request.id == request_id and not lease.auxiliary)
+
+
+def dispatched(queues: Queues, waiting: Waiting, now: float, ms: float, slot: int = 0) -> Charge:
+    """It leaves its queue for an endpoint, and its flow is charged so many milliseconds of work, all for its prompt.
+
+    Returns what `queues.settle` takes at its end."""
+    band, flow = queues.of(waiting.request, now)
+    charge = Charge(flow, slot, now, ms, 0.0, ms, band.demand.light(flow, ms))
+    queues.dispatch(waiting, charge, 13.0)
+    return charge
 
 
 def holds(known: Fleet, name: str, *prompts: Request) -> None:

@@ -121,9 +121,9 @@ def test_each_band_has_what_the_document_says_of_it() -> None:
         band, limit = flow_controller.flow.queues._band(priority), limits.of_band(priority)
         found[priority] = limit.requests, limit.bytes, type(band.fairness).type, type(band.ordering).type  # type: ignore[attr-defined]
     assert found == {
-        10: (5, 1e9, "deficit-round-robin", "edf"),
+        10: (5, 1e9, "start-time-fair", "edf"),
         3: (7, 1e9, "round-robin", "least-work"),
-        -10: (5000, 2 << 20, "least-attained-service", "least-work"),
+        -10: (5000, 2 << 20, "start-time-fair", "least-work"),
     }
     again = restore(record(config)).flow_control
     assert again is not None and len(again.bands) == 2, "a journal can tell it"

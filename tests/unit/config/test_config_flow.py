@@ -42,7 +42,7 @@ def test_a_mapping_with_nothing_in_it_turns_it_on() -> None:
     assert found.policy == "cost-model"
     assert isinstance(found.flow.gate, LedgerGate)
     band = found.flow.queues._band(0)
-    assert (band.fairness.name, band.ordering.name) == ("deficit-round-robin", "least-work")
+    assert (band.fairness.name, band.ordering.name) == ("start-time-fair", "least-work")
     assert found.flow.queues.limits.band == Limit(5000, 1e9)
     assert found.flow.queues.limits.total == Limit(inf, inf)
 
@@ -182,7 +182,7 @@ def test_bands_and_flows_have_their_own_rules():
     found.queues.put(Request(id=2, arrived=0.0), 0.0, 1.0, 1.0)
     usual, low = found.queues.bands()
     assert (low.fairness.name, low.ordering.name) == ("round-robin", "fcfs")
-    assert (usual.fairness.name, usual.ordering.name) == ("deficit-round-robin", "least-work")
+    assert (usual.fairness.name, usual.ordering.name) == ("start-time-fair", "least-work")
     assert flow_controller(BANDS).may_evict(Request(id=3, arrived=0.0, priority=-1))
     assert not flow_controller("flowControl: {}\n").may_evict(Request(id=3, arrived=0.0, priority=-1))
 

@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 
-from fairlead.core.fairness import DeficitRoundRobin, Fcfs, LeastAttained, Strict
+from fairlead.core.fairness import Fcfs, StartTimeFair, Strict
 from fairlead.core.flow import FlowRule, Limit, Limits, Times
 from fairlead.core.gates import EarlyShedding, Holdback, Reflective, Static
 from fairlead.core.policy import Refused
 from fairlead.core.queues import MOST, Queues, Shares
 from fairlead.core.request import Request
+from fairlead.testing.builders import dispatched
 
 HIGH, LOW = 10, -10
 
@@ -32,7 +33,7 @@ class Bands:
         band = next(band for band in self.shares.order(self.queues.bands()) if band.count)
         waiting = next(self.queues.turns(band, 4))[0]
         self.shares.spent(self.queues.bands(), band.priority, cost)
-        self.queues.dispatch(waiting, 0.0, cost)
+        dispatched(self.queues, waiting, 0.0, cost)
         self.served[band.priority] += 1
         return waiting
 
@@ -80,7 +81,7 @@ def test_a_debt_is_bounded():
         band = bands.queues.bands()[0]
         waiting = next(bands.queues.turns(band, 1))[0]
         bands.shares.spent(bands.queues.bands(), HIGH, 5000.0)
-        bands.queues.dispatch(waiting, 0.0, 5000.0)
+        dispatched(bands.queues, waiting, 0.0, 5000.0)
     assert bands.shares.owed[LOW] == MOST
 
 
@@ -145,10 +146,9 @@ def test_limits_and_times_of_bands_and_flows():
     assert (ttl(0, endpoints=0), ttl(LOW, endpoints=0), ttl(0, 1e6)) == (20.0, 5.0, 590.0)
 
 
-@pytest.mark.parametrize("fairness", [DeficitRoundRobin, LeastAttained])
-def test_weights_share_a_band(fairness):
+def test_weights_share_a_band():
     rules = (FlowRule(tenant="large", weight=3.0),)
-    bands, served = Bands({}, Limits(rules=rules), fairness), Counter()
+    bands, served = Bands({}, Limits(rules=rules), StartTimeFair), Counter()
     for _ in range(2000):
         bands.put(0, "large")
         bands.put(0, "plain")

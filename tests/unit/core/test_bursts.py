@@ -10,7 +10,7 @@ from fairlead.core import events as ev
 from fairlead.core import scheduler
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.fairness import DeficitRoundRobin, LeastWork
+from fairlead.core.fairness import LeastWork, StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import REFUSALS, FlowControl, FlowController
@@ -39,7 +39,7 @@ class World:
     def __init__(self, flow: bool = True) -> None:
         self.clock = SimClock()
         self.fleet = Fleet()
-        queues = Queues(lambda priority: (DeficitRoundRobin(), LeastWork()), Limits(total=Limit(10_000)))
+        queues = Queues(lambda priority: (StartTimeFair(), LeastWork()), Limits(total=Limit(10_000)))
         control = FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None), Times(ttl=30.0))
         flow_controller = FlowController(control) if flow else None
         self.pipeline = Pipeline(

@@ -6,6 +6,7 @@ from fairlead.core.fairness import EarliestDeadline, Fcfs, LeastWork, Strict
 from fairlead.core.flow import Limit, Limits, Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
+from fairlead.testing.builders import dispatched
 
 
 def waiting(since: float, deadline: float = inf, work: float = 1.0, slo_ms: float = 0.0) -> Waiting:
@@ -60,7 +61,7 @@ class Line:
 
     def serve(self, now):
         waiting = next(self.queues.turns(self.queues.bands()[0], 1))[0]
-        self.queues.dispatch(waiting, now, 1.0)
+        dispatched(self.queues, waiting, now, 1.0)
         return waiting
 
     def until(self, wanted, adversary, seconds=300):

@@ -12,6 +12,7 @@ from fairlead.core.flow import Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.plugins.guarding import GuardedFairness, GuardedOrdering, GuardedSaturation
+from fairlead.testing.builders import dispatched
 
 
 def boom(*_: object) -> Any:
@@ -57,7 +58,7 @@ def served(queues: Queues, now: float) -> Iterable[int]:
     band = queues.bands()[0]
     while band.count:
         waiting = next(iter(queues.turns(band, 4)))[0]
-        queues.dispatch(waiting, now, 5.0)
+        dispatched(queues, waiting, now, 5.0)
         queues.validate()
         yield waiting.request.id
 

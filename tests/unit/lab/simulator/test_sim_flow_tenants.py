@@ -1,6 +1,7 @@
 """Isolation, eviction and overload by simulation: what a tenant's flood does to another, and who is served first."""
 
 from statistics import fmean
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -8,7 +9,7 @@ from msgspec import structs
 from fairlead.lab.simulator.run import config_from
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import Scenario, World, replicas
-from fairlead.lab.workload.record import Record, Workload
+from fairlead.lab.workload.record import Dispatch, Record, Workload
 
 pytestmark = pytest.mark.simulation
 
@@ -30,12 +31,12 @@ def records(tenant: str, rate: float, seconds: float, tokens: int = 6000, priori
     ]
 
 
-def scenario(*groups: list[Record]) -> Scenario:
+def scenario(*groups: list[Record], dispatch: Dispatch = "timestamp", max_seqs: int = 0, count: int = 2) -> Scenario:
     merged = sorted((one for group in groups for one in group), key=lambda one: (one.arrival_us, one.id))
     return Scenario(
         name="tenants",
-        workload=Workload(name="tenants", records=merged),
-        replicas=replicas(2, block_size=64),
+        workload=Workload(name="tenants", records=merged, dispatch=dispatch),
+        replicas=replicas(count, block_size=64, max_num_seqs=max_seqs),
         world=World(),
     )
 
@@ -43,6 +44,7 @@ def scenario(*groups: list[Record]) -> Scenario:
 class Watch:
     def __init__(self) -> None:
         self.ttft: dict[str, list[float]] = {}
+        self.took: dict[str, list[float]] = {}
         self.work: dict[str, float] = {}
         self.causes: list[str] = []
 
@@ -53,13 +55,14 @@ class Watch:
             self.causes.append(cause)
             if cause == "natural":
                 self.ttft.setdefault(tenant, []).append(record.ttft_ms)
+                self.took.setdefault(tenant, []).append(record.duration_ms)
         elif record.outcome == "routed" and 1005.0 < record.at < 1025.0:
             self.work[tenant] = self.work.get(tenant, 0.0) + record.request.prompt_tokens
 
 
-def run(text: str, *groups: list[Record]) -> Watch:
+def run(text: str, *groups: list[Record], **how: Any) -> Watch:
     watch = Watch()
-    simulation = Simulation(scenario(*groups), config_from(text)[0], watch=watch)
+    simulation = Simulation(scenario(*groups, **how), config_from(text)[0], watch=watch)
     assert simulation.run()
     assert len(simulation.pipeline.fleet.ledger) == 0
     flow_controller = simulation.pipeline.flow_controller
@@ -77,10 +80,8 @@ def test_one_tenants_flood_does_not_move_anothers_latency() -> None:
     assert fmean(apart.ttft["modest"]) > 10_000
 
 
-@pytest.mark.parametrize("fairness", ["deficit-round-robin", "least-attained-service"])
-def test_ten_times_more_requests_are_given_no_more_work(fairness: str) -> None:
-    text = TTL + f", fairness: {{type: {fairness}}}}}"
-    found = run(text, records("a", 9.0, 25, 3000), records("b", 90.0, 25, 3000))
+def test_ten_times_more_requests_are_given_no_more_work() -> None:
+    found = run(TTL + "}", records("a", 9.0, 25, 3000), records("b", 90.0, 25, 3000))
     assert found.work["a"] / sum(found.work.values()) == pytest.approx(0.5, abs=0.03)
 
 
@@ -89,6 +90,54 @@ def test_long_prompts_do_not_hold_up_short_ones() -> None:
     queued = run(TTL + "}", *groups)
     at_once = run("policy: default", *groups)
     assert fmean(queued.ttft["short"]) < fmean(at_once.ttft["short"]) / 3
+
+
+def loops(tenant: str, workers: int, each: int, tokens: int, out: int, stream: bool) -> list[Record]:
+    """Each worker sends its next request when it has the answer to the last one."""
+    return [
+        Record(
+            id=f"{tenant}-{worker}-{i}",
+            arrival_us=worker * 1000 + i,
+            parent=f"{tenant}-{worker}-{i - 1}" if i else "",
+            in_tokens=tokens,
+            out_tokens=out,
+            max_tokens=out,
+            tenant=tenant,
+            block_size=64,
+            stream=stream,
+        )
+        for worker in range(workers)
+        for i in range(each)
+    ]
+
+
+#: One endpoint of which the gate is always open, as one is whose engine takes all that comes.
+OPEN = "flowControl: {ttl: 590s, saturation: {type: concurrency-detector, maxConcurrency: 100000}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "out", "stream", "max_seqs"),
+    [
+        ("flowControl: {}", 25, 2, True, 0),
+        ("flowControl: {}", 25, 16, False, 0),
+        ("flowControl: {}", 200, 8, True, 0),
+        ("flowControl: {}", 25, 16, True, 8),
+        (OPEN, 25, 2, True, 0),
+        (OPEN, 200, 8, True, 0),
+    ],
+)
+def test_two_workers_beside_sixty(text: str, tokens: int, out: int, stream: bool, max_seqs: int) -> None:
+    """Short prompts of two tenants. The engine alone would share its steps by the number of requests."""
+
+    def times(*groups: list[Record]) -> list[float]:
+        found = run(text, *groups, dispatch="think", max_seqs=max_seqs, count=1)
+        assert len(found.took["few"]) == 120 and set(found.causes) == {"natural"}
+        return sorted(found.took["few"][20:])  # until the first answers nobody knows who wants how much
+
+    few, many = loops("few", 2, 60, tokens, out, stream), loops("many", 60, 30, tokens, out, stream)
+    alone, beside = times(few), times(few, many)
+    assert beside[50] <= 1.5 * alone[50]
+    assert beside[-1] <= 1.5 * alone[-1]
 
 
 def test_evicted_requests_leave_the_ledger_empty() -> None:

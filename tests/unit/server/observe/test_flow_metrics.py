@@ -4,7 +4,7 @@ from math import isnan
 
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import DeficitRoundRobin, Fcfs
+from fairlead.core.fairness import Fcfs, StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -23,7 +23,7 @@ class Shop:
         self.now = 100.0
         self.fleet = Fleet()
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
-        queues = Queues(lambda priority: (DeficitRoundRobin(), Fcfs()), Limits(**limits))
+        queues = Queues(lambda priority: (StartTimeFair(), Fcfs()), Limits(**limits))
         self.flow_controller = FlowController(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)), "p", 1.0)
         self.watch = Watch(self.fleet, lambda: self.now)
         self.watch.watch_queue(self.flow_controller)
