@@ -43,4 +43,5 @@ class Prefixed(Serve):
 
 def pool(servers: Sequence[ModelServer]) -> dict[str, object]:
     listed = [{"name": f"e{i}", "address": f"127.0.0.1:{server.port}"} for i, server in enumerate(servers)]
-    return {"endpoints": listed, "seed": 1}
+    # `Serve` lets all paths in, for tests of other things.
+    return {"endpoints": listed, "seed": 1, "gateway": {"paths": []}}

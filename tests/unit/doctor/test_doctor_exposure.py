@@ -57,6 +57,13 @@ async def test_clients_who_choose_endpoints() -> None:
     assert await codes({"gateway": {"host": "0.0.0.0"}, **trusting}) == {"exposure.gateway", "exposure.test-selection"}
 
 
+async def test_paths_that_are_all_open() -> None:
+    near, far = {"paths": ["/*"]}, {"paths": ["/*"], "host": "0.0.0.0"}
+    assert await codes({"gateway": near}) == set()
+    assert await codes({"gateway": far}) == {"exposure.gateway", "exposure.paths"}
+    assert await codes({"gateway": far | {"paths": ["/cohere/*"]}}) == {"exposure.gateway"}
+
+
 async def test_secrets_that_everybody_can_read(tmp_path: Path) -> None:
     key, token = tmp_path / "tls.key", tmp_path / "token"
     key.write_text("x")
@@ -71,5 +78,5 @@ async def test_secrets_that_everybody_can_read(tmp_path: Path) -> None:
 
 
 def test_every_finding_is_tried_here() -> None:
-    tried = {f"exposure.{code}" for code, _, _ in UNSAFE} | {"exposure.test-selection", "exposure.secrets"}
-    assert tried == {kind.code for kind in exposure.exposure.kinds}
+    others = {"exposure.test-selection", "exposure.paths", "exposure.secrets"}
+    assert {f"exposure.{code}" for code, _, _ in UNSAFE} | others == {kind.code for kind in exposure.exposure.kinds}

@@ -15,6 +15,11 @@ GATEWAY = Kind(
     "exposure.gateway", Severity.WARNING, "whoever reaches the gateway may send requests, in any tenant's name",
     "bind gateway.host to 127.0.0.1, or let a proxy in front know its clients and set their headers", _REACHABLE,
 )  # fmt: skip
+PATHS = Kind(
+    "exposure.paths", Severity.WARNING, "clients on the network reach every path of the model servers",
+    "name in gateway.paths what clients need: other paths put servers to sleep or load adapters",
+    "docs/gateway.md#what-is-let-in",
+)  # fmt: skip
 HEADERS = Kind(
     "exposure.test-selection", Severity.ERROR, "clients on the network choose the endpoint of their requests",
     "take test-selection out of headers.trust: it is for tests", _REACHABLE,
@@ -70,6 +75,7 @@ def _incoming(config: Config) -> Iterator[Finding]:
         yield GATEWAY.at("gateway.host", gateway.host)
         if "test-selection" in config.headers.trust:
             yield HEADERS.at("headers.trust")
+        yield from (PATHS.at("gateway.paths", path) for path in gateway.paths if path in ("*", "/*"))
     if admin.port and admin.debug and not _local(admin.host):
         yield ADMIN.at("admin.host", admin.host)
     host = ext_proc.host or ("127.0.0.1" if embedded else "0.0.0.0")
@@ -126,7 +132,7 @@ def _secrets(config: Config) -> Iterator[Finding]:
 @check(
     "exposure",
     "nothing is open to a network that should not be",
-    (GATEWAY, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
+    (GATEWAY, PATHS, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
 )
 async def exposure(site: Site) -> list[Finding]:
     return [*_incoming(site.config), *_outgoing(site), *_secrets(site.config)]
