@@ -326,7 +326,7 @@ class _Assembly:
         return self._endpoint_source(value)
 
     def _endpoint_source(self, value: object) -> EndpointSource:
-        """A list, or `{file, watch}`. What a list is warned of is a problem here: what stands twice is a mistake."""
+        """A list, or a `FileSource`. What a list is warned of is a problem here: what stands twice is a mistake."""
         if isinstance(value, list):
             assert isinstance(self._tree.root.value, dict)
             listing = read_endpoints(self._tree.root.value["endpoints"], ("endpoints",))
@@ -340,7 +340,8 @@ class _Assembly:
         source = read(FileSource, value, ("endpoints",), self._report)
         if source is None:
             return EndpointSource()
-        return EndpointSource(file=str(self._base / source.file) if self._base else source.file, watch=source.watch)
+        file = str(self._base / source.file) if self._base else source.file
+        return EndpointSource(file=file, watch=source.watch, allow_empty=source.allow_empty)
 
 
 def overlaid(root: Mapping[str, object], flags: Mapping[str, object]) -> dict[str, object]:

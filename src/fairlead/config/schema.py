@@ -118,6 +118,7 @@ class Admin(Section):
 class FileSource(Section):
     file: str = Field(min_length=1)
     watch: bool = True
+    allow_empty: bool = Field(default=False, description="A list that has become empty takes all endpoints away.")
 
 
 class ScrapeTls(Section):
@@ -644,6 +645,8 @@ class EndpointSource(Struct, frozen=True, kw_only=True):
     file: str = ""
     #: Read the file again when it changes.
     watch: bool = True
+    #: Believe a file that has become empty.
+    allow_empty: bool = False
 
 
 class PluginSpec(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
-"""How much memory this process and its siblings may have: what a cgroup or the machine allows."""
+"""What the machine allows this process and its siblings: memory, open files."""
 
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -26,3 +27,17 @@ def _along(mount: Path, path: str, name: str) -> list[int]:
         with suppress(OSError, ValueError):  # `max` is no number
             limits.append(int((mount / directory.relative_to("/") / name).read_text()))
     return [limit for limit in limits if limit > 0]
+
+
+#: No process needs more open files, and with fewer than these the gateway serves but few requests at a time.
+_FILES, FEW_FILES = 1 << 20, 2048
+
+
+def raise_file_limit() -> int:
+    """Take as many open files as we are allowed to; most systems begin with fewer. Returns how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _FILES if soft == resource.RLIM_INFINITY else soft

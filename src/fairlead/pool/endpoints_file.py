@@ -3,6 +3,8 @@
 Rules
 * Followed as `watched_files` says.
 * What cannot be read or parsed changes nothing and is reported, once per cause.
+* Nor does a list that has become empty, unless `allow_empty`: who writes it has lost its source more often than all
+  endpoints are meant to go.
 """
 
 import asyncio
@@ -189,6 +191,9 @@ class EndpointSet:
                 self._bring_up(entry)
 
 
+_EMPTY = "endpoints.allowEmpty: true takes them away"
+
+
 class EndpointsFile:
     """Feeds `EndpointUp` and `EndpointDown` for what a YAML or JSON file lists."""
 
@@ -199,6 +204,7 @@ class EndpointsFile:
         report: Report,
         *,
         watch: bool = True,
+        allow_empty: bool = False,
         poll_s: float = 0.5,
         resolve_s: float = 30.0,
         resolver: Resolver = resolve_host,
@@ -206,6 +212,7 @@ class EndpointsFile:
         self._path = Path(path)
         self._report = report
         self._watch = watch
+        self._allow_empty = allow_empty
         self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
         self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s, "endpoints")
         self._text: bytes | None = None
@@ -245,6 +252,10 @@ class EndpointsFile:
         self._text = text
         listing = parse_endpoints_text(text)
         self.loaded = self.loaded or listing.ok
+        if self.endpoints and not (listing.entries or listing.problems or self._allow_empty):
+            known = len(self.endpoints)
+            self._report(Problem("", 0, f"{self._path} is empty: its {known} endpoints stay", _EMPTY))
+            return listing
         self._set.apply(listing)
         return listing
 
@@ -274,7 +285,7 @@ async def follow_endpoints(
         listed.apply(Listing(source.static))
         await listed.start()
         return listed
-    files = EndpointsFile(source.file, feed, report, watch=source.watch)
+    files = EndpointsFile(source.file, feed, report, watch=source.watch, allow_empty=source.allow_empty)
     stack.push_async_callback(files.close)
     problems = await files.start()
     if not files.loaded:

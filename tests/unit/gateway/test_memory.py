@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,12 @@ def test_the_least_limit_counts(own: str, files: dict[str, str], limit: int, tmp
 
 def test_without_any_cgroup_it_is_the_machine(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) == MACHINE
+
+
+@pytest.mark.parametrize(("before", "after"), [("256:1000", "1000"), ("256:256", "256"), ("700:700", "700")])
+def test_as_many_files_as_allowed(before: str, after: str) -> None:
+    soft, hard = before.split(":")
+    code = "from fairlead.gateway.memory import raise_file_limit; print(raise_file_limit())"
+    shell = f"ulimit -Sn {soft}; ulimit -Hn {hard}; exec {sys.executable} -c '{code}'"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == after

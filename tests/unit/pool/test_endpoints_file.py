@@ -104,9 +104,26 @@ async def test_only_differences_are_fed(tmp_path: Path, heard: Heard, follow: Fo
     await heard.until(lambda: len(heard.events) == 3)
     assert heard.take() == ["down c", "up b 10.0.0.9:80", "up d 10.0.0.4:80"]
     assert [one.address for one in follower.endpoints] == ["10.0.0.1:80", "10.0.0.9:80", "10.0.0.4:80"]
-    path.write_text(text_of())
-    await heard.until(lambda: len(heard.events) == 3)
-    assert sorted(heard.take()) == ["down a", "down b", "down d"]
+
+
+@pytest.mark.parametrize("text", ["endpoints: []\n", "[]"])
+async def test_a_list_that_becomes_empty_is_believed_only_if_that_is_allowed(
+    text: str, tmp_path: Path, heard: Heard, follow: Follow
+) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1"), ("b", "10.0.0.2")))
+    careful, believing = follow(path), follow(path, allow_empty=True)
+    await careful.start()
+    await believing.start()
+    heard.take()
+    path.write_text(text)
+    await heard.until(lambda: heard.problems)
+    assert heard.problems == [f"{path} is empty: its 2 endpoints stay (endpoints.allowEmpty: true takes them away)"]
+    assert [one.id for one in careful.endpoints] == ["default/a", "default/b"]
+    await heard.until(lambda: not believing.endpoints)
+    assert sorted(heard.take()) == ["down a", "down b"]
+    path.write_text(text_of(("c", "10.0.0.3")))
+    await heard.until(lambda: [one.id for one in careful.endpoints] == ["default/c"])
 
 
 async def test_atomic_rename(tmp_path: Path, heard: Heard, follow: Follow) -> None:

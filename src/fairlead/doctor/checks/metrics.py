@@ -11,6 +11,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
+from fairlead.gateway.memory import FEW_FILES
 
 _UNEVEN = "docs/troubleshooting.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
@@ -247,9 +248,11 @@ async def limits(site: Site) -> list[Finding]:
     config, count = site.config, len(site.endpoints)
     findings = []
     per_endpoint = _FILES_PER_ENDPOINT + (_FILES_WITH_EVENTS if config.kv_events.enabled else 0)
-    needed, soft = count * per_endpoint + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        findings.append(FILES.at("", f"{soft}; {count} endpoints need about {needed}"))
+    needed, hard = count * per_endpoint + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < needed:  # `serve` raises the soft limit to the hard one
+        findings.append(FILES.at("", f"{hard}; {count} endpoints need about {needed}"))
+    elif config.gateway.mode == "embedded" and hard != resource.RLIM_INFINITY and hard < FEW_FILES:
+        findings.append(FILES.at("", f"{hard}; the gateway takes two for each request at a time"))
     if config.gateway.mode == "embedded" and config.gateway.body_limit > config.parsing.max_body_bytes:
         evidence = (
             f"gateway.bodyLimit {config.gateway.body_limit}, parsing.maxBodyBytes {config.parsing.max_body_bytes}"

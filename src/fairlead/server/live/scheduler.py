@@ -26,6 +26,7 @@ from fairlead.core.scheduling import Scheduling
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
 from fairlead.gateway.health import HealthService
+from fairlead.gateway.memory import FEW_FILES, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
 from fairlead.pool.endpoints_file import follow_endpoints
@@ -79,6 +80,9 @@ class Live:
         """Raises `ConfigError` when something that the configuration names cannot be used, e.g. a taken port."""
         loop = asyncio.get_running_loop()
         keep_heap()
+        files = raise_file_limit()
+        if files < FEW_FILES:
+            log.warning("few open files are allowed; the gateway takes two for each request at a time", limit=files)
         async with contextlib.AsyncExitStack() as stack:
             tracing = start_tracing(stack, self.config, loop)
             self.core = core = wire(self.config, loop, tracing, self._adopt, self._refuse)
