@@ -5,18 +5,22 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Mapping
 from ipaddress import ip_address
+from pathlib import Path
 
 import aiohttp
 import pytest
+from msgspec import structs
 
 from fairlead.core.errors import ConfigError
 from fairlead.gateway import ext_proc
 from fairlead.gateway.access_log import AccessLogEntry, read_entries, read_uploads
 from fairlead.gateway.envoy.config import AT_ENTRY
-from fairlead.gateway.envoy.gateway import Gateway
+from fairlead.gateway.envoy.gateway import Gateway, prepare
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.process import GatewayProcess
 from fairlead.gateway.envoy.routes import TOWARD_UPSTREAM
 from fairlead.gateway.ext_proc import CONTINUE, DESTINATION, LEASE_KEY, BodyMode, Incoming, Kind
 from fairlead.gateway.h2_server import H2Server
@@ -406,3 +410,48 @@ async def test_a_crashed_envoy_comes_back_where_it_was() -> None:
         w.gateway.set_endpoints([w.upstreams[0].address])
         await w.picker.server.close()
         await w.until({w.upstreams[0].address})
+
+
+async def test_clients_are_listened_to_once_the_scheduler_answers(tmp_path: Path) -> None:
+    async with Upstream() as upstream, Picker() as gone, aiohttp.ClientSession() as http:
+        address = gone.address
+        await gone.server.close()
+        options = Options(port=free_port(), ext_proc=address, paths=("/*",))
+        plan = prepare(options, [upstream.address], directory=tmp_path, scheduler_timeout=30.0)
+        process = GatewayProcess(**structs.asdict(plan))
+        starting = asyncio.create_task(process.start())
+        try:
+            await asyncio.sleep(1.0)
+            assert not starting.done()
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await http.post(f"http://127.0.0.1:{options.port}/")
+            picker = Picker()
+            picker.destination = upstream.address
+            await picker.server.listen("127.0.0.1", int(address.rpartition(":")[2]))
+            async with asyncio.timeout(10):
+                await starting
+            async with http.post(f"http://{process.address}/", data=b"x") as response:
+                assert response.status == 200
+            assert (Kind.REQUEST_BODY, 1) in picker.messages, "not even the first one goes past it"
+            await picker.server.close()
+        finally:
+            await process.stop(0.0)
+
+
+async def test_a_scheduler_that_never_answers_is_waited_for_no_longer_than_that(tmp_path: Path) -> None:
+    async with Upstream() as upstream, aiohttp.ClientSession() as http:
+        options = Options(port=0, ext_proc="127.0.0.1:1", paths=("/*",))
+        plan = prepare(options, [upstream.address], directory=tmp_path, scheduler_timeout=0.3)
+        process = GatewayProcess(**structs.asdict(plan))
+        async with asyncio.timeout(10):
+            await process.start()
+        try:
+            async with http.post(f"http://{process.address}/", data=b"x") as response:
+                assert response.status == 200
+        finally:
+            await process.stop(0.0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -78,6 +78,9 @@ class Gateway(Section):
         "By default half of what the cgroup or the machine has, at most 4 GiB.",
     )
     max_connections: int = Field(default=20_000, ge=1, description="Client connections at once.")
+    wait_for_scheduler: Seconds = Field(
+        default=30.0, description="At the start clients are listened to once the scheduler answers, or after this."
+    )
     receive_idle: PositiveSeconds = Field(
         default=15.0, description="A request body may pause this long; a tenth of it when memory is short."
     )

@@ -8,7 +8,8 @@ with the endpoints that it was told last, and a new scheduler is asked again wit
 with the parent, even when it is killed (see `gateway.envoy.launcher`).
 
 `serve` reads the configuration, then forks: the child goes on as the first scheduler, with all that is imported
-already, and the parent becomes `supervise` in a fresh, small interpreter. Envoy starts while the scheduler does.
+already, and the parent becomes `supervise` in a fresh, small interpreter. Envoy starts while the scheduler does, and
+listens to clients once it is answered.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ def serve_embedded(config: Config, file: Path) -> Plan:
     Raises `FairleadError` when the gateway cannot be started.
     """
     pool, http2 = asyncio.run(_first_pool(config))
-    plan = prepare(gateway_options(config, http2), pool)
+    plan = prepare(gateway_options(config, http2), pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()

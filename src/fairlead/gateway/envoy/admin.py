@@ -51,11 +51,14 @@ class EnvoyAdmin:
         """Envoy serves: clusters are warm, listeners are open."""
         return (await self._ask("GET", "/ready"))[0] == 200
 
-    async def address(self) -> tuple[str, int]:
-        """(host, port) where the first listener listens."""
+    async def address(self, listener: str) -> tuple[str, int] | None:
+        """(host, port) where it listens; `None` while it does not."""
         _, text = await self._ask("GET", "/listeners?format=json")
-        socket: dict[str, Any] = json.loads(text)["listener_statuses"][0]["local_address"]["socket_address"]
-        return str(socket["address"]), int(socket["port_value"])
+        for status in json.loads(text).get("listener_statuses", ()):
+            if status["name"] == listener:
+                socket: dict[str, Any] = status["local_address"]["socket_address"]
+                return str(socket["address"]), int(socket["port_value"])
+        return None
 
     async def stats(self, pattern: str) -> dict[str, int]:
         """Counters and gauges whose names match a regular expression."""

@@ -360,7 +360,9 @@ def _ext_proc(options: Options) -> Json:
         {
             "timeout": "0.5s",
             "interval": "1s",
-            "no_traffic_interval": "1s",
+            "no_traffic_interval": "0.1s",
+            "no_traffic_healthy_interval": "1s",
+            "unhealthy_interval": "0.1s",  # a scheduler that starts is asked at once
             "unhealthy_threshold": 2,
             "healthy_threshold": 1,
             "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},

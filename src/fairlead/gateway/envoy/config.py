@@ -17,7 +17,7 @@ from fairlead.core.headers import (
 from fairlead.gateway.access_log import GATEWAY_ID, SUMMARY, SUMMARY_TAG, TTFT, UPLOAD, UPLOAD_ENDS, UPLOAD_TAG
 from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
 from fairlead.gateway.envoy.options import Options
-from fairlead.gateway.envoy.process import STAT_PREFIX
+from fairlead.gateway.envoy.process import LISTENER, STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, RECEIVED, local_replies, route_config
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
@@ -256,7 +256,7 @@ def _listener(options: Options) -> Json:
     if options.host == "::":
         address["ipv4_compat"] = True
     return {
-        "name": "gateway",
+        "name": LISTENER,
         "address": {"socket_address": address},
         # With one worker SO_REUSEPORT brings nothing, but lets a second gateway take half of the connections unseen.
         "enable_reuse_port": options.concurrency != 1,

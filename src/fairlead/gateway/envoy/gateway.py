@@ -20,10 +20,19 @@ from fairlead.gateway.envoy.binary import FORMAT, find_envoy
 from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options, parse_endpoint
-from fairlead.gateway.envoy.process import ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS, GatewayProcess
+from fairlead.gateway.envoy.process import (
+    ADMIN_SOCKET,
+    BOOTSTRAP,
+    ENDPOINTS,
+    LISTENERS,
+    LISTENERS_LATER,
+    GatewayProcess,
+)
 from fairlead.gateway.ports import obstacle
 
 log = logging.getLogger("fairlead.gateway")
+
+_LISTENER = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
 
 class Plan(Struct, frozen=True):
@@ -34,6 +43,8 @@ class Plan(Struct, frozen=True):
     admin_port: int
     last_log: float
     start_timeout: float
+    #: Seconds to wait for the scheduler before clients are listened to.
+    scheduler_timeout: float = 0.0
 
     @property
     def admin_at(self) -> str:
@@ -52,8 +63,10 @@ def prepare(
     binary: str = "",
     directory: Path | None = None,
     start_timeout: float = 20.0,
+    scheduler_timeout: float = 0.0,
 ) -> Plan:
     """Write the gateway's files into a new directory in `directory`, default the system's for temporary files.
+    `scheduler_timeout`: seconds to wait for the scheduler before clients are listened to.
 
     Raises `ConfigError` for options or endpoints that are wrong, `GatewayError`: no Envoy, port taken.
     """
@@ -65,7 +78,14 @@ def prepare(
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
         options = structs.replace(options, admin_path=str(own / ADMIN_SOCKET), endpoints_file=str(pool.path))
-        (own / BOOTSTRAP).write_text(json.dumps(build(options)))
+        bootstrap = build(options)
+        # Clients are listened to later: Envoy takes this listener over when the file is moved over the empty one.
+        listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}
+        source = {"path": str(own / LISTENERS)}
+        bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
+        for name, listeners in ((LISTENERS, []), (LISTENERS_LATER, [listener])):
+            (own / name).write_text(json.dumps({"resources": listeners}))
+        (own / BOOTSTRAP).write_text(json.dumps(bootstrap))
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
         raise
@@ -75,6 +95,7 @@ def prepare(
         admin_port=options.admin_port,
         last_log=2 * options.als_interval if options.als else 0.0,
         start_timeout=start_timeout,
+        scheduler_timeout=scheduler_timeout,
     )
 
 

@@ -19,8 +19,10 @@ log = logging.getLogger("fairlead.gateway")
 
 #: Files in the gateway's directory.
 ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS = "admin.sock", "bootstrap.json", "endpoints.json"
-#: Of the listener's metrics.
-STAT_PREFIX = "gateway"
+#: What Envoy listens to, and what it is to listen to once clients may come.
+LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
+#: Of the listener that clients connect to, and of its metrics.
+LISTENER = STAT_PREFIX = "gateway"
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
 _POLL = 0.05
 
@@ -29,12 +31,20 @@ class GatewayProcess:
     """A running Envoy between `start` and `stop`. Belongs to one event loop."""
 
     def __init__(
-        self, directory: str, command: list[str], admin_port: int, last_log: float, start_timeout: float
+        self,
+        directory: str,
+        command: list[str],
+        admin_port: int,
+        last_log: float,
+        start_timeout: float,
+        scheduler_timeout: float = 0.0,
     ) -> None:
         """`directory` is removed at the end. `admin_port` 0 = the socket in it. `last_log`: seconds after which the
-        access log's last entries are out."""
+        access log's last entries are out. `scheduler_timeout`: seconds to wait for the scheduler before clients are
+        listened to."""
         self._directory = Path(directory)
         self._last_log = last_log
+        self._start_timeout, self._scheduler_timeout = start_timeout, scheduler_timeout
         socket = self._directory / ADMIN_SOCKET
         self.admin = EnvoyAdmin("" if admin_port else str(socket), admin_port)
         self._supervisor = Supervisor(
@@ -56,7 +66,9 @@ class GatewayProcess:
         """Returns when requests are served. Raises `GatewayError`."""
         try:
             await self._supervisor.start()
-            host, port = await self.admin.address()
+            if self._scheduler_timeout:
+                await self._wait_for_scheduler()
+            host, port = await self._listen()
         except BaseException as error:
             await self.stop(0.0)
             if isinstance(error, OSError):
@@ -66,14 +78,35 @@ class GatewayProcess:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("the gateway listens on %s, pid %d", self.address, self.pid)
 
+    async def _wait_for_scheduler(self) -> None:
+        """Until Envoy would ask it: before, models would go by names that no server knows, and rules would not hold."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._scheduler_timeout):
+                while not await self.admin.asks_scheduler():
+                    await asyncio.sleep(_POLL)
+                return
+        log.warning("the scheduler does not answer after %g s: serving without it", self._scheduler_timeout)
+
+    async def _listen(self) -> tuple[str, int]:
+        os.replace(self._directory / LISTENERS_LATER, self._directory / LISTENERS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._start_timeout):
+                while True:
+                    where = await self.admin.address(LISTENER)
+                    if where is not None:
+                        return where
+                    await asyncio.sleep(_POLL)
+        raise GatewayError(self._supervisor.explain())
+
     def _keep_port(self, port: int) -> None:
-        """A restart must come back where it was, also where any free port was asked for."""
-        path = self._directory / BOOTSTRAP
-        bootstrap: Any = json.loads(path.read_text())
-        where = bootstrap["static_resources"]["listeners"][0]["address"]["socket_address"]
+        """A restart must come back where it was, also where any free port was asked for. Envoy heeds files that are
+        moved, so this one changes nothing yet."""
+        path = self._directory / LISTENERS
+        listeners: Any = json.loads(path.read_text())
+        where = listeners["resources"][0]["address"]["socket_address"]
         if where["port_value"] != port:
             where["port_value"] = port
-            path.write_text(json.dumps(bootstrap))
+            path.write_text(json.dumps(listeners))
 
     async def stop(self, grace: float = 30.0) -> None:
         """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""

@@ -84,6 +84,10 @@ class Supervisor:
         finally:
             await self._end(self._kill_after)
 
+    def explain(self) -> str:
+        """Why Envoy does not do what it should, from its last words."""
+        return explain(self._tail)
+
     # ---- one Envoy ----
 
     async def _spawn_whole(self) -> None:
