@@ -22,6 +22,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "fairlead"
 LONGEST = 60
 #: Files that look up finished or shown requests by id, and why that is nobody's state.
 RECORDS: dict[str, str] = {
+    "server/observe/metrics.py": "decisions that are counted when their requests end; bounded",
     "server/observe/decisions.py": "records of the last decisions, for the debug pages; bounded",
     "server/observe/tracing.py": "trace ids of the last requests, to name them beside figures; bounded",
     "server/live/shadows.py": "cases that a policy on trial was shown, until it answers; bounded",

@@ -30,8 +30,11 @@ curl -s localhost:9090/metrics -H 'Accept: application/openmetrics-text' | grep 
 `GET /debug/decisions/ID` tells why that one went where it went; with [tracing](tracing.md) its trace is named too.
 Prometheus keeps these with `--enable-feature=exemplar-storage`. Series are the same in both formats.
 
-Label sets of requests are bounded, whatever clients send: past 200 of them new ones count as `other`, but models that
-are defined or served keep their names. Other labels that clients choose become `other` past 1,000. Series of endpoints
+A model, an adapter or a fairness id has series of its own once it is declared (defined, or listed by an endpoint in
+`/v1/models`) or once a request with it was answered 2xx; anything else clients send counts as `other`. 100 label sets
+that were only answered are told apart at once, and each goes after 15 minutes without a request.
+`fairlead_metrics_folded_total` tells how often something was folded. Requests whose labels have earned no place yet
+are counted when they end; until then they show as running, under `other`. Series of endpoints
 go with them. [runbook.md](runbook.md) has the alerts, `deploy/grafana` a dashboard, [benchmarks.md](benchmarks.md) what
 a page costs.
 

@@ -27,7 +27,7 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         self.now = loop.time
         self.fleet = Fleet(staleness=inf)
-        self.watch = Watch(self.fleet, self.now)
+        self.watch = Watch(self.fleet, self.now, served=lambda: ["m", "llama"])
         self.maker = SnapshotMaker(
             self.watch, self.now, 1.8e9, pool="default", policy=lambda: "cost-model", reasons=lambda: self.reasons
         )

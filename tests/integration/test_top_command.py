@@ -26,7 +26,7 @@ class Port:
     def __init__(self) -> None:
         now = asyncio.get_running_loop().time
         fleet = Fleet(staleness=1e6)
-        self.watch = Watch(fleet, now)
+        self.watch = Watch(fleet, now, served=lambda: ["llama"])
         for i in (10, 2, 1):
             fleet.up(Endpoint(f"server-{i}", f"10.0.0.{i}:80"))
             if i > 1:

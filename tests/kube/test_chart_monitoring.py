@@ -132,7 +132,7 @@ def test_notes_say_when_the_rules_have_nothing_to_go_by(helm: Helm) -> None:
     ],
 )
 def test_spans_reach_their_collector(helm: Helm, endpoint: str, port: int) -> None:
-    objects = helm.render(*LABELS, "--set", f"tracing.endpoint={endpoint}", "--set", "networkPolicy.enabled=true")
+    objects = helm.render(*LABELS, "--set", f"tracing.endpoint={endpoint}", "--set", "networkPolicy.egress=true")
     tracing = load(one(objects, "ConfigMap")["data"]["fairlead.yaml"]).tracing
     assert (tracing.endpoint, tracing.sample) == (endpoint, 0.1)
     egress = one(objects, "NetworkPolicy")["spec"]["egress"]

@@ -297,3 +297,14 @@ def test_every_value_is_used() -> None:
     # Parts of mappings that are passed on as they are.
     context = {"runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup", "seccompProfile", "allowPrivilegeEscalation"}
     assert unused <= context | {"readOnlyRootFilesystem", "capabilities", "requests", "limits", "number"}
+
+
+def test_nobody_reaches_more_than_was_asked_for(helm: Helm) -> None:
+    """As installed without further values."""
+    objects = by_name(helm, "minimal")
+    config = configured(objects).admin
+    assert not config.debug
+    assert "one-epp.default.svc" in config.hosts
+    (policy,) = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert [ports["port"] for rule in policy["ingress"] for ports in rule["ports"]] == ["grpc-ext-proc", "metrics"]

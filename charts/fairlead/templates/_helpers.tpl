@@ -83,7 +83,9 @@ imagePullPolicy: {{ .pullPolicy }}
 
 {{/* The configuration that the chart writes, with .Values.config over it */}}
 {{- define "fairlead.config" -}}
-{{- $config := dict "log" (dict "format" "json") "admin" (dict "host" "0.0.0.0" "port" 9090 "debug" false) -}}
+{{- $service := printf "%s.%s" (include "fairlead.epp" .) .Release.Namespace -}}
+{{- $hosts := list (include "fairlead.epp" .) $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service) -}}
+{{- $config := dict "log" (dict "format" "json") "admin" (dict "host" "0.0.0.0" "port" 9090 "debug" false "hosts" $hosts) -}}
 {{- $kubernetes := dict "namespace" .Release.Namespace -}}
 {{- if include "fairlead.pool" . -}}
 {{- $_ := set $kubernetes "pool" (include "fairlead.pool" .) -}}

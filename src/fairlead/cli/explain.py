@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, Policy, Set, change, echo_json, examples, exits
+from fairlead.cli.options import FAILED, WRONG_INPUT, Policy, Set, change, echo_json, examples, exits, with_token
 
 
 def show(explained: dict[str, Any], top: int) -> None:
@@ -164,7 +164,8 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
     from fairlead.core.errors import EngineError
 
     try:
-        with urlopen(f"{url.rstrip('/')}/debug/decisions/{quote(request, safe='')}", timeout=10.0) as answer:
+        page = f"{url.rstrip('/')}/debug/decisions/{quote(request, safe='')}"
+        with urlopen(with_token(page), timeout=10.0) as answer:
             answered: dict[str, Any] = msgspec.json.decode(answer.read())
             return answered
     except urllib.error.HTTPError as error:

@@ -108,6 +108,8 @@ def preset_argument(value: str) -> str:
 # Options that replace a recorded policy: `--policy NAME|FILE` and `--set NAME=VALUE`.
 
 if TYPE_CHECKING:
+    from urllib.request import Request
+
     from fairlead.config.schema import Config
 
 Policy = Annotated[
@@ -183,3 +185,15 @@ def busy(title: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(title, total=None)
         yield
+
+
+def with_token(url: str) -> "Request":
+    """To ask an admin port; `http://:TOKEN@HOST` gives its token along."""
+    from urllib import request as http
+    from urllib.parse import unquote, urlsplit
+
+    parts = urlsplit(url)
+    request = http.Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    if parts.password:
+        request.add_header("Authorization", f"Bearer {unquote(parts.password)}")
+    return request

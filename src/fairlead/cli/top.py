@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead.cli.options import FAILED, complain, examples
+from fairlead.cli.options import FAILED, complain, examples, with_token
 
 #: Seconds without a word after which a connection counts as lost; between two attempts.
 _SILENCE, _AGAIN = 5.0, 1.0
@@ -70,7 +70,7 @@ def _stream(base: str, every: float) -> Iterator[Told]:
 def _open(url: str) -> HTTPResponse:
     """Raises `OSError` with what the server says."""
     try:
-        return cast(HTTPResponse, urlopen(url, timeout=_SILENCE))
+        return cast(HTTPResponse, urlopen(with_token(url), timeout=_SILENCE))
     except urllib.error.HTTPError as error:
         words = error.read(300).decode(errors="replace").strip()
         if error.code == 404:

@@ -113,6 +113,21 @@ class Admin(Section):
     host: Name = "127.0.0.1"
     port: Port = 9090
     debug: bool = Field(default=True, description="The pages that show endpoints and decisions.")
+    metrics_host: str = Field(default="", description="Empty = `host`.")
+    metrics_port: Port = Field(
+        default=0, description="Metrics and health, and nothing else, on a port of their own as well; 0 = none."
+    )
+    hosts: list[Name] = Field(
+        default_factory=list,
+        description="Names under which the port may be asked, beside addresses, `localhost` and the machine's own "
+        "name; `.example.com` stands for all that end so.",
+    )
+    token_file: str = Field(
+        default="",
+        description="Bearer tokens, a line each, one of which everything but `/healthz` and `/readyz` asks for; "
+        "browsers give it as password. Empty = none.",
+    )
+    tls: Tls | None = None
 
 
 # ---- the pool ----

@@ -31,8 +31,10 @@ class ServerTls:
         *,
         client_ca: str | Path | None = None,
         check_interval: float = 5.0,
+        protocol: str = "h2",
     ) -> None:
-        """PEM files. `client_ca`: clients must show a certificate of this authority. Times in seconds.
+        """PEM files. `client_ca`: clients must show a certificate of this authority. `protocol`: what is spoken, as
+        ALPN names it. Times in seconds.
 
         Raises `ConfigError` when the files cannot be used.
         """
@@ -40,6 +42,7 @@ class ServerTls:
         self._key = str(key)
         self._client_ca = None if client_ca is None else str(client_ca)
         self._interval = check_interval
+        self._protocol = protocol
         self._checked = float("-inf")
         #: Successful reloads.
         self.reloads = 0
@@ -53,10 +56,12 @@ class ServerTls:
         self.context.sni_callback = self._choose
 
     @classmethod
-    def from_directory(cls, directory: str | Path, *, client_ca: str | Path | None = None) -> "ServerTls":
+    def from_directory(
+        cls, directory: str | Path, *, client_ca: str | Path | None = None, protocol: str = "h2"
+    ) -> "ServerTls":
         """`tls.crt` and `tls.key`, as a Kubernetes TLS secret is mounted."""
         base = Path(directory)
-        return cls(base / "tls.crt", base / "tls.key", client_ca=client_ca)
+        return cls(base / "tls.crt", base / "tls.key", client_ca=client_ca, protocol=protocol)
 
     def refresh(self, now: float) -> bool:
         """Look at the files, at most every `check_interval` seconds of `now`. True if a new pair is in use."""
@@ -92,7 +97,7 @@ class ServerTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_ciphers(_CIPHERS)
         context.options |= ssl.OP_NO_RENEGOTIATION
-        context.set_alpn_protocols(["h2"])
+        context.set_alpn_protocols([self._protocol])
         # Without it OpenSSL would ask at the terminal for the password of an encrypted key.
         context.load_cert_chain(self._certificate, self._key, password=_no_password)
         if self._client_ca is not None:

@@ -14,7 +14,7 @@ Rules
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import msgspec
@@ -68,7 +68,7 @@ def read_model_list(page: bytes) -> ModelList:
 class _Target:
     """An endpoint, and when it is asked."""
 
-    __slots__ = ("due", "endpoint", "fails", "known", "looked", "read_at", "reported", "task", "timer")
+    __slots__ = ("due", "endpoint", "fails", "looked", "models", "read_at", "reported", "task", "timer")
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -79,6 +79,8 @@ class _Target:
         self.fails = 0
         #: The last that was fed.
         self.reported: frozenset[str] | None = None
+        #: Base models, as it said last.
+        self.models: frozenset[str] = frozenset()
         #: Tell the next answer even if it is the last one again.
         self.looked = False
 
@@ -130,6 +132,12 @@ class ServedModels:
             if target.task is None and due < target.due:
                 self._schedule(target, due - now)
 
+    def names(self) -> Iterator[str]:
+        """Models and adapters that endpoints said they serve; one that several do comes several times."""
+        for target in self._targets.values():
+            yield from target.models
+            yield from target.reported or ()
+
     async def close(self) -> None:
         tasks = [target.task for target in self._targets.values() if target.task is not None]
         for endpoint_id in list(self._targets):
@@ -157,7 +165,8 @@ class ServedModels:
             async with self._free, asyncio.timeout(TIMEOUT):
                 target.read_at = self._loop.time()
                 looked, target.looked = target.looked, False
-                adapters = read_model_list(await fetcher.fetch(url)).adapters
+                read = read_model_list(await fetcher.fetch(url))
+                adapters, target.models = read.adapters, read.models
         except ScrapeError as error:
             problem = "" if error.answered else str(error)
         except (TimeoutError, ValueError) as error:

@@ -3,14 +3,19 @@
 Rules
 * Everything shown comes from callables, asked at the moment of the request; this file knows nothing of the scheduler.
 * A provider that raises costs its own page (500), never the process.
-* Long expositions are made piece by piece with the loop running in between.
+* Pages are made piece by piece, and long ones take no more than a fifth of the loop's time (`_paced`).
+* All who ask for metrics at the same time get the same page, made once; debug pages are made one at a time, and who
+  finds `MOST_AT_ONCE` others there is asked to come back (503).
+* Nobody may take longer than `SEND_S` seconds to read a page: pages that are being sent are memory.
 * Debug pages and the dashboard tell addresses, labels and model names. They can be switched off; health and metrics
-  cannot.
+  cannot. Health and metrics can have a port of their own, for the network, while this one stays on loopback.
 """
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -18,12 +23,24 @@ from aiohttp import web
 from msgspec import Struct
 
 from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
+from fairlead.gateway.tls import ServerTls
 from fairlead.server.dashboard import Dashboard, DashboardSources
-from fairlead.server.http_port import HttpPort
+from fairlead.server.http_port import Access, HttpPort, Tokens
 
 #: Most decisions that one request may ask for.
 MAX_DECISIONS = 200
 _DEFAULT_DECISIONS = 20
+
+#: Debug pages that are asked for at once.
+MOST_AT_ONCE = 8
+#: Seconds that somebody may take to read a page.
+SEND_S = 10.0
+#: Bytes of metrics pages that are being sent at most before a new one is made.
+MOST_SENT = 32 << 20
+#: Seconds of work on a page that nobody notices, and how many times longer the pause after that is.
+_TURN_S, _PAUSE = 0.002, 4.0
+_CHUNK = 64 << 10
+_PROBES = ("/healthz", "/readyz")
 
 _PAGES = {
     "/healthz": "200 while the process is alive",
@@ -58,10 +75,10 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     unready: Callable[[], Sequence[str]]
     #: Anything msgspec can encode, such as a list of `EndpointStatus`.
     endpoints: Callable[[], Any]
-    #: The newest n decisions as plain values.
-    decisions: Callable[[int], Sequence[Any]]
+    #: The newest n decisions as plain values, made one by one.
+    decisions: Callable[[int], Iterable[Any]]
     #: What is wrong although requests can be served.
-    notes: Callable[[], Sequence[str]] = list
+    notes: Callable[[], Iterable[str]] = tuple
     #: One of them in full, by one of its names; `None` = it is not, or no longer, there.
     decision: Callable[[str], Any] = lambda name: None
     #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
@@ -70,8 +87,95 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     dashboard: DashboardSources | None = None
 
 
+async def _paced(pieces: Iterable[bytes]) -> list[bytes]:
+    """All of them, with others served in between: at once while they are few, else in a fifth of the time."""
+    made: list[bytes] = []
+    worked, started = 0.0, perf_counter()
+    for piece in pieces:
+        made.append(piece)
+        worked += perf_counter() - started
+        if worked > _TURN_S:
+            await asyncio.sleep(worked * _PAUSE)
+            worked = 0.0
+        else:
+            await asyncio.sleep(0)
+        started = perf_counter()
+    return made
+
+
+class _Page(Struct, eq=False):
+    """A metrics page, and how many are reading it."""
+
+    parts: list[bytes]
+    size: int
+    readers: int = 0
+
+
+class SharedPage:
+    """A page that is made once for all who asked before its making began, so that nobody sees an old one.
+
+    Where so many different ones are still being sent that they fill `MOST_SENT` bytes, the last one serves again:
+    it is no older than `SEND_S` seconds, because by then its readers are cut off.
+    """
+
+    def __init__(self, pieces: Callable[[], Iterable[bytes]], refresh: Callable[[], Awaitable[None]] | None) -> None:
+        self._pieces = pieces
+        self._refresh = refresh
+        self._next: asyncio.Task[_Page] | None = None
+        self._making = asyncio.Lock()
+        self._sent: list[_Page] = []
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[list[bytes]]:
+        """The page, kept while the context lasts."""
+        page = await self._newest()
+        page.readers += 1
+        try:
+            yield page.parts
+        finally:
+            page.readers -= 1
+
+    async def _newest(self) -> _Page:
+        self._sent = [page for page in self._sent if page.readers]
+        if sum(page.size for page in self._sent) >= MOST_SENT:
+            return self._sent[-1]
+        if self._next is None:
+            self._next = asyncio.create_task(self._make())
+        return await asyncio.shield(self._next)
+
+    async def _make(self) -> _Page:
+        async with self._making:
+            self._next = None
+            if self._refresh is not None:
+                await self._refresh()
+            parts = await _paced(self._pieces())
+        page = _Page(parts, sum(map(len, parts)))
+        self._sent.append(page)
+        return page
+
+
+async def _send(request: web.Request, parts: Iterable[bytes], headers: dict[str, str]) -> web.StreamResponse:
+    """What was made, as far as it is read in time."""
+    response = web.StreamResponse(headers=headers)
+    parts = list(parts)
+    response.content_length = sum(map(len, parts))
+    try:
+        async with asyncio.timeout(SEND_S):
+            await response.prepare(request)
+            for part in parts if request.method != "HEAD" else ():
+                for start in range(0, len(part), _CHUNK):
+                    await response.write(part[start : start + _CHUNK])
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass  # the reader left
+    return response
+
+
 class Admin(HttpPort):
-    """`await start()`, then `port`; `await close()`. Raises `OSError` when the port is taken."""
+    """`await start()`, then `port`; `await close()`. Raises `OSError` when a port is taken."""
 
     def __init__(
         self,
@@ -80,29 +184,67 @@ class Admin(HttpPort):
         host: str = "127.0.0.1",
         port: int = 9090,
         debug: bool = True,
+        access: Access | None = None,
+        tls: ServerTls | None = None,
+        metrics: tuple[str, int] | None = None,
         on_error: Callable[[str, Exception], object] | None = None,
     ) -> None:
-        super().__init__(host, port, grace_s=1.0)
+        """`metrics`: host and port where health and metrics are served too, and nothing else."""
+        super().__init__(host, port, 1.0, tls)
         self._sources = sources
         self._debug = debug
+        self._access = access or Access(free=_PROBES)
         self._on_error = on_error
         self._dashboard: Dashboard | None = None
         if debug and sources.dashboard is not None:
             self._dashboard = Dashboard(sources.dashboard, on_error=on_error)
+        self._text = SharedPage(sources.metrics, sources.refresh)
+        self._openmetrics = SharedPage(sources.openmetrics, sources.refresh) if sources.openmetrics else None
+        self._in_flight = 0
+        self._making = asyncio.Lock()
+        self._public = None if metrics is None else HttpPort(*metrics, 1.0, tls, self._public_app)
 
-    def make_app(self) -> web.Application:
-        app = web.Application(client_max_size=1024)
-        if self._dashboard is not None:
-            self._dashboard.add_to(app)
-        self._add(app, "/", self._index)
+    async def start(self) -> None:
+        await super().start()
+        if self._public is not None:
+            try:
+                await self._public.start()
+            except BaseException:
+                await super().close()
+                raise
+
+    async def close(self) -> None:
+        if self._public is not None:
+            await self._public.close()
+        await super().close()
+
+    @property
+    def metrics_port(self) -> int:
+        """Where metrics are served, once started."""
+        return self.port if self._public is None else self._public.port
+
+    @property
+    def refused(self) -> int:
+        """Requests that were refused for their name, origin or token."""
+        return self._access.refused
+
+    def _public_app(self) -> web.Application:
+        app = web.Application(client_max_size=1024, middlewares=[self._access.middleware()])
         self._add(app, "/healthz", self._healthz)
         self._add(app, "/readyz", self._readyz)
         self._add(app, "/metrics", self._metrics)
+        return app
+
+    def make_app(self) -> web.Application:
+        app = self._public_app()
+        if self._dashboard is not None:
+            self._dashboard.add_to(app)
+        self._add(app, "/", self._index)
         if self._debug:
-            self._add(app, "/debug/endpoints", self._endpoints)
-            self._add(app, "/debug/knowledge", self._knowledge)
-            self._add(app, "/debug/decisions", self._decisions)
-            self._add(app, "/debug/decisions/{name}", self._decision)
+            self._add(app, "/debug/endpoints", self._heavy(self._endpoints))
+            self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
+            self._add(app, "/debug/decisions", self._heavy(self._decisions))
+            self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
         return app
 
     def _add(self, app: web.Application, path: str, handler: Handler) -> None:
@@ -118,6 +260,23 @@ class Admin(HttpPort):
             return response
 
         app.router.add_get(path, guarded)
+
+    def _heavy(self, pieces: Callable[[web.Request], Iterable[bytes]]) -> Handler:
+        """A JSON page that is made while no other one is."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if self._in_flight >= MOST_AT_ONCE:
+                text = f"{MOST_AT_ONCE} others ask for debug pages; try again\n"
+                return web.Response(status=503, text=text, headers={"Retry-After": "1"})
+            self._in_flight += 1
+            try:
+                async with self._making:
+                    parts = await _paced(pieces(request))
+                return await _send(request, parts, {"Content-Type": "application/json"})
+            finally:
+                self._in_flight -= 1
+
+        return answer
 
     async def _index(self, request: web.Request) -> web.Response:
         """For browsers the dashboard, for others a list of what there is."""
@@ -135,45 +294,48 @@ class Admin(HttpPort):
             return web.Response(status=503, text="not ready\n" + "".join(f"- {reason}\n" for reason in reasons))
         return web.Response(text="ready\n" + "".join(f"- {note}\n" for note in self._sources.notes()))
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        source, kind = self._sources.metrics, TEXT_TYPE
-        if self._sources.openmetrics and wants_openmetrics(",".join(request.headers.getall("Accept", ()))):
-            source, kind = self._sources.openmetrics, OPENMETRICS_TYPE
-        if self._sources.refresh is not None:
-            await self._sources.refresh()
-        parts = []
-        for part in source():
-            parts.append(part)
-            await asyncio.sleep(0)
-        return web.Response(body=b"".join(parts), headers={"Content-Type": kind, "Vary": "Accept"})
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        page, kind = self._text, TEXT_TYPE
+        if self._openmetrics is not None and wants_openmetrics(",".join(request.headers.getall("Accept", ()))):
+            page, kind = self._openmetrics, OPENMETRICS_TYPE
+        async with page.read() as parts:
+            return await _send(request, parts, {"Content-Type": kind, "Vary": "Accept"})
 
-    async def _endpoints(self, request: web.Request) -> web.Response:
-        return _json({"endpoints": self._sources.endpoints()})
+    def _endpoints(self, request: web.Request) -> Iterable[bytes]:
+        yield _json({"endpoints": self._sources.endpoints()}) + b"\n"
 
-    async def _knowledge(self, request: web.Request) -> web.Response:
-        return _json(self._sources.knowledge())
+    def _knowledge(self, request: web.Request) -> Iterable[bytes]:
+        yield _json(self._sources.knowledge()) + b"\n"
 
-    async def _decisions(self, request: web.Request) -> web.Response:
+    def _decisions(self, request: web.Request) -> Iterable[bytes]:
         unknown = set(request.query) - {"last"}
         if unknown:
             raise web.HTTPBadRequest(text=f"unknown parameter {sorted(unknown)[0]!r}, expected: last\n")
         text = request.query.get("last", str(_DEFAULT_DECISIONS))
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
             raise web.HTTPBadRequest(text=f"last={text[:40]!r} is no positive number\n")
-        return _json({"decisions": self._sources.decisions(min(int(text), MAX_DECISIONS))})
+        before = b'{"decisions":['
+        for decision in self._sources.decisions(min(int(text), MAX_DECISIONS)):
+            yield before + _json(decision)
+            before = b","
+        yield b"]}\n" if before == b"," else before + b"]}\n"
 
-    async def _decision(self, request: web.Request) -> web.Response:
+    def _decision(self, request: web.Request) -> Iterable[bytes]:
         name = request.match_info["name"]
         decision = self._sources.decision(name)
         if decision is None:
             text = f"no decision {name[:80]!r} among the last ones; `fairlead explain` searches a journal on disk\n"
             raise web.HTTPNotFound(text=text)
-        return _json(decision)
+        yield _json(decision) + b"\n"
 
 
-def _json(value: Any) -> web.Response:
+def _json(value: Any) -> bytes:
     try:
-        body = msgspec.json.encode(value)
+        return msgspec.json.encode(value)
     except UnicodeEncodeError:  # half a surrogate pair, in a model name for example
-        body = json.dumps(msgspec.to_builtins(value)).encode()
-    return web.Response(body=body + b"\n", content_type="application/json")
+        return json.dumps(msgspec.to_builtins(value)).encode()
+
+
+def admin_access(hosts: Iterable[str], token_file: str) -> Access:
+    """Who may ask an admin port. Raises `ConfigError` when the file of tokens cannot be used."""
+    return Access(hosts, Tokens(token_file) if token_file else None, free=_PROBES)

@@ -1,6 +1,151 @@
-"""An aiohttp application on a TCP port of its own."""
+"""An aiohttp application on a TCP port of its own, and who may ask it.
+
+Access
+* A browser that was led to our address by a foreign name (DNS rebinding) sends that name as `Host`: only names that can
+  be ours are answered, and literal addresses, by which scrapers and probes ask. Requests that a page of another origin
+  makes carry `Origin`, and are refused.
+* A bearer token may be asked for; browsers give it as the password of HTTP's basic authentication. The file may hold
+  several, a line each, and is read again when it changes: what replaces a token holds both for a while.
+* What a probe asks is answered to everybody.
+"""
+
+import asyncio
+import base64
+import binascii
+import hmac
+import os
+import socket
+from collections.abc import Callable, Collection, Iterable
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from fairlead.core.errors import ConfigError
+from fairlead.gateway.tls import ServerTls
+
+#: Connections of one port; more are closed at once, so that nobody uses up the process's descriptors here.
+MOST_CONNECTIONS = 256
+_TLS_LOOK_S = 5.0
+
+
+class Tokens:
+    """Those that a file holds. Raises `ConfigError` when it cannot be read at first or holds none."""
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
+        self._identity: tuple[int, int, int] | None = None
+        self._known: list[bytes] = []
+        self._look()
+        if not self._known:
+            raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
+
+    def accept(self, authorization: str) -> bool:
+        """Whether this header gives one of them, as bearer token or as a password."""
+        try:
+            self._look()
+        except ConfigError:
+            pass  # between two versions: the last one counts
+        kind, _, given = authorization.partition(" ")
+        offered = given.strip().encode()
+        if kind.lower() == "basic":
+            try:
+                offered = base64.b64decode(offered, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif kind.lower() != "bearer":
+            return False
+        # All are compared, so that the time tells nothing.
+        return sum(hmac.compare_digest(offered, known) for known in self._known) > 0
+
+    def _look(self) -> None:
+        try:
+            status = os.stat(self._file)
+            identity = status.st_ino, status.st_mtime_ns, status.st_size
+            if identity == self._identity:
+                return
+            known = [line.strip() for line in self._file.read_bytes().splitlines() if line.strip()]
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._file}: {error.strerror}", "$.admin.tokenFile") from None
+        if known:
+            self._identity, self._known = identity, known
+
+
+class Access:
+    """`hosts`: further names that are ours; one that begins with a dot stands for all that end with it."""
+
+    def __init__(self, hosts: Iterable[str] = (), tokens: Tokens | None = None, free: Collection[str] = ()) -> None:
+        """`free`: paths that everybody may ask for."""
+        names = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._names = {name for name in names if not name.startswith(".")}
+        self._endings = (".localhost", *(name for name in names if name.startswith(".")))
+        self._tokens = tokens
+        self._free = free
+        #: Requests that were refused.
+        self.refused = 0
+
+    def refusal(self, request: web.Request) -> web.Response | None:
+        """The answer to somebody who may not ask; `None` = go on."""
+        if request.path in self._free:
+            return None
+        host = request.headers.get("Host")
+        if host is not None and not self.ours(host):
+            return self._refuse(403, f"{host[:80]!r} is not a name of this server; see admin.hosts\n")
+        origin = request.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return self._refuse(403, "pages of other origins may not ask\n")
+        if self._tokens is not None and not self._tokens.accept(request.headers.get("Authorization", "")):
+            return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": 'Basic realm="fairlead"'})
+        return None
+
+    def ours(self, host: str) -> bool:
+        """Whether a `Host` header names us: a literal address or one of our names, with or without a port."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        name = name.removesuffix(".")
+        try:
+            ip_address(name)
+        except ValueError:
+            return name in self._names or name.endswith(self._endings)
+        return True
+
+    def _refuse(self, status: int, text: str, headers: dict[str, str] | None = None) -> web.Response:
+        self.refused += 1
+        return web.Response(status=status, text=text, headers=headers)
+
+    def middleware(self) -> Middleware:
+        """Asks `refusal` before every handler."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return self.refusal(request) or await handler(request)
+
+        return guard
+
+
+class _Crowded(asyncio.Protocol):
+    """Closes a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+class _Site(web.TCPSite):
+    """A site that takes so many connections and no more."""
+
+    async def start(self) -> None:
+        make, loop = self._runner.server, asyncio.get_running_loop()
+        assert make is not None
+
+        def protocol() -> asyncio.BaseProtocol:
+            return make() if len(make.connections) < MOST_CONNECTIONS else _Crowded()
+
+        await web.BaseSite.start(self)
+        self._server = await loop.create_server(protocol, self._host, self._port, ssl=self._ssl_context)
 
 
 class HttpPort:
@@ -9,32 +154,53 @@ class HttpPort:
     `grace_s`: seconds that requests being answered get at `close`, which takes no more connections.
     """
 
-    def __init__(self, host: str, port: int, grace_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        grace_s: float,
+        tls: ServerTls | None = None,
+        make_app: Callable[[], web.Application] | None = None,
+    ) -> None:
         """Port 0 = any that is free."""
         self._host = host
         self._wanted_port = port
         self._grace_s = grace_s
+        self._tls = tls
+        self._make_app = make_app
         self._runner: web.AppRunner | None = None
+        self._looking: asyncio.TimerHandle | None = None
         #: The port in use, once started.
         self.port = 0
 
     def make_app(self) -> web.Application:
         """What is served, also for those who bring their own server."""
-        return web.Application()
+        return web.Application() if self._make_app is None else self._make_app()
 
     async def start(self) -> None:
         """Raises `OSError` when the port is taken."""
         runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=self._grace_s)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._wanted_port).start()
+            tls = None if self._tls is None else self._tls.context
+            await _Site(runner, self._host, self._wanted_port, ssl_context=tls).start()
         except BaseException:
             await runner.cleanup()
             raise
         self._runner = runner
         self.port = int(runner.addresses[0][1])
+        if self._tls is not None:
+            self._look()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(_TLS_LOOK_S, self._look)
+        if self._tls is not None:
+            self._tls.refresh(loop.time())
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from time import perf_counter
 from typing import Any
 
 import aiohttp
@@ -152,3 +153,119 @@ async def test_only_this_machine_is_served_by_default(visitor: Visitor) -> None:
             assert served
             continue
         assert not served
+
+
+# ---- many at once ----
+
+
+async def hang_up(writers: list[asyncio.StreamWriter]) -> None:
+    for writer in writers:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def busy(seconds: float) -> None:
+    until = perf_counter() + seconds
+    while perf_counter() < until:
+        pass
+
+
+async def test_all_who_ask_at_once_get_one_page(visitor: Visitor) -> None:
+    made: list[int] = []
+
+    def metrics() -> Iterator[bytes]:
+        made.append(len(made))
+        yield b"number %d\n" % len(made)
+
+    sources = Sources()
+    sources.metrics = metrics  # type: ignore[method-assign]
+    await visitor.admin.close()
+    visitor.admin = Admin(sources.all, port=0)
+    await visitor.admin.start()
+    pages = await asyncio.gather(*(visitor.get("/metrics") for _ in range(32)))
+    assert {page.status for page in pages} == {200}
+    assert len(made) < 16
+    assert (await visitor.get("/metrics")).text == f"number {len(made)}\n", "who comes later gets a new one"
+
+
+async def test_pages_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.server.admin.SEND_S", 1.0)
+    monkeypatch.setattr("fairlead.server.admin.MOST_SENT", 24 << 20)
+    sources, made = Sources(), []
+
+    def metrics() -> Iterator[bytes]:
+        made.append(1)
+        yield b"x" * (10 << 20)
+
+    sources.metrics = metrics  # type: ignore[method-assign]
+    visitor = Visitor()
+    visitor.admin = Admin(sources.all, port=0)
+    await visitor.admin.start()
+    writers = []
+    for _ in range(12):  # one after the other, so that each would have a page of its own
+        _, writer = await asyncio.open_connection("127.0.0.1", visitor.admin.port, limit=1024)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        writers.append(writer)
+        await asyncio.sleep(0.02)
+    before = len(made)
+    assert before <= 4, "and one that was being made"
+    assert len((await visitor.get("/metrics")).text) == 10 << 20
+    await asyncio.sleep(1.2)
+    assert len((await visitor.get("/metrics")).text) == 10 << 20
+    assert len(made) == before + 1, "the readers were cut off"
+    await hang_up(writers)
+    await visitor.admin.close()
+
+
+async def test_debug_pages_are_made_one_at_a_time_and_few_wait() -> None:
+    sources, steps = Sources(), []
+
+    def decisions(count: int) -> Iterator[int]:
+        for i in range(count):
+            steps.append(i)
+            busy(0.002)
+            yield i
+
+    sources.decisions = decisions  # type: ignore[method-assign, assignment]
+    visitor = Visitor()
+    visitor.admin = Admin(sources.all, port=0)
+    await visitor.admin.start()
+    pages = await asyncio.gather(*(visitor.get("/debug/decisions?last=10") for _ in range(32)))
+    answered = [page for page in pages if page.status == 200]
+    assert {page.status for page in pages} == {200, 503}
+    assert len(answered) >= 8
+    assert steps == [*range(10)] * len(answered)
+    assert (await visitor.get("/healthz")).status == 200
+    assert (await visitor.get("/debug/decisions?last=2")).text == '{"decisions":[0,1]}\n'
+    await visitor.admin.close()
+
+
+async def test_a_long_page_leaves_the_loop_most_of_its_time() -> None:
+    sources, loop = Sources(), asyncio.get_running_loop()
+
+    def decisions(count: int) -> Iterator[int]:
+        for i in range(10):
+            busy(0.01)
+            yield i
+
+    sources.decisions = decisions  # type: ignore[method-assign, assignment]
+    visitor = Visitor()
+    visitor.admin = Admin(sources.all, port=0)
+    await visitor.admin.start()
+    started = loop.time()
+    assert (await visitor.get("/debug/decisions")).status == 200
+    assert loop.time() - started >= 0.4
+    await visitor.admin.close()
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, visitor: Visitor) -> None:
+    monkeypatch.setattr("fairlead.server.http_port.MOST_CONNECTIONS", 5)
+    held = [await asyncio.open_connection("127.0.0.1", visitor.admin.port) for _ in range(9)]
+    over = [await asyncio.wait_for(reader.read(1), 5.0) for reader, _ in held[5:]]
+    assert over == [b""] * 4
+    held[0][1].close()
+    await held[0][1].wait_closed()
+    await asyncio.sleep(0.05)
+    assert (await visitor.get("/healthz")).status == 200
+    await hang_up([writer for _, writer in held])

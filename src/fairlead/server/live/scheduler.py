@@ -31,7 +31,7 @@ from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.models_file import follow_models
-from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.config_file import ConfigFile
 from fairlead.server.dashboard import DashboardSources
 from fairlead.server.live.choosers import check_schedulers
@@ -223,7 +223,6 @@ class Live:
         if self.core.kv is not None:
             self.core.kv.endpoint(event)
         if isinstance(event, EndpointUp):
-            self.watch.on_endpoint(event.endpoint)
             self.scraper.up(event.endpoint)
             self.core.served.up(event.endpoint)
             engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
@@ -267,20 +266,27 @@ class Live:
             unready=self._reasons,
             notes=lambda: [note for note in (self.watch.uploads.note(),) if note],
             endpoints=self.watch.endpoints,
-            decisions=self.watch.decisions,
+            decisions=self.watch.each_decision,
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
             knowledge=self.core.kv.page if self.core.kv is not None else lambda: None,
             dashboard=self._dashboard(asyncio.get_running_loop().time),
         )
         settings = self.config.admin
         self.admin = Admin(
-            sources, host=settings.host, port=settings.port, debug=settings.debug, on_error=self.watch.on_admin_error
+            sources,
+            host=settings.host,
+            port=settings.port,
+            debug=settings.debug,
+            access=admin_access(settings.hosts, settings.token_file),
+            tls=ServerTls.from_directory(settings.tls.cert_dir, protocol="http/1.1") if settings.tls else None,
+            metrics=(settings.metrics_host or settings.host, settings.metrics_port) if settings.metrics_port else None,
+            on_error=self.watch.on_admin_error,
         )
         try:
             await self.admin.start()
         except OSError as error:
-            where = f"{settings.host}:{settings.port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", "$.admin.port") from None
+            where = f"{settings.host}:{settings.port}" if not self.admin.port else f"{settings.metrics_port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", "$.admin") from None
         stack.push_async_callback(self.admin.close)
 
     def _dashboard(self, now: Callable[[], float]) -> DashboardSources:

@@ -220,6 +220,7 @@ def _observers(
         measure=build_measure(config, lambda error: watch.on_plugin_error(error)),
         silence=lambda endpoint, reason: watch.on_silence(endpoint, reason),
     )
+    served = ServedModels(loop, feed, scrape_options(config))
     watch = Watch(
         fleet,
         loop.time,
@@ -228,10 +229,11 @@ def _observers(
         awake=scraper.awake,
         tracing=tracing,
         scrapes=scraper.stats,
+        served=served.names,
         skipped=shadows.skipped,
         cut=shadows.cut,
     )
-    return scraper, ServedModels(loop, feed, scrape_options(config)), watch
+    return scraper, served, watch
 
 
 def _host(

@@ -8,7 +8,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -74,8 +74,12 @@ class Journal:
 
     def last(self, count: int, max_shown: int = MAX_SHOWN) -> list[dict[str, Any]]:
         """The newest `count` decisions, newest first, as plain values that JSON can hold."""
+        return list(self.each(count, max_shown))
+
+    def each(self, count: int, max_shown: int = MAX_SHOWN) -> Iterator[dict[str, Any]]:
+        """The same one by one: each is rendered when it is asked for."""
         newest = list(self._entries)[-count:] if count > 0 else []
-        return [render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest)]
+        return (render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest))
 
     def newest(self, count: int) -> list[tuple[DecisionRecord, OutcomeRecord | None]]:
         """The newest `count`, newest first, as they were recorded."""

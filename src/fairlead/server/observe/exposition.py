@@ -22,6 +22,8 @@ from fairlead.server.observe.instruments import Counter, Family, Gauge, Histogra
 #: Of a request's number, the labels that tell which one it was.
 Naming = Callable[[int], Mapping[str, str]]
 
+#: Lines of a piece of the page.
+_PIECE = 500
 _SPECIAL = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf", "-0": "0"}
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}
 _HELP_ESCAPES = {ord("\\"): "\\\\", ord("\n"): "\\n"}
@@ -57,7 +59,7 @@ class View:
     ) -> None:
         shown = {label: label for label in family.labels} if labels is None else dict(labels)
         self.name = name
-        self._family = family
+        self.family = family
         self._constant = dict(constant or {})
         self._names = (*shown.values(), *self._constant)
         self._indexes = tuple(family.labels.index(label) for label in shown)
@@ -77,20 +79,24 @@ class View:
     def _heading(self, name: str) -> str:
         return f"# HELP {name} {self.help.translate(_HELP_ESCAPES)}\n# TYPE {name} {self.kind}\n"
 
-    def lines(self, out: list[str], naming: Naming | None = None) -> None:
-        """Append the family's text to `out`; with `naming`, as OpenMetrics."""
-        out.append(self._head if naming is None else self._open_head)
-        family = self._family
+    def pieces(self, naming: Naming | None = None) -> Iterator[str]:
+        """The family's text, in pieces of some hundred lines; with `naming`, as OpenMetrics."""
+        out = [self._head if naming is None else self._open_head]
+        family = self.family
         if isinstance(family, Readings):
-            out.append(self._readings(family.values))
+            yield out[0] + self._readings(family.values)
             return
         rows = family.children if self._whole else self._summed(family)
         self._trim(len(rows))
         if self.kind == "histogram":
-            for values, histogram in rows.items():
+            for values, histogram in list(rows.items()):  # others count in between
                 self._histogram(out, values, histogram, naming)
-            return
-        out += [f"{self._prefix(values)}{number(child.value)}\n" for values, child in rows.items()]
+                if len(out) >= _PIECE:
+                    yield "".join(out)
+                    out.clear()
+        else:
+            out += [f"{self._prefix(values)}{number(child.value)}\n" for values, child in rows.items()]
+        yield "".join(out)
 
     def _readings(self, values: Mapping[tuple[str, ...], float]) -> str:
         if values != self._last[0]:
@@ -187,15 +193,14 @@ class Registry:
         self._before.append(refresh)
 
     def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
-        """The exposition, in pieces of one refreshing or name, so that a server can serve others in between."""
+        """The exposition, in pieces of one refreshing or some hundred lines: a server serves others in between."""
         for refresh in self._before:
             refresh()
             yield b""
         naming = self.naming if openmetrics else None
         for view in self.views:
-            out: list[str] = []
-            view.lines(out, naming)
-            yield "".join(out).encode("utf-8", "replace")
+            for piece in view.pieces(naming):
+                yield piece.encode("utf-8", "replace")
         if openmetrics:
             yield b"# EOF\n"
 

@@ -2,27 +2,27 @@
 
 Rules
 * Gauges are set anew from the queues at every rendering; the counter and the histogram with each decision.
-* Tenants and models are the clients' words: past `CAP` label sets they become `other`.
+* Tenants and models are the clients' words: they are shown as `labels` says, which is `other` for what has earned no
+  place (see `metrics`).
 * `requests_total` and the histogram count every request that flow control has seen, also those that went at once.
 * Published names and their deprecated twins as in `request_families`; `fairlead_flow_*` are our own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import inf, nan
 
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import Flow, Limit
+from fairlead.core.flow import Limit
 from fairlead.core.flow_control import FlowController
 from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord
+from fairlead.core.request import Request
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import counters, gauges, histograms
+from fairlead.server.observe.metrics import RequestLabels
 
-CAP = 1000
-_CLIENTS = ("fairness_id", "model_name", "target_model_name")
 _FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
-_MAX_LABEL = 200
 _PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
 
 #: Reason → the published outcome of a request that had not waited, and of one that had.
@@ -40,20 +40,28 @@ _OTHERWISE = ("RejectedOther", "EvictedOther")
 class FlowMetrics:
     """`flow_controller` is set once there is flow control."""
 
-    def __init__(self, registry: Registry, pool: str, fleet: Fleet, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        pool: str,
+        fleet: Fleet,
+        now: Callable[[], float],
+        labels: Callable[[Request], RequestLabels],
+    ) -> None:
         self.flow_controller: FlowController | None = None
         self._fleet = fleet
         self._now = now
+        self._labels = labels
         self._requests = counters("outcome", "priority", cap=256, fold=("priority",))
-        self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE, cap=CAP, fold=_CLIENTS)
-        self._size = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
-        self._bytes = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE)
+        self._size = gauges(*_FLOW)
+        self._bytes = gauges(*_FLOW)
         self._saturation = gauges("stage")
         self._used = {kind: gauges("priority", cap=256, fold=("priority",)) for kind in ("requests", "bytes")}
         self._used_all = {kind: gauges("unused", cap=2) for kind in ("requests", "bytes")}
         self._age = gauges("priority", cap=256, fold=("priority",))
         self._jain = gauges("priority", cap=256, fold=("priority",))
-        self._flow_age = gauges(*_FLOW, cap=CAP, fold=_CLIENTS)
+        self._flow_age = gauges(*_FLOW)
         self._delays = gauges("priority", cap=256, fold=("priority",))
         self._waiting = gauges("unused", cap=2)
         self._stale = gauges("unused", cap=2)
@@ -70,11 +78,16 @@ class FlowMetrics:
     def _decided(self, record: DecisionRecord) -> None:
         request = record.request
         outcome = _OUTCOMES.get(record.outcome, _OTHERWISE)[record.queued_ms > 0.0]
-        priority = str(request.priority)
-        self._requests.child(outcome, priority).value += 1
-        model, target = request.model[:_MAX_LABEL], request.target_model[:_MAX_LABEL]
-        labels = request.fairness_id[:_MAX_LABEL], priority, model, target, outcome
-        self._waits.child(*labels).observe(record.queued_ms * 1e-3)
+        self._requests.child(outcome, str(request.priority)).value += 1
+        self._waits.child(*self._flow(request), outcome).observe(record.queued_ms * 1e-3)
+
+    def _flow(self, request: Request) -> tuple[str, str, str, str]:
+        model, target, fairness_id, priority = self._labels(request)
+        return fairness_id, str(priority), model, target
+
+    def forget(self, kept: Collection[tuple[str, ...]]) -> None:
+        """Drop waits under request labels (model, target, fairness id, priority) that are not kept."""
+        self._waits.keep(("model_name", "target_model_name", "fairness_id", "priority"), kept)
 
     def _refresh(self) -> None:
         flow_controller = self.flow_controller
@@ -109,7 +122,7 @@ class FlowMetrics:
         self._jain.child(priority).set(jains_index(served))
         for flow in band.flows.values():
             if len(flow):
-                labels = _labels(flow)
+                labels = self._flow(flow.waiting[0][2].request)
                 self._size.child(*labels).inc(len(flow))
                 self._bytes.child(*labels).inc(flow.bytes)
                 age = self._flow_age.child(*labels)
@@ -153,12 +166,6 @@ class FlowMetrics:
         show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
         text = "Endpoints with which requests would wait no longer than the target."
         show("fairlead_desired_replicas", text, self._wanted, labels={})
-
-
-def _labels(flow: Flow) -> tuple[str, ...]:
-    key = flow.key
-    target = flow.waiting[0][2].request.target_model
-    return key.tenant[:_MAX_LABEL], str(key.priority), key.model[:_MAX_LABEL], target[:_MAX_LABEL]
 
 
 def _share(used: float, limit: float) -> float:

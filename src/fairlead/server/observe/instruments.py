@@ -8,7 +8,7 @@ Rules
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -96,6 +96,8 @@ class Family(Generic[Child]):
         self.labels = tuple(labels)
         self.bounds = bounds
         self.children: dict[tuple[str, ...], Child] = {}
+        #: How often something was counted under `other` labels for want of room, or because its own had no place.
+        self.folded = 0
         self._make = make
         self._cap = cap
         self._folded = frozenset(self.labels.index(label) for label in fold if label in self.labels)
@@ -110,6 +112,7 @@ class Family(Generic[Child]):
         if len(values) != len(self.labels):
             raise ValueError(f"expected values for {self.labels}, got {values}")
         if len(self.children) >= self._cap:
+            self.folded += 1
             values = tuple(OTHER if i in self._folded else value for i, value in enumerate(values))
             if len(self.children) >= 4 * self._cap and values not in self.children:
                 values = (OTHER,) * len(values)
@@ -119,10 +122,10 @@ class Family(Generic[Child]):
         made = self.children[values] = self._make()
         return made
 
-    def keep(self, label: str, wanted: Iterable[str]) -> None:
-        """Drop children whose `label` has none of the `wanted` values."""
-        index, values = self.labels.index(label), set(wanted)
-        for key in [key for key in self.children if key[index] not in values]:
+    def keep(self, labels: Sequence[str], wanted: Container[tuple[str, ...]]) -> None:
+        """Drop children whose values of these labels are none of the wanted."""
+        indexes = [self.labels.index(label) for label in labels]
+        for key in [key for key in self.children if tuple(key[index] for index in indexes) not in wanted]:
             del self.children[key]
 
 
@@ -130,6 +133,7 @@ class Readings:
     """A gauge or counter whose values somebody else keeps: read when somebody looks, and replaced as a whole."""
 
     bounds: tuple[float, ...] = ()
+    folded = 0
 
     def __init__(self, kind: str, *labels: str) -> None:
         self.kind = kind

@@ -4,12 +4,16 @@ Rules
 * Each decision is told once to `on_decisions`, each routed request's end once to `on_outcomes`, and not before.
 * Cache figures are in prompt tokens: `kv_cache_lookup_total` grows by the prompt of each routed request,
   `kv_cache_hit_total` by what was predicted to be cached at the chosen endpoint. Their ratio is the hit rate.
-* At most `cap` label sets of requests are told apart, whatever clients send; after that new ones are `other`. Models in
-  `pinned` always keep their name.
+* A set of request labels is shown once its names are declared (`declare`) or once a request with it was answered 2xx;
+  all else is `other`. Of those that were only answered at most `cap` are told apart, and each goes after `idle_s`
+  seconds without a request. Names that a client makes up and that nobody serves thus make no series, not even briefly.
+* Requests with labels that have not earned a place are counted at their end, when it is known where. Until then only
+  the gauge of running requests tells of them, under `other`.
 * `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -17,15 +21,20 @@ from typing import Any, TypeVar
 from fairlead import __version__
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
+from fairlead.core.request import Request
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.fleet_gauges import FleetGauges, FleetStatus
-from fairlead.server.observe.instruments import OTHER, Counter, Histogram, gauges
+from fairlead.server.observe.instruments import OTHER, Counter, Gauge, Histogram, Readings, gauges
 from fairlead.server.observe.request_families import RequestFamilies
 
 SCALE_UP_HOLD_S = 60.0
 _MAX_LABEL = 200
 #: Children per label set of requests: error codes, streaming or not, endpoints.
 _FAMILY_ROOM = 10
+#: Requests whose labels have earned no place that wait for their end; more are counted as `other` at once.
+_MOST_UNPROVEN = 4096
+#: Names that endpoints say they serve, at most, and how often they are read.
+_MOST_SERVED, _SERVED_S = 10_000, 1.0
 #: Endpoints' counters are kept for as many departed endpoints before they are swept, and how often that is looked at.
 _DEPARTED_KEPT = 256
 _SWEEP_S = 30.0
@@ -50,6 +59,8 @@ _INPUT_TOKENS, _COMPLETION_TOKENS = attrgetter("prompt_tokens"), attrgetter("com
 _CACHED_TOKENS = attrgetter("cached_tokens")
 
 V = TypeVar("V")
+#: Model asked for, model that serves, fairness id, priority.
+RequestLabels = tuple[str, str, str, int]
 
 
 def _grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequence[V]]]:
@@ -88,6 +99,7 @@ class _Bundle:
     __slots__ = (
         "attempts", "cached", "duration", "families", "hits", "input", "labels", "lookups", "ntpot", "output",
         "predicted", "reported", "request_size", "requests", "response_size", "running", "tpot", "ttft", "ttft_stream",
+        "used",
     )  # fmt: skip
 
     def __init__(self, families: RequestFamilies, labels: tuple[str, str, str, str]) -> None:
@@ -112,6 +124,8 @@ class _Bundle:
         self.reported = families.reported_hits.child(*model)
         #: By endpoint id and address.
         self.attempts: dict[tuple[str, str], Counter] = {}
+        #: When a request last ended or was decided.
+        self.used = 0.0
 
     def attempt(self, endpoint: str, address: str) -> Counter:
         key = (endpoint, address)
@@ -125,7 +139,8 @@ class _Bundle:
 
 
 class SchedulerMetrics:
-    """`now` is the clock that records' `at` come from; `status` tells about the fleet when metrics are rendered."""
+    """`now` is the clock that records' `at` come from; `status` tells about the fleet when metrics are rendered;
+    `served` lists the models that endpoints say they serve."""
 
     def __init__(
         self,
@@ -133,16 +148,28 @@ class SchedulerMetrics:
         status: Callable[[], FleetStatus],
         *,
         pool: str = "default",
-        pinned: Iterable[str] = (),
-        cap: int = 200,
+        served: Callable[[], Iterable[str]] = tuple,
+        cap: int = 100,
+        idle_s: float = 900.0,
     ) -> None:
-        self._pinned = frozenset(pinned)
         self.registry = Registry()
-        self.families = RequestFamilies(_FAMILY_ROOM * (cap + len(self._pinned)))
+        self.families = RequestFamilies(_FAMILY_ROOM * cap)
         self._now = now
         self._status = status
         self._cap = cap
-        self._bundles: dict[tuple[str, str, str, int], _Bundle] = {}
+        self._idle_s = idle_s
+        #: Models that are defined, and those that endpoints say they serve.
+        self._defined: frozenset[str] = frozenset()
+        self._served: frozenset[str] = frozenset()
+        self._served_read_at = -inf
+        self._list_served = served
+        self._bundles: dict[RequestLabels, _Bundle] = {}
+        #: Of these, those whose place was earned by an answer.
+        self._earned: set[RequestLabels] = set()
+        #: Call when label sets were dropped, with those that are kept.
+        self.on_forget: Callable[[Collection[tuple[str, ...]]], object] = lambda kept: None
+        #: Decisions whose labels had earned no place yet, by request, and where they are counted as running.
+        self._unproven: dict[int, tuple[DecisionRecord, Gauge]] = {}
         self._overloaded_at: float | None = None
         self._swept_at = -inf
         self._splitting: set[str] = set()
@@ -153,16 +180,26 @@ class SchedulerMetrics:
         families.show(self.registry)
         self.registry.before(self._refresh)
         self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
+        text = "Sets of request labels that are told apart because a request with them was answered 2xx."
+        self._label_sets = gauges()
+        self.registry.show("fairlead_metrics_label_sets", text, self._label_sets)
+        self._folds = Readings("counter", "metric")
+        text = "Counted as `other`: the labels had earned no series of their own, or there was no room for more."
+        self.registry.show("fairlead_metrics_folded_total", text, self._folds)
         FleetGauges(self.registry, pool, status)
         info = gauges("commit", "build_ref")
         info.child("", __version__).set(1)
         for name in ("llm_d_epp_info", "inference_extension_info"):
             self.registry.show(name, "[ALPHA] What is running.", info)
 
-    def pin(self, model: str) -> None:
-        """Let this model keep its name however many others clients make up."""
-        if model and model not in self._pinned:
-            self._pinned |= {model}
+    def declare(self, models: Iterable[str]) -> None:
+        """These names are defined, instead of those of the last call: they keep their labels."""
+        self._defined = frozenset(models)
+
+    @property
+    def unproven(self) -> int:
+        """Requests that are decided and not counted yet."""
+        return len(self._unproven)
 
     def render(self) -> bytes:
         """The exposition as a whole; `registry.parts()` gives it piece by piece."""
@@ -185,11 +222,26 @@ class SchedulerMetrics:
                     self._refused(record)
             records = [record for record in records if record.endpoint]
         for labels, group in _grouped(list(map(_LABELS, records)), records):
-            self._routed(self._bundle(*labels), group)
+            bundle = self._known(*labels)
+            if bundle is None:
+                self._wait(_key(*labels), group)
+            else:
+                bundle.running.value += len(group)
+                self._routed(bundle, group)
+
+    def _wait(self, key: RequestLabels, records: Sequence[DecisionRecord]) -> None:
+        """Nobody has declared these labels or been answered with them: their place is decided when the request ends."""
+        folded = self._folded(key)
+        folded.running.value += len(records)
+        for record in records:
+            if len(self._unproven) < _MOST_UNPROVEN:
+                self._unproven[record.request.id] = record, folded.running
+            else:
+                self.families.requests.folded += 1
+                self._routed(folded, (record,))
 
     def _routed(self, bundle: _Bundle, records: Sequence[DecisionRecord]) -> None:
         bundle.requests.value += len(records)
-        bundle.running.value += len(records)
         bundle.lookups.value += sum(map(_PROMPT_TOKENS, records))
         bundle.hits.value += sum(map(_HIT_TOKENS, records))
         for place, number in _counted(map(_PLACE, records)):
@@ -209,8 +261,10 @@ class SchedulerMetrics:
     def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
         """Routed requests ended."""
         for (*labels, stream), group in _grouped(list(map(_LABELS_AND_STREAM, records)), records):
-            bundle = self._bundle(*labels)
-            bundle.running.value = max(bundle.running.value - len(group), 0)
+            bundle = self._known(*labels) or self._earn(_key(*labels), group)
+            bundle.used = self._now()
+            ran = self._prove(bundle, group) if self._unproven else len(group)
+            bundle.running.value = max(bundle.running.value - ran, 0)
             for (status, cause), number in _counted(map(_END, group)):
                 if status >= 400 or cause != "natural":
                     self.families.ends.child(cause).value += number
@@ -227,6 +281,27 @@ class SchedulerMetrics:
                     self.families.repeated.child(name).value += number
             self._times(bundle, group, stream)
             self._sizes(bundle, group)
+
+    def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
+        """Whether one of these answers earns the labels a place, and there is room."""
+        folded = self._folded(key)
+        if len(self._earned) >= self._cap or not any(200 <= record.status < 300 for record in records):
+            self.families.requests.folded += len(records)
+            return folded
+        bundle = self._bundles.get(key)
+        if bundle is None:
+            bundle = self._make(key)
+            self._earned.add(key)
+        return bundle
+
+    def _prove(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> int:
+        """Count the decisions of these requests that waited for their end. Returns how many others there are."""
+        waited = [self._unproven.pop(record.request.id, None) for record in records]
+        for entry in waited:
+            if entry is not None:
+                entry[1].value -= 1
+                self._routed(bundle, (entry[0],))
+        return waited.count(None)
 
     def _times(self, bundle: _Bundle, records: Sequence[OutcomeRecord], stream: bool) -> None:
         known, milliseconds = _told(records, _DURATION)
@@ -306,23 +381,77 @@ class SchedulerMetrics:
         self.families.errors.child(*bundle.labels, code).value += number
 
     def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:
-        """The bundle for these labels; past the cap, the one for all others."""
-        key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
-        bundles = self._bundles
-        if key not in bundles and len(bundles) >= self._cap:
-            key = (self._pinned_or_other(key[0]), self._pinned_or_other(key[1]), OTHER, 0)
-        bundle = bundles.get(key)
+        """The bundle for these labels, or the one for others that have earned no place."""
+        bundle = self._known(model, target, fairness_id, priority)
         if bundle is None:
-            labels = (*key[:3], str(key[3]))
-            bundle = bundles[key] = _Bundle(self.families, labels)
+            self.families.requests.folded += 1
+            bundle = self._folded(_key(model, target, fairness_id, priority))
+        bundle.used = self._now()
         return bundle
 
-    def _pinned_or_other(self, model: str) -> str:
-        return model if model in self._pinned else OTHER
+    def _known(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle | None:
+        """The bundle of labels that have a place; `None` = these have none."""
+        key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
+        bundle = self._bundles.get(key)
+        if bundle is None and self._declared(key):
+            bundle = self._make(key)
+        return bundle
+
+    def _declared(self, key: RequestLabels) -> bool:
+        model, target, fairness_id, _ = key
+        return fairness_id in ("", OTHER) and self._name(model) == model and self._name(target) == target
+
+    def _name(self, model: str) -> str:
+        if not model or model in self._defined:
+            return model
+        if self._now() - self._served_read_at >= _SERVED_S:
+            self._served_read_at = self._now()
+            self._served = frozenset(islice(self._list_served(), _MOST_SERVED))
+        return model if model in self._served else OTHER
+
+    def _folded(self, key: RequestLabels) -> _Bundle:
+        folded = self._folded_labels(key)
+        return self._bundles.get(folded) or self._make(folded)
+
+    def _folded_labels(self, key: RequestLabels) -> RequestLabels:
+        model, target, fairness_id, _ = key
+        return self._name(model), self._name(target), fairness_id and OTHER, 0
+
+    def _make(self, key: RequestLabels) -> _Bundle:
+        bundle = self._bundles[key] = _Bundle(self.families, (*key[:3], str(key[3])))
+        return bundle
+
+    def labels(self, request: Request) -> tuple[str, str, str, int]:
+        """Model, target, fairness id and priority under which a request is shown."""
+        key = _key(request.model, request.target_model, request.fairness_id, request.priority)
+        return key if key in self._bundles or self._declared(key) else self._folded_labels(key)
 
     def _refresh(self) -> None:
         self._scale_up.child().set(1 if self.scale_up_wanted() else 0)
-        self._forget_departed()
+        if self._now() - self._swept_at >= _SWEEP_S:
+            self._swept_at = self._now()
+            self._forget_departed()
+            self._forget_idle()
+        self._label_sets.child().set(len(self._earned))
+        views = reversed(self.registry.views)  # the first name of a family is its own
+        folded = {id(view.family): (view.name, view.family.folded) for view in views if view.family.folded}
+        self._folds.take({(name,): number for name, number in folded.values()})
+
+    def _forget_idle(self) -> None:
+        """Label sets that nobody has used for a while, and names that nobody declares any more, make room."""
+        until = self._now() - self._idle_s
+        idle = [
+            key
+            for key, bundle in self._bundles.items()
+            if bundle.used < until and not bundle.running.value and not self._declared(key)
+        ]
+        for key in idle:
+            del self._bundles[key]
+            self._earned.discard(key)
+        if idle:
+            kept = {bundle.labels for bundle in self._bundles.values()}
+            self.families.forget(kept)
+            self.on_forget(kept)
 
     def scale_up_wanted(self) -> bool:
         since = self._overloaded_at
@@ -331,17 +460,20 @@ class SchedulerMetrics:
     def _forget_departed(self) -> None:
         """Endpoints come and go under ever new names; their counters must not pile up."""
         attempts = self.families.attempts
-        if len(attempts.children) <= _DEPARTED_KEPT or self._now() - self._swept_at < _SWEEP_S:
+        if len(attempts.children) <= _DEPARTED_KEPT:
             return
-        self._swept_at = self._now()
         names = {key[2] for key in attempts.children}
         if len(names) <= _DEPARTED_KEPT:
             return
         present = {endpoint.id.rpartition("/")[2] for endpoint in self._status().endpoints}
         if len(names) > 2 * len(present) + _DEPARTED_KEPT:
-            attempts.keep("endpoint_name", present | {"", OTHER})
+            attempts.keep(["endpoint_name"], {(name,) for name in present | {"", OTHER}})
             for bundle in self._bundles.values():
                 bundle.attempts.clear()
+
+
+def _key(model: str, target: str, fairness_id: str, priority: int) -> RequestLabels:
+    return model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority
 
 
 def error_code(status: int) -> str:

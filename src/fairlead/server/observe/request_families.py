@@ -5,6 +5,8 @@ API Inference Extension and its llm-d picker, so that published dashboards and a
 a prefix are those of the original requirements. `fairlead_*` are our own.
 """
 
+from collections.abc import Collection
+
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Counter, Family, Histogram, counters, gauges, histograms
@@ -12,6 +14,8 @@ from fairlead.server.observe.instruments import Counter, Family, Histogram, coun
 #: Label values that clients choose; they are folded into `other` past the cap.
 CLIENT_LABELS = ("model_name", "target_model_name", "target_model", "fairness_id")
 REQUEST_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
+#: Their other names.
+_REQUEST_LABEL = {"target_model": "target_model_name"}
 _PREDICTED = ("model_name", "target_model_name")
 _MODEL = {"model_name": "model_name", "target_model_name": "target_model_name"}
 _MODEL_PRIORITY = {**_MODEL, "priority": "priority"}
@@ -74,6 +78,14 @@ class RequestFamilies:
         for result in ("below", "inside", "above"):
             self.forecasts.child(result)
         self.forecast_ratio = histograms(bounds=buckets.RATIO)
+
+    def forget(self, kept: Collection[tuple[str, ...]]) -> None:
+        """Drop what is counted under request labels (in the order of `REQUEST_LABELS`) that are not kept."""
+        for family in vars(self).values():
+            shared = [label for label in family.labels if _REQUEST_LABEL.get(label, label) in REQUEST_LABELS]
+            if shared:
+                places = [REQUEST_LABELS.index(_REQUEST_LABEL.get(label, label)) for label in shared]
+                family.keep(shared, {tuple(labels[place] for place in places) for labels in kept})
 
     def show(self, registry: Registry) -> None:
         """Give everything its names."""

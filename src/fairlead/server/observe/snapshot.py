@@ -78,6 +78,8 @@ def traffic_of(watch: Watch, recent: Recent, now: float) -> list[shape.TrafficRo
         rates[model, target, str(band)] = row
     rows = []
     for key, (requests, errors, running) in sums.items():
+        if not (requests or errors or running):
+            continue
         model, target, priority = key
         asked, refused = rates.get(key, (0.0, 0.0))
         looked_up, hit = families.lookups.children.get(key[:2]), families.hits.children.get(key[:2])
@@ -286,7 +288,7 @@ class SnapshotMaker:
         per_s, refused_per_s = recent.rates(now)
         places = {key[0]: counter.value for key, counter in families.forecasts.children.items()}
         return shape.Totals(
-            requests=int(_sum(families.requests)),
+            requests=int(_sum(families.requests)) + self._watch.metrics.unproven,
             errors=int(_sum(families.errors)),
             refused=int(_sum(families.rejected)),
             running=int(_sum(families.running)),

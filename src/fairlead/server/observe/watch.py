@@ -1,10 +1,10 @@
 """All observers of the scheduler behind one: metrics, the decision journal, the log."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from typing import Any
 
-from fairlead.core.endpoint import MODEL_LABEL, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowController
@@ -36,7 +36,8 @@ class Watch:
     """Hears of every decision and outcome. `now` is the clock of their `at`.
 
     `on_routed` is told the endpoint of each routed request that is not in `awake` at the time; `tracing` hears of every
-    record at once; `scrapes` are the scraper's totals; `skipped` and `cut` tell of shadows, see `ShadowMetrics`.
+    record at once; `scrapes` are the scraper's totals; `served` lists what endpoints say they serve; `skipped` and
+    `cut` tell of shadows, see `ShadowMetrics`.
 
     Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
     cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
@@ -53,14 +54,17 @@ class Watch:
         awake: Container[str] = (),
         tracing: Tracing | None = None,
         scrapes: ScrapeStats | None = None,
+        served: Callable[[], Iterable[str]] = tuple,
         skipped: Callable[[], Mapping[str, int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.fleet = fleet
         self._now = now
         self.journal = Journal()
-        self.metrics = SchedulerMetrics(now, self.status, pool=pool)
-        self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now)
+        self._listed = served
+        self.metrics = SchedulerMetrics(now, self.status, pool=pool, served=self._served)
+        self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now, self.metrics.labels)
+        self.metrics.on_forget = self.queue.forget
         self.choosers = ChooserMetrics(self.metrics.registry)
         self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
         self.kube = KubeMetrics(self.metrics.registry)
@@ -139,8 +143,12 @@ class Watch:
 
     def decisions(self, count: int) -> Sequence[dict[str, Any]]:
         """The newest `count` decisions, as the journal renders them."""
+        return list(self.each_decision(count))
+
+    def each_decision(self, count: int) -> Iterator[dict[str, Any]]:
+        """The same one by one."""
         self.count()
-        return self.journal.last(count)
+        return self.journal.each(count)
 
     def decision(self, name: str, make_policy: Callable[[], Policy] | None = None) -> dict[str, Any] | None:
         """One decision in full, by its id or the client's; `None` = not among the last ones.
@@ -155,14 +163,17 @@ class Watch:
         """Show what waits there; `None` = flow control is off."""
         self.queue.flow_controller = flow_controller
 
-    def on_endpoint(self, endpoint: Endpoint) -> None:
-        """An endpoint joined or changed."""
-        self.metrics.pin(endpoint.labels.get(MODEL_LABEL, ""))
+    def _served(self) -> Iterable[str]:
+        """Names of models that are served now."""
+        table = self.fleet.table
+        for slot, endpoint in table.slots():
+            yield endpoint.labels.get(MODEL_LABEL, "")
+            yield from table.adapters[slot] or ()
+        yield from self._listed()
 
     def on_models(self, names: Iterable[str], conflicts: Iterable[tuple[str, str]]) -> None:
         """Model names were defined (again): they keep their labels. `conflicts`: who lost its name to whom."""
-        for name in names:
-            self.metrics.pin(name)
+        self.metrics.declare(names)
         for loser, owner in conflicts:
             log.warning("a model name is defined twice; the older definition counts", unused=loser, used=owner)
 

@@ -10,7 +10,7 @@ from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import FlowControl, FlowController
 from fairlead.core.gates import LedgerGate
 from fairlead.core.queues import Queues
-from fairlead.core.records import DecisionRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe.flow_metrics import jains_index
 from fairlead.server.observe.watch import Watch
@@ -25,7 +25,7 @@ class Shop:
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (StartTimeFair(), Fcfs()), Limits(**limits))
         self.flow_controller = FlowController(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)), "p", 1.0)
-        self.watch = Watch(self.fleet, lambda: self.now)
+        self.watch = Watch(self.fleet, lambda: self.now, served=lambda: ["m", "n"])
         self.watch.watch_queue(self.flow_controller)
         for i in range(1, 9):
             self.fleet.charge(Request(id=i, arrived=0.0, prompt_tokens=10), 0, self.now, 0, 10)
@@ -52,16 +52,21 @@ def test_nothing_is_said_while_it_is_off() -> None:
 
 def test_queues_by_flow_and_band() -> None:
     shop = Shop(band=Limit(10, 1000))
+    answered = Request(id=1, arrived=0.0, model="m", fairness_id="t")
+    shop.watch.on_outcome(OutcomeRecord(request=answered, at=1.0, endpoint="e0", status=200))
     shop.arrive(20, model="m", fairness_id="t", body_bytes=100)
     shop.now += 2
     shop.arrive(21, model="m", fairness_id="t", body_bytes=50)
     shop.arrive(22, model="n", priority=10)
+    shop.arrive(23, model="n", priority=10, fairness_id="never-answered")
     shop.now += 1
     page = shop.page()
     labels = 'fairness_id="t",inference_pool="default",model_name="m",priority="0",target_model_name="m"'
     for prefix in ("llm_d_epp_", "inference_extension_"):
         assert page[f"{prefix}flow_control_queue_size{{{labels}}}"] == 2
         assert page[f"{prefix}flow_control_queue_bytes{{{labels}}}"] == 150
+    folded = 'fairness_id="other",inference_pool="default",model_name="n",priority="0",target_model_name="n"'
+    assert page[f"llm_d_epp_flow_control_queue_size{{{folded}}}"] == 1
     band = 'inference_pool="default",priority="0"'
     assert page[f"llm_d_epp_flow_control_capacity_utilization_requests{{{band}}}"] == 0.2
     assert page[f"llm_d_epp_flow_control_capacity_utilization_bytes{{{band}}}"] == 0.15

@@ -144,7 +144,7 @@ def test_children_can_be_dropped() -> None:
     registry = Registry()
     registry.show("x_total", "help", family)
     registry.render()
-    family.keep("a", ["2"])
+    family.keep(["a"], [("2",)])
     assert read_back(registry.render()) == {("x_total", (("a", "2"), ("b", "x"))): 1.0}
 
 

@@ -23,7 +23,10 @@ class Watched:
     def __init__(self, **options: Any) -> None:
         self.now = 100.0
         self.status = FleetStatus()
-        self.metrics = SchedulerMetrics(lambda: self.now, lambda: self.status, pool="pool-a", **options)
+        served = options.pop("served", ["m", "x" * 200])
+        self.metrics = SchedulerMetrics(
+            lambda: self.now, lambda: self.status, pool="pool-a", served=lambda: served, **options
+        )
 
     def samples(self) -> dict[str, float]:
         """`name{a=1,b=2}` to value."""
@@ -260,23 +263,6 @@ def test_the_fleet(watched: Watched) -> None:
     assert not any(key.startswith("fairlead_endpoint_") for key in found)
 
 
-def test_clients_cannot_make_labels_without_end() -> None:
-    watched = Watched(cap=10, pinned=["known"])
-    for i in range(500):
-        watched.metrics.on_decisions([routed(request(model=f"m{i}", fairness_id=f"f{i}"))], [0.001])
-    watched.metrics.on_decisions([routed(request(model="known", fairness_id="f"))], [0.001])
-    watched.metrics.on_client_error("yet-another", 400)
-    watched.metrics.on_decisions([routed(request(model="x" * 5000))], [0.001])
-    found = watched.samples()
-    totals = {key: value for key, value in found.items() if key.startswith("llm_d_epp_request_total{")}
-    assert len(totals) == 12
-    assert sum(totals.values()) == 502
-    assert (
-        found["llm_d_epp_request_total{fairness_id=other,model_name=other,priority=0,target_model_name=other}"] == 491
-    )
-    assert found["llm_d_epp_request_total{fairness_id=other,model_name=known,priority=0,target_model_name=known}"] == 1
-
-
 def test_long_names_are_cut_and_still_one() -> None:
     watched = Watched()
     for _ in range(3):
@@ -381,7 +367,7 @@ outcomes = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(st.lists(decisions, max_size=6), st.lists(outcomes, max_size=6))
 def test_many_at_once_count_like_one_after_the_other(decided: list[DecisionRecord], over: list[OutcomeRecord]) -> None:
-    whole, single = Watched(), Watched()
+    whole, single = Watched(served=["m", "n", "t"]), Watched(served=["m", "n", "t"])
     whole.metrics.on_decisions(decided, [0.001 * i for i in range(len(decided))])
     whole.metrics.on_outcomes(over)
     for i, record in enumerate(decided):

@@ -17,7 +17,7 @@ def page(metrics: SchedulerMetrics) -> str:
 
 
 def test_a_split() -> None:
-    metrics = SchedulerMetrics(lambda: 1.0, FleetStatus)
+    metrics = SchedulerMetrics(lambda: 1.0, FleetStatus, served=lambda: ["chat", "a", "b"])
     for number, target in enumerate(["a", "a", "b"]):
         asked = request(number, target, rewritten_by="n/r" if target == "b" else "")
         metrics.on_decisions(
@@ -35,7 +35,7 @@ def test_a_split() -> None:
 
 
 def test_names_that_clients_make_up_get_no_labels() -> None:
-    metrics = SchedulerMetrics(lambda: 1.0, FleetStatus, cap=5)
+    metrics = SchedulerMetrics(lambda: 1.0, FleetStatus, served=lambda: ["chat"])
     for number in range(50):
         asked = request(number, model=f"made-up-{number}")
         refused = DecisionRecord(request=asked, at=0.0, policy="p", outcome="model_not_found", status=404)

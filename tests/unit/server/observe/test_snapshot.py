@@ -25,7 +25,7 @@ class Pool:
         self.fleet = Fleet()
         for name in ("a", "b"):
             self.fleet.up(Endpoint(f"default/{name}", f"10.0.0.{ord(name)}:80", {"llm-d.ai/role": "decode"}))
-        self.watch = Watch(self.fleet, lambda: self.now)
+        self.watch = Watch(self.fleet, lambda: self.now, served=lambda: ["m", "n"])
         self.maker = SnapshotMaker(
             self.watch,
             lambda: self.now,

@@ -1,5 +1,7 @@
 """Metrics, journal and hooks behind one observer."""
 
+import re
+
 import msgspec
 
 from fairlead.core.endpoint import Endpoint, Sample
@@ -14,7 +16,7 @@ REQUEST = Request(id=1, arrived=0.0, api="chat", model="m", prompt_tokens=10)
 def make(now=0.0):
     fleet = Fleet()
     fleet.up(Endpoint("default/a", "10.0.0.1:80"))
-    return Watch(fleet, lambda: now), fleet
+    return Watch(fleet, lambda: now, served=lambda: ["m"]), fleet
 
 
 def decided(request_id=1, **fields):
@@ -29,7 +31,7 @@ def value(watch, name):
 
 def test_whoever_looks_sees_every_decision():
     routed = []
-    watch = Watch(Fleet(), lambda: 1.0, on_routed=routed.append)
+    watch = Watch(Fleet(), lambda: 1.0, on_routed=routed.append, served=lambda: ["m"])
     for i in range(3):
         watch.on_decision(decided(i), 1e-4)
     assert routed == ["default/a"] * 3
@@ -40,17 +42,14 @@ def test_whoever_looks_sees_every_decision():
 
 
 def test_models_of_endpoints_keep_their_names():
-    watch, _ = make()
-    watch.metrics._cap = 1
-    watch.on_endpoint(Endpoint("default/b", "10.0.0.2:80", {"model-id": "ours"}))
-    watch.on_endpoint(Endpoint("default/c", "10.0.0.3:80"))
-    for model in ("first", "second", "ours"):
+    watch, fleet = make()
+    fleet.up(Endpoint("default/b", "10.0.0.2:80", {"model-id": "labelled"}))
+    fleet.sampled("default/a", 0.0, 0.0, Sample(adapters=frozenset({"adapter"})))
+    for model in ("unknown", "m", "labelled", "adapter"):
         record = decided()
         watch.on_decision(msgspec.structs.replace(record, request=Request(id=1, arrived=0.0, model=model)), 1e-4)
     page = b"".join(watch.exposition()).decode()
-    assert 'model_name="ours"' in page
-    assert 'model_name="first"' in page
-    assert 'model_name="second"' not in page
+    assert {*re.findall(r'model_name="(\w+)"', page)} == {"m", "labelled", "adapter", "other"}
 
 
 def test_what_goes_wrong_elsewhere_is_logged(caplog):

@@ -1,0 +1,157 @@
+"""Who may ask the admin port."""
+
+import asyncio
+import base64
+import os
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from fairlead.cli.options import with_token
+from fairlead.core.errors import ConfigError
+from fairlead.gateway.tls import ServerTls
+from fairlead.server.admin import Admin, AdminSources, admin_access
+from fairlead.server.http_port import Access
+
+SOURCES = AdminSources(
+    metrics=lambda: [b"a 1\n"], unready=list, endpoints=list, decisions=lambda count: [{"request_id": 1}]
+)
+
+
+async def ask(port: int, path: str, **headers: str) -> int:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}{path}", headers=headers) as response,
+    ):
+        return response.status
+
+
+async def started(**options: Any) -> Admin:
+    admin = Admin(SOURCES, port=0, **options)
+    await admin.start()
+    return admin
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("127.0.0.1:9090", True),
+        ("10.2.3.4:9090", True),
+        ("[fd00::1]:9090", True),
+        ("[::1]", True),
+        ("localhost:9090", True),
+        ("LOCALHOST.:9090", True),
+        ("fairlead.localhost", True),
+        (socket.gethostname(), True),
+        ("metrics.example.com", True),
+        ("a.inside.example.com:1", True),
+        ("evil.example", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("inside.example.com.evil", False),
+        ("", False),
+        ("[::1", False),
+        ("a@localhost.evil", False),
+    ],
+)
+def test_names_that_are_ours(host: str, ours: bool) -> None:
+    assert Access(["metrics.example.com", ".inside.example.com"]).ours(host) is ours
+
+
+async def test_a_foreign_name_reads_nothing() -> None:
+    admin = await started()
+    for path in ("/debug/decisions", "/metrics", "/", "/debug/endpoints", "/nothing"):
+        assert await ask(admin.port, path, Host="evil.example") == 403
+    assert admin.refused == 5
+    assert await ask(admin.port, "/healthz", Host="evil.example") == 200
+    assert await ask(admin.port, "/metrics", Host="10.1.2.3:9090") == 200, "as Prometheus scrapes a pod"
+    await admin.close()
+
+
+async def test_a_page_of_another_origin_reads_nothing() -> None:
+    admin = await started()
+    here = f"127.0.0.1:{admin.port}"
+    assert await ask(admin.port, "/debug/decisions", Origin="https://evil.example") == 403
+    assert await ask(admin.port, "/debug/decisions", Origin="null") == 403
+    assert await ask(admin.port, "/debug/decisions", Origin=f"http://{here}") == 200
+    await admin.close()
+
+
+async def test_a_token(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("first\n")
+    admin = await started(access=admin_access([], str(file)))
+    basic = "Basic " + base64.b64encode(b"anybody:first").decode()
+    assert await ask(admin.port, "/metrics") == 401
+    assert await ask(admin.port, "/debug/decisions", Authorization="Bearer wrong") == 401
+    assert await ask(admin.port, "/debug/decisions", Authorization="Bearer first") == 200
+    assert await ask(admin.port, "/debug/decisions", Authorization=basic) == 200
+    assert await ask(admin.port, "/debug/decisions", Authorization="Basic !") == 401
+    assert await ask(admin.port, "/readyz") == 200
+    new = tmp_path / "new"
+    new.write_text("second\nthird\n")
+    os.replace(new, file)
+    statuses = [await ask(admin.port, "/metrics", Authorization=f"Bearer {t}") for t in ("first", "second", "third")]
+    assert statuses == [401, 200, 200]
+    file.unlink()
+    assert await ask(admin.port, "/metrics", Authorization="Bearer third") == 200
+    file.write_text("\n")
+    assert await ask(admin.port, "/metrics", Authorization="Bearer ") == 401
+    await admin.close()
+
+
+@pytest.mark.parametrize("text", [None, "", " \n"])
+def test_a_file_without_tokens_is_said_at_the_start(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "tokens"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"tokens"):
+        admin_access([], str(file))
+
+
+async def test_metrics_and_probes_on_their_own_port() -> None:
+    admin = await started(metrics=("127.0.0.1", 0))
+    assert admin.metrics_port != admin.port
+    for path in ("/metrics", "/healthz", "/readyz"):
+        assert await ask(admin.metrics_port, path) == 200
+    for path in ("/", "/debug/decisions", "/debug/endpoints", "/dashboard/snapshot"):
+        assert await ask(admin.metrics_port, path) == 404
+    assert await ask(admin.metrics_port, "/metrics", Host="evil.example") == 403
+    assert await ask(admin.port, "/debug/decisions") == 200
+    await admin.close()
+
+
+async def test_a_metrics_port_that_is_taken_leaves_nothing_behind() -> None:
+    first = await started()
+    second = Admin(SOURCES, port=0, metrics=("127.0.0.1", first.port))
+    with pytest.raises(OSError, match="in use"):
+        await second.start()
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await ask(second.port, "/healthz")
+    await first.close()
+
+
+async def test_tls(tmp_path: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.crt"), "-subj", "/CN=localhost"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
+    context = ssl.create_default_context(cafile=str(tmp_path / "tls.crt"))
+    context.check_hostname = False
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"https://127.0.0.1:{admin.port}/metrics", ssl=context) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(f"http://127.0.0.1:{admin.port}/metrics")
+    await admin.close()
+
+
+def test_the_command_line_gives_the_token_of_an_address() -> None:
+    request = with_token("http://:to%20ken@127.0.0.1:9091/debug")
+    assert (request.full_url, request.get_header("Authorization")) == ("http://127.0.0.1:9091/debug", "Bearer to ken")
+    assert with_token("http://127.0.0.1:9091").get_header("Authorization") is None
