@@ -28,6 +28,8 @@ def show(explained: dict[str, Any], top: int) -> None:
     explanation = explained.get("explanation")
     if explanation is None:
         console.print(f"  no terms: {explained.get('unexplained') or 'not recorded'}")
+        for line in (explained.get("waiting") or {"why": []})["why"]:
+            console.print(f"  {line}", soft_wrap=True)
     else:
         _candidates(console, explanation, top, "")
     _prediction(console, explained)

@@ -51,7 +51,7 @@ from fairlead.core.flow import Waiting
 from fairlead.core.flow_control import Bound
 from fairlead.core.policy import Context, CostPolicy, Policy
 from fairlead.core.profile import Profile
-from fairlead.core.records import Trace
+from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -222,6 +222,8 @@ LOOK_S = 0.2
 _REMEMBERED = 4096
 
 
+#: Why a request waits although an endpoint is open; the last: it cannot be served there.
+REASONS = "beginning", "load", "room", "unable"
 #: (request, fleet, now): where it can be served; `None` = everywhere that is alive.
 Able = Callable[[Request, Fleet, float], BoolColumn | None]
 
@@ -244,11 +246,24 @@ class _Judged(Struct):
     cost: FloatColumn
     #: What the best other endpoint would save of computing the prompt and of memory.
     saved: FloatColumn
-    #: The most that is gained by waiting, be it for that, for load or for memory.
+    #: Likewise for load, and for memory.
+    load: FloatColumn
+    memory: FloatColumn
+    #: The most of these: what is gained by waiting.
     better: FloatColumn
     #: Of all slots: what the policy says, and computing the prompt behind those before it.
     policy_cost: FloatColumn
     prompt_ms: FloatColumn
+
+
+def _note(window: Sequence[Waiting], judged: _Judged) -> None:
+    """Why none of them goes: what each would gain the most of by waiting, where that is least."""
+    rows = np.arange(len(window))
+    least = judged.better.argmin(axis=1)
+    gains = np.array([gain[rows, least] for gain in (judged.saved, judged.load, judged.memory)])
+    reasons = np.where(judged.cost[rows, least] < inf, gains.argmax(axis=0), len(gains))
+    for waiting, reason in zip(window, reasons.tolist(), strict=True):
+        waiting.kept_by = REASONS[reason]
 
 
 def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
@@ -297,6 +312,7 @@ class PairBinder:
         row, column = divmod(int(cost.argmin()), len(slots))
         if cost[row, column] < inf:
             return self._bound(window[row], known[row], int(slots[column]), row, judged, opened, fleet, now)
+        _note(window, judged)
         if np.count_nonzero(judged.saved <= bound):
             # Nobody waits for a prefix alone: load and memory change without an event of their own.
             look_at = min(look_at, now + LOOK_S)
@@ -328,11 +344,14 @@ class PairBinder:
         else:
             own_and_copies = own
         saved = saved_elsewhere(own_and_copies)[:, slots]
-        better = np.maximum(saved, saved_elsewhere(costs - terms.kappa * terms.queue, rivals)[:, slots])
-        waits = memory_waits(terms, fleet, slots)
-        if waits is not None:
-            better = np.maximum(better, waits)
-        return _Judged(open_cost, saved, better, policy_cost, own + terms.queue)
+        load = saved_elsewhere(costs - terms.kappa * terms.queue, rivals)[:, slots]
+        better = np.maximum(saved, load)
+        memory = memory_waits(terms, fleet, slots)
+        if memory is None:
+            memory = np.zeros(better.shape)
+        else:
+            better = np.maximum(better, memory)
+        return _Judged(open_cost, saved, load, memory, better, policy_cost, own + terms.queue)
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, _Known]:
         known = _Known()
@@ -394,12 +413,13 @@ class PairBinder:
         totals = -judged.policy_cost[row]
         trace = Trace(
             endpoints=fleet.table.ids,
-            filters=[("flow-control", opened)],
+            filters=[(ABLE, known.able), (FLOW_CONTROL, opened)],
             scorers=[("cost", 1.0, totals)],
             total=totals,
             candidates=opened & known.able,
             outcome="picked",
             held=known.share if known.cached else None,
+            loading=fleet.loading(request) if fleet.table.lora else None,
         )
         here = float(known.share[slot])
         prompt = request.prompt_tokens

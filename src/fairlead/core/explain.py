@@ -9,6 +9,9 @@ Rules
 * What it would have taken is found by trying: the endpoint's own numbers are changed until it ties with the chosen
   one.
 * The policy that is asked must be a fresh one: asking may change it.
+* A request that waited was chosen as one of a pair. Its totals are what late binding compared endpoints by: the
+  policy's costs, and what else stands among the scorers of its trace. Endpoints that were not open are rated like the
+  others. A policy that has no costs in milliseconds is not asked: the terms are the cost kernel's.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +23,10 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.policy import Context, Cycle, Explainable, Picked, Policy
-from fairlead.core.records import Trace
+from fairlead.core.cost import Weights, parts
+from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy
+from fairlead.core.profile import estimate
+from fairlead.core.records import FLOW_CONTROL, Trace, Waited
 from fairlead.core.request import Request
 from fairlead.core.snapshot import Restored
 from fairlead.core.stalls import LEVELS
@@ -64,6 +69,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     #: The chosen one first, then by total.
     candidates: tuple[Candidate, ...] = ()
     why: tuple[str, ...] = ()
+    #: Why it waited in a queue of ours before; `None` = it did not.
+    waited: Waited | None = None
 
 
 # A choice between endpoints, in words.
@@ -74,7 +81,7 @@ def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
     if not candidates or not candidates[0].chosen:
         return ["no endpoint was chosen"]
     chosen, unchosen = candidates[0], candidates[1:]
-    rated = [candidate for candidate in unchosen if candidate.total is not None and not candidate.removed_by]
+    rated = [candidate for candidate in unchosen if candidate.total is not None and not _gone(candidate)]
     if chosen.total is None:
         return [f"{chosen.endpoint} was taken without being rated: everything else was filtered out or overloaded"]
     rivals = [max(rated, key=lambda candidate: candidate.total or 0.0)] if rated else []
@@ -83,22 +90,31 @@ def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
         rivals.append(held_most)
     lines = [_against(chosen, rival, unit) for rival in rivals]
     lines += [f"{c.endpoint} made no progress for too long ({c.hung})" for c in candidates if c.hung]
-    removed = [candidate for candidate in unchosen if candidate.removed_by]
+    removed = [candidate for candidate in unchosen if _gone(candidate)]
     if removed:
         names = ", ".join(sorted({name for candidate in removed for name in candidate.removed_by}))
         lines.append(f"{len(removed)} of {len(candidates)} endpoints were filtered out by {names}")
+    closed = sum(candidate.removed_by == (FLOW_CONTROL,) for candidate in unchosen)
+    if closed:
+        lines.append(f"{closed} of {len(candidates)} endpoints were not open")
     return lines or [f"{chosen.endpoint} was the only endpoint"]
 
 
+def _gone(candidate: Candidate) -> bool:
+    """A filter spoke against it. Endpoints that are only not open just now are rated all the same."""
+    return bool(candidate.removed_by) and candidate.removed_by != (FLOW_CONTROL,)
+
+
 def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
-    if rival.removed_by:
+    if _gone(rival):
         held = f" although it holds {rival.cached_tokens - chosen.cached_tokens:,} more cached tokens"
         return f"{rival.endpoint} was filtered out by {', '.join(rival.removed_by)}{held}"
     gains = {name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()}
     better = ", ".join(f"{name} {gain:+,.1f}" for name, gain in _largest(gains) if gain > 0)
     worse = ", ".join(f"{name} {gain:+,.1f}" for name, gain in _largest(gains) if gain < 0)
     if rival.behind is not None and rival.behind < 0:
-        ending = f"{rival.endpoint} was rated {-rival.behind:,.1f} {unit} better, and lost by lot or service level"
+        reason = "was not open" if rival.removed_by else "lost by lot or service level"
+        ending = f"{rival.endpoint} was rated {-rival.behind:,.1f} {unit} better, and {reason}"
     else:
         ending = f"{rival.endpoint} was {rival.behind or 0.0:,.1f} {unit} behind {chosen.endpoint}"
     more = rival.cached_tokens - chosen.cached_tokens
@@ -112,6 +128,32 @@ def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
         taken.append(f"{rival.fewer_queued_tokens:,.0f} fewer queued tokens")
     tie = f"; with {' or '.join(taken)} it would have tied" if taken else ""
     return f"{text}: {detail}{tie}" if detail else text + tie
+
+
+_KEPT_BY = {
+    "beginning": "its prompt's beginning was elsewhere",
+    "load": "another endpoint had less to do",
+    "room": "there was no memory for its prompt",
+    "unable": "what was open could not serve it",
+}
+
+
+def why_waited(waited: Waited) -> list[str]:
+    """The wait in words."""
+    reasons = []
+    if waited.closed_ms > 0.0:
+        reasons.append(f"for {waited.closed_ms:,.1f} ms no endpoint was open")
+    if waited.kept_ms > 0.0:
+        why = _KEPT_BY.get(waited.kept_by)
+        kept = "it was others' turn" if why is None else f"waiting was better: {why}"
+        reasons.append(f"for {waited.kept_ms:,.1f} ms {kept}")
+    reasons.append(f"{waited.sent} went meanwhile")
+    lines = [f"it waited: {'; '.join(reasons)}"]
+    if waited.compared:
+        lines.append(
+            f"it was compared with {waited.compared} that waited too, {waited.passed} of them before it in the order"
+        )
+    return lines
 
 
 def _largest(gains: dict[str, float]) -> list[tuple[str, float]]:
@@ -149,34 +191,58 @@ def restored(trace: Trace) -> Restored:
 
 def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint: str) -> Explanation:
     """`make` gives a fresh policy each time. Raises `ValueError` without a snapshot."""
-    _, repeated = again(make(), request, trace)
     policy = make()
     view = restored(trace)
     totals = _column(trace.total, len(trace.endpoints))
-    mine = _column(repeated.total, len(trace.endpoints))
-    reproduced = bool(np.allclose(totals, mine, rtol=1e-9, atol=1e-9, equal_nan=True))
     terms, unit = terms_of(policy, request, view, trace)
     chosen = trace.endpoints.index(endpoint) if endpoint in trace.endpoints else -1
-    limits = _Limits(make, request, trace, totals, chosen) if chosen >= 0 and reproduced else None
+    limits, reproduced = None, True
+    if trace.waited is None or isinstance(policy, Explainable):  # else the cost kernel chose in its place
+        _, repeated = again(make(), request, trace)
+        rated = rating(trace)
+        here = np.isfinite(rated) if trace.waited is not None else slice(None)
+        reproduced = bool(np.allclose(rated[here], rating(repeated)[here], rtol=1e-9, atol=1e-9, equal_nan=True))
+        if chosen >= 0 and reproduced:
+            limits = _Limits(make, request, trace, rated, chosen)
     candidates = _candidates(view, request, trace, totals, terms, chosen, limits)
+    reasons = why(candidates, unit) + ([] if trace.waited is None else why_waited(trace.waited))
     return Explanation(
         policy=policy.name,
         unit=unit,
         endpoint=endpoint,
         reproduced=reproduced,
         candidates=candidates,
-        why=tuple(why(candidates, unit)),
+        why=tuple(reasons),
+        waited=trace.waited,
     )
+
+
+def rating(trace: Trace) -> FloatColumn:
+    """What the policy itself said, without what late binding added to it."""
+    said = next((column for name, _, column in trace.scorers if name == "cost" and trace.waited is not None), None)
+    return _column(trace.total if said is None else said, len(trace.endpoints))
 
 
 def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> tuple[list[tuple[str, Any]], str]:
     """([(name, column)], unit): what the totals are the sum of."""
+    late = trace.waited is not None
+    if not late and not isinstance(policy, Explainable):
+        return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], "points"
+    assert trace.snapshot is not None
+    cycle = Cycle(Context(trace.snapshot.at, Random(0)))
     if isinstance(policy, Explainable):
-        assert trace.snapshot is not None
-        cycle = Cycle(Context(trace.snapshot.at, Random(0)))
-        parts = policy.terms(request, view, cycle)
-        return [(name, -np.broadcast_to(column, len(view.table))) for name, column in parts], "ms"
-    return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], "points"
+        costs = policy.terms(request, view, cycle)
+    else:
+        costs = parts(
+            estimate(request, view, cycle), policy.weights if isinstance(policy, CostPolicy) else Weights(), view
+        )
+    terms = [(name, -np.broadcast_to(column, len(view.table))) for name, column in costs]
+    if late:
+        terms += [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers if name != "cost"]
+        left = np.nan_to_num(_column(trace.total, len(view.table)), neginf=0.0) - sum(column for _, column in terms)
+        if not isinstance(policy, Explainable) and np.abs(left[np.isfinite(trace.total)]).max(initial=0.0) > 1e-6:
+            terms.append(("order", left))  # such a policy only ranks: the kernel's costs, in its order
+    return terms, "ms"
 
 
 def _column(values: Any, length: int) -> FloatColumn:
@@ -272,7 +338,7 @@ class _Limits:
         assert self._trace.snapshot is not None
         context = Context(self._trace.snapshot.at, Random(0))
         trace = self._make().choose(self._request, view, context).trace
-        totals = _column(trace.total if trace else None, len(held))
+        totals = _column(None, len(held)) if trace is None else rating(trace)
         ties: BoolColumn = np.nan_to_num(totals, nan=-np.inf) >= self._goal
         return ties
 

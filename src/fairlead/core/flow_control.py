@@ -38,7 +38,7 @@ from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTi
 from fairlead.core.ledger import Lease
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Band, Queues, Shares
-from fairlead.core.records import DecisionRecord, Trace
+from fairlead.core.records import DecisionRecord, Trace, Waited
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 
@@ -107,6 +107,39 @@ def _nothing(request: Request) -> float:
     return 0.0
 
 
+class Tally:
+    """Counts, for all that wait, what they wait for: two sums of seconds and one of requests, each request by what they
+    grow while it waits."""
+
+    def __init__(self) -> None:
+        self._closed_s = self._kept_s = self._looked = 0.0
+        self._sent = 0
+        self._open = False
+
+    def look(self, opened: bool, now: float) -> None:
+        """Whether some endpoint is open from now on, as it stands before somebody is sent there."""
+        if self._open:
+            self._kept_s += now - self._looked
+        else:
+            self._closed_s += now - self._looked
+        self._open, self._looked = opened, now
+
+    def counted(self, now: float) -> tuple[float, float, int]:
+        self.look(self._open, now)
+        return self._closed_s, self._kept_s, self._sent
+
+    def sent(self) -> None:
+        self._sent += 1
+
+    def of(self, waiting: Waiting, now: float, compared: int = 0, passed: int = 0) -> Waited:
+        """Why it waited. `compared`, `passed`: as in `Waited`."""
+        closed_s, kept_s, sent = (
+            after - before for after, before in zip(self.counted(now), waiting.counted, strict=True)
+        )
+        kept_by = waiting.kept_by if kept_s > 0.0 else ""
+        return Waited(closed_s * 1e3, kept_s * 1e3, int(sent), compared, passed, kept_by)
+
+
 class FlowControl:
     """Owns the queues."""
 
@@ -134,9 +167,12 @@ class FlowControl:
         #: Since when nobody may wait any more; `inf` = they may.
         self._stopped = inf
         self._left = False
+        self.tally = Tally()
         #: The last look that found nobody to go: what was open, and the newest request then.
         self._in_vain: BoolColumn | None = None
         self._newest = (0, 0)
+        #: How many others the last one that went was compared with, and how many of them stood before it.
+        self._among = (0, 0)
         #: Priority → requests that a look which is not done has passed over, behind those whose turn it is.
         self._passed: dict[int, int] = {}
         #: Whether a look at the queues ended before it was done, and else the clock seconds at which one more look is
@@ -188,6 +224,9 @@ class FlowControl:
         outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work, output, ms)
         if isinstance(outcome, Waiting):
             outcome.known = known
+            if len(self.queues) == 1:  # nobody has looked while nobody waited
+                self._look(fleet, now)
+            outcome.counted = self.tally.counted(now)
         return outcome if isinstance(outcome, Refused) else (outcome, displaced)
 
     def _goes(self, request: Request, fleet: Fleet, now: float, slot: int, expect: Expect) -> bool:
@@ -212,6 +251,7 @@ class FlowControl:
         band, flow = self.queues.of(request, now)
         charge, step_ms = self._charge(band, flow, request, slot, uncached, output, fleet, now)
         self.queues.sent(flow, charge, step_ms)
+        self.tally.sent()
         return charge
 
     def settle(self, charge: Charge, status: int, tokens: int, duration_ms: float, now: float) -> None:
@@ -271,16 +311,18 @@ class FlowControl:
             charge, step_ms = self._charge(band, flow, request, bound.slot, bound.cost, waiting.output, fleet, now)
             self._shares.spent(self.queues.bands(), band.priority, charge.ms)
             self.queues.dispatch(waiting, charge, step_ms)
+            if bound.trace is not None:
+                bound.trace.waited = self.tally.of(waiting, now, *self._among)
+            self.tally.sent()
             yield bound
         self.more = bool(len(self.queues))
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
         if not len(self.queues) or not fleet.table.count:
             self.look_again = inf  # an endpoint that joins makes us look
+            self.tally.look(False, now)
             return None
-        opened = self.gate.open(fleet, now)
-        if opened is None:
-            opened = fleet.table.alive
+        opened = self._look(fleet, now)
         if self._would_be_in_vain(opened, fleet.table.version, now):
             return None
         self.look_again = inf
@@ -321,10 +363,19 @@ class FlowControl:
             if flow is not None and not band.demand.heavy(flow, 0.0) and band.fairness.due(flow):
                 bound = self.binder.bind(window, fleet, opened, now)
                 if isinstance(bound, Bound):
+                    self._among = len(window) - 1, window.index(bound.waiting)
                     return bound
                 self.look_again = min(self.look_again, bound)
                 break
         return None
+
+    def _look(self, fleet: Fleet, now: float) -> BoolColumn:
+        """Which endpoints are open."""
+        opened = self.gate.open(fleet, now)
+        if opened is None:
+            opened = fleet.table.alive
+        self.tally.look(bool(np.count_nonzero(opened)), now)
+        return opened
 
     def _would_be_in_vain(self, opened: BoolColumn, version: int, now: float) -> bool:
         """Nobody came, nothing opened, and nobody's patience ended since a look that found nobody to go."""
@@ -350,6 +401,7 @@ class FlowControl:
             among = list(window)
             bound = self.binder.bind(among, fleet, opened, now) if among else inf
             if isinstance(bound, Bound):
+                self._among = len(among) - 1, among.index(bound.waiting)
                 return bound
             self.look_again = min(self.look_again, bound)
         if len(among) == most:
@@ -578,10 +630,10 @@ class FlowController:
         return max(ceil(endpoints * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def refused(
-        self, request: Request, why: Refused, now: float, client: Any = None, queued_ms: float = 0.0
+        self, request: Request, why: Refused, now: float, client: Any = None, waiting: Waiting | None = None
     ) -> list[Instruction]:
-        """The answer, and the record of it."""
-        return [self._answer(request, why, client), self.record(request, why, now, queued_ms)]
+        """The answer, and the record of it. `waiting`: it waited."""
+        return [self._answer(request, why, client), self.record(request, why, now, waiting)]
 
     def _answer(self, request: Request, why: Refused, client: Any = None) -> Reject:
         low, high = RETRY
@@ -595,10 +647,22 @@ class FlowController:
             client=client,
         )
 
-    def record(self, request: Request, why: Refused, now: float, queued_ms: float) -> Record:
+    def record(
+        self, request: Request, why: Refused, now: float, waiting: Waiting | None = None, queued_ms: float = 0.0
+    ) -> Record:
+        trace = None
+        if waiting is not None:
+            queued_ms = (now - waiting.since) * 1e3
+            trace = Trace(outcome="none", waited=self.flow.tally.of(waiting, now))
         return Record(
             DecisionRecord(
-                request=request, at=now, policy=self.policy, outcome=why.reason, status=why.status, queued_ms=queued_ms
+                request=request,
+                at=now,
+                policy=self.policy,
+                outcome=why.reason,
+                status=why.status,
+                queued_ms=queued_ms,
+                trace=trace,
             )
         )
 

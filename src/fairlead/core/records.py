@@ -51,6 +51,26 @@ class Snapshot(Struct, frozen=True, gc=False):
     answer_steps: float = 0.0
 
 
+#: In a trace of late binding: the filters of the policy together, and what leaves those that may be sent one more.
+ABLE, FLOW_CONTROL = "able", "flow-control"
+
+
+class Waited(Struct, frozen=True, gc=False):
+    """Why a request waited in a queue of ours. Milliseconds add up to its wait."""
+
+    #: No endpoint was open. Some were, and nobody went.
+    closed_ms: float = 0.0
+    kept_ms: float = 0.0
+    #: Requests that went meanwhile.
+    sent: int = 0
+    #: With so many others it was compared when it went; of these, so many stood before it in the order of the queue.
+    compared: int = 0
+    passed: int = 0
+    #: What it waited for although some were open, at the last look at which nobody went (`binding.REASONS`); empty =
+    #: others' turn.
+    kept_by: str = ""
+
+
 #: A numpy array over the endpoints of one decision, in the order of `Trace.endpoints`.
 Column = Any
 
@@ -75,6 +95,8 @@ class Trace(Struct, gc=False):
     loading: Column = None
     #: What was known of the endpoints just then, where that is kept.
     snapshot: Snapshot | None = None
+    #: Late binding: it had waited. `None` = it was decided at once.
+    waited: Waited | None = None
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):

@@ -390,8 +390,7 @@ class Pipeline:
             entry = self._unqueued(waiting)
             self._unrouted(entry, trigger)
             assert self.flow_controller is not None
-            waited_ms = (now - waiting.since) * 1e3
-            instructions += self.flow_controller.refused(waiting.request, why, now, entry.client, waited_ms)
+            instructions += self.flow_controller.refused(waiting.request, why, now, entry.client, waiting)
         return instructions
 
     def _send(
@@ -563,10 +562,9 @@ class Pipeline:
         if entry.lease is not None:
             cause = "evicted" if entry.lease.evicted_at >= 0.0 else "stream-lost"
             return self._given_up(entry, ev.StreamLost, cause)
-        queued_ms = 0.0
-        if entry.waiting is not None and flow is not None:
-            flow.flow.queues.remove(entry.waiting)
-            queued_ms = (now - entry.waiting.since) * 1e3
+        queued_ms, waiting = 0.0, entry.waiting
+        if waiting is not None and flow is not None:
+            flow.flow.queues.remove(waiting)
             entry.waiting = None
         elif entry.question is not None and self.parking is not None:
             question = entry.question
@@ -574,7 +572,7 @@ class Pipeline:
             self._unasked(question)
             queued_ms = question.reservation.queued_ms(now) if question.reservation is not None else 0.0
         self._unrouted(entry, ev.StreamLost)
-        return [] if flow is None else [flow.record(entry.request, LEFT, now, queued_ms)]
+        return [] if flow is None else [flow.record(entry.request, LEFT, now, waiting, queued_ms)]
 
     def _given_up(self, entry: RequestEntry, trigger: type | Trigger, cause: str) -> list[Instruction]:
         assert entry.lease is not None

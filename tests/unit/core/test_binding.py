@@ -96,6 +96,7 @@ def test_it_waits_for_that_endpoint_but_not_for_ever(fleet, queue):
     waiting = queue(6000, text=text)
     closed = np.array([True, True, False])
     again = binder().bind([waiting], fleet, closed, NOW)
+    assert waiting.kept_by == "beginning"
     # 6000 tokens take about 290 ms: worth some 12 s of waiting.
     assert 5 < again - NOW < 20
     assert binder().bind([waiting], fleet, closed, again - 0.01) == pytest.approx(again)
@@ -116,7 +117,9 @@ def test_only_endpoints_that_are_able_count(fleet, queue):
         return np.array([False, True, False]) if request.session == "one" else None
 
     pairs = binder(able)
-    assert pairs.bind([queue(100, session="one")], fleet, np.array([True, False, True]), NOW) == inf
+    unable = queue(100, session="one")
+    assert pairs.bind([unable], fleet, np.array([True, False, True]), NOW) == inf
+    assert unable.kept_by == "unable"
     bound = pairs.bind([queue(50, session="one"), queue(100)], fleet, np.array([True, False, False]), NOW)
     assert (bound.waiting.request.session, bound.slot) == ("", 0)
 
@@ -200,6 +203,7 @@ def test_a_prompt_waits_until_an_engine_has_room_for_it(fleet, queue):
     # 25,000 tokens are a quarter of what is given back within 10 s: some 2.7 s, worth over two minutes of waiting.
     again = binder().bind([long], fleet, ALL, NOW)
     assert again == pytest.approx(NOW + LOOK_S), "memory comes back without an event of ours"
+    assert long.kept_by == "room"
     assert isinstance(binder().bind([queue(30_000, NOW - 100)], fleet, ALL, NOW), float)
     fleet.table.kv[2] = 0.69
     assert binder().bind([long], fleet, ALL, NOW).slot == 2
@@ -242,8 +246,10 @@ def test_a_less_loaded_endpoint_is_waited_for(fleet, queue):
     """30,000 tokens take 2 s, and each of 30 answers would pause so long: 6 s at a tenth of the weight."""
     fleet.table.active[:] = [30.0, 30.0, 0.0]
     open_ones = np.array([True, True, False])
-    again = binder().bind([queue(30_000)], fleet, open_ones, NOW)
+    waiting = queue(30_000)
+    again = binder().bind([waiting], fleet, open_ones, NOW)
     assert again == pytest.approx(NOW + LOOK_S), "load changes without an event of ours"
+    assert waiting.kept_by == "load"
     assert binder().bind([queue(100)], fleet, open_ones, NOW).slot in (0, 1), "a short prompt delays nobody"
     assert binder().bind([queue(30_000, NOW - 400)], fleet, open_ones, NOW).slot in (0, 1)
     fleet.table.active[2] = 30.0

@@ -13,6 +13,7 @@ from fairlead.core.explain import explain
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.flow_control import Bound
+from fairlead.core.records import Waited
 from fairlead.core.request import Request
 from fairlead.core.snapshot import Snapshots
 from fairlead.plugins.policies.by_load import LeastRequests
@@ -123,3 +124,24 @@ def test_a_late_bound_decision_can_be_explained(fleet):
     assert told.reproduced and told.endpoint == "e1" and told.unit == "ms"
     assert told.candidates[0].chosen
     assert sum(told.candidates[0].terms.values()) == pytest.approx(told.candidates[0].total)
+
+
+def test_a_better_endpoint_that_was_not_open_is_named(fleet):
+    fleet.table.active[:] = [0.0, 0.0, 3.0]
+    one = waiting(1, 20_000, waited=400.0)
+    rules = WaitingRules(CostModel(), CostModel())
+    binder = PairBinder(rules)
+    _, one.known = binder.look(one.request, fleet, NOW)
+    found = binder.bind([one], fleet, np.array([False, False, True]), NOW)
+    assert isinstance(found, Bound) and found.trace is not None
+    found.trace.snapshot, found.trace.waited = Snapshots()(fleet, NOW), Waited(1500.0, 500.0, 1, 4, 3, "load")
+    told = explain(CostModel, one.request, found.trace, "e2")
+    assert told.reproduced
+    assert "better, and was not open: " in told.why[0]
+    assert told.why[1:] == (
+        "2 of 3 endpoints were not open",
+        "it waited: for 1,500.0 ms no endpoint was open; for 500.0 ms waiting was better: another endpoint had less to"
+        " do; 1 went meanwhile",
+        "it was compared with 4 that waited too, 3 of them before it in the order",
+    )
+    assert [one.removed_by for one in told.candidates[1:]] == [("flow-control",)] * 2

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import AdaptersListed, Event, ModelsChanged, Reconfigured, RequestArrived
-from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace
+from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace, Waited
 from fairlead.core.request import Request
 
 SEGMENT, DECIDED, DETAIL, ENDED, POLICY, LOST = "segment", "decided", "detail", "ended", "policy", "lost"
@@ -207,6 +207,8 @@ class Packer:
         }
         if trace.loading is not None:
             packed["loading"] = _array(trace.loading, known, arrays)
+        if trace.waited is not None:
+            packed["waited"] = trace.waited
         if trace.snapshot is not None:
             packed["snapshot"] = self._snapshot(trace.snapshot)
         if trace.snapshot is None or trace.endpoints != _ids(trace.snapshot.endpoints):
@@ -258,6 +260,7 @@ class Unpacker:
                 held=_at(arrays, packed["held"]),
                 loading=_at(arrays, packed.get("loading")),
                 snapshot=snapshot,
+                waited=msgspec.convert(packed.get("waited"), Waited | None),
             )
             return Detail(msgspec.convert(packed["request"], Request), trace)
         except (KeyError, IndexError, TypeError, msgspec.ValidationError) as error:

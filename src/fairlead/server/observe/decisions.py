@@ -18,8 +18,8 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.errors import FairleadError
-from fairlead.core.explain import Explanation, explain
-from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace
+from fairlead.core.explain import Explanation, explain, why_waited
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace, Waited
 
 #: Candidates shown per decision, the best first; the chosen one always.
 MAX_SHOWN = 100
@@ -137,6 +137,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "best_hit_tokens": decision.best_hit_tokens,
         "overloaded": decision.overloaded,
         "forecast": None if decision.forecast is None else _forecast(decision.forecast),
+        "waiting": None if decision.trace is None or decision.trace.waited is None else _waited(decision.trace.waited),
         "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
         "result": None if outcome is None else _result(outcome),
     }
@@ -166,6 +167,12 @@ def _trace(trace: Trace, chosen: str, max_shown: int) -> dict[str, Any]:
             for i in shown
         ],
     }
+
+
+def _waited(waited: Waited) -> dict[str, Any]:
+    rounded = msgspec.to_builtins(waited)
+    rounded["closed_ms"], rounded["kept_ms"] = round(waited.closed_ms, 3), round(waited.kept_ms, 3)
+    return {**rounded, "why": why_waited(waited)}
 
 
 def _forecast(forecast: Forecast) -> dict[str, Any]:
@@ -236,8 +243,8 @@ def explained(
 
 def _explanation(decision: DecisionRecord, make_policy: Callable[[], Any] | None) -> tuple[Explanation | None, str]:
     trace = decision.trace
-    if trace is None:
-        return None, "it was bound by the queue, chosen elsewhere, or refused: no policy rated it"
+    if trace is None or not trace.endpoints:
+        return None, "it was chosen by a scheduler elsewhere, or refused: no policy rated it"
     if trace.snapshot is None or make_policy is None:
         return None, "the numbers were not kept; set journal.explain or journal.path"
     try:

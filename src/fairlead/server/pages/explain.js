@@ -32,6 +32,7 @@ function parts(found) {
     }
     made.push(candidates(explanation));
   } else {
+    if (found.waiting) made.push(make("ul", { class: "why" }, ...found.waiting.why.map((line) => make("li", {}, line))));
     made.push(make("p", { class: "empty" }, `No reasons in numbers: ${found.unexplained ?? "not recorded"}.`));
     if (found.trace) made.push(traced(found.trace));
   }
@@ -50,10 +51,11 @@ function facts(found) {
   ];
   if (prediction) {
     const { ttft_ms: ttft, cached_tokens: cached } = prediction;
+    const queued = found.queued_ms ? ", from when it was sent" : "";
     const verdict = ttft.within === null ? "" : ttft.within ? " (within the band)" : " (outside the band)";
     rows.push(
       ["First token predicted", `${milliseconds(ttft.predicted)} (90 %: ${ttft.band.map(milliseconds).join(" to ")})`],
-      ["First token came after", `${milliseconds(ttft.actual)}${verdict}`],
+      ["First token came after", `${milliseconds(ttft.actual)}${queued}${verdict}`],
       ["Cached tokens predicted", count(cached.predicted)],
       ["Cached tokens reported", cached.actual === null ? "not reported" : count(cached.actual)],
     );

@@ -16,6 +16,7 @@ from fairlead.core.explain import again, explain, restored, terms_of
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator.journal import JournalError, decisions, one_run, search
+from fairlead.lab.simulator.replay import replay
 from fairlead.server.observe.decisions import Journal, explained
 
 PROFILE = "scorers: [{type: prefix-aware, weight: 3}, {type: queue, weight: 1}, {type: kv-utilization, weight: 2}]"
@@ -28,6 +29,46 @@ def maker(policy: str = "policy: default") -> Callable[[], Policy]:
 
 def records(run: Any) -> list[DecisionRecord]:
     return [one for one in run.decisions if isinstance(one, DecisionRecord)]
+
+
+QUEUE = "\nflowControl: {ttl: 300s, saturation: {type: concurrency-detector, maxConcurrency: 12}}"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["policy: default", "policy: {type: cost-model, parameters: {interference: 3}}", "policy: least-requests", PROFILE],
+    ids=["cost model", "its weights", "a policy that ranks", "profile"],
+)
+def test_a_request_that_waited_is_explained_to_the_last_digit(
+    policy: str, record_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = record_run(tmp_path, policy + QUEUE, rate=25.0, seconds=6.0)
+    assert replay(one_run(tmp_path)).identical
+    waited = [record for record in records(made) if record.queued_ms > 0.0 and record.endpoint]
+    assert len(waited) > 30
+    fresh = maker(policy)
+    for record in waited[::5]:
+        trace = search(tmp_path, str(record.request.id)).decision.trace
+        assert trace is not None and trace.waited is not None and record.trace is not None
+        assert trace.waited == record.trace.waited
+        assert trace.waited.closed_ms + trace.waited.kept_ms == pytest.approx(record.queued_ms, abs=1e-6)
+        assert trace.waited.passed <= trace.waited.compared
+        found = explain(fresh, record.request, trace, record.endpoint)
+        assert found.reproduced and found.unit == "ms" and found.waited == trace.waited
+        for one in found.candidates:
+            assert sum(one.terms.values()) == pytest.approx(one.total, rel=1e-12)
+        assert any("no endpoint was open" in line for line in found.why)
+    assert max(one.trace.waited.sent for one in waited if one.trace and one.trace.waited) > 3
+
+
+def test_who_was_refused_in_the_queue_is_told_why_it_waited(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    made = record_run(tmp_path, "policy: default" + QUEUE.replace("300s", "200ms"), rate=25.0, seconds=3.0)
+    late = [record for record in records(made) if record.outcome == "rejected-ttl-expired"]
+    assert late
+    page = explained(late[-1], None, maker())
+    assert page["explanation"] is None and "refused" in page["unexplained"]
+    assert page["waiting"]["closed_ms"] == pytest.approx(late[-1].queued_ms, abs=0.01)
+    assert "no endpoint was open" in page["waiting"]["why"][0]
 
 
 @pytest.mark.parametrize("policy", ["policy: default", PROFILE], ids=["cost model", "profile"])
