@@ -123,17 +123,21 @@ class StartTimeFair:
             yield flow.first(window)
 
     def spent(self, flow: Flow, cost: float) -> None:
-        if not len(flow):
-            flow.tag = max(flow.tag, self._now())
-        self._time = max(self._time, flow.tag)
+        if not flow.waiting:
+            now = self._now()
+            if flow.tag < now:
+                flow.tag = now
+        if flow.tag > self._time:
+            self._time = flow.tag
         self.corrected(flow, cost)
 
     def corrected(self, flow: Flow, more: float) -> None:
         flow.served += more
-        if len(flow):
+        waits = bool(flow.waiting)
+        if waits:
             self._unrank(flow)
         flow.tag += more / flow.weight
-        if len(flow):
+        if waits:
             self._rank(flow)
 
     def due(self, flow: Flow) -> bool:

@@ -144,7 +144,7 @@ class Queues:
         #: The number of the request that joined last.
         self.newest = 0
         self._flows_made = 0
-        #: The first is looked at next. (An ordered one: a plain dict would be walked through from its emptied front.)
+        #: Who is idle for longest is first. (A plain dict would be walked through from its emptied front.)
         self._idle: OrderedDict[FlowKey, Flow] = OrderedDict()
         self.bytes = 0
 
@@ -227,13 +227,15 @@ class Queues:
         flow = band.flows[key] = self._idle[key] = made
         return flow
 
-    def _forget_idle(self, now: float, most: int = _SWEEP) -> None:
-        for _ in range(min(most, len(self._idle))):
-            key, flow = self._idle.popitem(last=False)
-            if now - flow.seen > FLOW_MEMORY or len(self._idle) >= MOST_IDLE:
-                del self._bands[key.priority].flows[key]
-            else:
-                self._idle[key] = flow
+    def _forget_idle(self, now: float) -> None:
+        idle = self._idle
+        for _ in range(_SWEEP):
+            if not idle:
+                return
+            key = next(iter(idle))
+            if now - idle[key].seen <= FLOW_MEMORY and len(idle) <= MOST_IDLE:
+                return
+            del idle[key], self._bands[key.priority].flows[key]
 
     # ---- out ----
 
@@ -269,7 +271,7 @@ class Queues:
         band.demand.settle(charge, done_ms, took_ms, now)
         if not flow.wanted:
             self._idle[flow.key] = flow
-            self._forget_idle(now, 1)
+            self._forget_idle(now)
 
     def dispatch(self, waiting: Waiting, charge: Charge, step_ms: float) -> None:
         """It leaves the queue for an endpoint now."""
