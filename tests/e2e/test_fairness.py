@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from gw_http1 import Http1
 from gw_messages import JSON, Ask
-from gw_processes import Serve, Stub
+from gw_processes import Serve, Stub, sees_the_scheduler
 
 MODEL = "Qwen/Qwen3-32B"
 SECONDS = 8.0
@@ -76,6 +76,7 @@ async def test_a_light_tenant_is_served_as_if_alone(
 ) -> None:
     servers = await asyncio.to_thread(stub, 1, "--time-ratio", "1")
     at = await asyncio.to_thread(serve, {"endpoints": servers.addresses, "flowControl": {}})
+    await sees_the_scheduler(at.gateway)
     statuses: list[bytes] = []
 
     async def beside(until: float) -> None:
