@@ -12,7 +12,8 @@ from fairlead.apis.tokens import PromptTokeniser
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex
-from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_journal
+from fairlead.gateway.h2_limits import ByteBudget
+from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_budget, show_journal
 from fairlead.server.observe.exposition import Registry, View
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
 from fairlead.server.observe.watch import Watch
@@ -87,6 +88,7 @@ def scheduler_registry() -> Registry:
     QueryMetrics(registry)
     show_journal(registry, _NoJournal())
     GatewayMetrics(registry, None)
+    show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry
 
 

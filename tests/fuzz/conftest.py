@@ -139,6 +139,9 @@ class Wire:
     def watch_cancel(self, on: bool) -> None:
         pass
 
+    def hold(self, size: int, expected: int = 0) -> None:
+        assert size >= 0 and expected >= 0
+
 
 class Rig:
     """A whole scheduler without sockets: what sessions and access logs talk to, metrics and journal included."""

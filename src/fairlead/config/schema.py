@@ -357,6 +357,12 @@ class LedgerSettings(Section):
 
 class Parsing(Section):
     max_body_bytes: Bytes = Field(default=64 << 20, description="Larger request bodies are refused.")
+    max_buffered_bytes: Bytes = Field(
+        default=0,
+        description="Of all requests that are not whole yet, or that wait and whose bodies are kept, together; 0 = an "
+        "eighth of the memory that the cgroup or the machine has, at most 128 MiB. More waits without flow-control "
+        "credit.",
+    )
     conversations: bool = Field(
         default=True,
         description="Recognise a conversation by its prompts when the client names neither session nor user.",

@@ -5,7 +5,7 @@ Rules
   enters `Pipeline.handle` twice, and what an event leads to is complete before the next one.
 * Each instruction is carried out on its own. One that fails is logged and counted, and the others are carried out all
   the same. A request whose client fails is ended: the client is told to give up, the pipeline that its stream is lost.
-* A failure of the pipeline itself reaches whoever fed the event. The events behind it wait for the next turn.
+* A failure of the pipeline itself reaches whoever fed the event. The events behind it are handled in the next turn.
 """
 
 import logging
@@ -166,6 +166,12 @@ class Driver:
                 event = events.popleft()
         finally:
             self._busy = False
+            if events:  # the pipeline failed: those behind did nothing wrong
+                self.later(0.0, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._events:
+            self.feed(self._events.pop())  # in their order: it is the last again
 
     def later(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
         """Call it in a turn of the event loop of its own."""

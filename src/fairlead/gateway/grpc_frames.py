@@ -48,6 +48,11 @@ class MessageReader:
         """Bytes of an unfinished message are held."""
         return bool(self._buffer)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the unfinished message, those to come included, as far as it has told."""
+        return self._need
+
     def feed(self, data: bytes, pos: int, end: int) -> list[bytes]:
         """The messages that `data[pos:end]` completes. `ProtocolError` carries a gRPC status code.
 

@@ -8,6 +8,8 @@ differs for a handler:
 * Status texts of errors that the transport finds itself are grpc's.
 * Binary metadata (`-bin`) is handed over in base64, as it travels; pseudo-headers, `content-type` and grpc's own
   headers are not handed over at all.
+* The budget of bytes holds for whole messages only: grpc keeps unfinished ones by itself, each up to `max_message`, and
+  gives credit for them by itself. A stream that waits for room is not read from.
 
 grpc.aio cancels a handler's task when the peer resets the stream, and Envoy resets every ext_proc stream: the end of a
 stream is told in `finally`. Each listener has a server of its own, because grpc cannot add ports to a running one.
@@ -23,7 +25,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fairlead.gateway.grpc_frames import Status
-from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_limits import ByteBudget, Claim, H2Limits
 from fairlead.gateway.stream import HandlerFactory, Routes, StreamHandler
 from fairlead.gateway.tls import ServerTls
 
@@ -45,7 +47,11 @@ def _load_grpc() -> Any:
 class AioStream:
     """A `ServerStream` whose messages a task writes one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: ByteBudget | None = None) -> None:
+        self._budget = budget
+        self._claim = Claim(self)
+        self._may_read = asyncio.Event()
+        self._may_read.set()
         self.finished = False
         self.code = 0
         self.message = ""
@@ -68,6 +74,39 @@ class AioStream:
             self.handler = None
             self.code, self.message = code, message
             self._wake.set()
+
+    def hold(self, size: int, expected: int = 0) -> None:
+        budget = self._budget
+        if budget is None or self.finished:
+            return
+        if expected <= size:
+            budget.count(self._claim, size)
+        elif not budget.ask(self._claim, expected):
+            self.fail(Status.RESOURCE_EXHAUSTED, "too many unfinished requests are held already")
+        if budget.starved(self._claim):
+            self._may_read.clear()
+        else:
+            self._may_read.set()
+
+    def granted(self) -> None:
+        """There is room for what it waits for."""
+        self._may_read.set()
+
+    def fail(self, code: int, why: str) -> None:
+        """The transport ends the stream."""
+        if not self.finished:
+            self.code, self.message = code, why
+            self.lost(why)
+
+    async def may_read(self) -> None:
+        """Wait while what comes next has to wait for memory."""
+        await self._may_read.wait()
+
+    def released(self) -> None:
+        """It is over: nothing is held."""
+        if self._budget is not None:
+            self._budget.count(self._claim, 0)
+        self._may_read.set()
 
     def room(self) -> int:
         return 0
@@ -104,9 +143,7 @@ class AioStream:
             self.crashed()
 
     def crashed(self) -> None:
-        if not self.finished:
-            self.code, self.message = Status.INTERNAL, "internal error"
-            self.lost("internal error")
+        self.fail(Status.INTERNAL, "internal error")
 
     async def write_all(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Until the stream is finished and everything queued has left."""
@@ -122,7 +159,15 @@ class AioStream:
 class GrpcServer:
     """Has the interface of `H2Server`. `ConfigError` when grpcio is not installed."""
 
-    def __init__(self, routes: Routes, limits: H2Limits | None = None, *, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        limits: H2Limits | None = None,
+        *,
+        tls: ServerTls | None = None,
+        budget: ByteBudget | None = None,
+    ) -> None:
+        self._budget = budget
         self.limits = limits or H2Limits()
         self.addresses: list[str] = []
         self._grpc = _load_grpc()
@@ -164,7 +209,7 @@ class GrpcServer:
             raise OSError(f"cannot listen on {address}: {error}") from error
         await server.start()
         self._servers.append(server)
-        if self._tls is not None and self._ticker is None:
+        if (self._tls is not None or self._budget is not None) and self._ticker is None:
             self._tick()
         return int(port)
 
@@ -194,6 +239,8 @@ class GrpcServer:
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         self._ticker = loop.call_later(_TICK, self._tick)
+        if self._budget is not None:
+            self._budget.tick()
         if self._tls is not None:
             self._tls.refresh(loop.time())
 
@@ -216,7 +263,7 @@ class GrpcServer:
         return Handler()
 
     async def _serve(self, factory: HandlerFactory, context: Any) -> None:
-        stream = AioStream()
+        stream = AioStream(self._budget)
         reader: asyncio.Task[None] | None = None
         try:
             try:
@@ -234,10 +281,12 @@ class GrpcServer:
             if reader is not None:
                 reader.cancel()
             stream.lost("reset by the peer, or the connection was lost")
+            stream.released()
 
     async def _read(self, stream: AioStream, context: Any) -> None:
         with contextlib.suppress(*self._ended_errors):
             while stream.handler is not None:
+                await stream.may_read()
                 message = await context.read()
                 if message is self._grpc.aio.EOF:
                     # Also what a reset looks like; the cancel follows at once and is told as `lost` (grpcio 1.85).

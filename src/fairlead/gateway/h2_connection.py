@@ -23,7 +23,7 @@ from fairlead.gateway import h2
 from fairlead.gateway.h2 import ErrorCode
 from fairlead.gateway.h2_control import FrameHandler, H2Control, Owner, only
 from fairlead.gateway.h2_headers import Opening
-from fairlead.gateway.h2_limits import Budget, H2Limits
+from fairlead.gateway.h2_limits import Budget, ByteBudget, Claim, H2Limits
 from fairlead.gateway.h2_stream import H2Stream
 from fairlead.gateway.stream import Routes
 
@@ -56,9 +56,17 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
     """An asyncio protocol; one per accepted socket."""
 
     def __init__(
-        self, routes: Routes, owner: Owner, limits: H2Limits, scratch: Scratch, merge_wakeups: bool = False
+        self,
+        routes: Routes,
+        owner: Owner,
+        limits: H2Limits,
+        scratch: Scratch,
+        merge_wakeups: bool = False,
+        budget: ByteBudget | None = None,
     ) -> None:
-        super().__init__(owner, limits, merge_wakeups)
+        super().__init__(owner, limits, merge_wakeups, budget)
+        #: Of an incomplete frame, where that is long.
+        self._frame = Claim(self)
         self._view, self._scratch = scratch.view, scratch.whole
         self._whole_messages = not limits.max_stream_bytes
         #: The first four bytes of a frame (its length, and any type) at most, and of one that is a whole message.
@@ -139,8 +147,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                 pos = stop
             if pos < end:
                 plain = False
-                self._need = stop - pos if pos <= last else _HEAD_SIZE
-                self._carry += memoryview(data)[pos:end]
+                self._keep(memoryview(data)[pos:end], stop - pos if pos <= last else _HEAD_SIZE)
         except ProtocolError as error:
             self.fail(error.code, str(error))
         except Exception:
@@ -167,10 +174,27 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             del carry[: len(preface)]
         elif len(carry) < self._need:
             return b"", 0
+        if self._frame.size and self.budget is not None:
+            self.budget.count(self._frame, 0)
         end = len(carry)
         carry += bytes(_PREFIX_SIZE)
         self._carry, self._need = bytearray(), 0
         return bytes(carry), end
+
+    def _keep(self, part: memoryview, need: int) -> None:
+        """Of a frame that is `need` bytes long. All of it comes whatever we say: a long one has room or ends us."""
+        self._need = need
+        self._carry += part
+        if need > ByteBudget.SMALL and self.budget is not None and not self.budget.ask(self._frame, need, need):
+            raise ProtocolError("too many unfinished frames are held already", ErrorCode.ENHANCE_YOUR_CALM)
+
+    def granted(self) -> None:
+        """A frame needs no credit."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.budget is not None:
+            self.budget.count(self._frame, 0)
 
     # ---- HEADERS ----
 
@@ -305,10 +329,15 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         if stream.receive_window < 0:
             self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR, "the peer exceeded the stream's window")
             return False
-        if not (stream.remote_closed or stream.finished):
+        if not (stream.remote_closed or stream.finished or stream.starved):
             self.out.append(h2.window_update(stream.id, self.limits.stream_window - stream.receive_window))
             stream.receive_window = self.limits.stream_window
         return True
+
+    def credit(self, stream: H2Stream) -> None:
+        if stream.receive_window < self.limits.stream_window:
+            self._give_stream_credit(stream)
+            self.flush_soon()
 
     def _on_stray_data(self, flags: int, stream_id: int, size: int) -> None:
         """DATA on a stream that is not open any more; its connection window is given back already."""

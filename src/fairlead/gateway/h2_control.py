@@ -22,7 +22,7 @@ from fairlead.gateway import grpc_frames as grpc
 from fairlead.gateway import h2
 from fairlead.gateway.h2 import ErrorCode
 from fairlead.gateway.h2_headers import HeaderBlocks
-from fairlead.gateway.h2_limits import Budget, H2Limits
+from fairlead.gateway.h2_limits import Budget, ByteBudget, H2Limits
 from fairlead.gateway.h2_stream import H2Sender, H2Stream
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,15 @@ class Owner(Protocol):
     def lost(self, connection: "H2Control") -> None:
         """It is gone; its streams have been told."""
 
+    def broke(self, peer: str, why: str) -> None:
+        """The peer broke the protocol."""
+
 
 class H2Control(H2Sender):
     """Base of `H2Connection`, which reads."""
 
-    def __init__(self, owner: Owner, limits: H2Limits, merge_wakeups: bool) -> None:
-        super().__init__(limits, merge_wakeups, asyncio.get_running_loop())
+    def __init__(self, owner: Owner, limits: H2Limits, merge_wakeups: bool, budget: ByteBudget | None = None) -> None:
+        super().__init__(limits, merge_wakeups, asyncio.get_running_loop(), budget)
         self._owner = owner
         self._blocks = HeaderBlocks(limits.max_header_list)
         self._last_stream = 0
@@ -261,7 +264,7 @@ class H2Control(H2Sender):
         """A connection error (5.4.1)."""
         if self.closing:
             return
-        log.info("closing the connection from %s: %s", self._peer, why)
+        self._owner.broke(self._peer, why)
         self._end_streams(why)
         self.out.append(h2.goaway(self._last_stream, code, why))
         self.flush()

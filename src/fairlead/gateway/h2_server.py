@@ -11,6 +11,7 @@ Measured figures and the comparison with grpc.aio: `bench/transport.py`.
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from pathlib import Path
@@ -19,12 +20,16 @@ from msgspec import Struct
 
 from fairlead.gateway.h2_connection import H2Connection, Scratch
 from fairlead.gateway.h2_control import H2Control
-from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_limits import ByteBudget, H2Limits
 from fairlead.gateway.ports import listening_sockets
 from fairlead.gateway.stream import Routes
 from fairlead.gateway.tls import ServerTls
 
+log = logging.getLogger(__name__)
+
 _TICK = 1.0
+#: Seconds between two lines about connections that broke the protocol.
+_LOG_GAP = 60.0
 _BACKLOG = 1024
 
 
@@ -51,15 +56,20 @@ class H2Server:
         *,
         tls: ServerTls | None = None,
         merge_wakeups: bool = False,
+        budget: ByteBudget | None = None,
     ) -> None:
-        """`merge_wakeups`: read lone RST_STREAMs with the next data; see `h2_stream`. Linux, plaintext TCP only."""
+        """`budget`: what all streams may hold. `merge_wakeups`: read lone RST_STREAMs with the next data (`h2_stream`);
+        Linux, plaintext TCP only."""
         self.limits = limits or H2Limits()
         #: What is listened on: `127.0.0.1:9002`, `[::]:9002` or a path.
         self.addresses: list[str] = []
         self._routes = routes
         self._tls = tls
         self._merge = merge_wakeups and hasattr(socket, "SO_RCVLOWAT")
+        self._budget = budget
         self._scratch = Scratch()
+        #: Connections that broke the protocol since the last line about them, and when that was written.
+        self._broke, self._broke_logged_at = 0, -_LOG_GAP
         self._listeners: list[asyncio.Server] = []
         self._paths: list[str] = []
         self._connections: set[H2Control] = set()
@@ -114,7 +124,7 @@ class H2Server:
             self._ticker = loop.call_later(_TICK, self._tick)
 
     def _connection(self) -> H2Connection:
-        return H2Connection(self._routes, self, self.limits, self._scratch, self._merge)
+        return H2Connection(self._routes, self, self.limits, self._scratch, self._merge, self._budget)
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -122,6 +132,8 @@ class H2Server:
         now = loop.time()
         for connection in list(self._connections):
             connection.tick(now)
+        if self._budget is not None:
+            self._budget.tick()
         if self._tls is not None:
             self._tls.refresh(now)
 
@@ -143,6 +155,14 @@ class H2Server:
         self._mark_changes += connection.mark_changes
         if not self._connections:
             self._empty.set()
+
+    def broke(self, peer: str, why: str) -> None:
+        """One line a minute, however many do."""
+        self._broke += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._broke_logged_at >= _LOG_GAP:
+            log.info("closed %d connections that broke the protocol, the last from %s: %s", self._broke, peer, why)
+            self._broke, self._broke_logged_at = 0, now
 
     def stats(self) -> TransportStats:
         live = self._connections

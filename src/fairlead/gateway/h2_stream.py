@@ -39,7 +39,7 @@ from fairlead.core.errors import ProtocolError
 from fairlead.gateway import grpc_frames as grpc
 from fairlead.gateway import h2
 from fairlead.gateway.h2 import ErrorCode
-from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_limits import ByteBudget, Claim, H2Limits
 from fairlead.gateway.stream import StreamHandler
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,12 @@ _MERGING_MARK = 14
 class H2Sender:
     """Base of `H2Connection`. Its streams reach into it."""
 
-    def __init__(self, limits: H2Limits, merge_wakeups: bool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, limits: H2Limits, merge_wakeups: bool, loop: asyncio.AbstractEventLoop, budget: ByteBudget | None
+    ) -> None:
         self.limits = limits
+        #: Of all connections; `None` = none is kept.
+        self.budget = budget
         self.loop = loop
         self.transport: asyncio.Transport
         #: Frames that leave with the next write.
@@ -154,6 +158,9 @@ class H2Sender:
         """RST_STREAM, for a stream that is not open any more."""
         raise NotImplementedError
 
+    def credit(self, stream: "H2Stream") -> None:
+        """The stream may go on: give its window back."""
+
     def close_if_idle(self) -> None:
         """Draining: close once the last stream has ended."""
 
@@ -220,6 +227,11 @@ class H2Stream:
     _reader: grpc.MessageReader | None = None
     _received = 0
     _watching = True
+    #: Its place in the budget, once it has one; what it consists of: a message that is coming, what the handler keeps.
+    claim: Claim | None = None
+    _coming = _kept = 0
+    #: The handler waits for more than it has.
+    _expecting = False
 
     def __init__(self, connection: H2Sender, stream_id: int) -> None:
         self.id = stream_id
@@ -286,6 +298,8 @@ class H2Stream:
             data,
             _last_head(_OK_LENGTH, _LAST, number, _TRAILERS_OK),
         )
+        if self.claim is not None and connection.budget is not None:
+            connection.budget.count(self.claim, 0)
         self.finished = True
         self.handler = self.take = None
         if self._watching:
@@ -302,6 +316,34 @@ class H2Stream:
 
     def connected(self) -> bool:
         return not self._connection.closing
+
+    def hold(self, size: int, expected: int = 0) -> None:
+        self._kept, self._expecting = max(size, expected), expected > size
+        self._claim()
+
+    def _claim(self) -> None:
+        """Have the budget know what is held."""
+        budget = self._connection.budget
+        if budget is None or self.finished:
+            return
+        if self.claim is None:
+            self.claim = Claim(self)
+        size = self._coming + self._kept
+        if not (self._coming or self._expecting):
+            budget.count(self.claim, size)
+        elif not budget.ask(self.claim, size, self._connection.limits.stream_window):
+            self.fail(grpc.Status.RESOURCE_EXHAUSTED, "too many unfinished requests are held already")
+
+    def granted(self) -> None:
+        """There is room for what comes."""
+        if not self.finished:
+            self._connection.credit(self)
+
+    @property
+    def starved(self) -> bool:
+        """What it sends has to wait for room."""
+        budget = self._connection.budget
+        return budget is not None and self.claim is not None and budget.starved(self.claim)
 
     @property
     def watching(self) -> bool:
@@ -386,7 +428,12 @@ class H2Stream:
         for message in messages:
             if self.finished:
                 return
+            self._coming = 0
             handler.on_message(message)
+        coming = self._reader.size if self._reader is not None else 0
+        if coming != self._coming or (messages and self.claim is not None):
+            self._coming = coming
+            self._claim()
         whole = self._reader is None and not (self.remote_closed or self._connection.limits.max_stream_bytes)
         if whole and not self.finished:
             self.take = handler.on_message
@@ -427,6 +474,8 @@ class H2Stream:
         self.fail(grpc.Status.INTERNAL, "internal error")
 
     def _leave(self) -> None:
+        if self.claim is not None and self._connection.budget is not None:
+            self._connection.budget.count(self.claim, 0)
         self.finished = True
         self.handler = self.take = None  # breaks the cycle with the handler, which holds this stream
         if self._reader is not None:

@@ -5,7 +5,7 @@ import contextlib
 from fairlead.core.errors import ConfigError
 from fairlead.gateway import access_log
 from fairlead.gateway.grpc_server import GrpcServer
-from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_limits import ByteBudget, H2Limits
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.host import Host
@@ -30,13 +30,21 @@ def routes(host: Host, health: HealthService) -> Routes:
 class Server:
     """`await start()`, then `drain()`, then `await close()`. `transport`: `http2` (own) or `grpc-aio` (reference)."""
 
-    def __init__(self, transport: str, host: Host, health: HealthService, tls: ServerTls | None, max_body: int) -> None:
+    def __init__(
+        self,
+        transport: str,
+        host: Host,
+        health: HealthService,
+        tls: ServerTls | None,
+        max_body: int,
+        budget: ByteBudget | None = None,
+    ) -> None:
         limits = H2Limits(max_message=max_body + (64 << 10))
         self._health = health
         if transport == "http2":
-            self._main: _Transport = H2Server(routes(host, health), limits, tls=tls, merge_wakeups=True)
+            self._main: _Transport = H2Server(routes(host, health), limits, tls=tls, merge_wakeups=True, budget=budget)
         else:
-            self._main = GrpcServer(routes(host, health), limits, tls=tls)
+            self._main = GrpcServer(routes(host, health), limits, tls=tls, budget=budget)
         self._extra: list[H2Server] = []
 
     @property

@@ -217,6 +217,10 @@ class Session:
             self._complete_parts(Kind.REQUEST_BODY)
         elif ended or mode.whole_body:
             self._complete_parts(Kind.REQUEST_HEADERS)
+        else:
+            length = self._headers.get("content-length", "")
+            expected = int(length) if length.isdecimal() and len(length) < 12 else 0
+            self._stream.hold(self._size, min(max(expected, self._size + 1), self._host.max_body))
 
     def _on_request_trailers(self, message: Incoming) -> None:
         self._request_end = RequestEnd.TRAILERS
@@ -245,6 +249,8 @@ class Session:
 
     def _complete_parts(self, awaited: Kind) -> None:
         parts, self._parts = self._parts or [], None
+        if len(parts) > 1:
+            self._stream.hold(0)
         self._complete(awaited, b"".join(parts), len(parts))
 
     def _complete(self, awaited: Kind, body: bytes, chunks: int) -> None:
@@ -266,6 +272,8 @@ class Session:
         self._request = request
         if self._mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite:
             self._body = body
+            if body:
+                self._stream.hold(len(body))
         if reading is None:
             self._state = SessionState.WAITING
             host.driver.feed(RequestArrived(request, self))
@@ -345,7 +353,9 @@ class Session:
             if self._wired():
                 self._stream.watch_cancel(False)  # the access log tells the end in any case
             self._state = SessionState.ROUTED
-            self._body = b""
+            if self._body:
+                self._body = b""
+                self._stream.hold(0)
             self._fallback = route.fallback
             self._watch = ResponseWatch(request)
 

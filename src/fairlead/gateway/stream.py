@@ -30,6 +30,10 @@ class ServerStream(Protocol):
         """Whether a reset by the peer must reach the handler at once (the default), or may arrive together with the
         peer's next data: a transport may then save the wake-up."""
 
+    def hold(self, size: int, expected: int = 0) -> None:
+        """The handler keeps `size` bytes of what the peer sent; 0 = nothing any more. `expected`: it will keep so many,
+        and cannot go on before they have come: the transport lets them come as memory allows, or loses the stream."""
+
     def room(self) -> int:
         """Message bytes (without framing) that would leave in one write right now; 0 when anything is still queued."""
         ...

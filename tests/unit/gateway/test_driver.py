@@ -209,6 +209,26 @@ def test_a_pipeline_that_raises_tells_who_fed_the_event_and_goes_on_with_the_nex
     assert pipeline.events == [ev.StopAsked()]
 
 
+def test_events_behind_one_that_broke_the_pipeline_wait_for_nobody() -> None:
+    class Broken(Scripted):
+        def handle(self, event: Any) -> list[Instruction]:
+            if isinstance(event, ev.RemoteUp):
+                raise ValueError("a defect")
+            return super().handle(event)
+
+    class Eager(Told):
+        def route(self, route: Route) -> None:
+            for event in (ev.RemoteUp("far"), ev.FirstTokenSeen(1), ev.FirstTokenSeen(2)):
+                driver.feed(event)
+
+    clock, pipeline = SimClock(), Broken({ev.StopAsked: [Route(1, ENDPOINT, client=Eager())]})
+    driver = Driver(pipeline, clock, Observer())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a defect"):
+        driver.feed(ev.StopAsked())
+    clock.advance(0.001)
+    assert pipeline.events == [ev.StopAsked(), ev.FirstTokenSeen(1), ev.FirstTokenSeen(2)]
+
+
 @pytest.mark.failing_instructions
 def test_no_lease_is_left_of_a_request_whose_session_fails() -> None:
     clock, fleet, observer = SimClock(), Fleet(), Observer()

@@ -61,6 +61,11 @@ class Wire:
     def room(self):
         return self.window
 
+    held = 0
+
+    def hold(self, size, expected=0):
+        self.held = max(size, expected)
+
     def watch_cancel(self, on):
         self.watching = on
 

@@ -67,6 +67,8 @@ class Wire:
 
     def watch_cancel(self, on: bool) -> None: ...
 
+    def hold(self, size: int, expected: int = 0) -> None: ...
+
     def connected(self) -> bool:
         return True
 

@@ -29,6 +29,48 @@ def keep_heap() -> None:
             mallopt(option, value)
 
 
+class _Mallinfo(ctypes.Structure):
+    """mallinfo2(3), glibc 2.33."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+    )]  # fmt: skip
+
+
+class HeapTrim:
+    """Gives back what glibc keeps of freed memory (`keep_heap`) once it has not been used again for a while: after an
+    attack or a burst of large bodies the process is as small as before. Where that cannot be asked nothing is done."""
+
+    MOST = 24 << 20
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 10.0) -> None:
+        self._loop = loop
+        self._interval = interval_s
+        #: Free bytes, the fewest since the last trim, and at the last look.
+        self._least = self._last = 0
+        #: Times that memory was given back.
+        self.trims = 0
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            self._info, self._trim = libc.mallinfo2, libc.malloc_trim
+            self._info.restype = _Mallinfo
+            self._timer = loop.call_later(interval_s, self.look)
+
+    def look(self) -> None:
+        free = int(self._info().fordblks)
+        self._least = min(self._least, free)
+        if min(free, self._last) - self._least > self.MOST:
+            self._trim(0)
+            self.trims += 1
+            self._least = free
+        self._last = free
+        self._timer = self._loop.call_later(self._interval, self.look)
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._timer.cancel()
+
+
 # How late the event loop fires its timers: the one number that tells whether something blocks it.
 
 

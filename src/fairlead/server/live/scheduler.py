@@ -25,8 +25,9 @@ from fairlead.core.models import ModelRules, ModelSet
 from fairlead.core.scheduling import Scheduling
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
+from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.gateway.health import HealthService
-from fairlead.gateway.memory import FEW_FILES, raise_file_limit
+from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
 from fairlead.pool.endpoints_file import follow_endpoints
@@ -36,9 +37,9 @@ from fairlead.server.config_file import ConfigFile
 from fairlead.server.dashboard import DashboardSources
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.kube import Kube
-from fairlead.server.live.memory import LoopLag, keep_heap, settle_memory
+from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_memory
 from fairlead.server.live.wiring import start_tracing, wire
-from fairlead.server.observe.component_metrics import GatewayMetrics
+from fairlead.server.observe.component_metrics import GatewayMetrics, show_budget
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
@@ -51,6 +52,8 @@ log = get("serve")
 _POLL = 0.05
 #: Problems of a changed configuration that are logged; `fairlead validate` prints all.
 _SHOWN = 5
+#: Bytes of unfinished requests where the configuration does not say.
+_MOST_BUFFERED = 128 << 20
 
 
 class Live:
@@ -69,6 +72,8 @@ class Live:
         self._unready = {"start": "starting"}
         #: The embedded gateway's own word that it asks us, as far as its admin page is known.
         self._is_asked = False
+        #: What is wrong with the file that was changed last.
+        self._file_unusable = ""
         self.kube: Kube | None = None
         self.health = HealthService()
         self._definitions: dict[str, ModelSet] = {}
@@ -128,6 +133,7 @@ class Live:
         stack.push_async_callback(self.scraper.close)
         stack.push_async_callback(core.served.close)
         stack.callback(LoopLag(loop, self._turned).close)
+        stack.callback(HeapTrim(loop).close)
         if core.kv is not None:
             await core.kv.start(stack)
         self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
@@ -144,20 +150,44 @@ class Live:
             )
             await self.kube.start(stack)
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
-        server = Server(config.ext_proc.transport, self.host, self.health, tls, config.parsing.max_body_bytes)
+        budget = ByteBudget(config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED), loop.time)
+        show_budget(self.watch.metrics.registry, budget)
+        self._watch_troubles(budget)
+        max_body = config.parsing.max_body_bytes
+        server = Server(config.ext_proc.transport, self.host, self.health, tls, max_body, budget)
         stack.push_async_callback(self._finish, server)
         log_port = config.als.port if config.als.enabled else 0
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
         if config.source:
-            file = ConfigFile(config.source, self._changed, _unusable, flags=config.flags)
+            file = ConfigFile(config.source, self._changed, self._unusable, flags=config.flags)
             stack.push_async_callback(file.close)
             await file.start()
+
+    def _watch_troubles(self, budget: ByteBudget) -> None:
+        troubles = self.watch.troubles
+        troubles.watch("configuration", lambda: self._file_unusable)
+        troubles.watch(
+            "memory",
+            lambda: (
+                f"{budget.waiting} uploads wait for room among {budget.used >> 20} MiB of unfinished requests"
+                if budget.waiting
+                else ""
+            ),
+        )
+        refused = "requests are refused or cut off: unfinished ones fill the memory for them (parsing.maxBufferedBytes)"
+        troubles.lately("uploads", lambda: budget.refused + budget.cut, refused)
+        if self.core.journal is not None:
+            counts = self.core.journal.recorder.counts
+            failing = "the journal cannot be written: its disk fails or is full; records are lost"
+            troubles.lately("journal", lambda: counts.errors + counts.unwritten, failing)
+            troubles.lately("journal-speed", lambda: counts.dropped, "the journal does not keep up; records are lost")
 
     # ---- a changed configuration ----
 
     def _changed(self, new: Config) -> None:
         """The file changed: what only a restart can change stays, the rest is put to the pipeline."""
+        self._file_unusable = ""
         changes, refused = plan_reload(self.config, new)
         for problem in refused:
             log.warning("a change of the configuration is refused", file=new.source, problem=str(problem))
@@ -167,7 +197,7 @@ class Live:
         try:
             check_schedulers(config)
         except ConfigError as error:
-            _unusable([str(error)])
+            self._unusable([str(error)])
             return
         self.driver.feed(Reconfigured(config))
         if self.config is not config:
@@ -186,7 +216,12 @@ class Live:
         self.core.inspection.follow(config.inspect.usage_sampling)
 
     def _refuse(self, instruction: RefuseConfiguration) -> None:
-        _unusable([instruction.problem])
+        self._unusable([instruction.problem])
+
+    def _unusable(self, problems: list[str]) -> None:
+        self._file_unusable = "the changed configuration cannot be used; the old one stays"
+        for problem in problems[:_SHOWN]:
+            log.error("the changed configuration cannot be used; the old one stays", problem=problem)
 
     def _follow(self, config: Config, scheduling: Scheduling) -> None:
         """Connect to whom the configuration names, show shadows what they are to judge."""
@@ -214,6 +249,7 @@ class Live:
         """The event loop turned, so much later than it should."""
         self.watch.metrics.families.loop_lag.child().observe(late_s)
         self.host.pulse.beat()
+        self.watch.troubles.look()
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went: everybody who knows endpoints is told."""
@@ -264,7 +300,7 @@ class Live:
             refresh=watch_gateway(self._gateway, self._kept, self.watch.metrics.registry),
             openmetrics=lambda: self.watch.exposition(openmetrics=True),
             unready=self._reasons,
-            notes=lambda: [note for note in (self.watch.uploads.note(),) if note],
+            notes=lambda: self.watch.troubles.look().values(),
             endpoints=self.watch.endpoints,
             decisions=self.watch.each_decision,
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
@@ -338,11 +374,6 @@ def _log_notes(config: Config) -> None:
     """What `fairlead validate` says of a file that can be used."""
     for note in config.notes:
         log.warning("a note on the configuration", file=config.source, note=str(note))
-
-
-def _unusable(problems: list[str]) -> None:
-    for problem in problems[:_SHOWN]:
-        log.error("the changed configuration cannot be used; the old one stays", problem=problem)
 
 
 def gateway_admin(where: str) -> EnvoyAdmin:

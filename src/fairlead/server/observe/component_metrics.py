@@ -17,6 +17,7 @@ from fairlead.core.policy import Policy
 from fairlead.core.records import ShadowRecord, ShadowVerdict
 from fairlead.core.remote import STATES, Canary, RemotePolicy
 from fairlead.gateway.envoy.admin import Vitals
+from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
@@ -245,6 +246,25 @@ class UploadMetrics:
     def _who(self) -> str:
         most = sorted(self._clients.items(), key=lambda item: -item[1])[:_NAMED]
         return ", ".join(f"{client} {size / 1e6:.1f}" for client, size in most)
+
+
+def show_budget(registry: Registry, budget: ByteBudget) -> None:
+    """What unfinished and waiting requests hold."""
+    held, most, waiting, refused = gauges(), gauges(), gauges(), counters("why")
+
+    def refresh() -> None:
+        held.child().set(budget.used)
+        most.child().set(budget.limit)
+        waiting.child().set(budget.waiting)
+        refused.child("full").value = budget.refused
+        refused.child("slow").value = budget.cut
+
+    registry.before(refresh)
+    registry.show("fairlead_buffered_bytes", "Of requests that are not whole, or wait with their bodies.", held)
+    registry.show("fairlead_buffered_limit_bytes", "The most that these may be.", most)
+    registry.show("fairlead_buffered_waiting", "Uploads that wait for room among them.", waiting)
+    text = "Streams that were ended for want of room: at their beginning (full), or too slow while others waited."
+    registry.show("fairlead_buffered_refused_total", text, refused)
 
 
 # What is known of the link to Kubernetes, as metrics.

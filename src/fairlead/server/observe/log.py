@@ -75,7 +75,7 @@ def setup(level: str = "info", form: str = "logfmt", stream: TextIO | None = Non
     formatters: dict[str, Callable[[], logging.Formatter]] = {"logfmt": LogfmtFormatter, "json": JsonFormatter}
     if form not in formatters:
         raise ValueError(f"unknown log format {form!r}, expected one of {', '.join(formatters)}")
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _Handler(stream or sys.stderr)
     handler.setFormatter(formatters[form]())
     handler.addFilter(RepeatFilter())
     root = logging.getLogger()
@@ -83,6 +83,18 @@ def setup(level: str = "info", form: str = "logfmt", stream: TextIO | None = Non
     # Libraries speak up when something is wrong; their chatter is theirs.
     root.setLevel(max(_LEVELS[level], logging.WARNING))
     logging.getLogger(_ROOT).setLevel(_LEVELS[level])
+
+
+class Written:
+    """Lines that could not be written since the start: the disk is full, nobody reads."""
+
+    lost = 0
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Counted, not told: it would go where the line could not go."""
+        Written.lost += 1
 
 
 class RepeatFilter(logging.Filter):

@@ -283,7 +283,7 @@ def notices(
     listed += _failing(watch, happened, now)
     listed += _events(watch)
     listed += _forecasts(endpoints)
-    listed += _kubernetes(watch)
+    listed += _troubles(watch)
     return sorted(listed, key=lambda notice: notice.level != BAD)
 
 
@@ -385,10 +385,10 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
         )
 
 
-def _kubernetes(watch: Watch) -> Iterable[Notice]:
-    lost = [resource for resource, followed in watch.kube.followed().items() if not followed.connected]
-    if lost:
-        yield Notice(BAD, f"The API server does not answer for {', '.join(lost)}; the last known state stays in force.")
+def _troubles(watch: Watch) -> Iterable[Notice]:
+    for what, reason in watch.troubles.look().items():
+        if what != "scrapes":  # the endpoints are named already
+            yield Notice(BAD, f"{reason[0].upper()}{reason[1:]}.")
 
 
 def _some(rows: Sequence[EndpointRow], of: int) -> str:

@@ -16,10 +16,11 @@ from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetric
 from fairlead.server.observe.decisions import Journal, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
-from fairlead.server.observe.log import get
+from fairlead.server.observe.log import Written, get
 from fairlead.server.observe.metrics import SchedulerMetrics
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.tracing import Tracing
+from fairlead.server.observe.troubles import Troubles, descriptors
 
 log = get("schedule")
 #: The pool's name in published metrics.
@@ -69,6 +70,12 @@ class Watch:
         self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
         self.kube = KubeMetrics(self.metrics.registry)
         self.uploads = UploadMetrics(self.metrics.registry, now)
+        self.troubles = Troubles(self.metrics.registry, now)
+        self.troubles.watch("descriptors", descriptors)
+        self.troubles.watch("kubernetes", self._unanswered)
+        self.troubles.watch("scrapes", self._unread)
+        self.troubles.watch("gateway-uploads", self.uploads.note)
+        self.troubles.lately("log", lambda: Written.lost, "lines of the log cannot be written")
         #: What waits to be counted, and how long each decision took.
         self._decisions: list[DecisionRecord] = []
         self._durations: list[float] = []
@@ -198,6 +205,16 @@ class Watch:
 
     def on_endpoint_gone(self, endpoint_id: str) -> None:
         self._silent.pop(endpoint_id, None)
+
+    def _unanswered(self) -> str:
+        lost = [resource for resource, followed in self.kube.followed().items() if not followed.connected]
+        what = f"the API server does not answer for {', '.join(lost)}; the last known state stays in force"
+        return what if lost else ""
+
+    def _unread(self) -> str:
+        if not self._silent:
+            return ""
+        return f"the metrics of {len(self._silent)} endpoints cannot be read; our own accounting stands in"
 
     def on_admin_error(self, page: str, error: Exception) -> None:
         log.error("an admin page failed", exc=error, page=page)

@@ -9,7 +9,7 @@ from hpack import Decoder, Encoder
 from fairlead.gateway import h2
 from fairlead.gateway.h2_connection import H2Connection, Scratch
 from fairlead.gateway.h2_control import H2Control
-from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_limits import ByteBudget, H2Limits
 from fairlead.gateway.stream import ServerStream
 
 PATH = "/s/M"
@@ -74,11 +74,18 @@ class Recorder:
 class Peer:
     """The client: raw frames in, parsed frames out."""
 
-    def __init__(self, limits: H2Limits | None = None, *, merge: bool = False, sock: Any = None) -> None:
+    def __init__(
+        self,
+        limits: H2Limits | None = None,
+        *,
+        merge: bool = False,
+        sock: Any = None,
+        budget: ByteBudget | None = None,
+    ) -> None:
         self.handlers: list[Recorder] = []
         self.alive = True
         self.make: Callable[[ServerStream, Mapping[str, str]], Recorder] = Recorder
-        self.connection = H2Connection({PATH: self._handler}, self, limits or H2Limits(), Scratch(), merge)
+        self.connection = H2Connection({PATH: self._handler}, self, limits or H2Limits(), Scratch(), merge, budget)
         self.transport = ListTransport(sock)
         self.connection.connection_made(self.transport)
         self.encoder = Encoder()
@@ -96,6 +103,9 @@ class Peer:
 
     def lost(self, connection: H2Control) -> None:
         self.alive = False
+
+    def broke(self, peer: str, why: str) -> None:
+        self.why = why
 
     def feed(self, *frames: bytes) -> None:
         """One read of the socket for each 256 KiB."""

@@ -1,0 +1,84 @@
+"""What this process cannot do now: said within a second in the log, the metrics, `/readyz` and the dashboard.
+
+A check gives the reason in a few words, or nothing. All are asked twice a second, each on its own: one that raises is a
+trouble itself and hides no other.
+"""
+
+import os
+import resource
+from collections.abc import Callable
+from math import inf
+
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.instruments import Readings
+from fairlead.server.observe.log import get
+
+log = get("troubles")
+
+#: How long something that happened at one moment is told.
+HOLD_S = 60.0
+#: Share of the descriptors in use from which on it is said.
+_FEW_LEFT = 0.9
+
+Check = Callable[[], str]
+
+
+class Troubles:
+    """`look()` twice a second. `now` in seconds."""
+
+    def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
+        self._now = now
+        self._checks: dict[str, Check] = {}
+        #: By name, the reasons of what cannot be done now.
+        self.present: dict[str, str] = {}
+        self._shown = Readings("gauge", "what")
+        registry.before(self._refresh)
+        registry.show("fairlead_trouble", "1 for what this process cannot do now; the log says why.", self._shown)
+
+    def watch(self, what: str, check: Check) -> None:
+        """`check` gives a reason while it cannot be done, else an empty text."""
+        self._checks[what] = check
+
+    def lately(self, what: str, count: Callable[[], float], reason: str) -> None:
+        """Tell `reason` while `count` grows, and for `HOLD_S` after that."""
+        seen, grown_at = count(), -inf
+
+        def check() -> str:
+            nonlocal seen, grown_at
+            value = count()
+            if value > seen:
+                grown_at = self._now()
+            seen = value
+            return reason if self._now() - grown_at < HOLD_S else ""
+
+        self._checks[what] = check
+
+    def look(self) -> dict[str, str]:
+        """Ask all checks, log what changed; returns what cannot be done."""
+        before, self.present = self.present, {}
+        for what, check in self._checks.items():
+            try:
+                reason = check()
+            except Exception as error:
+                reason = f"it cannot be told: {type(error).__name__}: {error}"
+            if reason:
+                self.present[what] = reason
+        for what in self.present.keys() - before.keys():
+            log.warning(f"cannot do all that is asked for: {what}", reason=self.present[what])
+        for what in before.keys() - self.present.keys():
+            log.info(f"can do again what is asked for: {what}")
+        return self.present
+
+    def _refresh(self) -> None:
+        self._shown.take({(what,): 1 if what in self.present else 0 for what in self._checks})
+
+
+def descriptors() -> str:
+    """Whether the process runs out of file descriptors: a new one gets the lowest free number."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        number = os.open(os.devnull, os.O_RDONLY)
+    except OSError as error:
+        return f"no file or connection can be opened: {error.strerror}"
+    os.close(number)
+    return f"{number} of {most} file descriptors are open" if number >= _FEW_LEFT * most else ""

@@ -1,0 +1,88 @@
+"""What the process cannot do is said everywhere, and one broken check hides no other."""
+
+import logging
+import resource
+from pathlib import Path
+
+import pytest
+
+from fairlead.server.observe import log as log_module
+from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.troubles import HOLD_S, Troubles, descriptors
+
+
+class Shop:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.registry = Registry()
+        self.troubles = Troubles(self.registry, lambda: self.now)
+
+    def shown(self) -> dict[str, int]:
+        lines = self.registry.render().decode().splitlines()
+        return {line.split('"')[1]: int(line[-1]) for line in lines if not line.startswith("#")}
+
+
+def test_it_is_told_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    shop, state = Shop(), {"reason": ""}
+    shop.troubles.watch("journal", lambda: state["reason"])
+    with caplog.at_level(logging.INFO, "fairlead"):
+        assert (shop.troubles.look(), shop.shown()) == ({}, {"journal": 0})
+        state["reason"] = "the disk is full"
+        assert shop.troubles.look() == shop.troubles.look() == {"journal": "the disk is full"}
+        assert shop.shown() == {"journal": 1}
+        state["reason"] = ""
+        assert (shop.troubles.look(), shop.shown()) == ({}, {"journal": 0})
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_what_happened_is_told_for_a_while() -> None:
+    shop, counts = Shop(), [5]
+    shop.troubles.lately("log", lambda: counts[0], "lines are lost")
+    assert shop.troubles.look() == {}, "of before"
+    counts[0] += 1
+    assert "log" in shop.troubles.look()
+    shop.now += HOLD_S - 1.0
+    counts[0] += 1
+    assert "log" in shop.troubles.look()
+    shop.now += HOLD_S - 1.0
+    assert "log" in shop.troubles.look()
+    shop.now += 2.0
+    assert shop.troubles.look() == {}
+
+
+def test_a_check_that_raises_is_a_trouble_and_hides_no_other() -> None:
+    shop = Shop()
+    shop.troubles.watch("broken", lambda: str(1 // 0))
+    shop.troubles.watch("other", lambda: "it is so")
+    assert shop.troubles.look() == {
+        "broken": "it cannot be told: ZeroDivisionError: integer division or modulo by zero",
+        "other": "it is so",
+    }
+
+
+def test_descriptors_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert descriptors() == ""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (5, 5))
+    assert "of 5 file descriptors" in descriptors()
+
+    def full(*arguments: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.open", full)
+    assert descriptors() == "no file or connection can be opened: Too many open files"
+
+
+def test_lines_that_cannot_be_written_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    before, level, handlers = log_module.Written.lost, root.level, root.handlers[:]
+    try:
+        with Path("/dev/full").open("w") as full:
+            log_module.setup("info", stream=full)
+            log_module.get("test").warning("nobody reads this")
+            assert log_module.Written.lost > before
+            full.write = lambda text: 0  # type: ignore[method-assign, assignment]
+    except OSError:
+        pass  # closing flushes
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
