@@ -14,7 +14,8 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
     loading       until it can run the request's adapter, if it has one (`core.adapters`)
     TTFT          kappa·(P + Q + steps + slots + loading)
                                                         kappa is learned and takes up what the model leaves out
-    interference  w·B·P                                 every running answer pauses while the prompt is computed
+    interference  w·(B + waiting)·P                     every running answer pauses while the prompt is computed; those
+                                                        that wait there run by then
     decode        w·A·S                                 the answer takes A steps, each as long as there
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
                                                         charged only where there is too little memory. The prompt takes
@@ -23,6 +24,14 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
                                                         is given back: by Little's law about as many as run there, but
                                                         they can still go elsewhere, so each counts 0.3. `full` rises
                                                         from 0 at 75 % of the capacity to 1 at 95 %: answers grow.
+    patience      (TTFT - 3·T)² / (2·T)                 T is the least TTFT that any endpoint offers. Up to three times
+                                                        as long a request waits for the others' sake like for its own;
+                                                        from there each millisecond costs it 1 + (TTFT - 3·T)/T. The sum
+                                                        of the other terms is linear in the wait, and what a prompt does
+                                                        to others is linear in its length: so a long prompt would give
+                                                        way to any queue. Relative to the best offer, not to a time: in
+                                                        an overload all wait, and nobody is to flee from where its
+                                                        prompt is cached.
 
 The coefficients are those of `PRIOR`, times three factors per endpoint that are learned, as N is (`core.rates`).
 `kappa`, `hold` and A are learned by `core.predictor`.
@@ -48,6 +57,8 @@ STEP_TOKENS = 8192
 #: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
 #: that is still to come counts beside one that waits already.
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
+#: So many times the best offer a request waits for others' sake at no other price than its time.
+FAIR = 3.0
 #: Above it who waits may wait for memory, and says nothing of the endpoint's speed.
 CROWDED = 0.9
 #: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
@@ -209,28 +220,42 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     """Milliseconds of everybody's time that the request takes: the sum of `parts`."""
     table, learned = fleet.table, fleet.predictor
     decode = weights.decode * learned.answer_steps
-    cost: FloatColumn = terms.ttft + terms.prefill * (weights.interference * table.active) + decode * terms.step
-    memory = memory_price(terms, weights, fleet)
-    return cost if memory is None else cost + memory
+    paused = weights.interference * (table.active + table.queue)
+    cost: FloatColumn = terms.ttft + terms.prefill * paused + decode * terms.step
+    for more in memory_price(terms, weights, fleet), patience_price(terms.ttft, table):
+        if more is not None:
+            cost = cost + more
+    return cost
 
 
 def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
     """What the weighed cost is the sum of, for people. Those that are mostly 0 are left out then."""
     table, learned = fleet.table, fleet.predictor
-    memory = memory_price(terms, weights, fleet)
+    memory, patience = memory_price(terms, weights, fleet), patience_price(terms.ttft, table)
     listed = [
         ("prefill", terms.kappa * terms.prefill),
         ("queue", terms.kappa * terms.queue),
         ("steps", terms.kappa * terms.steps),
-        ("interference", terms.prefill * (weights.interference * table.active)),
+        ("interference", terms.prefill * (weights.interference * (table.active + table.queue))),
         ("decode", weights.decode * learned.answer_steps * terms.step),
         ("memory", np.zeros(len(table)) if memory is None else memory),
     ]
-    return listed + [
-        (name, terms.kappa * term)
-        for name, term in (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
-        if np.any(term)
-    ]
+    own = (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
+    listed += [(name, terms.kappa * term) for name, term in own if np.any(term)]
+    return listed if patience is None else [*listed, ("patience", patience)]
+
+
+def patience_price(ttft: FloatColumn, table: EndpointTable) -> FloatColumn | None:
+    """Milliseconds on top of waiting for much longer than somebody offers; `None` = nowhere."""
+    best = best_offer(ttft, table)
+    excess = np.maximum(ttft - FAIR * best, _ZERO)
+    return excess * excess * (0.5 / best) if np.count_nonzero(excess) else None
+
+
+def best_offer(ttft: FloatColumn, table: EndpointTable) -> FloatColumn:
+    """The least of all endpoints that are there."""
+    offered = ttft if table.count == len(table.endpoints) else np.where(table.alive, ttft, inf)
+    return offered.min(axis=-1, keepdims=True)
 
 
 def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | None:
@@ -277,7 +302,7 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 
 # `Learned.ready` has these rows; true of all slots that are not in `EndpointTable.stale`.
 #
-#     own, pausing        the request's own TTFT, and what running answers lose by it, per millisecond of prefill at the
+#     own, pausing        the request's own TTFT, and what answers lose by it that run then, per millisecond of prefill at the
 #                         prior's speed
 #     steps, step         milliseconds of one and a half steps times `kappa`, and of a step that only decodes
 #     done_ms, left_ms    clock milliseconds when what is queued would be done without a pause, and the milliseconds of
@@ -319,7 +344,7 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
         done_ms, left_ms = done_ms + wait, left_ms + wait
     free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
     easy = min(free, STEP_TOKENS) - queued
-    ready = (kappa * factor, factor * active, 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy)
+    ready = (kappa * factor, factor * (active + queue), 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy)
     learned.ready[:, slot] = ready
     learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)
     table.stale.discard(slot)
@@ -346,12 +371,16 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         uncached = np.maximum(prompt - share * prompt, _ONE)
     now_ms = now * 1e3
     wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
-    work = (own + weights.interference * pausing) * learned.rates.prior.prefill_ms(prompt, uncached)
-    total: FloatColumn = work + steps + weights.decode * learned.answer_steps * step + wait
+    alone = learned.rates.prior.prefill_ms(prompt, uncached)
+    ttft: FloatColumn = own * alone + steps + wait
+    total = weights.interference * pausing * alone + weights.decode * learned.answer_steps * step
     if crowded:
         tokens = table.queued_tokens + uncached
-        total += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)
+        ttft += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)
         per_token = memory_price_per_token(table.kv + tokens * table.per_capacity, weights, fleet)
         if per_token is not None:
             total += per_token * uncached
+    best = ttft[ttft.argmin()] if table.count == len(table.endpoints) else best_offer(ttft, table)
+    excess = np.maximum(ttft - FAIR * best, _ZERO)
+    total += ttft + excess * excess * (0.5 / best)
     return total

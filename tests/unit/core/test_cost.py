@@ -15,6 +15,7 @@ from fairlead.core.cost import (
     cost_of_one,
     memory_price,
     parts,
+    patience_price,
     renew,
     ttft_at,
     weighed,
@@ -74,7 +75,7 @@ def test_the_parts_add_up_to_the_weighed_cost(seed: int) -> None:
     fleet, weights = world(rng), Weights(rng.random(), rng.random(), rng.random())
     terms = cost(3000.0, np.array([rng.random() * 3000.0 for _ in range(6)]), fleet, NOW)
     named = parts(terms, weights, fleet)
-    assert [name for name, _ in named] == ["prefill", "queue", "steps", "interference", "decode", "memory"]
+    assert [name for name, _ in named][:6] == ["prefill", "queue", "steps", "interference", "decode", "memory"]
     assert sum(np.broadcast_to(column, (6,)) for _, column in named) == pytest.approx(weighed(terms, weights, fleet))
 
 
@@ -111,7 +112,47 @@ def test_a_wrong_prior_and_factors_that_make_up_for_it_cost_the_same(slots: int)
 def test_few_endpoints_that_are_kept_ready_cost_the_same(seed: int) -> None:
     rng = Random(seed)
     fleet, weights = world(rng, rng.randrange(1, FEW + 1)), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
+    if len(fleet.table) > 1 and rng.random() < 0.3:
+        fleet.down("e0")
     slots, prompt = len(fleet.table), float(rng.choice((0, 1, 250, 8192, 90_000)))
     share = np.array([rng.choice((0.0, 1.0, rng.random())) for _ in range(slots)]) if rng.random() < 0.7 else None
     columns = weighed(cost(prompt, None if share is None else share * prompt, fleet, NOW), weights, fleet)
     assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(columns, rel=1e-12)
+
+
+def crowd(waiting: float = 0.0) -> Fleet:
+    """Seven servers that run many answers and compute no prompt, and one that computes prompts for nine seconds."""
+    fleet = Fleet()
+    for slot in range(8):
+        fleet.up(Endpoint(f"e{slot}", f"10.0.0.{slot}:8000"))
+    table = fleet.table
+    table.active[:7], table.kv[:7], table.per_capacity[:] = 150.0, 0.9, 1 / 300_000
+    table.queue[7], table.queued_tokens[7], table.queued_ms[7] = waiting, 108_928.0, 9000.0
+    table.prefill_since_ms[7] = 1e3 * NOW
+    table.rewritten()
+    return fleet
+
+
+def test_no_queue_is_too_long_for_a_linear_price_and_this_one_is() -> None:
+    """A cold prompt of 10,880 tokens delays so many answers and takes so much memory elsewhere that nine seconds of its
+    own time would weigh less."""
+    fleet = crowd()
+    costs = cost_of_one(10_880.0, None, Weights(), fleet, NOW)
+    patience = dict(parts(cost(10_880.0, None, fleet, NOW), Weights(), fleet))["patience"]
+    assert (costs - patience).argmin() == 7
+    assert costs.argmin() < 7
+    assert patience[:7].max() == 0.0
+
+
+def test_nobody_is_driven_away_by_a_wait_that_is_the_same_everywhere() -> None:
+    fleet = crowd()
+    fleet.table.queued_tokens[:], fleet.table.queued_ms[:] = 108_928.0, 9000.0
+    fleet.table.prefill_since_ms[:] = 1e3 * NOW
+    assert patience_price(cost(10_880.0, None, fleet, NOW).ttft, fleet.table) is None
+
+
+def test_who_waits_there_runs_by_the_time_that_it_is_paused() -> None:
+    named = [dict(parts(cost(500.0, None, fleet, NOW), Weights(), fleet)) for fleet in (crowd(), crowd(10.0))]
+    before, after = (terms["interference"] for terms in named)
+    assert after[7] == pytest.approx(before[7] + 10.0 * 0.1 * cost(500.0, None, crowd(), NOW).prefill[7])
+    assert after[:7].tolist() == before[:7].tolist()

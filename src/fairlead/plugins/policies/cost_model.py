@@ -1,9 +1,11 @@
 """`cost-model`, the default: send a request where it costs the least time, its own and everybody's. In milliseconds.
 
-    J_i = TTFT_i + interference·B_i·P_i + decode·steps·S_i + memory·price of the memory it takes there
+    J_i = TTFT_i + interference·(B_i + waiting)·P_i + decode·steps·S_i + memory·price of the memory it takes there
+          + patience
 
 The terms, and the learned speeds behind them, are those of the cost kernel: `fairlead.core.cost`. The price of memory
-is what keeps a prompt from being copied to where it pushes out what others need.
+is what keeps a prompt from being copied to where it pushes out what others need; `patience` bounds what a request
+waits for others' sake.
 
 The candidates within 2 % of the best are equal, and one is drawn: several schedulers that see the same do not herd.
 With an SLO (request headers) the best of those that keep it; a batch request (priority < 0) takes the one that keeps
@@ -61,10 +63,10 @@ class CostModel(Ranked):
         self._direct = type(self).cost is CostModel.cost and not self._demoters and not self._observers
 
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        if loading(request, fleet, cycle) is not None:
+            return weighed(estimate(request, fleet, cycle), self.weights, fleet)
         share = prefix_share(request, fleet, cycle)
-        costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, cycle.now)
-        wait = loading(request, fleet, cycle)
-        return costs if wait is None else costs + fleet.predictor.kappa * wait
+        return cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, cycle.now)
 
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
