@@ -82,7 +82,7 @@ class World:
         queues = Queues(
             lambda priority: (StartTimeFair(), LeastWork()), Limits(total=Limit(20_000), band=Limit(20_000))
         )
-        self.flow_controller = FlowController(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)))
+        self.flow_controller = FlowController(FlowControl(queues, LedgerGate(requests=8), PairBinder(lambda *_: None)))
         policy = build_policy(load("endpoints: []", need_endpoints=False))
         flow_controller = self.flow_controller if flow_control else None
         self.pipeline = Pipeline(

@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
             return subset.keep(request, fleet, Cycle(Context(now, rng)))
 
         binder = PairBinder(able)
-        gate = LedgerGate(tokens=5000, requests=2)
+        gate = LedgerGate(requests=2)
         flow = FlowControl(queues, gate, binder, Times(30.0, 10.0), batch=3)
         fleet = Fleet(lease_ttl=60.0)
         flow_controller = FlowController(flow, eviction=Eviction(0.25))

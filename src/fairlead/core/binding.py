@@ -1,34 +1,26 @@
 """Late binding: which of the waiting requests goes now, and to which of the open endpoints.
 
-Theory. Sending the first request to the first open endpoint is worse than not queueing at all: the prompt's cached
-beginning is nearly always elsewhere. So the pair is chosen that costs the least, in milliseconds, request r at
-endpoint i:
-
-    J_i(r) - F(r) - A·wait
+Theory. A request is held only while holding it is forecast to end no later than sending it. Where it would go is what
+the configured policy says, with all that is before it: J_i, with the queue at endpoint i, the wait for memory there,
+and those that are held for i and go first. If the endpoint with the least J is closed (`core.gates`), nothing is lost
+by waiting: the engine could not begin it. And until then a shorter one can go first, or another endpoint may turn out
+to be sooner. If it is open, the request goes there. So what is forecast is never worse than sending at once, and it is
+the same while there is room.
 
 Rules
 * J is what the configured policy says that the pair costs (`PairCosts`), with the user's weights; for policies
   without costs it is the cost kernel's (`core.cost`).
-* A ages: who has waited a second longer may cost `1000·A` ms more, which bounds how long costly requests are passed
-  over.
-* F forgives: for tokens that are cached nowhere the price of memory is charged only as far as another open endpoint
-  has a lower one: a request takes its memory wherever it goes. Else long prompts would starve (conversations at
-  twice their pace: p99 of TTFT 108 instead of 80 s). For what is cached elsewhere it is charged in full (without it
-  the headline workload at 24 requests/s has a TTFT of 25 instead of 21 s).
-* Waiting (delay scheduling): a pair is passed over while waiting would gain more than `PATIENCE_MS + PATIENCE·wait`.
-  The bound grows with the wait, so every request goes at last. What there is to gain, in milliseconds, the most of:
-  - its beginning: what another endpoint, open or not, would save of computing and of memory;
-  - load: what another endpoint that has memory to spare would save of J, less the queue here, which is worked off
-    while one waits. Without it those that waited take whatever opens, however many answers run there, and pauses of
-    answers cost more than the order of the queue gains: E2E is then 1.6 % (conversations) to 3.5 % (unlike servers)
-    worse than if nobody waited, with it from 1.6 % better to 0.5 % worse. With that queue who has waited least is
-    choosiest, and a flood's oldest request goes in its place (two tenants: 45 instead of 50 % of the work). Of
-    endpoints without memory none is worth a wait: in overload all are alike;
-  - room: the time until the engine has memory for the prompt. Sent before, it stands at the head of the engine's
-    queue and lets nobody in: in overload a third of all server time was spent so, and short prompts that would have
-    fitted waited behind (conversations at twice their pace: mean TTFT 4.1 instead of 5.4 s, p50 0.8 instead of 1.4
-    s). Keeping 3 % of the memory back saves most preemptions, but fewer requests run: in the published benchmark's
-    stage of 40/s mean TTFT was 3.4 instead of 2.0 s.
+* Who goes first is who takes the least time of what is short (Smith's rule): computing the prompt, and, as far as
+  memory is short, u/capacity of the time for which it is held. Not J: how much a prompt delays running answers is the
+  same whenever it goes. A millisecond of waiting makes up for `AGEING` milliseconds of that.
+* An endpoint that is open and that nobody who waits wants shows that the pool is not full. Then nobody is overtaken who
+  would gain by it, and the first of them goes to its endpoint although that is closed, as without flow control.
+* Room: a prompt for which the engine has no memory would stand at the head of the engine's queue and let nobody in: in
+  overload a third of all server time was spent so, and short prompts that would have fitted waited behind
+  (conversations at twice their pace: mean TTFT 4.1 instead of 5.4 s, p50 0.8 instead of 1.4 s). So it is held while
+  the wait for room is more than `PATIENCE_MS + PATIENCE·wait`, and those that fit go first; the bound grows with the
+  wait, so every request goes at last. Keeping 3 % of the memory back saves most preemptions, but fewer requests run:
+  in the published benchmark's stage of 40/s mean TTFT was 3.4 instead of 2.0 s.
 * What is known of a request (abilities, cached beginnings) is remembered while it waits: until the table's version
   rises, or for `HITS_AGE` seconds, or until a request with the same beginning was sent somewhere, a few look-ups per
   choice.
@@ -44,7 +36,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fairlead.core.columns import BoolColumn, FloatColumn, top
-from fairlead.core.cost import FULL_FROM, Terms, Weights, cost, memory_price_per_token, memory_wait, weighed
+from fairlead.core.cost import FULL_FROM, FULL_SLOPE, Terms, Weights, cost, memory_wait, weighed
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
@@ -84,52 +76,21 @@ class DefaultCosts:
         return weighed(terms, self.weights, fleet)
 
 
-def memory_prices(terms: Terms, weights: Weights, fleet: Fleet) -> tuple[FloatColumn, FloatColumn] | None:
-    """What others wait because a request's tokens are held there: those that are cached elsewhere, and those that are
-    nowhere. `None` = there is memory everywhere."""
-    per_token = memory_price_per_token(terms.used, weights, fleet)
-    if per_token is None:
+def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
+    """How much longer the next ones wait for memory that each prompt takes, as far as it is short."""
+    full = np.minimum(np.maximum((terms.used - FULL_FROM) * FULL_SLOPE, 0.0), 1.0)
+    return terms.uncached * full * (fleet.predictor.hold_ms * fleet.table.per_capacity)
+
+
+def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
+    """Until endpoints have given back enough memory for each prompt; `None` = all have. Who runs nothing has nothing to
+    give back, whatever its gauges say."""
+    if not np.count_nonzero(terms.used > 1.0):
         return None
-    least = terms.uncached.min(axis=1)[:, None]
-    return (terms.uncached - least) * per_token, least * per_token
-
-
-def with_memory(fleet: Fleet) -> BoolColumn:
-    """Endpoints where memory has no price yet, by what is in use or will be for prompts that are there."""
     table = fleet.table
-    return (table.kv + table.queued_tokens * table.per_capacity < FULL_FROM) & table.alive
-
-
-def memory_waits(terms: Terms, fleet: Fleet, slots: NDArray[np.intp]) -> FloatColumn | None:
-    """Until these endpoints have given back enough memory for each prompt; `None` = all have. Who runs nothing has
-    nothing to give back, whatever its gauges say."""
-    used, table = terms.used[:, slots], fleet.table
-    if not np.count_nonzero(used > 1.0):
-        return None
-    waits: FloatColumn = memory_wait(used, table.kv[slots], fleet.predictor.hold_ms)
-    waits[:, table.active[slots] + table.queue[slots] <= 0.0] = 0.0
+    waits: FloatColumn = memory_wait(terms.used, table.kv, fleet.predictor.hold_ms)
+    waits[:, table.active + table.queue <= 0.0] = 0.0
     return waits
-
-
-def saved_elsewhere(own: FloatColumn, rivals: FloatColumn | None = None) -> FloatColumn:
-    """How much less than `own` the best other slot takes, by `rivals` (else also `own`); negative = more, `inf` where
-    `own` is."""
-    elsewhere = least_elsewhere(own if rivals is None else rivals)
-    saved: FloatColumn = np.subtract(own, elsewhere, out=np.full(own.shape, np.inf), where=own < np.inf)
-    return saved
-
-
-def least_elsewhere(own: FloatColumn) -> FloatColumn:
-    """For each slot the least of the other slots' values, row by row; `inf` where there is no other."""
-    if own.shape[1] < 2:
-        return np.full(own.shape, np.inf)
-    rows = np.arange(len(own))
-    best = own.argmin(axis=1)
-    without_best = own.copy()
-    without_best[rows, best] = np.inf
-    elsewhere = np.repeat(own[rows, best][:, None], own.shape[1], axis=1)
-    elsewhere[rows, best] = without_best.min(axis=1)
-    return elsewhere
 
 
 def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
@@ -203,27 +164,26 @@ def _in_that_order(costs: FloatColumn, able: BoolColumn, kernel: FloatColumn) ->
     return reordered
 
 
-#: Milliseconds of cost forgiven per millisecond of waiting.
-AGEING = 0.1
-#: What waiting must gain: milliseconds, and milliseconds per millisecond waited.
+#: Milliseconds of work forgiven per millisecond of waiting.
+AGEING = 0.04
+#: What waiting for memory must gain: milliseconds, and milliseconds per millisecond waited.
 PATIENCE_MS = 50.0
 PATIENCE = 0.02
+#: Of endpoints that cost the same, one that is open is taken.
+BARELY = 1.0 + 1e-9
 #: Seconds for which a look at the prefix index is good.
 HITS_AGE = 1.0
 #: Requests looked up anew in one choice; the others are judged by what was known. An endpoint that joins or changes
 #: makes all of them be looked up, in several choices if they are more than `LOOKUPS`.
 REFRESHES, LOOKUPS = 8, 10
-#: Timers and waits are floats: a look that comes an instant too early would be in vain.
-_MILLISECOND = 1e-3
-#: Seconds until the next look at who waits for less load or for memory, if nothing happens: scrapes tell of memory,
-#: five times a second where an endpoint is busy.
+#: Seconds until the next look if nothing happens. Scrapes tell of memory five times a second where endpoints are busy.
 LOOK_S = 0.2
 #: Beginnings of prompts whose last departure is remembered.
 _REMEMBERED = 4096
 
 
-#: Why a request waits although an endpoint is open; the last: it cannot be served there.
-REASONS = "beginning", "load", "room", "unable"
+#: Why nobody goes although an endpoint is open: its engine has no memory for the prompt; it cannot serve the request.
+NO_MEMORY, UNABLE = "room", "unable"
 #: (request, fleet, now): where it can be served; `None` = everywhere that is alive.
 Able = Callable[[Request, Fleet, float], BoolColumn | None]
 
@@ -241,29 +201,43 @@ class _Known(Struct):
 
 
 class _Judged(Struct):
-    """Of each pair of a request and an open slot, in milliseconds; `inf` = cannot be."""
+    """Of each pair of a request and a slot, in milliseconds; `inf` = cannot be."""
 
+    #: What the policy says, and the wait for memory.
     cost: FloatColumn
-    #: What the best other endpoint would save of computing the prompt and of memory.
-    saved: FloatColumn
-    #: Likewise for load, and for memory.
-    load: FloatColumn
-    memory: FloatColumn
-    #: The most of these: what is gained by waiting.
-    better: FloatColumn
-    #: Of all slots: what the policy says, and computing the prompt behind those before it.
+    #: Whether it may go there now.
+    may: BoolColumn
+    #: By request: the least goes first.
+    rank: FloatColumn
+    #: What the policy says; computing the prompt, alone and behind those that were sent there.
     policy_cost: FloatColumn
+    own_ms: FloatColumn
     prompt_ms: FloatColumn
+    #: Where it waits for memory; `None` = nowhere.
+    full: BoolColumn | None
 
 
-def _note(window: Sequence[Waiting], judged: _Judged) -> None:
-    """Why none of them goes: what each would gain the most of by waiting, where that is least."""
-    rows = np.arange(len(window))
-    least = judged.better.argmin(axis=1)
-    gains = np.array([gain[rows, least] for gain in (judged.saved, judged.load, judged.memory)])
-    reasons = np.where(judged.cost[rows, least] < inf, gains.argmax(axis=0), len(gains))
-    for waiting, reason in zip(window, reasons.tolist(), strict=True):
-        waiting.kept_by = REASONS[reason]
+def _first(judged: _Judged) -> tuple[int, int] | None:
+    """Who goes now, and where. `None` = all of them lose nothing by waiting."""
+    costs, may, own, full = judged.cost, judged.may, judged.own_ms, judged.full
+    ahead, unwanted = np.zeros(costs.shape[1]), None
+    for row in judged.rank.argsort(kind="stable").tolist():
+        there = costs[row] + ahead
+        slot = int(there.argmin())
+        if may[row, slot]:
+            return row, slot
+        if there[slot] < inf and not (full is not None and full[row, slot]):
+            if unwanted is None and np.count_nonzero(may[row]):
+                unwanted = row, slot
+            ahead[slot] += own[row, slot]
+    return unwanted
+
+
+def _note(window: Sequence[Waiting], judged: _Judged, opened: BoolColumn) -> None:
+    """Why none of them goes: none that is open can serve it, or its engine has no room."""
+    able = np.count_nonzero((judged.policy_cost < inf) & opened, axis=1)
+    for waiting, count in zip(window, able.tolist(), strict=True):
+        waiting.kept_by = NO_MEMORY if count else UNABLE
 
 
 def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
@@ -300,28 +274,27 @@ class PairBinder:
         self._rules += 1
 
     def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
-        slots = opened.nonzero()[0]
         self._refreshes = REFRESHES
         known = self._known_of(window, fleet, now)
         look_at = inf if len(known) == len(window) else now
         window = window[: len(known)]
-        waits = np.array([[(now - waiting.since) * 1e3] for waiting in window])
-        judged = self._judged(window, known, fleet, slots, now)
-        bound = PATIENCE_MS + PATIENCE * waits
-        cost = np.where(judged.better > bound, inf, judged.cost - AGEING * waits)
-        row, column = divmod(int(cost.argmin()), len(slots))
-        if cost[row, column] < inf:
-            return self._bound(window[row], known[row], int(slots[column]), row, judged, opened, fleet, now)
-        _note(window, judged)
-        if np.count_nonzero(judged.saved <= bound):
-            # Nobody waits for a prefix alone: load and memory change without an event of their own.
-            look_at = min(look_at, now + LOOK_S)
-        # The first moment at which somebody has waited long enough for what is open now.
-        left = float(((judged.better - PATIENCE_MS) / PATIENCE - waits).min())
-        return min(now + max(left, 0.0) / 1e3 + _MILLISECOND, look_at)
+        waited = np.array([(now - waiting.since) * 1e3 for waiting in window])
+        judged = self._judged(window, known, fleet, opened, waited, now)
+        pair = _first(judged)
+        if pair is None:
+            _note(window, judged, opened)
+            return min(look_at, now + LOOK_S)
+        row, slot = pair
+        return self._bound(window[row], known[row], slot, row, judged, opened, fleet, now)
 
     def _judged(
-        self, window: Sequence[Waiting], known: Sequence[_Known], fleet: Fleet, slots: NDArray[np.intp], now: float
+        self,
+        window: Sequence[Waiting],
+        known: Sequence[_Known],
+        fleet: Fleet,
+        opened: BoolColumn,
+        waited: FloatColumn,
+        now: float,
     ) -> _Judged:
         requests = [waiting.request for waiting in window]
         prompts = np.array([[float(request.prompt_tokens)] for request in requests])
@@ -330,28 +303,17 @@ class PairBinder:
         terms = cost(prompts, shares * prompts, fleet, now, _loading(requests, fleet))
         policy_cost = np.where(able, self._costs.costs(requests, shares, able, terms, fleet, now), inf)
         own = np.where(able, terms.prefill, inf)
-        costs = rivals = policy_cost
-        open_cost = policy_cost[:, slots]
-        prices = memory_prices(terms, self._costs.weights, fleet)
-        if prices is not None:
-            copies, new = prices
-            open_new = new[:, slots]
-            open_cost = open_cost - open_new.min(axis=1)[:, None]
-            costs = rivals = policy_cost - new
-            own_and_copies = own + copies
-            spare = with_memory(fleet)
-            rivals = np.where(spare, costs, inf) if np.count_nonzero(spare) else np.full(costs.shape, inf)
-        else:
-            own_and_copies = own
-        saved = saved_elsewhere(own_and_copies)[:, slots]
-        load = saved_elsewhere(costs - terms.kappa * terms.queue, rivals)[:, slots]
-        better = np.maximum(saved, load)
-        memory = memory_waits(terms, fleet, slots)
-        if memory is None:
-            memory = np.zeros(better.shape)
-        else:
-            better = np.maximum(better, memory)
-        return _Judged(open_cost, saved, load, memory, better, policy_cost, own + terms.queue)
+        costs, may, full = policy_cost, able & opened, None
+        memory = memory_waits(terms, fleet)
+        if memory is not None:
+            costs = policy_cost + memory
+            full = memory > (PATIENCE_MS + PATIENCE * waited)[:, None]
+            may &= ~full
+        costs = np.where(may, costs, costs * BARELY)
+        rows = np.arange(len(window))
+        best = costs.argmin(axis=1)
+        rank = own[rows, best] + memory_ms(terms, fleet)[rows, best] - AGEING * waited
+        return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, full)
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, _Known]:
         known = _Known()
@@ -411,12 +373,13 @@ class PairBinder:
             self._departed[request.prefix.hashes[0]] = now
         runner_up = soonest(judged.prompt_ms[row], slot, opened.nonzero()[0])
         totals = -judged.policy_cost[row]
+        candidates = opened & known.able if opened[slot] else known.able
         trace = Trace(
             endpoints=fleet.table.ids,
-            filters=[(ABLE, known.able), (FLOW_CONTROL, opened)],
+            filters=[(ABLE, known.able), (FLOW_CONTROL, candidates)],
             scorers=[("cost", 1.0, totals)],
             total=totals,
-            candidates=opened & known.able,
+            candidates=candidates,
             outcome="picked",
             held=known.share if known.cached else None,
             loading=fleet.loading(request) if fleet.table.lora else None,

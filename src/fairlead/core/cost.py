@@ -14,8 +14,10 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
     loading       until it can run the request's adapter, if it has one (`core.adapters`)
     TTFT          kappa·(P + Q + steps + slots + loading)
                                                         kappa is learned and takes up what the model leaves out
-    interference  w·(B + waiting)·P                     every running answer pauses while the prompt is computed; those
-                                                        that wait there run by then
+    interference  w·(B + waiting)·P·(1 + 0.3·P/(2·A·S)) every running answer pauses while the prompt is computed; those
+                                                        that wait there run by then. By Little's law (B + waiting)·P/AS
+                                                        more come meanwhile, and wait for half of it; but they can still
+                                                        go elsewhere, so each counts 0.3
     decode        w·A·S                                 the answer takes A steps, each as long as there
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
                                                         charged only where there is too little memory. The prompt takes
@@ -57,10 +59,14 @@ STEP_TOKENS = 8192
 #: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
 #: that is still to come counts beside one that waits already.
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
+#: The same of those that come while a prompt is computed: on average they wait for half of it.
+COMING = 0.5 * PASSING
 #: So many times the best offer a request waits for others' sake at no other price than its time.
 FAIR = 3.0
 #: Above it who waits may wait for memory, and says nothing of the endpoint's speed.
 CROWDED = 0.9
+#: Above it who waits, waits for memory: one goes in for each answer that ends.
+FULL = 0.98
 #: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
 LEAST_USAGE = 0.1
 _ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
@@ -187,25 +193,10 @@ def cost(
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
     rates = learned.rates
-    queued, factor, limited = table.queued_tokens, rates.prefill, np.count_nonzero(table.max_seqs)
-    step = rates.step * rates.columnwise.c0 + rates.load * rates.columnwise.load_ms(table.active, table.kv_tokens)
-    queue: Any = _ZERO
-    if np.count_nonzero(queued):
-        progress = np.minimum(now * 1e3 - table.prefill_since_ms, factor * rates.prior.whole_step_ms)
-        full = (table.max_seqs > 0.0) & (table.active >= table.max_seqs)
-        progress = np.where(full, 0.0, progress)
-        queue = np.maximum(factor * table.queued_ms - progress, 0.0)
-        seen = table.head_ms < inf
-        first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
-        late = now * 1e3 - table.prefill_since_ms - LATE * first
-        moving = seen & (queued > 0.0) & (table.kv <= CROWDED) & ~full
-        queue = np.maximum(queue, np.where(moving, late * (factor * table.queued_ms + 2.0 * step) / first, 0.0))
-    slots: Any = _ZERO
-    if limited:
-        answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)
-        slots = slot_wait(table.queue + table.active, table.max_seqs, answer * learned.tpot_kappa * step)
-    prefill = factor * rates.prior.prefill_ms(prompts, uncached)
-    tokens = queued + uncached
+    step = step_ms(fleet)
+    queue, slots = waits(fleet, step, now)
+    prefill = rates.prefill * rates.prior.prefill_ms(prompts, uncached)
+    tokens = table.queued_tokens + uncached
     steps = step * (np.ceil(tokens * _PER_STEP) + 0.5)
     used = table.kv + tokens * table.per_capacity
     model_ttft, kappa = prefill + steps + queue + slots, learned.kappa
@@ -216,12 +207,39 @@ def cost(
     return terms
 
 
+def step_ms(fleet: Known) -> FloatColumn:
+    """Of a step that only decodes."""
+    table, rates = fleet.table, fleet.predictor.rates
+    load: FloatColumn = rates.load * rates.columnwise.load_ms(table.active, table.kv_tokens)
+    return rates.step * rates.columnwise.c0 + load
+
+
+def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
+    """By slot, milliseconds until what is queued there is computed, and until there is a sequence slot."""
+    table, learned = fleet.table, fleet.predictor
+    queue: Any = _ZERO
+    slots: Any = _ZERO
+    if np.count_nonzero(table.queued_tokens):
+        factor, since = learned.rates.prefill, now * 1e3 - table.prefill_since_ms
+        full = (table.max_seqs > 0.0) & (table.active >= table.max_seqs)
+        progress = np.where(full, 0.0, np.minimum(since, factor * learned.rates.prior.whole_step_ms))
+        queue = np.maximum(factor * table.queued_ms - progress, 0.0)
+        seen = table.head_ms < inf
+        first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
+        late = since - LATE * first
+        moving = seen & (table.queued_tokens > 0.0) & (table.kv <= CROWDED) & ~full
+        queue = np.maximum(queue, np.where(moving, late * (factor * table.queued_ms + 2.0 * step) / first, 0.0))
+    if np.count_nonzero(table.max_seqs):
+        answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)
+        slots = slot_wait(table.queue + table.active, table.max_seqs, answer * learned.tpot_kappa * step)
+    return queue, slots
+
+
 def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     """Milliseconds of everybody's time that the request takes: the sum of `parts`."""
     table, learned = fleet.table, fleet.predictor
-    decode = weights.decode * learned.answer_steps
-    paused = weights.interference * (table.active + table.queue)
-    cost: FloatColumn = terms.ttft + terms.prefill * paused + decode * terms.step
+    decode = weights.decode * max(learned.answer_steps, 1.0)
+    cost: FloatColumn = terms.ttft + interference(terms, weights, fleet) + decode * terms.step
     for more in memory_price(terms, weights, fleet), patience_price(terms.ttft, table):
         if more is not None:
             cost = cost + more
@@ -236,13 +254,20 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
         ("prefill", terms.kappa * terms.prefill),
         ("queue", terms.kappa * terms.queue),
         ("steps", terms.kappa * terms.steps),
-        ("interference", terms.prefill * (weights.interference * (table.active + table.queue))),
-        ("decode", weights.decode * learned.answer_steps * terms.step),
+        ("interference", interference(terms, weights, fleet)),
+        ("decode", weights.decode * max(learned.answer_steps, 1.0) * terms.step),
         ("memory", np.zeros(len(table)) if memory is None else memory),
     ]
     own = (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
     listed += [(name, terms.kappa * term) for name, term in own if np.any(term)]
     return listed if patience is None else [*listed, ("patience", patience)]
+
+
+def interference(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
+    """Milliseconds that those lose that run while the prompt is computed, or come meanwhile."""
+    table, prefill = fleet.table, terms.prefill
+    coming = prefill / terms.step * (COMING / max(fleet.predictor.answer_steps, 1.0))
+    return prefill * (weights.interference * (table.active + table.queue)) * (1.0 + coming)
 
 
 def patience_price(ttft: FloatColumn, table: EndpointTable) -> FloatColumn | None:
@@ -255,7 +280,8 @@ def patience_price(ttft: FloatColumn, table: EndpointTable) -> FloatColumn | Non
 def best_offer(ttft: FloatColumn, table: EndpointTable) -> FloatColumn:
     """The least of all endpoints that are there."""
     offered = ttft if table.count == len(table.endpoints) else np.where(table.alive, ttft, inf)
-    return offered.min(axis=-1, keepdims=True)
+    best: FloatColumn = offered.min(axis=-1, keepdims=True)
+    return best
 
 
 def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | None:
@@ -302,8 +328,8 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 
 # `Learned.ready` has these rows; true of all slots that are not in `EndpointTable.stale`.
 #
-#     own, pausing        the request's own TTFT, and what answers lose by it that run then, per millisecond of prefill at the
-#                         prior's speed
+#     own, pausing        the request's own TTFT, and what answers lose by it that run then, per millisecond of prefill
+#                         at the prior's speed
 #     steps, step         milliseconds of one and a half steps times `kappa`, and of a step that only decodes
 #     done_ms, left_ms    clock milliseconds when what is queued would be done without a pause, and the milliseconds of
 #                         it that are left at least, for progress counts for one step at most; the wait for a slot
@@ -344,7 +370,8 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
         done_ms, left_ms = done_ms + wait, left_ms + wait
     free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
     easy = min(free, STEP_TOKENS) - queued
-    ready = (kappa * factor, factor * (active + queue), 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy)
+    pausing, steps = factor * (active + queue), 1.5 * kappa * step
+    ready = (kappa * factor, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy)
     learned.ready[:, slot] = ready
     learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)
     table.stale.discard(slot)
@@ -371,9 +398,11 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         uncached = np.maximum(prompt - share * prompt, _ONE)
     now_ms = now * 1e3
     wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
-    alone = learned.rates.prior.prefill_ms(prompt, uncached)
-    ttft: FloatColumn = own * alone + steps + wait
-    total = weights.interference * pausing * alone + weights.decode * learned.answer_steps * step
+    alone, answer = learned.rates.prior.prefill_ms(prompt, uncached), max(learned.answer_steps, 1.0)
+    ttft: FloatColumn = own * alone
+    coming = ttft * (1.5 * COMING / answer) / steps
+    total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
+    ttft += steps + wait
     if crowded:
         tokens = table.queued_tokens + uncached
         ttft += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)

@@ -131,8 +131,6 @@ def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
 
 
 _KEPT_BY = {
-    "beginning": "its prompt's beginning was elsewhere",
-    "load": "another endpoint had less to do",
     "room": "there was no memory for its prompt",
     "unable": "what was open could not serve it",
 }

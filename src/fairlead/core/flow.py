@@ -65,7 +65,7 @@ class Waiting(Struct, eq=False):
     ms: float = 0.0
     #: What its flow is charged for it (`core.fairness.Charge`), once it has gone.
     charge: Any = None
-    #: Why it did not go at the last look at which nobody did although an endpoint was open (`binding.REASONS`).
+    #: Why it did not go at the last look at which nobody did although an endpoint was open.
     kept_by: str = ""
     #: What `Tally` had counted when it was queued.
     counted: tuple[float, float, int] = (0.0, 0.0, 0)

@@ -1,48 +1,63 @@
 """Saturation: which endpoints may be sent one more request, how full the pool may be for a band, and early shedding."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Literal
 
 import numpy as np
 
-from fairlead.core.columns import BoolColumn, FloatColumn, top
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.cost import FULL, step_ms, waits
 from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
 # Soft saturation: which endpoints may be sent one more request now.
 #
-# * `ledger` (the default) asks what we ourselves have sent there and not yet seen begin: more than a step or two of
-#   uncomputed prompt, or eight requests, only make a queue that nobody can reorder any more. Scrapes correct it;
-#   without them it goes on. Memory is not judged: an engine that runs short of it lets requests wait, which shows as
-#   the former. (Closing at promised instead of used memory took TTFT from 0.40 to 3.7 s on the headline workload at
-#   14 requests/s.) Half as many tokens make requests wait that had better go: there 0.28 instead of 0.19 s.
+# * `ledger` (the default) is worked out, from the cost kernel's forecasts: an endpoint is open while what it has to
+#   compute first is at most half of what one step computes. The running step takes that with it or leaves room in the
+#   next one, so what is sent is begun as early as the engine can; what is held may still be overtaken, or go elsewhere.
+#   It is closed while all sequence slots are taken, and while requests wait there for memory. Progress counts, and a
+#   first token that is late closes it, as in the kernel. Where answers are not streamed, first tokens are not seen, and
+#   the engine's own count of those that wait is asked instead. Scrapes correct it; without them it goes on.
 # * `utilization` and `concurrency` are the reference's detectors, for those who know and want them: one number for the
 #   pool, all endpoints open below 1, none from 1 on.
 
 
 class LedgerGate:
-    """Open: queued work of at most `tokens` (of an average endpoint), and fewer than `requests` not yet begun."""
+    """Open: what is queued there is computed within `steps` steps, and fewer than `requests` of it are not begun."""
 
     name = "ledger"
 
-    def __init__(self, tokens: float = 10_240.0, requests: float = 8.0) -> None:
-        if not (tokens > 0 and requests > 0):
+    def __init__(self, steps: float = 0.5, requests: float = inf) -> None:
+        if not (steps > 0 and requests > 0):
             raise ValueError("a gate that is never open would stop all traffic")
-        self._tokens = tokens
+        self._steps = steps
         self._requests = requests
 
     def open(self, fleet: FleetView, now: float) -> BoolColumn | None:
         table = fleet.table
-        work = fleet.predictor.rates.prefill[: len(table)] * table.queued_tokens
-        if top(work) <= self._tokens and top(table.queue) < self._requests:
-            return None if table.count == len(table) else table.alive
-        opened: BoolColumn = (work <= self._tokens) & (table.queue < self._requests) & table.alive
-        return opened
+        opened: BoolColumn = (self._levels(fleet, now) <= 1.0) & (table.queue < self._requests) & table.alive
+        return None if np.count_nonzero(opened) == len(table) else opened
 
     def level(self, fleet: FleetView, now: float) -> float:
-        table = fleet.table
-        work = fleet.predictor.rates.prefill[: len(table)] * table.queued_tokens
-        return _mean(np.maximum(work / self._tokens, table.queue / self._requests), table.alive)
+        return _mean(np.maximum(self._levels(fleet, now), fleet.table.queue / self._requests), fleet.table.alive)
+
+    def _levels(self, fleet: FleetView, now: float) -> FloatColumn:
+        """The wait there over the longest with which it is open."""
+        table, learned = fleet.table, fleet.predictor
+        queue, slots = waits(fleet, step_ms(fleet), now)
+        unseen = table.head_ms == inf
+        if np.count_nonzero(unseen):
+            fresh = now - table.sampled_at <= fleet.staleness
+            queue = np.where(unseen, np.where(fresh & (table.waiting >= 1.0), queue, 0.0), queue)
+        crowded = (table.kv > FULL) & (table.queue >= 1.0)
+        if np.count_nonzero(crowded):
+            queue = np.maximum(
+                queue, np.where(crowded, table.queue * learned.hold_ms / np.maximum(table.active, 1.0), 0.0)
+            )
+        longest = self._steps * learned.rates.prior.whole_step_ms * learned.rates.prefill
+        levels: FloatColumn = (queue + slots) / longest
+        return levels
 
 
 class PoolGate:

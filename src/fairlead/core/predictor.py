@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import (
     CROWDED,
+    FULL,
     LEAST_USAGE,
     PRIOR,
     READY,
@@ -52,8 +53,6 @@ ANSWER_STEPS = 250.0
 SAME_STEP = 0.001
 #: A stretch ends after so many tokens even if there is more to compute, or so many steps and seconds.
 LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
-#: KV utilisation above which who waits, waits for memory: one goes in for each answer that ends.
-FULL = 0.98
 #: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
 #: or no slot.
 KINDS = 5

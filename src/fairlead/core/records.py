@@ -66,7 +66,7 @@ class Waited(Struct, frozen=True, gc=False):
     #: With so many others it was compared when it went; of these, so many stood before it in the order of the queue.
     compared: int = 0
     passed: int = 0
-    #: What it waited for although some were open, at the last look at which nobody went (`binding.REASONS`); empty =
+    #: Why it waited although some were open, at the last look at which nobody went; empty =
     #: others' turn.
     kept_by: str = ""
 

@@ -29,7 +29,7 @@ def flow_controller(text: str):
 
 
 def request(number: int = 1, **fields) -> Request:
-    return Request(id=number, arrived=0.0, prompt_tokens=100, **fields)
+    return Request(id=number, arrived=0.0, prompt_tokens=1000, stream=True, **fields)
 
 
 @pytest.mark.parametrize("text", ["", "flowControl:\n", "flowControl: {enabled: false, ttl: 3s}\n"])

@@ -13,6 +13,7 @@ from fairlead.core.cost import (
     Weights,
     cost,
     cost_of_one,
+    interference,
     memory_price,
     parts,
     patience_price,
@@ -154,5 +155,14 @@ def test_nobody_is_driven_away_by_a_wait_that_is_the_same_everywhere() -> None:
 def test_who_waits_there_runs_by_the_time_that_it_is_paused() -> None:
     named = [dict(parts(cost(500.0, None, fleet, NOW), Weights(), fleet)) for fleet in (crowd(), crowd(10.0))]
     before, after = (terms["interference"] for terms in named)
-    assert after[7] == pytest.approx(before[7] + 10.0 * 0.1 * cost(500.0, None, crowd(), NOW).prefill[7])
+    assert before[7] == 0.0
+    assert after[7] == pytest.approx(10.0 * 0.1 * cost(500.0, None, crowd(), NOW).prefill[7], rel=0.01)
     assert after[:7].tolist() == before[:7].tolist()
+
+
+def test_a_long_prompt_delays_those_who_come_meanwhile_too() -> None:
+    """Twenty times as long, it takes more than twenty times as much from the others."""
+    fleet = crowd()
+    short, long = (interference(cost(tokens, None, fleet, NOW), Weights(), fleet) for tokens in (5000.0, 100_000.0))
+    pauses = [cost(tokens, None, fleet, NOW).prefill[0] for tokens in (5000.0, 100_000.0)]
+    assert long[0] / short[0] > 1.2 * pauses[1] / pauses[0]

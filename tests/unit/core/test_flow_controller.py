@@ -24,7 +24,7 @@ class Shop:
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (Strict(), Fcfs()), limits)
         self.flow_controller = FlowController(
-            FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)), "p", target_s=2.0
+            FlowControl(queues, LedgerGate(requests=8), PairBinder(lambda *_: None)), "p", target_s=2.0
         )
         self._ids = 0
 

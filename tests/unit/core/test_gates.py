@@ -36,25 +36,57 @@ def test_an_idle_pool_is_open_everywhere():
     assert LedgerGate().open(pool(), NOW) is None
 
 
-def test_queued_tokens_close_an_endpoint():
+def test_more_than_the_running_step_takes_with_it_closes_an_endpoint():
     fleet = pool()
-    charge(fleet, 1, tokens=10_000)
+    charge(fleet, 1, tokens=3500)
     assert LedgerGate().open(fleet, NOW) is None
-    charge(fleet, 1, tokens=1000)
+    charge(fleet, 1, tokens=1500)
     assert LedgerGate().open(fleet, NOW).tolist() == [True, False, True]
+    assert LedgerGate().level(fleet, NOW) == pytest.approx(5000 / 4096 / 3, rel=0.1)
 
 
-def test_a_slow_endpoint_closes_earlier():
+def test_it_opens_again_as_the_prompts_are_computed():
+    fleet = pool()
+    charge(fleet, 1, tokens=6000)
+    assert LedgerGate().open(fleet, NOW).tolist() == [True, False, True]
+    assert LedgerGate().open(fleet, NOW + 0.2) is None
+
+
+def test_a_step_takes_as_many_tokens_at_a_slow_endpoint():
     fleet = pool()
     fleet.predictor.rates.prefill[2] = 2.5
-    charge(fleet, 2, tokens=5000)
-    assert LedgerGate().open(fleet, NOW).tolist() == [True, True, False]
+    charge(fleet, 2, tokens=3500)
+    assert LedgerGate().open(fleet, NOW) is None
+    assert LedgerGate().open(fleet, NOW + 2.5).tolist() == [True, True, False], "its first token is late"
 
 
-def test_requests_not_yet_begun_close_an_endpoint():
+def test_many_short_prompts_are_one_step():
     fleet = pool()
-    charge(fleet, 0, tokens=10, count=8)
-    assert LedgerGate().open(fleet, NOW).tolist() == [False, True, True]
+    charge(fleet, 0, tokens=10, count=30)
+    assert LedgerGate().open(fleet, NOW) is None
+    assert LedgerGate(requests=8).open(fleet, NOW).tolist() == [False, True, True]
+
+
+def test_who_waits_for_memory_or_a_slot_closes_an_endpoint():
+    fleet = pool()
+    fleet.table.kv[0] = 0.99
+    assert LedgerGate().open(fleet, NOW) is None
+    charge(fleet, 0, tokens=10)
+    fleet.table.kv[0] = 0.99
+    fleet.table.max_seqs[1], fleet.table.active[1], fleet.table.inflight[1] = 4.0, 4.0, 4.0
+    fleet.table.growth_tokens[1] = 400.0
+    assert LedgerGate().open(fleet, NOW).tolist() == [False, False, True]
+
+
+def test_where_first_tokens_are_not_seen_the_engines_own_count_is_asked():
+    fleet = pool()
+    for slot in (0, 1):
+        request = Request(id=1000 + slot, arrived=NOW, prompt_tokens=9000, stream=False)
+        fleet.charge(request, slot, NOW, 0, 10)
+    sample(fleet, 0, waiting=0.0, running=1.0, at=NOW + 0.1)
+    sample(fleet, 1, waiting=1.0, running=0.0, at=NOW + 0.1)
+    assert LedgerGate().open(fleet, NOW + 0.1).tolist() == [True, False, True]
+    assert LedgerGate().open(fleet, NOW + 100.0) is None, "and if it says nothing, it is open"
 
 
 def test_stale_metrics_do_not_close_the_gate():
@@ -85,7 +117,7 @@ def test_concurrency_counts_our_own():
     assert PoolGate("concurrency-detector", Concurrency(requests=50)).open(fleet, NOW) is not None
 
 
-@pytest.mark.parametrize("arguments", [(0.0, 8.0), (1.0, 0.0), (float("nan"), 8.0)])
+@pytest.mark.parametrize("arguments", [(0.0,), (1.0, 0.0), (float("nan"), 8.0)])
 def test_a_gate_that_never_opens_is_refused(arguments):
     with pytest.raises(ValueError, match="never open"):
         LedgerGate(*arguments)

@@ -56,12 +56,11 @@ def test_weights_change_which_pair_is_bound(fleet):
     assert bound(alone, fleet, patient).slot == 1, "nobody else's time counts"
 
 
-def test_weights_change_which_request_is_bound(fleet):
-    """Where answers that run count a hundredfold, the request that hardly delays them goes first."""
+def test_who_takes_the_least_time_of_the_engine_goes_first(fleet):
     fleet.table.active[:] = 20.0
-    long, short = waiting(1, 6000, waited=10.0), waiting(2, 100)
-    assert bound(CostModel(CostModelParams(interference=0.0)), fleet, long, short).waiting is long
-    assert bound(CostModel(CostModelParams(interference=10.0)), fleet, long, short).waiting is short
+    long, short = waiting(1, 6000, waited=1.0), waiting(2, 100)
+    assert bound(CostModel(), fleet, long, short).waiting is short
+    assert bound(CostModel(), fleet, waiting(3, 6000, waited=10.0), short).waiting is not short
 
 
 class Backwards(CostModel):
@@ -128,20 +127,21 @@ def test_a_late_bound_decision_can_be_explained(fleet):
 
 def test_a_better_endpoint_that_was_not_open_is_named(fleet):
     fleet.table.active[:] = [0.0, 0.0, 3.0]
-    one = waiting(1, 20_000, waited=400.0)
-    rules = WaitingRules(CostModel(), CostModel())
-    binder = PairBinder(rules)
-    _, one.known = binder.look(one.request, fleet, NOW)
-    found = binder.bind([one], fleet, np.array([False, False, True]), NOW)
-    assert isinstance(found, Bound) and found.trace is not None
-    found.trace.snapshot, found.trace.waited = Snapshots()(fleet, NOW), Waited(1500.0, 500.0, 1, 4, 3, "load")
+    binder = PairBinder(WaitingRules(CostModel(), CostModel()))
+    window = [waiting(number, 20_000) for number in range(1, 9)]
+    for one in window:
+        _, one.known = binder.look(one.request, fleet, NOW)
+    found = binder.bind(window, fleet, np.array([False, False, True]), NOW)
+    assert isinstance(found, Bound) and found.trace is not None and found.slot == 2
+    one = found.waiting
+    found.trace.snapshot, found.trace.waited = Snapshots()(fleet, NOW), Waited(1500.0, 500.0, 1, 4, 3, "room")
     told = explain(CostModel, one.request, found.trace, "e2")
     assert told.reproduced
     assert "better, and was not open: " in told.why[0]
     assert told.why[1:] == (
         "2 of 3 endpoints were not open",
-        "it waited: for 1,500.0 ms no endpoint was open; for 500.0 ms waiting was better: another endpoint had less to"
-        " do; 1 went meanwhile",
+        "it waited: for 1,500.0 ms no endpoint was open; for 500.0 ms waiting was better: there was no memory for its"
+        " prompt; 1 went meanwhile",
         "it was compared with 4 that waited too, 3 of them before it in the order",
     )
     assert [one.removed_by for one in told.candidates[1:]] == [("flow-control",)] * 2

@@ -24,7 +24,9 @@ class Shop:
         self.fleet = Fleet()
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (StartTimeFair(), Fcfs()), Limits(**limits))
-        self.flow_controller = FlowController(FlowControl(queues, LedgerGate(), PairBinder(lambda *_: None)), "p", 1.0)
+        self.flow_controller = FlowController(
+            FlowControl(queues, LedgerGate(requests=8), PairBinder(lambda *_: None)), "p", 1.0
+        )
         self.watch = Watch(self.fleet, lambda: self.now, served=lambda: ["m", "n"])
         self.watch.watch_queue(self.flow_controller)
         for i in range(1, 9):
