@@ -68,8 +68,8 @@ A real vLLM stops where the model likes; for answers of the length asked for:
   fairlead bench localhost:8000 --extra '{"ignore_eos": true}'
 \b
 Latencies count from the moment a request was due, not from when it was sent:
-a server that stalls cannot hide it. Look at "send lag" first: unless it is
-small beside the TTFT, this machine was the bottleneck.
+a server that stalls cannot hide it. Look at "send lag" first: a run
+with a p99 above 20 ms is not valid, for this machine was the bottleneck.
 \b
 Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage.
 More: docs/bench.md.

@@ -257,11 +257,10 @@ def hints(summary: "Summary") -> Iterator[str]:
     for reason, count in summary["failed_by_reason"].items():
         if reason in _HINTS:
             yield f"hint: {count:,} × {reason}: {_HINTS[reason]}"
-    lag, ttft = summary["send_lag_ms"]["p99"], summary["ttft_ms"]["p50"]
-    if lag and ttft and lag > max(10.0, ttft / 5):
+    if not summary["valid"]:
         yield (
-            f"hint: requests left up to {lag:,.0f} ms late (p99): this machine or --max-in-flight was the bottleneck, "
-            "not only the server"
+            f"hint: not valid: requests left up to {summary['send_lag_ms']['p99']:,.0f} ms late (p99), so this machine "
+            "or --max-in-flight was the bottleneck, not only the server"
         )
     if summary["succeeded"] and summary["usage_missing"] == summary["succeeded"]:
         yield "hint: the server reports no usage, so tokens/s, TPOT and prefix hits are unknown"

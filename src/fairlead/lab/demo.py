@@ -77,7 +77,14 @@ class Plan(Struct, frozen=True, kw_only=True):
             name=POLICIES[policy],
             workload=structs.replace(WORKLOAD, seed=self.seed, model=MODEL, extra={"ignore_eos": True}),
             arrivals=Poisson(self.rate * self.time_ratio, self.seed),
-            options=Options(requests=self.requests, time_ratio=self.time_ratio, timeout_s=600.0, time_limit_s=600.0),
+            options=Options(
+                requests=self.requests,
+                # Round robin's queue grows to half of all requests: nothing may hold the generator back meanwhile.
+                max_in_flight=self.requests,
+                time_ratio=self.time_ratio,
+                timeout_s=600.0,
+                time_limit_s=600.0,
+            ),
         )
 
     def config(self, policy: str, endpoints: Path) -> str:

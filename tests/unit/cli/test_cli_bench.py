@@ -138,12 +138,12 @@ def test_hints_name_the_cure() -> None:
     summary = {
         "failed_by_reason": {"status_404": 3, "odd": 1},
         "send_lag_ms": {"p99": 900.0},
-        "ttft_ms": {"p50": 20.0},
+        "valid": False,
         "succeeded": 5,
         "usage_missing": 5,
     }
     found = list(hints(summary))
     assert len(found) == 3
     assert "--model" in found[0] and "bottleneck" in found[1] and "usage" in found[2]
-    quiet = {"failed_by_reason": {}, "send_lag_ms": {"p99": None}, "ttft_ms": {"p50": None}, "succeeded": 0}
+    quiet = {"failed_by_reason": {}, "send_lag_ms": {"p99": None}, "valid": True, "succeeded": 0}
     assert list(hints({**quiet, "usage_missing": 0})) == []

@@ -3,8 +3,8 @@
 Rules
 * `failed` counts everything that was not a success, shed requests (429, 503) too, which `shed` shows apart: a router
   that sheds one in seven looks fast. Latencies are of successful requests only, so read them next to `failed`.
-* Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was; when it is not
-  small against the TTFT, the generator (or `max_in_flight`) was the bottleneck.
+* Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was. A run whose p99 is
+  above `LAG_MS` is not `valid`: it has measured the generator, or `max_in_flight`, and not only the server.
 * Token counts are what the servers reported; `usage_missing` counts successes without a report. No report at all:
   `None`.
 * A server that runs `time_ratio` times faster than what it models can be shown in model time: durations times the
@@ -26,6 +26,7 @@ from fairlead.lab.load.spec import Record, RunResult
 Summary = dict[str, Any]
 Time = Literal["wall", "model"]
 
+LAG_MS = 20.0
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "body_error_503": "503"}
 
@@ -41,6 +42,7 @@ def summarise(
     records = result.records
     good = [record for record in records if not record.error]
     duration = result.duration_s * ratio
+    lag = _spread([record.sent - record.scheduled for record in records if record.sent])
     return {
         "name": result.name,
         "target": result.target,
@@ -59,7 +61,8 @@ def summarise(
         "itl_ms": _gaps(result, ratio),
         **_tokens(good, duration),
         **_goodput(records, ratio, duration, slo_ttft_ms, slo_tpot_ms),
-        "send_lag_ms": _spread([record.sent - record.scheduled for record in records if record.sent]),
+        "send_lag_ms": lag,
+        "valid": (lag["p99"] or 0.0) <= LAG_MS,
         "client": {"cpu_s": result.cpu_s, "cpu_us_per_request": result.cpu_s / len(records) * 1e6 if records else None},
         "config": result.config,
     }
@@ -208,6 +211,9 @@ def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
     yield row("requests/s", "requests_per_s")
     yield row("duration, s", "duration_s")
     yield row("send lag p99, ms (wall)", "send_lag_ms", "p99")
+    if not all(summary["valid"] for summary in summaries):
+        late = f"no: more than {LAG_MS:g} ms late"
+        yield "valid", ["yes" if summary["valid"] else late for summary in summaries]
 
 
 # Several runs in one picture: who makes users wait, who gets work done, who reuses the cache, who drops requests.

@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,16 @@ def test_model_time_scales_durations_and_rates() -> None:
     assert model["output_tokens_per_s"] == pytest.approx(wall["output_tokens_per_s"] / 20)
     assert model["prefix_hit_rate"] == wall["prefix_hit_rate"]
     assert model["send_lag_ms"] == wall["send_lag_ms"]
+
+
+def test_a_run_whose_generator_was_late_is_not_valid() -> None:
+    prompt = summarise(result(record(0, 0.1)))
+    late = summarise(result(*(record(i, 0.1) for i in range(9)), record(9, 0.1, sent=9.1)))
+    assert (prompt["valid"], late["valid"]) == (True, False)
+    for summaries, said in (([prompt], False), ([prompt, late], True)):
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(table(summaries))
+        assert ("no: more than 20 ms late" in console.export_text()) is said
 
 
 def test_unreported_tokens_are_unknown_not_zero() -> None:
