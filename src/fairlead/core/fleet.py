@@ -43,6 +43,7 @@ class Fleet:
         prior: StepModel = PRIOR,
     ) -> None:
         """`prior`: what engines are believed to take before anything is learned of them."""
+        self._prior = prior
         self.table = EndpointTable()
         self.ledger = Ledger(self.table, lease_ttl)
         #: What first tokens will take, learned from those that came.
@@ -148,8 +149,7 @@ class Fleet:
         if sample.waiting is None and sample.running is None:
             return []
         # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now.
-        rates = self.predictor.rates
-        due_ms = rates.prefill[slot] * min(table.queued_ms[slot], rates.prior.whole_step_ms)
+        due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot], self._prior.whole_step_ms)
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         if overdue and table.kv[slot] * (1.0 + 2.0 / max(running, 1.0)) < CROWDED:
             table.max_seqs[slot] = self.predictor.rates.sampled(slot, waiting, running)
@@ -249,7 +249,7 @@ class Fleet:
         prompt = request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
-        alone_ms = self.predictor.rates.prior.prefill_ms(prompt, uncached)
+        alone_ms = self._prior.prefill_ms(prompt, uncached)
         lease = Lease(
             request,
             slot,

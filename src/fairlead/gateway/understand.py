@@ -362,7 +362,7 @@ class Understanding:
         """The request, and who is still reading its prompt, if anybody: `known` takes the result.
 
         Raises `ClientError` when no model server could understand the body either."""
-        path = _path(headers)
+        path = usual if (usual := headers.get(":path", "")) in EXACT else _path(headers)
         if body:
             encoding = headers.get("content-encoding", "")
             parsed = self._parse(path, body, headers.get("content-type", ""), content_encoding=encoding)
