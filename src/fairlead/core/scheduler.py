@@ -532,10 +532,11 @@ class Pipeline:
         usage = event.usage or entry.usage or _UNKNOWN
         if self.fleet.exact is not None:
             self.fleet.exact.ended(lease.predicted, usage, 200 <= event.status < 300, now)
-        tokens = usage.completion_tokens
-        if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # more is known now than when it was sent
-            tokens = self._output(request)
-        self._settle(entry, event.status, tokens, event.duration_ms)
+        if entry.charge is not None:
+            tokens = usage.completion_tokens
+            if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # more is known than when it was sent
+                tokens = self._output(request)
+            self._settle(entry, event.status, tokens, event.duration_ms)
         self.requests.move(entry, trigger, S.ENDED)
         return Record(
             OutcomeRecord(
