@@ -16,7 +16,6 @@ from math import exp, log
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import (
@@ -194,7 +193,7 @@ class Predictor:
         band = self._bands[forecast.kind]
         kappa = float(self.kappa[slot])
         if band is self._all:
-            band = self._bands[forecast.kind] = replace(band, seen=0)
+            band = self._bands[forecast.kind] = Band(band)
         off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
         bounded = min(max(off - band.middle, -0.3), 0.3)
         band.add(off)

@@ -29,6 +29,8 @@ Rules
 * Factors stay within `SLOWEST` of the prior. Everything is finite whatever clocks and clients do.
 """
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Hashable
 from math import exp, log, sqrt
 
@@ -38,41 +40,48 @@ from msgspec import Struct
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import PRIOR, StepModel
 
-# How far off forecasts are: quantiles of log(observed / forecast), tracked without keeping the observations.
-#
-# Theory (Robbins and Monro 1951). A tracked quantile goes up by p steps when an observation is above it, and down by
-# 1 - p when one is below. It rests where a share p lies below, whatever the distribution, and follows one that drifts.
+# How far off forecasts are: quantiles of log(observed / forecast) among the last `WINDOW` of them. No distribution is
+# assumed, so a band holds what it says, and what was not yet learned in the beginning leaves the window.
 
 #: The band is that of the middle 90 %.
 LOW, HIGH = 0.05, 0.95
-#: In log ratio: of late, and what the first ones share. Nobody knows a new engine: its first misses move the band far.
-STEP, FIRST_STEP = 0.06, 1.5
-#: Quantiles stay within ± this.
+WINDOW, FIRST = 64, 16
+#: Log ratios stay within ± this.
 LIMIT = 5.0
+#: Before any observation a forecast is believed to be right within a factor of two: the logarithms, evenly spread.
+_BEFORE = tuple(log(2.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
 
 
-class Band(Struct):
-    """The middle 90 % of a stream of log ratios, and its median. Before any: half to twice what was forecast."""
+class Band:
+    """The middle 90 % of a stream of log ratios, and its median. A new one begins with `FIRST` values of its parent,
+    or with half to twice what was forecast."""
 
-    low: float = log(0.5)
-    middle: float = 0.0
-    high: float = log(2.0)
-    seen: int = 0
+    __slots__ = ("_ranked", "_recent", "high", "low", "middle")
+
+    def __init__(self, parent: "Band | None" = None) -> None:
+        values = _BEFORE if parent is None else tuple(parent.at((i + 0.5) / FIRST) for i in range(FIRST))
+        self._recent, self._ranked = deque(values), sorted(values)
+        self.low, self.middle, self.high = self.at(LOW), self.at(0.5), self.at(HIGH)
 
     def at(self, p: float) -> float:
-        """The quantile `p`, between those that are tracked."""
-        end, value = (LOW, self.low) if p < 0.5 else (HIGH, self.high)
-        return self.middle + (value - self.middle) * (p - 0.5) / (end - 0.5)
+        """The quantile `p`: the share of further observations that will be below, as those before tell."""
+        ranked = self._ranked
+        place = min(max(p * (len(ranked) + 1) - 1.0, 0.0), len(ranked) - 1.0)
+        below = int(place)
+        above = min(below + 1, len(ranked) - 1)
+        return ranked[below] + (place - below) * (ranked[above] - ranked[below])
 
     def add(self, x: float) -> None:
-        self.seen += 1
-        step = max(STEP, FIRST_STEP / (1 + self.seen))
-        self.low = min(max(self.low + step * (LOW - (x < self.low)), -LIMIT), LIMIT)
-        self.middle = min(max(self.middle + step * (0.5 - (x < self.middle)), -LIMIT), LIMIT)
-        self.high = min(max(self.high + step * (HIGH - (x < self.high)), -LIMIT), LIMIT)
+        x = min(max(x, -LIMIT), LIMIT)
+        self._recent.append(x)
+        insort(self._ranked, x)
+        if len(self._recent) > WINDOW:
+            del self._ranked[bisect_left(self._ranked, self._recent.popleft())]
+        self.low, self.middle, self.high = self.at(LOW), self.at(0.5), self.at(HIGH)
 
     def validate(self) -> None:
-        assert all(-LIMIT <= value <= LIMIT for value in (self.low, self.middle, self.high))
+        assert self._ranked == sorted(self._recent) and len(self._ranked) <= WINDOW
+        assert -LIMIT <= self.low <= self.middle <= self.high <= LIMIT
 
 
 OUTLIER = 3.0

@@ -53,7 +53,7 @@ RETRIED_S = 5.0
 PACE_S = 0.5
 PACE_HALVES_S = 30.0
 #: Bounds of the band that is taken for how far off a forecast may be.
-BAND = (1.0, 8.0)
+BAND = (1.0, 4.0)
 #: A page that does not know of a first token so long after it, in seconds, stands still.
 SEEN_S = 0.3
 #: A page of so many seconds ago still says that the endpoint tells tokens.

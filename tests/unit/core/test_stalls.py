@@ -276,7 +276,7 @@ def test_hedges_in_vain_make_the_gateway_wait_longer() -> None:
     for _ in range(20):
         route = rig.send()
         rig.feed(RequestMoved(rig.number, route.endpoint.address))
-    assert rig.send().hedge_after_ms == pytest.approx(first * MOST, rel=0.1)
+    assert rig.send().hedge_after_ms > 0.9 * first * MOST, "and what waits there counts as well"
     for _ in range(700):
         rig.send()
         rig.step()
