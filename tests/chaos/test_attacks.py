@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from ch_site import MEMORY_MIB
-from ch_trial import FULL, LASTS_S, LATER_S, Bounds, Row, p99_ms, trial
+from ch_trial import FULL, LASTS_S, LATER_S, LEAST_P99_MS, Bounds, Row, p99_ms, trial
 from gw_http1 import Http1
 from gw_messages import JSON, Ask, Broken
 from gw_processes import Child, Serve, Stub
 
 from fairlead.core.headers import FAIRNESS_HEADERS
 from fairlead.lab.load.runner import run
-from fairlead.lab.load.spec import Options, Record
+from fairlead.lab.load.spec import Options
 from fairlead.lab.load.workload import Chat, ClosedLoop
 
 ATTACKERS = Path(__file__).parent / "support" / "ch_attackers.py"
@@ -25,6 +25,8 @@ Judge = Callable[[Row], None]
 Starting = Callable[..., Awaitable[Serve]]
 #: Series that a page of metrics may have after any number of made-up names.
 MOST_SERIES = 5_000
+#: Until the first answers nobody knows which tenant wants how much.
+UNKNOWN_S = 1.0
 #: How much later the slowest answers of a light tenant may come because of a heavy one.
 TENANT_TIMES = 1.5
 MODELS = """
@@ -42,10 +44,10 @@ def attack(envoy_mib: float | None = None) -> Bounds:
 
 @pytest.fixture
 def stub(tmp_path: Path, ending: Callable[[Child], None]) -> Stub:
-    """Two model servers with the times of real ones, which know only their own model."""
+    """A model server with the times of a real one, which knows only its own model."""
     made = Stub(tmp_path / "stub.log")
     ending(made)
-    return made.start(2, "--time-ratio", "1", "--max-num-seqs", "4")
+    return made.start(1, "--time-ratio", "1")
 
 
 @asynccontextmanager
@@ -197,13 +199,14 @@ async def test_a_tenant_with_sixty_workers(own: Starting, stub: Stub, judged: Ju
         run(target, asking(2), ClosedLoop(workers=2), tenant("light")),
         run(target, asking(3), ClosedLoop(workers=60), tenant("heavy")),
     )
-    light: list[Record] = beside.records
+    known = min(record.scheduled for record in beside.records) + UNKNOWN_S
+    light = [record for record in beside.records if record.scheduled > known]
     row = Row(name="tenant of 60 workers beside one of 2", requests=len(heavy.records), polite=len(light))
     row.failed = sum(bool(record.error) for record in heavy.records)
     row.polite_failed = sum(bool(record.error) for record in light)
     row.calm_p99_ms, row.p99_ms = p99_ms(alone), p99_ms(light)
     row.note = f"answered for the light one: {len(light)} beside, {len(alone)} alone"
-    if FULL and row.p99_ms > TENANT_TIMES * row.calm_p99_ms:
+    if FULL and row.p99_ms > TENANT_TIMES * row.calm_p99_ms + LEAST_P99_MS:
         row.problems.append(
             f"the light tenant's p99 was {row.p99_ms:.0f} ms, at most {TENANT_TIMES:g} times that alone"
         )
