@@ -24,7 +24,7 @@ from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options
 from fairlead.lab.load.workload import Call, Poisson, text
 
-HOURS = float(os.environ.get("FAIRLEAD_SOAK_HOURS", "0.002"))
+HOURS = float(os.environ.get("FAIRLEAD_SOAK_HOURS", "0.0012"))
 JUDGED_FROM_HOURS = 1 / 6
 RATE = float(os.environ.get("FAIRLEAD_SOAK_RATE", "50"))
 #: Of the load: clients that hang up in the middle, and requests that model servers refuse.
