@@ -52,9 +52,9 @@ def stub(tmp_path: Path, ending: Callable[[Child], None]) -> Stub:
 
 @asynccontextmanager
 async def attacked(directory: Path, kind: str, port: int, count: int) -> AsyncIterator[None]:
-    """The attack is in force; it gives way to those whose time is measured, as attackers elsewhere would."""
+    """The attack is in force."""
     child = Child(f"{kind} from {count} clients", directory / f"{kind}.log")
-    child.spawn("nice", "-n", "5", sys.executable, str(ATTACKERS), kind, str(port), str(count))
+    child.spawn(sys.executable, str(ATTACKERS), kind, str(port), str(count))
     try:
         await asyncio.to_thread(child.poll_until, lambda: "up" in child.said())
         yield

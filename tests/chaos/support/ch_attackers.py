@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -129,6 +130,13 @@ KINDS: dict[str, Callable[[int, Begun], Awaitable[None]]] = {
 }
 
 
+def give_way() -> None:
+    """Attackers elsewhere take none of this machine's processors from those whose time is measured."""
+    os.nice(10)
+    with contextlib.suppress(OSError):  # where the kernel shares processors by session, nice counts within one only
+        Path("/proc/self/autogroup").write_text("10")
+
+
 async def attack(kind: str, port: int, count: int) -> None:
     started = 0
     in_force = asyncio.Event()
@@ -153,4 +161,5 @@ async def attack(kind: str, port: int, count: int) -> None:
 
 
 if __name__ == "__main__":
+    give_way()
     asyncio.run(attack(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
