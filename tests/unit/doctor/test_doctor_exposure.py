@@ -20,6 +20,9 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gateway", {"gateway": {"host": "0.0.0.0"}}, {"gateway": {"host": "127.0.0.1"}}),
     ("gateway", {"gateway": {"host": "::"}}, {"gateway": {"host": "::1"}}),
     ("admin", {"admin": {"host": "0.0.0.0"}}, {"admin": {"host": "0.0.0.0", "debug": False}}),
+    ("admin", {"admin": {"host": "0.0.0.0"}},
+     {"admin": {"host": "0.0.0.0", "tokenFile": "token", "tls": {"certDir": "nowhere"}}}),
+    ("token", {"admin": {"host": "0.0.0.0", "tokenFile": "token"}}, {"admin": {"tokenFile": "token"}}),
     ("ext-proc", {"gateway": "none"}, {"gateway": "none", "extProc": {"host": "localhost"}}),
     ("ext-proc", {"extProc": {"host": "10.0.0.1"}}, {"extProc": {"host": "10.0.0.1", "tls": {"certDir": "nowhere"}}}),
     ("kv-events", {"kvEvents": EVENTS, "endpoints": FAR}, {"kvEvents": EVENTS}),
@@ -35,7 +38,8 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 async def codes(config: dict[str, Any]) -> set[str]:
-    async with Site(load(json.dumps({"endpoints": NEAR, "admin": {"port": 1}, **config}))) as site:
+    admin = {"port": 1, **config.get("admin", {})}
+    async with Site(load(json.dumps({"endpoints": NEAR, **config, "admin": admin}))) as site:
         found = await examine(site, [exposure.exposure])
     assert found.outcomes[0].state in ("well", "found"), found.outcomes
     return {one.code for one in found.findings}

@@ -26,7 +26,7 @@ HEADERS = Kind(
 )  # fmt: skip
 ADMIN = Kind(
     "exposure.admin", Severity.WARNING, "whoever reaches the admin port can read endpoints, tenants and decisions",
-    "bind admin.host to 127.0.0.1, set admin.debug: false, or let a NetworkPolicy keep others away", _REACHABLE,
+    "bind admin.host to 127.0.0.1, set admin.tokenFile and admin.tls, or admin.debug: false", _REACHABLE,
 )  # fmt: skip
 EXT_PROC = Kind(
     "exposure.ext-proc", Severity.WARNING, "requests come to extProc over the network without TLS",
@@ -47,7 +47,8 @@ UNVERIFIED = Kind(
 )  # fmt: skip
 TOKEN = Kind(
     "exposure.token", Severity.ERROR, "a bearer token travels in clear text",
-    "serve the metrics pages with TLS and write https:// in metricsUrl, or leave metrics.tokenFile out", _REACHABLE,
+    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or leave the token out",
+    _REACHABLE,
 )  # fmt: skip
 SECRETS = Kind(
     "exposure.secrets", Severity.WARNING, "everybody on this machine can read a secret",
@@ -76,8 +77,11 @@ def _incoming(config: Config) -> Iterator[Finding]:
         if "test-selection" in config.headers.trust:
             yield HEADERS.at("headers.trust")
         yield from (PATHS.at("gateway.paths", path) for path in gateway.paths if path in ("*", "/*"))
-    if admin.port and admin.debug and not _local(admin.host):
-        yield ADMIN.at("admin.host", admin.host)
+    if admin.port and not _local(admin.host):
+        if admin.debug and not admin.token_file:
+            yield ADMIN.at("admin.host", admin.host)
+        if admin.token_file and admin.tls is None:
+            yield TOKEN.at("admin.tokenFile", f"admin.host {admin.host}, no admin.tls")
     host = ext_proc.host or ("127.0.0.1" if embedded else "0.0.0.0")
     if ext_proc.tls is None and not _local(host):
         yield EXT_PROC.at("extProc.host", host)
@@ -117,9 +121,9 @@ def _outgoing(site: Site) -> Iterator[Finding]:
 
 
 def _secrets(config: Config) -> Iterator[Finding]:
-    curve, tls = config.kv_events.curve, config.ext_proc.tls
-    files = [config.metrics.token_file, curve.secret_key_file if curve else ""]
-    files.append(str(Path(tls.cert_dir, "tls.key")) if tls else "")
+    curve = config.kv_events.curve
+    files = [config.metrics.token_file, config.admin.token_file, curve.secret_key_file if curve else ""]
+    files += [str(Path(tls.cert_dir, "tls.key")) for tls in (config.ext_proc.tls, config.admin.tls) if tls]
     for file in filter(None, files):
         try:
             mode = Path(file).stat().st_mode & 0o777
