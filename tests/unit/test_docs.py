@@ -18,11 +18,12 @@ from fairlead.config.registry import build_policy
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex
+from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.server.admin import Admin, AdminSources
 from fairlead.server.indexer.server import IndexServer, IndexSources
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.journal.recorder import Counts
-from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_journal
+from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_budget, show_journal
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
 from fairlead.server.observe.watch import Watch
@@ -206,6 +207,7 @@ def test_every_metric_that_is_named_exists() -> None:
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
     GatewayMetrics(watch.metrics.registry, None)
+    show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     QueryMetrics(watch.metrics.registry)
     indexer = Registry()  # of another process
     IndexerMetrics(indexer, KvIndex())
