@@ -53,7 +53,7 @@ SAME_STEP = 0.001
 #: A stretch ends after so many tokens even if there is more to compute, or so many steps and seconds.
 LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
 #: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
-#: or no slot.
+#: or no slot. Four more are those of requests that waited: with and without both.
 KINDS = 5
 
 
@@ -91,7 +91,7 @@ class Predictor:
         self.rows: list[FloatColumn] = []
         self.slots: list[tuple[float, ...]] = []
         self._all = Band()
-        self._bands = [self._all] * (2 * KINDS)
+        self._bands = [self._all] * (2 * KINDS + 4)
         self._stretches: list[_Stretch | None] = []
         self._computed_ms: list[float] = []
 
@@ -163,8 +163,16 @@ class Predictor:
         kind = forecast.kind
         if wait_ms >= self.hold_ms:
             kind = 2 * KINDS - 1 if kind >= KINDS else KINDS - 1
-        ttft, band = forecast.model_ttft_ms + wait_ms, self._bands[kind]
-        expected = ttft * float(self.kappa[slot])
+        return self._of_kind(slot, forecast, forecast.model_ttft_ms + wait_ms, kind)
+
+    def late(self, slot: int, forecast: Forecast) -> Forecast:
+        """The same for a request that waited in a queue of ours. When requests wait, much goes on that no model has:
+        caches are pushed out, and several go to one endpoint at the same moment."""
+        cached, scarce = forecast.kind >= KINDS, forecast.kind % KINDS == KINDS - 1
+        return self._of_kind(slot, forecast, forecast.model_ttft_ms, 2 * KINDS + cached + 2 * scarce)
+
+    def _of_kind(self, slot: int, forecast: Forecast, ttft: float, kind: int) -> Forecast:
+        band, expected = self._bands[kind], ttft * float(self.kappa[slot])
         middle, low, high = (expected * exp(part) for part in (band.middle, band.low, band.high))
         return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
 

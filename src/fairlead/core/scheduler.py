@@ -328,7 +328,7 @@ class Pipeline:
             pick = picked or self._instead(question, now)
             if isinstance(pick, Picked) and pick.fallback_slot < 0 and kept is not None:
                 pick.fallback_slot = kept.fallback_slot(pick.slot, self.fleet)
-            instructions += self._sent_late(entry, trigger, pick, now, queued_ms)
+            instructions += self._send(entry, trigger, pick, now, queued_ms)
         return instructions
 
     def _unasked(self, question: Question) -> RequestEntry:
@@ -367,15 +367,7 @@ class Pipeline:
             asked = self._ask(self.parking, entry, T.DISPATCHED, now, reservation)
             if asked:
                 return asked
-        return self._sent_late(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
-
-    def _sent_late(
-        self, entry: RequestEntry, trigger: type | Trigger, pick: Answer, now: float, queued_ms: float
-    ) -> list[Instruction]:
-        instructions = self._send(entry, trigger, pick, now, queued_ms)
-        if entry.lease is not None:
-            entry.lease.queued_ms = queued_ms
-        return instructions
+        return self._send(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
 
     def _unqueued(self, waiting: Waiting) -> RequestEntry:
         entry = self.requests.get(waiting.request.id)
@@ -398,8 +390,7 @@ class Pipeline:
     ) -> list[Instruction]:
         if isinstance(pick, Refused):
             return self._refused(entry, trigger, pick, now, queued_ms)
-        request, slot = entry.request, pick.slot
-        fleet = self.fleet
+        request, fleet, slot = entry.request, self.fleet, pick.slot
         endpoints = fleet.table.endpoints
         endpoint = endpoints[slot]
         assert endpoint is not None, "policies pick among living endpoints"
@@ -415,6 +406,8 @@ class Pipeline:
         if fleet.stalls.retried:
             fleet.stalls.charged(slot, now)
         lease.predicted = predicted
+        if queued_ms:
+            lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease
         if self.flow_controller is not None and entry.charge is None:
             uncached = lease.uncached_tokens

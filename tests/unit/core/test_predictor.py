@@ -131,6 +131,30 @@ def test_the_band_holds_what_it_says_and_the_middle_is_the_median() -> None:
     assert 0.44 < below / judged < 0.56
 
 
+def test_those_that_waited_have_bands_of_their_own() -> None:
+    """One request in ten waits, and takes thrice as long or a third as often as not: no reason to doubt the others."""
+    rng = Random(9)
+    fleet = pool(3)
+    inside, judged, widths = [0, 0], [0, 0], [0.0, 0.0]
+    for number in range(6000):
+        slot, waits = number % 3, number % 10 == 0
+        lease = fleet.charge(sent(number, 2000), slot, float(number), 0, 10.0)
+        if waits:
+            lease.forecast = fleet.predictor.late(slot, lease.forecast)
+        truth = 0.25 * rng.lognormvariate(0.0, 0.1) * (rng.choice((1 / 3, 1.0, 3.0)) if waits else 1.0)
+        fleet.first_token(lease, number + truth)
+        fleet.ledger.release(lease)
+        if number > 1000:
+            forecast = lease.forecast
+            judged[waits] += 1
+            inside[waits] += forecast.low_ms <= truth * 1e3 <= forecast.high_ms
+            widths[waits] = forecast.high_ms / forecast.low_ms
+    fleet.validate()
+    for waits in (False, True):
+        assert 0.85 < inside[waits] / judged[waits] < 0.95
+    assert widths[True] > 3.0 * widths[False]
+
+
 def test_only_streamed_answers_teach() -> None:
     fleet = pool(1)
     for number in range(50):

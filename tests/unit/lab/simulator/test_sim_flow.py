@@ -1,8 +1,11 @@
 """The simulator queues as the server does when its configuration says so."""
 
+from msgspec import structs
+
+from fairlead.core.records import OutcomeRecord
 from fairlead.core.scheduler import Pipeline
 from fairlead.lab.simulator.run import config_from, simulate
-from fairlead.lab.simulator.scenarios import headline, mooncake
+from fairlead.lab.simulator.scenarios import conversation_like, cut, headline, mooncake
 from fairlead.lab.simulator.simulation import Simulation
 
 FLOW = "flowControl: {ttl: 590s}\n"
@@ -22,6 +25,22 @@ def test_a_configuration_with_flow_control_is_simulated_with_it(mooncake_head) -
     assert max(waited) > 0
     assert queued.failed == 0
     assert simulate(scenario, FLOW) == queued
+
+
+def test_forecasts_of_those_that_waited_hold_what_they_promise() -> None:
+    """From when they were sent: what they waited before was known."""
+    crowded = conversation_like(2.2)
+    ended: list[OutcomeRecord] = []
+
+    def watch(record: object) -> None:
+        if isinstance(record, OutcomeRecord) and record.queued_ms and record.ttft_ms >= 0.0:
+            ended.append(record)
+
+    simulate(structs.replace(crowded, workload=cut(crowded.workload, 6000)), FLOW, watch=watch, validate=False)
+    judged = [(one.forecast, one.sent_ttft_ms) for one in ended[len(ended) // 10 :]]
+    inside = sum(f is not None and f.low_ms <= came <= f.high_ms for f, came in judged)
+    assert len(judged) > 300
+    assert 0.85 <= inside / len(judged) <= 0.95
 
 
 def test_below_saturation_it_changes_nothing() -> None:
