@@ -135,8 +135,8 @@ bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
 real: $(VENV)/.dev ## policies in turns before two real vLLM servers: installs 3 GB once, then an hour; REAL="--rate 5 --seed 1" for a slice
 	$(BIN)/python bench/real.py --install $(or $(REAL),--everything --simulate)
 
-quality: $(VENV)/.dev ## policies side by side in the simulator, docs/policies.md; TRACES=directory with the published traces
-	$(BIN)/python bench/quality.py --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))
+quality: $(VENV)/.dev ## policies side by side in the simulator; TRACES=directory with the published traces, SET=all for a release
+	$(BIN)/python bench/quality.py --set $(or $(SET),development) --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))
 
 metrics-page: $(VENV)/.dev ## write docs/metrics.md anew, from the code
 	$(BIN)/python tools/write_metrics_page.py > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md

@@ -18,8 +18,10 @@ from fairlead.core.request import Request
 from fairlead.core.stalls import OVERDUE_S, Stalls
 from fairlead.core.table import ON_DEMAND, EndpointTable
 
-#: Prompt bytes per KV token when a capacity in tokens is turned into a budget of text.
+#: Prompt bytes per KV token, when a capacity in tokens is turned into a budget of text, until answers tell it.
 BYTES_PER_TOKEN = 4.2
+#: Weight of the newest report of it, and by how much it must differ for budgets to be set anew.
+BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
@@ -56,6 +58,8 @@ class Fleet:
         #: Seconds after which a scrape no longer counts.
         self.staleness = staleness
         self._looks: dict[int, Hashable] = {}
+        #: As reported, and what the budgets of text were made with.
+        self._bytes_per_token = self._budgeted_with = BYTES_PER_TOKEN
 
     def up(self, endpoint: Endpoint) -> list[Lease]:
         """An endpoint joined or changed. Leases at an address it gave up are returned, released."""
@@ -128,7 +132,7 @@ class Fleet:
         if capacity and capacity != table.capacity_tokens[slot]:
             table.capacity_tokens[slot] = capacity
             table.per_capacity[slot] = 1.0 / capacity
-            self.prefix.set_capacity(slot, int(capacity * BYTES_PER_TOKEN))
+            self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
         restarted = before is not None and (before.prefix_queries or 0.0) > (sample.prefix_queries or inf)
         if restarted:  # its counters began again, and its cache is empty
             self.prefix.drop_slot(slot)
@@ -357,7 +361,16 @@ class Fleet:
                 self.predictor.ended(lease.slot, lease.forecast, held_ms, completion_tokens, lease.mark, now)
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
         if output > 0.0:
-            self.prefix.occupy(lease.slot, int(min(output, MOST) * BYTES_PER_TOKEN))
+            self.prefix.occupy(lease.slot, int(min(output, MOST) * self._budgeted_with))
+
+    def measured(self, bytes_per_token: float) -> None:
+        """Of prompts, as answers reported. A cache is believed to hold so much more or less text."""
+        self._bytes_per_token += BYTES_SHARE * (bytes_per_token - self._bytes_per_token)
+        if abs(self._bytes_per_token / self._budgeted_with - 1.0) > BYTES_CHANGED:
+            self._budgeted_with = self._bytes_per_token
+            for slot, capacity in enumerate(self.table.capacity_tokens.tolist()):
+                if capacity and self.table.endpoints[slot] is not None:
+                    self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
 
     def match(self, request: Request) -> FloatColumn | None:
         """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything.

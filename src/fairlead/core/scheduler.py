@@ -492,6 +492,7 @@ class Pipeline:
     def _learn(self, request: Request, usage: Usage) -> None:
         if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
             self.tokens.learn(request.model, request.prompt_bytes, usage.prompt_tokens, request.api)
+            self.fleet.measured(self.tokens.bytes_per_token(request.model, request.api))
         if usage.completion_tokens > 0:
             self.tokens.learn_output(request.target_model, usage.completion_tokens, request.max_tokens, request.api)
 

@@ -161,6 +161,22 @@ def test_the_prefix_budget_follows_the_kv_capacity() -> None:
     assert 0 < column[0] * 4096 <= 256 * BYTES_PER_TOKEN
 
 
+def test_the_prefix_budget_follows_the_bytes_that_a_token_takes() -> None:
+    fleet = fleet_of(2)
+    fleet.sampled("e0", 0.0, 0.0, Sample(block_size=16, num_blocks=16))
+    shares = []
+    for bytes_per_token in (8.0, 2.0):
+        for _ in range(40):
+            fleet.measured(bytes_per_token)
+        fleet.charge(request(1), 0, 0.0, 0, 0.0)
+        column = fleet.match(request(2))
+        assert column is not None
+        shares.append(column[0] * 4096 / 256)
+    assert BYTES_PER_TOKEN < shares[0] <= 8.2
+    assert 0 < shares[1] <= 2.1
+    fleet.validate()
+
+
 def test_memory_use_survives_the_gap_between_two_batches() -> None:
     """A vLLM whose whole batch ended shows running 0, kv 0, waiting 28 until the next step ends."""
     fleet = fleet_of(1)
