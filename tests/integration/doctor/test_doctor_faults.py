@@ -1,9 +1,12 @@
 """Each fault is really there, in a real stub, and is named; the same installation without it gives no finding."""
 
 import asyncio
+import resource
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import pytest
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.doctor.run import Examination, Severity
@@ -208,6 +211,14 @@ async def test_limits_that_do_not_fit_are_named(world: Any, pool_of: Listed) -> 
     }
     found = await world.examined(config, only=("limits",))
     assert codes(found) == {"limits.body", "limits.scrape-rate", "limits.lease"}
+
+
+async def test_few_open_files_are_named(world: Any, pool_of: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Json = {"endpoints": pool_of(await world.stubs(1)), "gateway": "embedded"}
+    for hard, named in ((256, {"limits.open-files"}), (1024, {"limits.open-files"}), (4096, set())):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (256, hard))
+        found = await world.examined(config, only=("limits",))
+        assert codes(found) & {"limits.open-files"} == named
 
 
 async def test_endpoints_of_several_models_without_labels_are_named(world: Any, pool_of: Listed) -> None:
