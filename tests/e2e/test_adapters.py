@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
+import aiohttp
 from gw_http1 import Http1
 from gw_processes import Serve, Stub, sees_the_scheduler
 from gw_site import post
@@ -50,6 +53,50 @@ async def served(stub: Stub) -> list[int]:
             ]
         counts.append(round(sum(float(line.rsplit(" ", 1)[1]) for line in lines)))
     return counts
+
+
+async def first_tokens(port: int, model: str, first: int, count: int) -> list[float]:
+    """Milliseconds to the first text of so many streamed answers, eight clients at a time, each with its own prompt."""
+
+    async def client(session: aiohttp.ClientSession, numbers: range) -> list[float]:
+        found = []
+        for number in numbers:
+            message = {"role": "user", "content": f"{number} " * 1500}
+            body = {"model": model, "max_tokens": 30, "stream": True, "messages": [message]}
+            begun = time.perf_counter()
+            async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+                async for line in answer.content:
+                    if b'"content":"' in line and b'"content":""' not in line:
+                        found.append((time.perf_counter() - begun) * 1e3)
+                        break
+                await answer.read()
+        return found
+
+    async with aiohttp.ClientSession() as session:
+        parts = await asyncio.gather(*(client(session, range(first + i, first + count, 8)) for i in range(8)))
+    return [ms for part in parts for ms in part]
+
+
+async def test_an_adapter_that_only_pages_tell_of_is_spread_like_the_base_model(
+    stub: Callable[..., Stub], serve: Callable[..., Serve], figures: list[str]
+) -> None:
+    """Pages name it only while it runs, and lists of models are not read: no reason to keep it at the one that runs
+    it."""
+    servers = stub(3, "--model", "base", "--lora", "poet", "--max-loras", "1")
+    scheduler = serve({"endpoints": servers.addresses, "metrics": {"modelsInterval": "0s"}})
+    await sees_the_scheduler(scheduler.gateway)
+    times: dict[str, list[float]] = {"base": [], "poet": []}
+    for turn in range(3):
+        before = await served(servers)
+        for model, found in times.items():
+            found += await first_tokens(scheduler.port, model, turn * 1000 + 500 * (model == "poet"), 48)
+            after = await served(servers)
+            there = [now - then for now, then in zip(after, before, strict=True)]
+            assert min(there) >= 8, (model, there)
+            before = after
+    means = {model: mean(found) for model, found in times.items()}
+    figures.append(f"TTFT of a static adapter / of the base model: {means['poet']:.0f} / {means['base']:.0f} ms")
 
 
 async def test_an_adapter_is_served_by_all_that_have_it_and_found_again(
