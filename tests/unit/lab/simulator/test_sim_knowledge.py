@@ -1,12 +1,16 @@
 """KV events that come late: what the scheduler believes is held, and when."""
 
+from statistics import fmean, geometric_mean
+
 import pytest
 from msgspec import structs
 
+from fairlead.core.cost import PRIOR
 from fairlead.lab.simulator.run import policy_from
+from fairlead.lab.simulator.scenarios import lora
 from fairlead.lab.simulator.server import LateEvents
 from fairlead.lab.simulator.simulation import Simulation
-from fairlead.lab.simulator.world import Fault, World
+from fairlead.lab.simulator.world import Fault, World, unknowing
 
 
 def ran(scenario, lag_ms, **options):
@@ -63,3 +67,20 @@ def test_a_server_that_left_is_forgotten(scenario, workload):
     simulation = ran(structs.replace(made, replicas=made.replicas[:1]), 50.0, validate=True)
     assert [job.cached_tokens for job in simulation.jobs] == [0, 0]
     assert {job.status for job in simulation.jobs} == {"done"}
+
+
+@pytest.mark.simulation
+def test_what_is_learned_makes_up_for_a_wrong_beginning_after_200_requests():
+    ratios, wrong = [], []
+    for seed in range(3):
+        ttft = []
+        for made in (lora(dynamic=False), unknowing(lora(dynamic=False), seed)):
+            simulation = Simulation(made, policy_from("policy: default"), seed)
+            simulation.run()
+            ttft.append(fmean(job.ttft_ms for job in simulation.jobs[200:] if job.status == "done"))
+        ratios.append(ttft[1] / ttft[0])
+        rates = simulation.pipeline.fleet.predictor.rates
+        wrong.append(abs(rates.prior.c_pf / PRIOR.c_pf - 1.0))
+        assert list(rates.prefill * rates.prior.c_pf) == pytest.approx([PRIOR.c_pf] * 3, rel=0.25)
+    assert max(wrong) > 0.25
+    assert 0.95 < geometric_mean(ratios) < 1.05
