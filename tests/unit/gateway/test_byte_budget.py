@@ -1,9 +1,16 @@
 """What all streams together may hold, as a model: whoever has room can finish, and it is never more than the limit."""
 
+import asyncio
+import logging
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fairlead.gateway.grpc_frames import Status
+from fairlead.gateway.grpc_server import AioStream
 from fairlead.gateway.h2_limits import ByteBudget, Claim
+from fairlead.gateway.h2_server import H2Server
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -143,3 +150,29 @@ def test_nobody_waits_for_somebody_who_waits(taken: list[tuple[str, int, int, bo
             if not rig.budget.starved(one.claim):
                 one.done()
     assert (rig.budget.used, rig.budget.waiting) == (0, 0)
+
+
+async def test_over_grpc_aio_a_stream_that_waits_is_not_read_from() -> None:
+    budget = ByteBudget(64 * MB, lambda: 0.0)
+    first, waits, refused = AioStream(budget), AioStream(budget), AioStream(budget)
+    first.hold(1, 40 * MB)
+    waits.hold(1, 30 * MB)
+    reading = asyncio.create_task(waits.may_read())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    refused.hold(1, 60 * MB)
+    assert (refused.finished, refused.code) == (True, Status.RESOURCE_EXHAUSTED)
+    first.released()
+    await asyncio.wait_for(reading, 5.0)
+    for stream in (first, waits, refused):
+        stream.released()
+    assert (budget.used, budget.waiting) == (0, 0)
+
+
+async def test_connections_that_break_the_protocol_make_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    server = H2Server({})
+    with caplog.at_level(logging.INFO, "fairlead.gateway.h2_server"):
+        for number in range(500):
+            server.broke(f"10.0.0.{number % 250}", "this is not HTTP/2")
+    (line,) = caplog.messages
+    assert line == "closed 1 connections that broke the protocol, the last from 10.0.0.0: this is not HTTP/2"

@@ -150,7 +150,7 @@ class Live:
             )
             await self.kube.start(stack)
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
-        budget = ByteBudget(config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED), loop.time)
+        budget = self._budget = ByteBudget(_buffered(config), loop.time)
         show_budget(self.watch.metrics.registry, budget)
         self._watch_troubles(budget)
         max_body = config.parsing.max_body_bytes
@@ -213,6 +213,7 @@ class Live:
         self.config = config = instruction.document
         self._follow(config, instruction.scheduling)
         self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
+        self._budget.limit = _buffered(config)
         self.core.inspection.follow(config.inspect.usage_sampling)
 
     def _refuse(self, instruction: RefuseConfiguration) -> None:
@@ -374,6 +375,11 @@ def _log_notes(config: Config) -> None:
     """What `fairlead validate` says of a file that can be used."""
     for note in config.notes:
         log.warning("a note on the configuration", file=config.source, note=str(note))
+
+
+def _buffered(config: Config) -> int:
+    """Bytes that unfinished requests may hold."""
+    return config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED)
 
 
 def gateway_admin(where: str) -> EnvoyAdmin:
