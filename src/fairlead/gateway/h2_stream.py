@@ -430,10 +430,11 @@ class H2Stream:
                 return
             self._coming = 0
             handler.on_message(message)
-        coming = self._reader.size if self._reader is not None else 0
-        if coming != self._coming or (messages and self.claim is not None):
-            self._coming = coming
-            self._claim()
+        if messages or self._coming <= _PREFIX_SIZE:  # not for each frame in the middle of a message
+            coming = self._reader.size if self._reader is not None else 0
+            if coming != self._coming or self.claim is not None:
+                self._coming = coming
+                self._claim()
         whole = self._reader is None and not (self.remote_closed or self._connection.limits.max_stream_bytes)
         if whole and not self.finished:
             self.take = handler.on_message
