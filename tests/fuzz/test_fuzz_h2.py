@@ -119,6 +119,9 @@ class Session:
     def lost(self, connection: Any) -> None:
         self.gone = True
 
+    def broke(self, peer: str, why: str) -> None:
+        assert why
+
     def feed(self, data: bytes) -> None:
         for pos in range(0, len(data), 1 << 18):
             part = data[pos : pos + (1 << 18)]

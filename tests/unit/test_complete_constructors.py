@@ -26,7 +26,7 @@ RECORDS: dict[str, tuple[type[Struct], ...]] = {
     "_stats": (SchedulerStats,),
     "faults": (Faults,),
     "job": (Job,),
-    "made": (Captured, Workload),
+    "made": (Captured, Scenario, Workload),
     "mine": (JournaledDecision,),
     "result": (Replayed, Compared),
     "scenario": (Scenario,),

@@ -129,6 +129,10 @@ class ByteBudget:
         self._waiting: OrderedDict[Claim, None] = OrderedDict()
         self._coming: dict[Claim, None] = {}
 
+    def resize(self, limit: int) -> None:
+        """From now on so many bytes."""
+        self.limit = limit
+
     @property
     def waiting(self) -> int:
         """Messages that wait for room."""

@@ -123,3 +123,9 @@ class StepResult:
         self.first: list[EngineRequest] = []
         #: Requests that are complete, in order, with `finish_reason` and `finished_at`.
         self.finished: list[EngineRequest] = []
+
+    def add(self, part: "StepResult") -> None:
+        """What another engine's steps did."""
+        self.steps += part.steps
+        self.first += part.first
+        self.finished += part.finished

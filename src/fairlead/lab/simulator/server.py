@@ -228,10 +228,7 @@ class Ranks:
     def step(self, now: float) -> StepResult:
         result = StepResult()
         for engine in self.ranks:
-            part = engine.step(now)
-            result.steps += part.steps
-            result.first += part.first
-            result.finished += part.finished
+            result.add(engine.step(now))
         for request in result.finished:
             del self._of[request]
         return result

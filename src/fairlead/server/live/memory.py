@@ -52,8 +52,7 @@ class HeapTrim:
         self.trims = 0
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
-            self._info, self._trim = libc.mallinfo2, libc.malloc_trim
-            self._info.restype = _Mallinfo
+            self._info, self._trim = ctypes.CFUNCTYPE(_Mallinfo)(("mallinfo2", libc)), libc.malloc_trim
             self._timer = loop.call_later(interval_s, self.look)
 
     def look(self) -> None:

@@ -213,7 +213,7 @@ class Live:
         self.config = config = instruction.document
         self._follow(config, instruction.scheduling)
         self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
-        self._budget.limit = _buffered(config)
+        self._budget.resize(_buffered(config))
         self.core.inspection.follow(config.inspect.usage_sampling)
 
     def _refuse(self, instruction: RefuseConfiguration) -> None:
