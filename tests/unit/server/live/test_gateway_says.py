@@ -141,7 +141,7 @@ async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> 
         async with asyncio.timeout(30), ClientSession() as session:
             while True:
                 async with session.get(f"http://127.0.0.1:{live.admin.port}/readyz") as answer:
-                    if await answer.text() == text:
+                    if (await answer.text()).startswith(text):  # then come notes: there is no model server
                         return
                 await asyncio.sleep(0.01)
 
