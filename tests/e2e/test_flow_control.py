@@ -115,8 +115,7 @@ async def one_by_one(shop: Callable[..., Serve]) -> Serve:
 
 @pytest.mark.slow
 async def test_the_urgent_go_first(shop: Callable[..., Serve]) -> None:
-    """With all defaults: an endpoint is busy when eight requests there have not begun."""
-    at = await asyncio.to_thread(shop)
+    at = await asyncio.to_thread(shop, saturation={"type": "concurrency-detector", "maxConcurrency": 9})
     async with Block(at, 250), asyncio.TaskGroup() as group:
         for _ in range(8):
             group.create_task(ask(at, 2))

@@ -17,7 +17,7 @@ Rules
   whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
 * Between flows (`core.fairness.Demand`): a light one's requests go at once unless a higher band waits, also where the
-  gate says closed; those of heavy ones wait where they would slow it down.
+  worked-out gate says closed; those of heavy ones wait where they would slow it down.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +53,10 @@ class Gate(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def soft(self) -> bool:
+        """Light requests may pass it while it is closed: a limit that was set by hand holds for all."""
+        ...
 
     def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
         """`None` = all of them."""
@@ -242,7 +246,7 @@ class FlowControl:
         prompt_ms, token_ms, _ = work_ms(slot, request.prompt_tokens, request.prompt_tokens, fleet)
         ms = prompt_ms + expect(request) * token_ms
         if self._passes(band, flow, ms):
-            return goes or band.demand.fits(ms)
+            return goes or (self.gate.soft and band.demand.fits(ms))
         held = band.fair and band.demand.heavy(flow, ms) and band.demand.held(slot, fleet.table, now) > now
         return free and goes and not held
 

@@ -27,6 +27,7 @@ class LedgerGate:
     """Open: what is queued there is computed within `steps` steps, and fewer than `requests` of it are not begun."""
 
     name = "ledger"
+    soft = True
 
     def __init__(self, steps: float = 0.5, requests: float = inf) -> None:
         if not (steps > 0 and requests > 0):
@@ -62,6 +63,8 @@ class LedgerGate:
 
 class PoolGate:
     """All endpoints are open while the pool's saturation is below `ceiling`."""
+
+    soft = False
 
     def __init__(self, name: str, saturation: Callable[[FleetView, float], float], ceiling: float = 1.0) -> None:
         self.name = name

@@ -20,9 +20,8 @@ from fairlead.testing import SimClock, builders
 class Rig:
     """One endpoint, flow control with its defaults but for who waits: the gate takes one request at a time."""
 
-    def __init__(self) -> None:
-        saturation = "saturation: {type: concurrency-detector, maxConcurrency: 1}"
-        config = load(f"flowControl: {{ttl: 5s, {saturation}}}", need_endpoints=False)
+    def __init__(self, saturation: str = ", saturation: {type: concurrency-detector, maxConcurrency: 1}") -> None:
+        config = load(f"flowControl: {{ttl: 5s{saturation}}}", need_endpoints=False)
         policy = build_policy(config)
         self.clock, self.fleet, self._ids = SimClock(), builders.fleet("e0"), 0
         self.pipeline = Pipeline(
@@ -97,8 +96,14 @@ def test_who_never_went_pays_nothing():
     assert (rig.flow("a").served, rig.flow("a").wanted) == (served, 1)
 
 
-def test_a_light_request_passes_a_gate_that_another_tenant_closed():
+def test_a_light_request_passes_no_limit_that_was_set_by_hand():
     rig = Rig()
+    rig.arrive("many", 20_000)
+    assert not rig.arrive("few", 10)[1]
+
+
+def test_a_light_request_passes_a_gate_that_another_tenant_closed():
+    rig = Rig(saturation="")
     rig.arrive("many", 20_000)
     for _ in range(5):
         assert not rig.arrive("many")[1]

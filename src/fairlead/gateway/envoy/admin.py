@@ -17,6 +17,8 @@ class GatewayError(FairleadError):
 
 # A client of Envoy's admin page, on a Unix socket or on 127.0.0.1.
 
+#: The listener that clients connect to.
+LISTENER = "gateway"
 _TIMEOUT = 2.0
 #: The cluster of those that nobody scheduled, and its twin for gRPC.
 _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
@@ -81,6 +83,13 @@ class EnvoyAdmin:
         try:
             return any((await self.stats(_HEALTHY)).values())
         except (TimeoutError, OSError):
+            return False
+
+    async def listens(self) -> bool:
+        """Clients can connect; not while Envoy is silent."""
+        try:
+            return await self.address(LISTENER) is not None
+        except (TimeoutError, OSError, ValueError):
             return False
 
     async def post(self, path: str) -> int:

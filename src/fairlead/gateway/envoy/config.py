@@ -15,9 +15,10 @@ from fairlead.core.headers import (
     WHOLE_BODY_METADATA,
 )
 from fairlead.gateway.access_log import GATEWAY_ID, SUMMARY, SUMMARY_TAG, TTFT, UPLOAD, UPLOAD_ENDS, UPLOAD_TAG
+from fairlead.gateway.envoy.admin import LISTENER
 from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
 from fairlead.gateway.envoy.options import Options
-from fairlead.gateway.envoy.process import LISTENER, STAT_PREFIX
+from fairlead.gateway.envoy.process import STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, RECEIVED, local_replies, route_config
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 

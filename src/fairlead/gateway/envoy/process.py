@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
+from fairlead.gateway.envoy.admin import LISTENER, EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.supervisor import Supervisor
 
 log = logging.getLogger("fairlead.gateway")
@@ -21,8 +21,8 @@ log = logging.getLogger("fairlead.gateway")
 ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS = "admin.sock", "bootstrap.json", "endpoints.json"
 #: What Envoy listens to, and what it is to listen to once clients may come.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
-#: Of the listener that clients connect to, and of its metrics.
-LISTENER = STAT_PREFIX = "gateway"
+#: Of the metrics of the listener that clients connect to.
+STAT_PREFIX = LISTENER
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
 _POLL = 0.05
 

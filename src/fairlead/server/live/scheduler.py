@@ -346,8 +346,9 @@ class Live:
         return reasons
 
     async def _wait_for_gateway(self, admin: EnvoyAdmin) -> None:
-        """A busy machine may answer Envoy's health check too late, and then Envoy asks nothing until the next one."""
-        while not await admin.asks_scheduler():
+        """A busy machine may answer Envoy's health check too late, and then Envoy asks nothing until the next one. Only
+        then does it listen: who is told that we are ready sends requests at once."""
+        while not (await admin.asks_scheduler() and await admin.listens()):
             await asyncio.sleep(_POLL)
         self._is_asked = True
 

@@ -22,12 +22,14 @@ class Gateway:
     def __init__(self) -> None:
         self.text = "cluster.all_endpoints.upstream_rq_total: 40\ncluster.all_endpoints_grpc.upstream_rq_total: 2\n"
         self.hangs = False
+        self.listens = True
         self._over = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
     async def serve(self, path: Path) -> None:
         app = web.Application()
         app.router.add_get("/stats", self._stats)
+        app.router.add_get("/listeners", self._listeners)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(path)).start()
@@ -36,6 +38,11 @@ class Gateway:
         self._over.set()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def _listeners(self, request: web.Request) -> web.Response:
+        where = {"socket_address": {"address": "127.0.0.1", "port_value": 1}}
+        listed = [{"name": "gateway", "local_address": where}] if self.listens else []
+        return web.json_response({"listener_statuses": listed})
 
     async def _stats(self, request: web.Request) -> web.Response:
         if self.hangs:
@@ -132,7 +139,7 @@ async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> 
     file, collector = tmp_path / "f.yaml", gc.get_threshold()
     file.write_text(FILE)
     gateway = Gateway()
-    gateway.text = HEALTHY.replace("1", "0")
+    gateway.text, gateway.listens = HEALTHY.replace("1", "0"), False
     await gateway.serve(tmp_path / "admin.sock")
     live = Live(load(file), str(tmp_path / "admin.sock"))
     running = asyncio.create_task(live.run())
@@ -151,6 +158,9 @@ async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> 
                 await asyncio.sleep(0.01)
         await until("not ready\n- the embedded gateway has not asked yet\n")
         gateway.text = HEALTHY
+        await asyncio.sleep(0.2)
+        await until("not ready\n- the embedded gateway has not asked yet\n")
+        gateway.listens = True
         await until("ready\n")
     finally:
         live.stop()
