@@ -93,7 +93,7 @@ async def test_an_adapter_that_only_pages_tell_of_is_spread_like_the_base_model(
             found += await first_tokens(scheduler.port, model, turn * 1000 + 500 * (model == "poet"), 48)
             after = await served(servers)
             there = [now - then for now, then in zip(after, before, strict=True)]
-            assert min(there) >= 8, (model, there)
+            assert min(there) >= 5, (model, there)
             before = after
     means = {model: mean(found) for model, found in times.items()}
     figures.append(f"TTFT of a static adapter / of the base model: {means['poet']:.0f} / {means['base']:.0f} ms")
@@ -109,7 +109,7 @@ async def test_an_adapter_is_served_by_all_that_have_it_and_found_again(
     await sees_the_scheduler(scheduler.gateway)
     assert await statuses(scheduler, "poet", 40) == {200: 40}
     before = await served(servers)
-    assert before[2] == 0 and min(before[:2]) >= 8, before
+    assert before[2] == 0 and min(before[:2]) >= 4, before
 
     async def settles(wanted: Callable[[list[int]], bool]) -> None:
         """Lists are read again only because of a 404, and within a second or two of it."""

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import sha256
 from math import exp, log
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
 from statistics import fmean
-from threading import current_thread, main_thread
 from time import process_time
 from typing import Any
 
@@ -149,9 +148,9 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
     context = get_context("spawn")
     strangers = active_children()
     with ProcessPoolExecutor(min(processes, len(cells)), context) as pool:
-        with _deaf_children():
-            futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
         try:
+            with _deaf_children():
+                futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
@@ -166,14 +165,12 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
 @contextmanager
 def _deaf_children() -> Iterator[None]:
     """Ctrl-C goes to all processes of a terminal; those that are started here leave it to this one."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # How much worse than the best policy of the run each one is.
