@@ -108,10 +108,8 @@ class Live:
             if self._gateway:
                 waiting = asyncio.create_task(self._wait_for_gateway(gateway_admin(self._gateway)))
                 stack.callback(waiting.cancel)
-            if self.fleet.table.count:
-                log.info("ready", **self._whereabouts())
             else:
-                log.warning("up, but there are no endpoints yet", **self._whereabouts())
+                self._announce()
             await self._stopping.wait()
             log.info("stopping", grace_s=DRAIN_SECONDS)
             if self.kube is not None:
@@ -351,6 +349,13 @@ class Live:
         while not (await admin.asks_scheduler() and await admin.listens()):
             await asyncio.sleep(_POLL)
         self._is_asked = True
+        self._announce()
+
+    def _announce(self) -> None:
+        if self.fleet.table.count:
+            log.info("ready", **self._whereabouts())
+        else:
+            log.warning("up, but there are no endpoints yet", **self._whereabouts())
 
     def _set_ready(self, part: str, reason: str) -> None:
         """Note why a part is not ready; an empty reason clears it."""
