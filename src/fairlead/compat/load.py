@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from fairlead.compat.locate import KIND, ROUTER, Located, document_fields, in_values, is_document
 from fairlead.config import yaml
+from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import read
 from fairlead.config.checks import asked_elsewhere, note_pool, note_unknown_engines, resolve
 from fairlead.config.endpoint_list import parse_endpoints_text, read_endpoints
@@ -48,8 +49,6 @@ CHART = "inferenceExtension"
 CUSTOM = "pluginsCustomConfig"
 FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", CHART)
 
-#: The policy that gives a request two endpoints; the queue gives it one.
-SPLITTING = "prefill-decode"
 #: What may stand beside the fields of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")
 _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"

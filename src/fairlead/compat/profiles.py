@@ -8,7 +8,7 @@ from msgspec import Struct
 from fairlead.compat.catalogue import CATALOGUE, Around, Entry, Settings, Use
 from fairlead.compat.document import Plugin, SchedulingProfile, WeightedRef
 from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix, PrefixDecider
-from fairlead.config.builtins import METHODS, SELECTION, Kind
+from fairlead.config.builtins import METHODS, SELECTION, SPLITTING, Kind
 from fairlead.config.check import any_case, fields, plain, read
 from fairlead.config.problems import Place, Report, describe, shorten
 from fairlead.config.registry import RegisteredPlugin, Registry
@@ -290,7 +290,7 @@ class Profiles:
         decider = self._instances.by_name.get(name)
         given = decider.parameters if decider else None
         never = decider is None or (isinstance(given, PrefixDecider) and not given.non_cached_tokens)
-        policy = self._registry.find("policy", "prefill-decode")
+        policy = self._registry.find("policy", SPLITTING)
         if spec is None or policy is None or self._queues or never:
             self._report.note(handler.place, QUEUED if self._queues else NO_DECIDER)
             return spec

@@ -7,6 +7,8 @@ from typing import Any, Literal
 Kind = Literal[
     "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation", "ceiling"
 ]
+#: The policy that gives a request two endpoints, to compute its prompt and to answer it.
+SPLITTING = "prefill-decode"
 #: The method that makes a class a plugin of a kind.
 METHODS: Mapping[Kind, str] = {
     "filter": "keep",
@@ -104,7 +106,7 @@ BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
             "consistent-hashing-bounded": "policies.by_prefix:ConsistentHashingBounded",
             "dynamo-linear": "policies.by_load:DynamoLinear",
             "dynamic-weights": "policies.by_prefix:DynamicWeights",
-            "prefill-decode": "policies.prefill_decode:PrefillDecode",
+            SPLITTING: "policies.prefill_decode:PrefillDecode",
         }
     ),
     "metric-source": Builtins({}),

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from fairlead.apis.engine_metrics import ENGINES, EngineMetrics, parse_spec, unknown_engine
+from fairlead.config.builtins import SPLITTING
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
@@ -25,7 +26,7 @@ from fairlead.config.schema import (
 )
 from fairlead.core.endpoint import MAX_PORTS, ROLE_LABEL
 from fairlead.core.errors import ConfigError
-from fairlead.plugins.filters.ability import PREFILL_ONLY, STAGES
+from fairlead.plugins.filters.ability import PREFILL_ONLY, ROLES
 from fairlead.plugins.params import camel
 from fairlead.plugins.pickers import TopKParams
 
@@ -169,18 +170,17 @@ def note_pool(
     def note(message: str, entry: Place = place) -> None:
         report.note(place if file else entry, f"{file + ': ' if file else ''}{message}")
 
-    known = set().union(*STAGES.values()) - {""}
     roles = {entry.endpoint.labels.get(ROLE_LABEL, "") for entry in entries}
     for i, entry in enumerate(entries):
         role, name = entry.endpoint.labels.get(ROLE_LABEL, ""), entry.endpoint.id
-        if role and role not in known:
-            words = f"endpoint {name}: no request goes to the role '{shorten(role)}'; known: {', '.join(sorted(known))}"
+        if role and role not in ROLES:
+            words = f"endpoint {name}: no request goes to the role '{shorten(role)}'; known: {', '.join(sorted(ROLES))}"
             note(words, (*place, i))
-        elif not role and entry.endpoint.labels.get("role", "") in known:
+        elif not role and entry.endpoint.labels.get("role", "") in ROLES:
             note(f"endpoint {name}: the label 'role' has no effect; its name is {ROLE_LABEL}", (*place, i))
     if not entries:
         return
-    if policy.plugin is not None and policy.plugin.type == "prefill-decode" and not roles & PREFILL_ONLY:
+    if policy.plugin is not None and policy.plugin.type == SPLITTING and not roles & PREFILL_ONLY:
         note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
     picker = policy.picker.parameters if policy.picker is not None else None
     if isinstance(picker, TopKParams) and 1 < len(entries) <= picker.k:
@@ -188,8 +188,8 @@ def note_pool(
             f"selection.topK is {picker.k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
             "whatever the scorers say"
         )
-    remote = [entry.host for entry in entries if not _is_loopback(entry.host)]
-    if gateway.mode == "embedded" and _is_loopback(gateway.host) and remote:
+    remote = [entry.host for entry in entries if not is_loopback(entry.host)]
+    if gateway.mode == "embedded" and is_loopback(gateway.host) and remote:
         report.note(
             ("gateway",),
             f"the gateway listens on {gateway.host}, where only this machine reaches it; gateway.host: 0.0.0.0 opens "
@@ -197,7 +197,8 @@ def note_pool(
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -36,7 +36,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fairlead.core.columns import BoolColumn, FloatColumn, top
-from fairlead.core.cost import FULL_FROM, FULL_SLOPE, Terms, Weights, cost, memory_wait, weighed
+from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weighed
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
@@ -78,8 +78,7 @@ class DefaultCosts:
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
     """How much longer the next ones wait for memory that each prompt takes, as far as it is short."""
-    full = np.minimum(np.maximum((terms.used - FULL_FROM) * FULL_SLOPE, 0.0), 1.0)
-    return terms.uncached * full * (fleet.predictor.hold_ms * fleet.table.per_capacity)
+    return terms.uncached * shortage(terms.used) * (fleet.predictor.hold_ms * fleet.table.per_capacity)
 
 
 def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:

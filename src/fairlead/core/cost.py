@@ -290,14 +290,20 @@ def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | 
     return None if per_token is None else per_token * terms.uncached
 
 
+def shortage(used: FloatColumn) -> FloatColumn:
+    """How surely others wait for memory where the share `used` of it is: 0 to 1."""
+    short: FloatColumn = np.minimum(np.maximum((used - _FULL_FROM) * _FULL_SLOPE, _ZERO), _ONE)
+    return short
+
+
 def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) -> FloatColumn | None:
     """By what share of the capacity will be used. `None` = there is memory everywhere."""
     if used.item(used.argmax()) <= FULL_FROM:
         return None
     table = fleet.table
-    full = np.minimum(np.maximum((used - _FULL_FROM) * _FULL_SLOPE, _ZERO), _ONE)
     delayed = table.queue + _PASSING * table.active + _ONE
-    price: FloatColumn = full * delayed * (scalar(weights.memory * fleet.predictor.hold_ms) * table.per_capacity)
+    hold_ms = scalar(weights.memory * fleet.predictor.hold_ms) * table.per_capacity
+    price: FloatColumn = shortage(used) * delayed * hold_ms
     return price
 
 

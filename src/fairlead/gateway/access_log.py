@@ -68,14 +68,14 @@ _SUMMARY = re.compile(
 #: Of a log of its own, which has but the uploads that the gateway ended: client, bytes received, response flags.
 UPLOAD_TAG = "fairlead_upload"
 UPLOAD = "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %BYTES_RECEIVED% %RESPONSE_FLAGS%;"
-_UPLOAD = re.compile(rb"\x0a\x0ffairlead_upload\x12[\x00-\x7f]([0-9a-fA-F.:]{0,45}) (\d{1,18}) ([A-Za-z,\-]*);")
+_UPLOADS = b"\x0a\x0f" + UPLOAD_TAG.encode()
+_UPLOAD = re.compile(_UPLOADS + rb"\x12[\x00-\x7f]([0-9a-fA-F.:]{0,45}) (\d{1,18}) ([A-Za-z,\-]*);")
 #: Envoy's flags, by why it ended an upload: OverloadManager, StreamIdleTimeout, DurationTimeout.
 UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
 #: Before an address inside of Envoy: there its second listener logs the request again.
 _WITHIN = "envoy://"
 #: Short names of the flags in `_CLIENT_GONE`.
 _GONE_FLAGS = frozenset((b"DC", b"DR"))
-_UPLOADS = b"\x0a\x0f" + UPLOAD_TAG.encode()
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)

@@ -298,8 +298,8 @@ class H2Stream:
             data,
             _last_head(_OK_LENGTH, _LAST, number, _TRAILERS_OK),
         )
-        if self.claim is not None and connection.budget is not None:
-            connection.budget.count(self.claim, 0)
+        if self.claim is not None:
+            self._release(self.claim)
         self.finished = True
         self.handler = self.take = None
         if self._watching:
@@ -333,6 +333,11 @@ class H2Stream:
             budget.count(self.claim, size)
         elif not budget.ask(self.claim, size, self._connection.limits.stream_window):
             self.fail(grpc.Status.RESOURCE_EXHAUSTED, "too many unfinished requests are held already")
+
+    def _release(self, claim: Claim) -> None:
+        """It ended: the budget has all of it back."""
+        if self._connection.budget is not None:
+            self._connection.budget.count(claim, 0)
 
     def granted(self) -> None:
         """There is room for what comes."""
@@ -475,8 +480,8 @@ class H2Stream:
         self.fail(grpc.Status.INTERNAL, "internal error")
 
     def _leave(self) -> None:
-        if self.claim is not None and self._connection.budget is not None:
-            self._connection.budget.count(self.claim, 0)
+        if self.claim is not None:
+            self._release(self.claim)
         self.finished = True
         self.handler = self.take = None  # breaks the cycle with the handler, which holds this stream
         if self._reader is not None:

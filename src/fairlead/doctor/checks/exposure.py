@@ -1,10 +1,10 @@
 """A check of settings that are safe on one machine and are not on a network."""
 
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
@@ -56,34 +56,26 @@ SECRETS = Kind(
 )  # fmt: skip
 
 
-def _local(host: str) -> bool:
-    """Only this machine reaches it."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _local_at(address: str) -> bool:
     """Of `host:port`, or of a Unix socket."""
-    return address.startswith("unix:") or _local(address.rpartition(":")[0])
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
 
 def _incoming(config: Config) -> Iterator[Finding]:
     gateway, admin, ext_proc = config.gateway, config.admin, config.ext_proc
     embedded = gateway.mode == "embedded"
-    if embedded and not _local(gateway.host):
+    if embedded and not is_loopback(gateway.host):
         yield GATEWAY.at("gateway.host", gateway.host)
         if "test-selection" in config.headers.trust:
             yield HEADERS.at("headers.trust")
         yield from (PATHS.at("gateway.paths", path) for path in gateway.paths if path in ("*", "/*"))
-    if admin.port and not _local(admin.host):
+    if admin.port and not is_loopback(admin.host):
         if admin.debug and not admin.token_file:
             yield ADMIN.at("admin.host", admin.host)
         if admin.token_file and admin.tls is None:
             yield TOKEN.at("admin.tokenFile", f"admin.host {admin.host}, no admin.tls")
     host = ext_proc.host or ("127.0.0.1" if embedded else "0.0.0.0")
-    if ext_proc.tls is None and not _local(host):
+    if ext_proc.tls is None and not is_loopback(host):
         yield EXT_PROC.at("extProc.host", host)
 
 
@@ -116,7 +108,7 @@ def _outgoing(site: Site) -> Iterator[Finding]:
     if config.metrics.token_file:
         for endpoint in site.endpoints:
             url = urlsplit(endpoint.scrape_url)
-            if url.scheme == "http" and not _local(url.hostname or ""):
+            if url.scheme == "http" and not is_loopback(url.hostname or ""):
                 yield TOKEN.at(endpoint.id, endpoint.scrape_url)
 
 

@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Iterator
 
-from fairlead.compat.load import SPLITTING
+from fairlead.config.builtins import SPLITTING
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.tls import ServerTls
-from fairlead.plugins.filters.ability import ADAPTERS_LABEL, PREFILL_ONLY, STAGES, RoleParams
+from fairlead.plugins.filters.ability import ADAPTERS_LABEL, PREFILL_ONLY, ROLES, STAGES, RoleParams
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/troubleshooting.md#requests-fail"
@@ -183,7 +183,7 @@ async def configuration(site: Site) -> list[Finding]:
 
 UNKNOWN = Kind(
     "roles.unknown", Severity.ERROR, "the role of an endpoint is none that is known; it gets no request",
-    f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(set().union(*STAGES.values()) - {''}))}", _POLICIES,
+    f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(ROLES))}", _POLICIES,
 )  # fmt: skip
 NOBODY = Kind(
     "roles.nobody", Severity.CRITICAL, "no endpoint has a role for a stage that every request needs",
@@ -213,8 +213,7 @@ def _stages(site: Site) -> Iterator[str]:
 )
 async def roles(site: Site) -> list[Finding]:
     roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
-    known = set().union(*STAGES.values())
-    findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role not in known]
+    findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role and role not in ROLES]
     listed = ", ".join(sorted({role or "none" for role in roles.values()}))
     stages = dict.fromkeys(_stages(site))
     missing = [stage for stage in stages if not any(role in STAGES[stage] for role in roles.values())]

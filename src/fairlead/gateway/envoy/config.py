@@ -19,7 +19,7 @@ from fairlead.gateway.envoy.admin import LISTENER
 from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
-from fairlead.gateway.envoy.routes import CHUNKED, RECEIVED, local_replies, route_config
+from fairlead.gateway.envoy.routes import CHUNKED, LARGE, RECEIVED, local_replies, route_config
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
 #: Request headers that go *at entry*, before routing and before the scheduler: those that name a machine. Nobody but
@@ -217,8 +217,8 @@ _HEAP_HURRY, _HEAP_RESET, _HEAP_FULL = (0.50, 0.80), (0.60, 0.85), 0.95
 _HURRIED_PERCENT = 10
 #: How large regular expressions may be, in RE2's own unit: that of paths takes about 400.
 _RUNTIME = {"re2.max_program_size.error_level": 10_000, "re2.max_program_size.warn_level": 10_000}
-#: Uploads count from 2 ** this bytes on (256 KiB, `routes.LARGE`).
-_COUNTED_FROM = 18
+#: Uploads count from 2 ** this bytes on.
+_COUNTED_FROM = LARGE.bit_length() - 1
 
 
 def build(options: Options) -> Json:

@@ -21,6 +21,8 @@ STAGES = {
     "prefill": {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"},
     "encode": {"encode", "encode-prefill", "encode-decode", "encode-prefill-decode"},
 }
+#: All that a role label may say.
+ROLES = frozenset().union(*STAGES.values()) - {""}
 #: Roles that prefill and do not decode.
 PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
