@@ -78,6 +78,17 @@ def every_request_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[
             pipeline.validate()
 
 
+@pytest.fixture(autouse=True)
+def logging_is_set_up_by_no_other_test() -> Iterator[None]:
+    """A command that a test runs in this process sets up logging to a stream that the test's end closes."""
+    root, ours = logging.getLogger(), logging.getLogger("fairlead")
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:], level, our_level = before
+    root.setLevel(level)
+    ours.setLevel(our_level)
+
+
 @pytest.fixture
 def bytes_kept() -> Callable[[Callable[[], object]], int]:
     """`bytes_kept(act)`: how many bytes Python holds after a call that it did not hold before, its result included."""

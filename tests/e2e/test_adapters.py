@@ -7,6 +7,8 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
+from itertools import count as counted
 from statistics import mean
 from typing import Any
 
@@ -14,6 +16,8 @@ import aiohttp
 from gw_http1 import Http1
 from gw_processes import Serve, Stub, sees_the_scheduler
 from gw_site import post
+
+NUMBERS = counted()
 
 
 async def told(port: int, path: str, body: dict[str, Any]) -> int:
@@ -28,19 +32,18 @@ async def told(port: int, path: str, body: dict[str, Any]) -> int:
 
 
 async def statuses(serve: Serve, model: str, count: int) -> Counter[int]:
-    """Of `count` requests, two at a time, each with a prompt of its own."""
+    """Of `count` requests, eight at a time, each with a prompt of its own that takes longer than to load an adapter."""
 
     async def some(first: int) -> list[int]:
         async with Http1(serve.port) as client:
             found = []
-            for number in range(first, count, 2):
-                text = f"{number} " * 200
+            for _ in range(first, count, 8):
+                text = f"{next(NUMBERS)} " * 1500
                 body = {"model": model, "max_tokens": 20, "messages": [{"role": "user", "content": text}]}
                 found.append((await client.ask(post(json.dumps(body).encode()))).status)
             return found
 
-    first, second = await asyncio.gather(some(0), some(1))
-    return Counter(first + second)
+    return Counter(chain.from_iterable(await asyncio.gather(*map(some, range(8)))))
 
 
 async def served(stub: Stub) -> list[int]:
@@ -115,7 +118,7 @@ async def test_an_adapter_is_served_by_all_that_have_it_and_found_again(
         """Lists are read again only because of a 404, and within a second or two of it."""
         async with asyncio.timeout(20):
             while not wanted(await served(servers)):
-                await statuses(scheduler, "poet", 2)
+                await statuses(scheduler, "poet", 8)
 
     # Another one has it now, and one of those that had it no longer does.
     assert await told(third, "/v1/load_lora_adapter", {"lora_name": "poet", "lora_path": "/x"}) == 200

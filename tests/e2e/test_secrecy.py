@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gw_http1 import Http1
 from gw_messages import JSON, Ask
-from gw_processes import Serve, Upstream
+from gw_processes import Serve, Upstream, sees_the_scheduler
 
 from fairlead.server.journal.blocks import Damage, blocks
 
@@ -16,7 +16,8 @@ PAGES = ("/metrics", "/debug/endpoints", "/debug/decisions?last=100", "/dashboar
 
 
 def bodies() -> list[bytes]:
-    chat = {"model": "m", "messages": [{"role": "user", "content": f"{SECRET} " * 50}]}
+    text = f"{SECRET} " * 50
+    chat = {"model": "m", "messages": [{"role": "user", "content": text}], "prompt": text, "input": text}
     return [
         json.dumps(chat | {"x-bench": "mode=json"}).encode(),
         json.dumps(chat | {"stream": True, "x-bench": "mode=sse;chunks=3"}).encode(),
@@ -44,11 +45,12 @@ async def test_nothing_of_a_prompt_is_told(upstream: Upstream, serve: Callable[.
             "flowControl": {},
         }
     )
+    await sees_the_scheduler(at.gateway)
     async with Http1(at.port) as client:
         for body in bodies():
             for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
                 await client.ask(Ask(path=path, fields=[JSON, ("authorization", f"Bearer {KEY}")], pieces=[body]))
-    assert await at.decisions() >= 3
+    assert await at.decisions() >= 9, "the first three bodies, each on three paths"
     assert await at.settled() == {}
     told = {page: await at.page(page) for page in PAGES}
     at.end()

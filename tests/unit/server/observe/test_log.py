@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,14 +11,8 @@ from fairlead.server.observe import log
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    """A set-up logging that is undone afterwards."""
-    root, ours = logging.getLogger(), logging.getLogger("fairlead")
-    before = (root.handlers[:], root.level, ours.level)
-    yield io.StringIO()
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
+def stream() -> io.StringIO:
+    return io.StringIO()
 
 
 def lines(stream: io.StringIO) -> list[str]:
