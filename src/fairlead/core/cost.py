@@ -383,11 +383,23 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     table.stale.discard(slot)
 
 
+def ready_at(slot: int, table: EndpointTable, learned: Learned) -> tuple[float, ...]:
+    """What is kept ready of one slot, as it is now."""
+    if slot in table.stale:
+        renew(slot, table, learned)
+    return learned.slots[slot]
+
+
+def wait_at(ready: tuple[float, ...], now: float) -> float:
+    """The sum of `waits` at one slot."""
+    _, _, _, _, done_ms, left_ms, due_ms, pace, *_ = ready
+    return max(done_ms - now * 1e3, left_ms, (now * 1e3 - due_ms) * pace)
+
+
 def ttft_at(ready: tuple[float, ...], alone_ms: float, uncached: float, now: float) -> float:
     """`Terms.model_ttft` of one request at one slot. `alone_ms`: its prefill at the prior's speed."""
-    _, _, _, step, done_ms, left_ms, due_ms, pace, _, _, queued, *_, factor = ready
-    ttft = factor * alone_ms + step * (ceil((queued + uncached) * _PER_STEP) + 0.5)
-    return ttft + max(done_ms - now * 1e3, left_ms, (now * 1e3 - due_ms) * pace)
+    step, queued, factor = ready[3], ready[10], ready[-1]
+    return factor * alone_ms + step * (ceil((queued + uncached) * _PER_STEP) + 0.5) + wait_at(ready, now)
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:

@@ -16,11 +16,14 @@ Rules
   One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
   whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
+* While nobody waits and all that is in flight is of one flow, there is nothing to share, and requests are not counted:
+  flow control costs a request one look at the endpoint that the policy chose (`calm`). What is in flight is counted
+  when that ends (`count`).
 * Between flows (`core.fairness.Demand`): a light one's requests go at once unless a higher band waits, also where the
   worked-out gate says closed; those of heavy ones wait where they would slow it down.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from math import ceil, inf
 from typing import Any, Protocol
@@ -32,7 +35,18 @@ from fairlead.core.columns import BoolColumn
 from fairlead.core.cost import work_ms
 from fairlead.core.fairness import PATIENCE, Charge
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import EVICTED, EXPIRED, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN, Ceiling, Flow, Times, Waiting
+from fairlead.core.flow import (
+    EVICTED,
+    EXPIRED,
+    NO_ENDPOINTS,
+    SATURATED,
+    SHUTTING_DOWN,
+    Ceiling,
+    Flow,
+    FlowKey,
+    Times,
+    Waiting,
+)
 from fairlead.core.gates import EarlyShedding
 from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
 from fairlead.core.ledger import Lease
@@ -60,6 +74,10 @@ class Gate(Protocol):
 
     def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
         """`None` = all of them."""
+        ...
+
+    def admits(self, slot: int, fleet: Fleet, now: float) -> bool:
+        """Whether that one is open, worked out in less time than `open`. False = it may be."""
         ...
 
     def level(self, fleet: Fleet, now: float) -> float:
@@ -102,6 +120,9 @@ class Binder(Protocol):
         """Other rules about where requests can be served, `able(request, fleet, now)`."""
         ...
 
+
+#: The only flow while no other has come: whoever comes first.
+_ANYBODY = FlowKey(0, "", "")
 
 #: Request → expected tokens of its answer.
 Expect = Callable[[Request], float]
@@ -168,6 +189,9 @@ class FlowControl:
         self._shares = shares or Shares({})
         self._ceiling = ceiling
         self._shedding = shedding
+        #: The flow whose requests are not counted, because there is no other; `None` = all are counted, by flow.
+        self.only: FlowKey | None = None
+        self.relax()
         #: Since when nobody may wait any more; `inf` = they may.
         self._stopped = inf
         self._left = False
@@ -186,6 +210,35 @@ class FlowControl:
 
     def __len__(self) -> int:
         return len(self.queues)
+
+    # ---- one flow alone ----
+
+    def calm(self, request: Request, fleet: Fleet) -> bool:
+        """Whether the request may go without being counted, if the gate admits it where the policy wants it."""
+        only = self.only
+        if only is None or not fleet.table.count:
+            return False
+        if only is _ANYBODY:
+            only = self.only = self.queues.key(request)
+        return request.fairness_id == only.tenant and request.model == only.model and request.priority == only.priority
+
+    def count(self, leases: Iterable[tuple[Lease, float]], fleet: Fleet) -> list[Charge]:
+        """From now on all requests are counted. `leases`: of those in flight, with the tokens of the answer expected.
+        Returns their charges."""
+        self.only = None
+        return [
+            self.sent(lease.request, lease.slot, lease.uncached_tokens, output, fleet, lease.charged_at)
+            for lease, output in leases
+        ]
+
+    def relax(self) -> None:
+        """Stop counting if there is one flow at most. To be called now and then."""
+        if self.only is None and self._ceiling is None and self._shedding is None and not len(self.queues):
+            active = self.queues.active()
+            if len(active) < 2:
+                self.only = active[0] if active else _ANYBODY
+
+    # ---- arrivals ----
 
     def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
         """Whether `arrived` depends on the policy's choice."""
@@ -553,6 +606,8 @@ class FlowController:
     ) -> None:
         self.flow = flow
         self._eviction = eviction
+        #: Whether requests of a priority below 0 may have to make way once they run.
+        self.evicts = eviction is not None
         self.policy = policy
         self._target_s = target_s
         self._deadline = inf
@@ -590,10 +645,6 @@ class FlowController:
             victims = self._eviction.victims(self.flow, fleet, now)
             instructions += [evict(lease, self._answer(lease.request, EVICTED)) for lease in victims]
         return instructions + self._timers(now)
-
-    def may_evict(self, request: Request) -> bool:
-        """Whether it may have to make way once it runs."""
-        return self._eviction is not None and request.priority < 0
 
     def _timers(self, now: float) -> list[Instruction]:
         timers: list[Instruction] = []

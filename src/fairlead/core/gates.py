@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import FULL, step_ms, waits
+from fairlead.core.cost import FULL, ready_at, step_ms, wait_at, waits
 from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
@@ -39,6 +39,13 @@ class LedgerGate:
         table = fleet.table
         opened: BoolColumn = (self._levels(fleet, now) <= 1.0) & (table.queue < self._requests) & table.alive
         return None if np.count_nonzero(opened) == len(table) else opened
+
+    def admits(self, slot: int, fleet: FleetView, now: float) -> bool:
+        if fleet.table.kv.item(slot) > FULL or fleet.table.queue.item(slot) >= self._requests:
+            return False
+        learned = fleet.predictor
+        ready = ready_at(slot, fleet.table, learned)
+        return wait_at(ready, now) <= self._steps * learned.rates.prior.whole_step_ms * ready[-1]
 
     def level(self, fleet: FleetView, now: float) -> float:
         return _mean(np.maximum(self._levels(fleet, now), fleet.table.queue / self._requests), fleet.table.alive)
@@ -75,6 +82,9 @@ class PoolGate:
         if self._saturation(fleet, now) < self._ceiling:
             return None
         return np.zeros(len(fleet.table), dtype=np.bool_)
+
+    def admits(self, slot: int, fleet: FleetView, now: float) -> bool:
+        return self._saturation(fleet, now) < self._ceiling
 
     def level(self, fleet: FleetView, now: float) -> float:
         return self._saturation(fleet, now)

@@ -28,6 +28,7 @@ from fairlead.core.cost import (
     StepModel,
     Terms,
     memory_wait,
+    ready_at,
     renew,
     ttft_at,
 )
@@ -130,9 +131,7 @@ class Predictor:
         """What a request is expected to take at one slot, with the wait for memory and the band. `uncached` of its
         tokens (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full,
         answers end one by one, and a request waits for those before it."""
-        if slot in self._table.stale:
-            renew(slot, self._table, self)
-        ready = self.slots[slot]
+        ready = ready_at(slot, self._table, self)
         kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, slots, _ = ready[8:]
         ttft = ttft_at(ready, alone_ms, uncached, now)
         used = kv + (queued + uncached) * per_capacity

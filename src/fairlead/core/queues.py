@@ -139,7 +139,8 @@ class Queues:
         #: By priority, highest first when iterated over with `bands`.
         self._bands: dict[int, Band] = {}
         self._order: list[int] = []
-        self._count = 0
+        #: How many wait.
+        self.count = 0
         self._deadlines = Deadlines()
         #: The number of the request that joined last.
         self.newest = 0
@@ -149,7 +150,7 @@ class Queues:
         self.bytes = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def members(self) -> list[Waiting]:
         """Everybody, highest priority first."""
@@ -183,7 +184,7 @@ class Queues:
         band.members[waiting.number] = waiting
         band.bytes += waiting.size
         self.bytes += waiting.size
-        self._count += 1
+        self.count += 1
         self._deadlines.add(waiting)
         band.demand.queued(waiting)
         band.fairness.queued(waiting)
@@ -243,6 +244,14 @@ class Queues:
         """Windows of a band, see `Fairness.turns`. Nothing may be added or removed while it is iterated over."""
         return iter(band.fairness.turns(window))
 
+    def key(self, request: Request) -> FlowKey:
+        """Of the request's flow."""
+        return FlowKey(request.priority, request.model, request.fairness_id)
+
+    def active(self) -> list[FlowKey]:
+        """Flows with requests that wait or are in flight."""
+        return [key for band in self._bands.values() for key, flow in band.flows.items() if flow.wanted]
+
     def guarding(self, priority: int) -> bool:
         """Whether heavy requests of the band may have to wait somewhere."""
         band = self._bands.get(priority)
@@ -251,7 +260,7 @@ class Queues:
     def of(self, request: Request, now: float) -> tuple[Band, Flow]:
         """The band and the flow of the request, whether anything of it waits or not."""
         band = self._band(request.priority)
-        key = FlowKey(request.priority, request.model, request.fairness_id)
+        key = self.key(request)
         flow = band.flows.get(key)
         return band, self._flow(band, key, now) if flow is None else flow  # one without waiting requests is false
 
@@ -290,7 +299,7 @@ class Queues:
         index = bisect_left(flow.waiting, (waiting.key, waiting.number))
         assert flow.waiting[index][2] is waiting
         del flow.waiting[index]
-        self._count -= 1
+        self.count -= 1
         flow.bytes -= waiting.size
         band.count -= 1
         del band.members[waiting.number]
@@ -349,7 +358,7 @@ class Queues:
             offered = [w for turn in band.fairness.turns(1 << 30) for w in turn]
             assert len(set(map(id, offered))) == len(offered) and all(self._waits(w) for w in offered)
             assert bool(offered) == bool(band.count)
-        assert set(seen) == set(self.members()) and len(seen) == self._count
+        assert set(seen) == set(self.members()) and len(seen) == self.count
         assert self.bytes == sum(waiting.size for waiting in seen)
         assert self._deadlines.members() == {w.number for w in seen if w.deadline < inf}
 

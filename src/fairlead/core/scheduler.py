@@ -29,7 +29,7 @@ from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, LEFT, Waiting
-from fairlead.core.flow_control import MARGIN, Bound, FlowController
+from fairlead.core.flow_control import MARGIN, Bound, FlowControl, FlowController
 from fairlead.core.instructions import (
     AdoptConfiguration,
     Evict,
@@ -183,10 +183,9 @@ class Pipeline:
                 instructions = self._handlers[kind](entry, event)
         if self.fleet.stalls.changes:
             instructions = instructions + [Record(record) for record in self.fleet.stalls.take_changes()]
-        if self.flow_controller is not None and len(self.flow_controller):
-            instructions = instructions + self.flow_controller.dispatched(
-                self._bound, self._evict, self.fleet, self._clock.time()
-            )
+        flow = self.flow_controller
+        if flow is not None and flow.flow.queues.count:
+            instructions = instructions + flow.dispatched(self._bound, self._evict, self.fleet, self._clock.time())
         return instructions
 
     def start(self) -> list[Instruction]:
@@ -217,16 +216,22 @@ class Pipeline:
     def _admitted(self, flow: FlowController, entry: RequestEntry, now: float) -> list[Instruction]:
         """Flow control. Where another process decides, an open endpoint somewhere is enough to go on."""
         question = pick = None
-        request, arrived = entry.request, ev.RequestArrived
+        request, control, arrived = entry.request, flow.flow, ev.RequestArrived
+        if control.only is not None and self.parking is None:
+            if control.calm(request, self.fleet):
+                pick = self._choose(request, now)
+                if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
+                    return self._send(entry, arrived, pick, now)
+            self._count(control)
         reservation = Reservation(None, now)
         if flow.asks(request, self.fleet, now):
             if self.parking is not None and self.parking.reaches(self.policy, request, now):
                 reservation.opened = flow.opened(self.fleet, now)
                 question = self.parking.question(self.policy, request, self.fleet, now, reservation)
-            else:
+            elif pick is None:
                 pick = self._choose(request, now)
         slot = reservation.slot if pick is None else pick.slot if isinstance(pick, Picked) else -1
-        outcome = flow.flow.arrived(request, self.fleet, now, slot, self._output)
+        outcome = control.arrived(request, self.fleet, now, slot, self._output)
         if outcome is None:
             if self.parking is not None:
                 asked = self._ask(self.parking, entry, arrived, now, reservation, question)
@@ -241,6 +246,13 @@ class Pipeline:
         self.requests.move(entry, arrived, S.QUEUED)
         given_way = self._sent_away(((moved, DISPLACED) for moved in displaced), T.DISPLACED, now)
         return [*given_way, Hold(request.id, waiting.deadline - now + MARGIN, entry.client)]
+
+    def _count(self, control: FlowControl) -> None:
+        """From now on requests are counted by flow, those in flight too."""
+        sent = [(entry, entry.lease) for entry in self.requests if entry.lease is not None and entry.charge is None]
+        charges = control.count([(lease, 2.0 * lease.growth_tokens) for _, lease in sent], self.fleet)
+        for (entry, _), charge in zip(sent, charges, strict=True):
+            entry.charge = charge
 
     def _output(self, request: Request) -> int:
         """Expected tokens of the answer."""
@@ -409,15 +421,15 @@ class Pipeline:
         if queued_ms:
             lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease
-        if self.flow_controller is not None and entry.charge is None:
-            uncached = lease.uncached_tokens
-            entry.charge = self.flow_controller.flow.sent(request, slot, uncached, expected, fleet, now)
+        flow = self.flow_controller
+        if flow is not None and entry.charge is None and flow.flow.only is None:
+            entry.charge = flow.flow.sent(request, slot, lease.uncached_tokens, expected, fleet, now)
         self.requests.move(entry, trigger, S.ROUTED)
         fallback_slot = pick.fallback_slot
         if fallback_slot < 0 or fallback_slot == slot or prefill is not None:
             fallback_slot = runner_up(pick, fleet.table)
         fallback = endpoints[fallback_slot] if fallback_slot >= 0 else None
-        evictable = self.flow_controller is not None and self.flow_controller.may_evict(request)
+        evictable = request.priority < 0 and flow is not None and flow.evicts
         route = Route(
             request.id,
             endpoint,
@@ -661,6 +673,8 @@ class Pipeline:
         if event.name != EXPIRY_TIMER:
             flow = self.flow_controller
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)
+        if self.flow_controller is not None:
+            self.flow_controller.flow.relax()
         expired = self.fleet.ledger.expired(now, MOST)
         next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD
         return [*self._endings.add(self._entries(expired), T.EXPIRED), SetTimer(EXPIRY_TIMER, next_expiry)]

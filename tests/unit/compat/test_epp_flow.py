@@ -6,7 +6,6 @@ from fairlead.compat.load import load, problems
 from fairlead.compat.recorded import record, restore
 from fairlead.config.building import build_flow_controller
 from fairlead.config.registry import build_policy
-from fairlead.core.request import Request
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 GATE = "featureGates: [flowControl]\n"
@@ -52,7 +51,7 @@ def test_everything_that_has_a_counterpart() -> None:
     assert (limits.total.requests, limits.band.bytes, limits.band.requests) == (50, 1 << 20, 5000)
     settings = config.flow_control.settings  # type: ignore[union-attr]
     assert (settings.ttl, settings.no_endpoint_ttl) == (5.0, 5.0)
-    assert settings.eviction is not None and flow_controller.may_evict(Request(id=1, arrived=0.0, priority=-1))
+    assert settings.eviction is not None and flow_controller.evicts
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from fairlead.config.registry import build_policy
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.flow import Flow
+from fairlead.core.flow_control import FlowControl
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import Pipeline
@@ -18,9 +19,12 @@ from fairlead.testing import SimClock, builders
 
 
 class Rig:
-    """One endpoint, flow control with its defaults but for who waits: the gate takes one request at a time."""
+    """One endpoint, flow control with its defaults but for who waits: the gate takes one request at a time. `counted`:
+    as where several tenants send."""
 
-    def __init__(self, saturation: str = ", saturation: {type: concurrency-detector, maxConcurrency: 1}") -> None:
+    def __init__(
+        self, saturation: str = ", saturation: {type: concurrency-detector, maxConcurrency: 1}", counted: bool = True
+    ) -> None:
         config = load(f"flowControl: {{ttl: 5s{saturation}}}", need_endpoints=False)
         policy = build_policy(config)
         self.clock, self.fleet, self._ids = SimClock(), builders.fleet("e0"), 0
@@ -28,6 +32,13 @@ class Rig:
             self.clock, Random(1), self.fleet, policy, TokenEstimator(),
             flow_controller=build_flow_controller(config, policy),
         )  # fmt: skip
+        if counted:
+            self.control.count([], self.fleet)
+
+    @property
+    def control(self) -> FlowControl:
+        assert self.pipeline.flow_controller is not None
+        return self.pipeline.flow_controller.flow
 
     def feed(self, event: ev.Event) -> list[object]:
         found = self.pipeline.handle(event)
@@ -44,9 +55,8 @@ class Rig:
         return self._ids, any(isinstance(one, Route) for one in self.feed(ev.RequestArrived(request)))
 
     def flow(self, tenant: str) -> Flow:
-        assert self.pipeline.flow_controller is not None
         probe = Request(id=0, arrived=0.0, model="m", fairness_id=tenant)
-        return self.pipeline.flow_controller.flow.queues.of(probe, self.clock.time())[1]
+        return self.control.queues.of(probe, self.clock.time())[1]
 
 
 def test_work_is_the_prompt_and_the_expected_answer():
@@ -117,3 +127,40 @@ def test_charges_end_with_their_endpoint():
     rig.feed(ev.EndpointDown("e0"))
     rig.feed(ev.EndpointUp(Endpoint("e1", "10.0.0.9:80")))
     assert rig.flow("a").wanted == 0
+
+
+def test_who_is_alone_is_not_counted_until_another_comes():
+    alone, beside = Rig(saturation="", counted=False), Rig(saturation="")
+    for rig in alone, beside:
+        assert rig.arrive("many", 500)[1] and rig.arrive("many", 500)[1]
+    assert (alone.flow("many").in_flight, beside.flow("many").in_flight) == (0, 2)
+    for rig in alone, beside:
+        assert rig.arrive("few", 10)[1]
+        assert (rig.flow("many").in_flight, rig.flow("few").in_flight) == (2, 1)
+    assert alone.flow("many").wanted_ms == pytest.approx(beside.flow("many").wanted_ms)
+    assert alone.control.only is None
+
+
+def test_who_is_alone_and_must_wait_is_counted_and_no_more_when_it_is_over():
+    rig = Rig(counted=False)
+    assert rig.arrive("a")[1] and rig.control.only
+    assert not rig.arrive("a")[1] and rig.control.only is None
+    assert (rig.flow("a").in_flight, rig.flow("a").wanted) == (1, 2)
+    rig.feed(ev.TimerFired("expire-leases"))
+    assert rig.control.only is None, "one waits"
+    rig.feed(ev.ResponseEnded(request_id=1, status=200))
+    rig.feed(ev.TimerFired("expire-leases"))
+    assert rig.control.only
+    rig.feed(ev.ResponseEnded(request_id=2, status=200))
+    assert rig.flow("a").wanted == 0
+
+
+def test_two_that_have_requests_in_flight_are_counted():
+    rig = Rig(saturation="", counted=False)
+    assert rig.arrive("a", 10)[1] and rig.arrive("b", 10)[1]
+    rig.feed(ev.TimerFired("expire-leases"))
+    assert rig.control.only is None
+    rig.feed(ev.ResponseEnded(request_id=1, status=200))
+    rig.feed(ev.TimerFired("expire-leases"))
+    assert rig.control.only
+    assert rig.arrive("b", 10)[1] and rig.flow("b").in_flight == 1, "the first was counted, and the second is not"

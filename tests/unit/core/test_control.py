@@ -22,6 +22,9 @@ class AtMost:
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
+    def admits(self, slot, fleet, now):
+        return bool(fleet.table.inflight[slot] < self.limit)
+
     def open(self, fleet, now):
         mask = fleet.table.inflight < self.limit
         return None if mask.all() else mask

@@ -21,6 +21,9 @@ class Half:
 
     name = "half"
 
+    def admits(self, slot, fleet, now):
+        return fleet.table.endpoints[slot].id == "e0"
+
     def open(self, fleet, now):
         return fleet.table.mask(("half",), lambda slot, one: one.id == "e0")
 

@@ -29,6 +29,9 @@ class AtMost:
     def __init__(self, limit: int) -> None:
         self._limit = limit
 
+    def admits(self, slot, fleet, now):
+        return bool(fleet.table.inflight[slot] < self._limit)
+
     def open(self, fleet, now):
         mask = fleet.table.inflight < self._limit
         return None if mask.all() else mask

@@ -48,6 +48,9 @@ class AtMost:
     name = "at-most"
     limit = 1
 
+    def admits(self, slot: int, fleet: Fleet, now: float) -> bool:
+        return bool(fleet.table.inflight[slot] < self.limit)
+
     def open(self, fleet: Fleet, now: float) -> Any:
         mask = (fleet.table.inflight < self.limit) & fleet.table.alive
         return None if mask.sum() == fleet.table.count else mask

@@ -8,8 +8,9 @@ Rules
 * Published names and their deprecated twins as in `request_families`; `fairlead_flow_*` are our own.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from math import inf, nan
+from operator import attrgetter
 
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit
@@ -20,8 +21,10 @@ from fairlead.core.request import Request
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import counters, gauges, histograms
-from fairlead.server.observe.metrics import RequestLabels
+from fairlead.server.observe.metrics import RequestLabels, grouped
 
+#: What decisions have in common that are counted as one.
+_KIND = attrgetter("outcome", "queued_ms", "request.model", "request.target", "request.fairness_id", "request.priority")
 _FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
 _PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
 
@@ -70,16 +73,14 @@ class FlowMetrics:
         registry.before(self._refresh)
         self._show(registry, {"constant": {"inference_pool": pool}})
 
-    def on_decisions(self, records: Iterable[DecisionRecord]) -> None:
-        if self.flow_controller is not None:
-            for record in records:
-                self._decided(record)
-
-    def _decided(self, record: DecisionRecord) -> None:
-        request = record.request
-        outcome = _OUTCOMES.get(record.outcome, _OTHERWISE)[record.queued_ms > 0.0]
-        self._requests.child(outcome, str(request.priority)).value += 1
-        self._waits.child(*self._flow(request), outcome).observe(record.queued_ms * 1e-3)
+    def on_decisions(self, records: Sequence[DecisionRecord]) -> None:
+        if self.flow_controller is None:
+            return
+        for (outcome, queued_ms, *_), group in grouped(list(map(_KIND, records)), records):
+            request = group[0].request
+            outcome = _OUTCOMES.get(outcome, _OTHERWISE)[queued_ms > 0.0]
+            self._requests.child(outcome, str(request.priority)).value += len(group)
+            self._waits.child(*self._flow(request), outcome).observe_all([queued_ms * 1e-3] * len(group))
 
     def _flow(self, request: Request) -> tuple[str, str, str, str]:
         model, target, fairness_id, priority = self._labels(request)

@@ -63,7 +63,7 @@ V = TypeVar("V")
 RequestLabels = tuple[str, str, str, int]
 
 
-def _grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequence[V]]]:
+def grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequence[V]]]:
     """Values by their keys, each group in the order of the values. Mostly all have the same key."""
     if keys and keys.count(keys[0]) == len(keys):
         return ((keys[0], values),)
@@ -210,7 +210,7 @@ class SchedulerMetrics:
     def on_decisions(self, records: Sequence[DecisionRecord], durations: Sequence[float]) -> None:
         """Decisions were made; `durations` are the seconds that each took."""
         self._scheduling.observe_all(durations, list(map(_REQUEST_ID, records)))
-        for policy, spent in _grouped(list(map(_POLICY, records)), durations):
+        for policy, spent in grouped(list(map(_POLICY, records)), durations):
             self.families.plugin.child("Schedule", policy, policy).observe_all(spent)
         if any(map(_OVERLOADED, records)):
             overloaded = [record for record in records if record.overloaded]
@@ -221,7 +221,7 @@ class SchedulerMetrics:
                 if not record.endpoint:
                     self._refused(record)
             records = [record for record in records if record.endpoint]
-        for labels, group in _grouped(list(map(_LABELS, records)), records):
+        for labels, group in grouped(list(map(_LABELS, records)), records):
             bundle = self._known(*labels)
             if bundle is None:
                 self._wait(_key(*labels), group)
@@ -260,7 +260,7 @@ class SchedulerMetrics:
 
     def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
         """Routed requests ended."""
-        for (*labels, stream), group in _grouped(list(map(_LABELS_AND_STREAM, records)), records):
+        for (*labels, stream), group in grouped(list(map(_LABELS_AND_STREAM, records)), records):
             bundle = self._known(*labels) or self._earn(_key(*labels), group)
             bundle.used = self._now()
             ran = self._prove(bundle, group) if self._unproven else len(group)
