@@ -20,7 +20,7 @@ BEGIN, END = "<!-- quality:begin (written by bench/quality.py) -->", "<!-- quali
 REASONS = Path(__file__).with_name("quality_reasons.toml")
 #: Columns of the wide tables, as far as they took part; all policies are in the regrets.
 SHOWN = (
-    "default", "default+flow", "weights-322", "sticky, 5 s", "dynamo, agentic", "lmetric", "aibrix-prefix-cache",
+    "default", "default-at-once", "weights-322", "sticky, 5 s", "dynamo, agentic", "lmetric", "aibrix-prefix-cache",
     "least-requests", "round-robin",
 )  # fmt: skip
 #: Flow control holds requests back and binds them late; it is no rule that one could have taken instead of the default.

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from fairlead.lab.simulator.build import ScenarioSpec
 from fairlead.lab.simulator.grid import Cell
-from fairlead.lab.simulator.run import WITH_FLOW, known_policies
+from fairlead.lab.simulator.run import AT_ONCE, known_policies
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
 #: Further configurations that take part like a policy: key → text. Settings of rules that their makers publish besides
@@ -27,6 +27,7 @@ EXTRA: dict[str, str] = {
 }
 #: The best of the others, with a queue in front of the servers as the default has.
 LATE_TOO = ("weights-322", "dynamo, agentic")
+FLOW = "flowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
 #: What the default is, under other names.
 SAME = ("cost-model", "prefill-decode")
 #: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
@@ -40,7 +41,7 @@ HEADS = {
 }
 #: Added to the name of a scenario whose scheduler begins with the truth: the column beside the main one, in which
 #: nothing is known of engines, tokens and answers. Of these policies only.
-KNOWN, KNOWN_OF = ", truth known", ("default", WITH_FLOW)
+KNOWN, KNOWN_OF = ", truth known", ("default", AT_ONCE)
 #: Requests that the smaller version of a scenario keeps; 0 = all.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 QUICK_OTHERS = {
@@ -64,7 +65,7 @@ def entries() -> dict[str, str]:
     """Key → text of a configuration; `default` comes first."""
     known = known_policies()
     rules = {name: text for name, text in known.items() if name not in SAME} | EXTRA
-    late = {f"{name}+flow": known[WITH_FLOW].replace("policy: default\n", rules[name]) for name in LATE_TOO}
+    late = {f"{name}+flow": rules[name] + FLOW for name in LATE_TOO}
     return rules | late
 
 

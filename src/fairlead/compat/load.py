@@ -36,6 +36,7 @@ from fairlead.config.schema import (
     PolicySpec,
     Section,
     Settings,
+    implied_flow_control,
 )
 from fairlead.config.yaml import MAX_BYTES, Tree
 from fairlead.core.errors import ConfigError
@@ -158,6 +159,8 @@ class _Assembly:
         parsers = extras.list("parser", PARSERS)
         flow_control = self._translation.flow if self._translation else extras.flow_control()
         settings = self._settings(policy)
+        if self._root.get(FLOW_CONTROL) is None and self._translation is None:
+            flow_control = implied_flow_control(policy, settings)
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), settings.metrics, self._report)
         endpoints = self._endpoints(need_endpoints and not settings.kubernetes.on)

@@ -231,6 +231,7 @@ def build_flow_controller(
         shares=Shares({band.settings.priority: band.settings.share for band in flow.bands}),
         ceiling=_ceiling(flow.ceiling, registry, on_plugin_error),
         shedding=EarlyShedding(shedding.power, shedding.scale) if shedding else None,
+        drains=flow.implied,
     )
     return FlowController(control, policy.name, settings.target_delay, Eviction(eviction.after) if eviction else None)
 

@@ -121,6 +121,8 @@ def meaning(value: Any) -> Any:
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
     if isinstance(value, FlowSpec):
+        if value.implied:  # a reload that says nothing of it leaves it as it is
+            return None
         return value.settings, *map(meaning, value.plugins()), *map(meaning, value.bands)
     if isinstance(value, BandSpec):
         return value.settings, meaning(value.fairness), meaning(value.ordering)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from msgspec import Struct, field
 from pydantic import ConfigDict, Field, model_validator
 
-from fairlead.config.builtins import Kind
+from fairlead.config.builtins import DEFAULT_POLICY, Kind
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Problem
 from fairlead.core.endpoint import MAX_PORTS
@@ -465,7 +465,9 @@ class FlowSettings(Section):
         default=60.0,
         description="How long a request may wait, unless it says otherwise itself; the latter while the pool is empty.",
     )
-    no_endpoint_ttl: Wait = 60.0
+    no_endpoint_ttl: Annotated[float, Field(ge=0, le=LONGEST_WAIT), DURATION] = Field(
+        default=60.0, description="0 = a request that finds no endpoint is refused."
+    )
     window: int = Field(
         default=256,
         ge=1,
@@ -723,11 +725,24 @@ class FlowSpec(Struct, frozen=True, kw_only=True):
     saturation: PluginSpec | None = None
     ceiling: PluginSpec | None = None
     bands: tuple[BandSpec, ...] = ()
+    #: The file says nothing of it.
+    implied: bool = False
 
     def plugins(self) -> tuple[PluginSpec, ...]:
         """Those that are named, but for single bands."""
         named = self.fairness, self.ordering, self.saturation, self.ceiling
         return tuple(spec for spec in named if spec is not None)
+
+
+def implied_flow_control(policy: PolicySpec | None, given: "Settings") -> FlowSpec | None:
+    """Flow control where the file says nothing of it: with the default policy, unless the gateway is not ours and may
+    be impatient, or another process decides too. It has no limits, so that nothing is refused that was not before."""
+    plugin = policy.plugin if policy else None
+    elsewhere = given.scheduler.address or given.canary.percent
+    if given.gateway.mode != "embedded" or elsewhere or plugin is None or plugin.type != DEFAULT_POLICY:
+        return None
+    settings = FlowSettings(ttl=LONGEST_WAIT, no_endpoint_ttl=0.0, limits=QueueLimits(band=QueueLimit()))
+    return FlowSpec(settings=settings, implied=True)
 
 
 class Settings(Section):
@@ -765,9 +780,7 @@ class Config(Settings):
     policy: PolicySpec
     metric_sources: tuple[PluginSpec, ...] = ()
     parsers: tuple[PluginSpec, ...] = ()
-    flow_control: FlowSpec | None = Field(
-        default=None, description="`None` = the mapping is absent: requests never wait."
-    )
+    flow_control: FlowSpec | None = Field(default=None, description="`None` = requests never wait.")
     endpoints: EndpointSource = Field(default_factory=EndpointSource)
     source: str = Field(default="", description="File it came from; empty = text.")
     flags: dict[str, Any] = Field(

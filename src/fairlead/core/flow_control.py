@@ -47,7 +47,7 @@ from fairlead.core.flow import (
     Times,
     Waiting,
 )
-from fairlead.core.gates import EarlyShedding
+from fairlead.core.gates import EarlyShedding, PoolGate
 from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
 from fairlead.core.ledger import Lease
 from fairlead.core.policy import Refused
@@ -179,7 +179,9 @@ class FlowControl:
         shares: Shares | None = None,
         ceiling: Ceiling | None = None,
         shedding: EarlyShedding | None = None,
+        drains: bool = False,
     ) -> None:
+        """`drains`: at a shutdown those that wait are sent instead of refused."""
         self.queues = queues
         self.gate = gate
         self.binder = binder
@@ -189,11 +191,14 @@ class FlowControl:
         self._shares = shares or Shares({})
         self._ceiling = ceiling
         self._shedding = shedding
+        self._drains = drains
         #: The flow whose requests are not counted, because there is no other; `None` = all are counted, by flow.
         self.only: FlowKey | None = None
         self.relax()
         #: Since when nobody may wait any more; `inf` = they may.
         self._stopped = inf
+        #: Since when there is no endpoint and nobody may wait for one.
+        self._deserted = inf
         self._left = False
         self.tally = Tally()
         #: The last look that found nobody to go: what was open, and the newest request then.
@@ -270,7 +275,8 @@ class FlowControl:
         if fleet.table.count and self._goes(request, fleet, now, slot, expect):
             return None
         work, known = self.binder.look(request, fleet, now)
-        if work == inf:
+        ttl = self._ttl(request, fleet)
+        if work == inf or not ttl:
             return None
         if self._stopped < inf:
             return _stopping()
@@ -278,7 +284,7 @@ class FlowControl:
         slot = slot if slot >= 0 else next((slot for slot, _ in fleet.table.slots()), -1)
         prompt_ms, token_ms, _ = work_ms(slot, request.prompt_tokens, work, fleet) if slot >= 0 else (work, 0.0, 0.0)
         ms = prompt_ms + output * token_ms
-        outcome, displaced = self.queues.put(request, now, self._ttl(request, fleet), work, output, ms)
+        outcome, displaced = self.queues.put(request, now, ttl, work, output, ms)
         if isinstance(outcome, Waiting):
             outcome.known = known
             if len(self.queues) == 1:  # nobody has looked while nobody waited
@@ -376,9 +382,12 @@ class FlowControl:
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
         if not len(self.queues) or not fleet.table.count:
+            if not self._times.no_endpoints and not fleet.table.count:
+                self._deserted = min(self._deserted, now)
             self.look_again = inf  # an endpoint that joins makes us look
             self.tally.look(False, now)
             return None
+        self._deserted = inf
         opened = self._look(fleet, now)
         if self._would_be_in_vain(opened, fleet.table.version, now):
             return None
@@ -473,12 +482,16 @@ class FlowControl:
             why = Refused(EXPIRED, "the request timed out waiting for a free endpoint", status=429)
         else:
             why = Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints")
-        late = self.queues.expire(now, REFUSALS)
+        late = self.queues.clear(REFUSALS) if self._deserted < inf else self.queues.expire(now, REFUSALS)
         self._left = len(late) == REFUSALS
         return [(waiting, why) for waiting in late]
 
     def stop(self, now: float) -> list[tuple[Waiting, Refused]]:
-        """Nobody may wait from now on. Takes out those that do as `expire` does."""
+        """Nobody may wait from now on. Takes out those that do as `expire` does, unless they are sent."""
+        if self._drains:
+            self.gate = PoolGate("stopping", lambda fleet, now: 0.0)
+            self._in_vain = None
+            return []
         self._stopped = min(self._stopped, now)
         self._left = True
         return [(waiting, _stopping()) for waiting in self.queues.clear(REFUSALS)]
@@ -488,7 +501,8 @@ class FlowControl:
         return self._left and self.next_deadline() <= now
 
     def next_deadline(self) -> float:
-        return self._stopped if self._stopped < inf and len(self.queues) else self.queues.next_deadline()
+        over = min(self._stopped, self._deserted)
+        return over if over < inf and len(self.queues) else self.queues.next_deadline()
 
     def oldest(self) -> float:
         """Since when the request that waits longest waits; `inf` = none does."""

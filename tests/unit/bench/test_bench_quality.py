@@ -81,7 +81,7 @@ def test_every_scenario_that_is_promised_takes_part_with_every_policy(bench):
     }  # fmt: skip
     assert promised <= {*found}
     assert all(found[name] == list(texts) for name in promised)
-    assert all(found[f"{name}, truth known"] == ["default", "default+flow"] for name in promised)
+    assert all(found[f"{name}, truth known"] == ["default", "default-at-once"] for name in promised)
     assert len({*found} - promised) >= 10
 
 

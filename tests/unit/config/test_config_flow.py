@@ -32,9 +32,35 @@ def request(number: int = 1, **fields) -> Request:
     return Request(id=number, arrived=0.0, prompt_tokens=1000, stream=True, **fields)
 
 
-@pytest.mark.parametrize("text", ["", "flowControl:\n", "flowControl: {enabled: false, ttl: 3s}\n"])
-def test_off_unless_asked_for(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "flowControl:\n", "policy: default\n", "policy: cost-model\n"])
+def test_on_by_default_and_nothing_is_refused_because_of_it(text: str) -> None:
+    queues = flow_controller(text).flow.queues
+    assert (queues.limits.total, queues.limits.of_band(0)) == (Limit(inf, inf), Limit(inf, inf))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flowControl: {enabled: false, ttl: 3s}\n",
+        "policy: round-robin\n",
+        "policy: prefill-decode\n",
+        "scorers: [{type: queue}]\n",
+        "gateway: none\n",
+        "scheduler: {address: 10.0.0.9:9000}\n",
+        "canary: {policy: round-robin, percent: 5}\n",
+    ],
+)
+def test_off_if_said_so_or_where_the_default_does_not_decide_alone(text: str) -> None:
     assert flow_controller(text) is None
+
+
+def test_a_reload_that_says_nothing_of_it_leaves_it_as_it_is() -> None:
+    for before, after in ("", "policy: round-robin\n"), ("policy: round-robin\n", ""):
+        changes, refused = plan_reload(load(before + ONE), load(after + ONE))
+        assert refused == [] and changes.policy
+        assert (changes.config.flow_control is None) == (before != "")
+    _, refused = plan_reload(load(ONE), load("flowControl: {enabled: false}\n" + ONE))
+    assert [problem.path for problem in refused] == ["$.flowControl"]
 
 
 def test_a_mapping_with_nothing_in_it_turns_it_on() -> None:

@@ -78,7 +78,7 @@ def compare(run: Run, change: Change) -> Compared:
 
 def _asked(result: Compared, record: DecisionRecord, before: str, answers: dict[int, tuple[str, Trace | None]]) -> None:
     answer = answers.pop(record.request.id, None)
-    if answer is None or record.trace is None or record.queued_ms > 0:  # it waited: what was asked is long past
+    if answer is None or record.trace is None or record.trace.waited is not None:  # what was asked may be long past
         return
     after, trace = answer
     result.decisions += 1

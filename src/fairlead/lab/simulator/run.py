@@ -130,16 +130,16 @@ def simulate(
     return summarise(simulation)
 
 
-#: The default with a queue before it. No limits, and nobody runs out of time: the same requests are compared.
-WITH_FLOW = "default+flow"
-_FLOW = "policy: default\nflowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
+#: The default without flow control: requests are sent when they come.
+AT_ONCE = "default-at-once"
 
 
 def known_policies() -> dict[str, str]:
-    """Name → text of a configuration. `default` comes first, then the same with flow control; what cannot be made
+    """Name → text of a configuration. `default` comes first, then the same without flow control; what cannot be made
     without parameters is left out."""
-    names = dict.fromkeys(["default", WITH_FLOW, *POLICIES, *BUILTINS["policy"]])
-    texts = {name: f"policy: {name}\n" for name in names} | {WITH_FLOW: _FLOW}
+    names = dict.fromkeys(["default", AT_ONCE, *POLICIES, *BUILTINS["policy"]])
+    texts = {name: f"policy: {name}\n" for name in names}
+    texts[AT_ONCE] = "policy: default\nflowControl: {enabled: false}\n"
     return {name: text for name, text in texts.items() if _works(text)}
 
 

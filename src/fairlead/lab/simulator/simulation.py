@@ -173,6 +173,8 @@ class Pairs:
 
 #: Kernel seconds at which the workload begins: no code may take 0 for "never", or for a wall clock.
 START = 1_000.0
+#: The configuration around a policy that is given as an object.
+_GIVEN = "flowControl: {enabled: false}\n"
 
 
 class Simulation:
@@ -203,7 +205,7 @@ class Simulation:
         self._events: LateEvents | None = None
         if world.kv_lag_ms >= 0:
             self._events = LateEvents(self.kernel, world.kv_lag_ms * 1e-3)
-        config = policy if isinstance(policy, Config) else load("policy: default\n", need_endpoints=False)
+        config = policy if isinstance(policy, Config) else load(_GIVEN, need_endpoints=False)
         self.pipeline = build_pipeline(
             config,
             self.kernel,

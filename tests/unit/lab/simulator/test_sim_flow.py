@@ -16,7 +16,7 @@ def pipeline_of(text: str) -> Pipeline:
 
 
 def test_a_configuration_with_flow_control_is_simulated_with_it(mooncake_head) -> None:
-    assert pipeline_of("policy: default\n").flow_controller is None
+    assert pipeline_of("policy: default\nflowControl: {enabled: false}\n").flow_controller is None
     pipeline = pipeline_of(FLOW)
     assert pipeline.flow_controller is not None and pipeline.flow_controller.policy == pipeline.policy.name
     waited: list[float] = []

@@ -13,6 +13,7 @@ from fairlead.lab.workload.record import Dispatch, Record, Workload
 
 pytestmark = pytest.mark.simulation
 
+AT_ONCE = "flowControl: {enabled: false}"
 TTL = "flowControl: {ttl: 590s, limits: {band: {requests: null}}"
 
 
@@ -74,7 +75,7 @@ def run(text: str, *groups: list[Record], **how: Any) -> Watch:
 def test_one_tenants_flood_does_not_move_anothers_latency() -> None:
     alone = run(TTL + "}", records("modest", 2.0, 20))
     both = run(TTL + "}", records("modest", 2.0, 20), records("flood", 20.0, 20))
-    apart = run("policy: default", records("modest", 2.0, 20), records("flood", 20.0, 20))
+    apart = run(AT_ONCE, records("modest", 2.0, 20), records("flood", 20.0, 20))
     # What the flood has just sent is in front of it, up to a step and a quarter and its own: under a second.
     assert fmean(both.ttft["modest"]) < fmean(alone.ttft["modest"]) + 1000
     assert fmean(apart.ttft["modest"]) > 10_000
@@ -88,7 +89,7 @@ def test_ten_times_more_requests_are_given_no_more_work() -> None:
 def test_long_prompts_do_not_hold_up_short_ones() -> None:
     groups = records("short", 4.0, 30, 200), records("long", 2.0, 30, 30_000)
     queued = run(TTL + "}", *groups)
-    at_once = run("policy: default", *groups)
+    at_once = run(AT_ONCE, *groups)
     assert fmean(queued.ttft["short"]) < fmean(at_once.ttft["short"]) / 3
 
 

@@ -37,7 +37,7 @@ def record_run() -> Callable[..., Recorded]:
 
     def run(
         path: Path,
-        policy: str = "policy: default",
+        policy: str = "policy: default\nflowControl: {enabled: false}",
         *,
         seconds: float = 10.0,
         rate: float = 12.0,
