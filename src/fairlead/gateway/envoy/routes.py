@@ -129,11 +129,7 @@ def route_config(options: Options, outside: bool = True) -> Json:
     if options.request_mode == "buffered":
         # Raises the limit for bodies alone: the listener's buffers stay small.
         host["request_body_buffer_limit"] = options.body_limit
-    made: Json = {
-        "name": "gateway",
-        "virtual_hosts": [host],
-        "request_headers_to_remove": [*TOWARD_UPSTREAM, CHUNKED],
-    }
+    made: Json = {"name": "gateway", "virtual_hosts": [host]}
     if options.decision_header:
         # Told by the gateway from the metadata of the pick: the scheduler need not see the response for it.
         value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"
@@ -147,7 +143,8 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     chosen = [_present(EXT_PROC_DESTINATION)]
     limits = _limits(options)
     received = {"key": RECEIVED, "string_match": {"exact": "1"}}
-    unscheduled: Json = {"match": {"prefix": "/", "filter_state": [received]}}
+    removed = [*TOWARD_UPSTREAM, CHUNKED]
+    unscheduled: Json = {"match": {"prefix": "/", "filter_state": [received]}, "request_headers_to_remove": removed}
     if options.fail_open:
         unscheduled["route"] = {
             "cluster": POOL,
@@ -172,7 +169,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
         "match": {"prefix": "/", "dynamic_metadata": chosen},
         "route": {"cluster": DESTINATION_CLUSTER, **limits},
         # Elsewhere it stays: it is what the access log tells requests by that have no lease.
-        "request_headers_to_remove": [GATEWAY_ID],
+        "request_headers_to_remove": [*removed, GATEWAY_ID],
     }
     # The response will be changed, and ext_proc is not shown its headers: its length must go before it is too late.
     rewritten = {
