@@ -9,6 +9,7 @@ from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.apis import ANYWHERE, EXACT
 from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE, REWRITTEN, STEERING_HEADERS
 from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.gateway.envoy.authentication import JWT, KEYS, NAMED
 from fairlead.gateway.envoy.clusters import (
     DESTINATION_CLUSTER,
     EITHER,
@@ -32,8 +33,9 @@ TOWARD_UPSTREAM: tuple[str, ...] = (DESTINATION, *sorted(STEERING_HEADERS))
 # What is let in: the paths of inference, and what the configuration names. Model servers have others on the same port
 # that put them to sleep or load adapters.
 
+_HEALTH = "/health"
 #: What a client may ask besides the APIs that Fairlead reads: stored responses and conversations, one model, health.
-_MORE = (r"(?:/.*)?/v1/(?:models/.+|(?:responses/resp|conversations/conv)_.+)", "/health")
+_MORE = (r"(?:/.*)?/v1/(?:models/.+|(?:responses/resp|conversations/conv)_.+)", _HEALTH)
 
 
 def let_in(paths: tuple[str, ...]) -> str:
@@ -82,6 +84,10 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
         # No data of theirs would start the longer time of the next route.
         no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
         none = [no_post, *({"name": name, "present_match": False} for name in ("content-length", CHUNKED))]
+        if options.keys_file or options.jwt:
+            # Probes have no key.
+            probe = {**without_body, "match": {"path": _HEALTH, "headers": none}}
+            yield {**probe, "typed_per_filter_config": dict.fromkeys((JWT, KEYS, NAMED), _OFF)}
         yield {**without_body, "match": {**allowed, "headers": none}}
     least = 0
     for most, total in TOTAL:
@@ -121,6 +127,8 @@ _NOT_BEGUN = "connect-failure,refused-stream"
 _REPEATABLE_BODY = 1 << 20
 #: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
 _OURS = "fairlead"
+#: Instead of Envoy's words for a request that got past the filters for keys and tokens.
+_UNNAMED = "the token names no tenant: its issuer has to add the claim that this gateway is configured to read"
 
 
 def route_config(options: Options, outside: bool = True) -> Json:
@@ -229,7 +237,9 @@ def _replies(
     body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
 ) -> Iterator[Json]:
     """In one shape, for requests whose path begins so; `fallback_type`: the type of any other status."""
-    for status in (404, 408, 413, 503, 504):
+    denied = {"filter": _all_of(_status(403), *_under(path), _details("startsWith('rbac_')"))}
+    yield {**denied, "body": {"inline_string": _UNNAMED}, "body_format_override": body(types[403])}
+    for status in (401, 403, 404, 408, 413, 503, 504):
         mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
         mapper["body_format_override"] = body(types.get(status, fallback_type))
         if status == 503:
@@ -258,8 +268,12 @@ def _status(status: int) -> Json:
 
 
 def _not_ours() -> Json:
-    expression = f"!response.code_details.startsWith('{_OURS}')"
-    typed = {"@type": _CEL_FILTER, "expression": expression}
+    return _details(f"startsWith('{_OURS}')", "!")
+
+
+def _details(test: str, negated: str = "") -> Json:
+    """A test of why Envoy answers itself, in CEL."""
+    typed = {"@type": _CEL_FILTER, "expression": f"{negated}response.code_details.{test}"}
     return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
 
 
