@@ -218,6 +218,6 @@ async def test_nobody_is_told_a_key(start: Start, keys: Keys, tmp_path: Path) ->
     for file in journal.iterdir():
         found = [one for one in blocks(file.read_bytes()) if not isinstance(one, Damage)]
         told[file.name] = b"".join(content for _, content in found).decode("latin-1")
-    assert "team-a" in "".join(text for where, text in told.items() if where.startswith(tuple(os.listdir(journal))))
+    assert any("team-a" in told[file.name] for file in journal.iterdir())
     secrets = key, wrong, sha256(key.encode()).hexdigest()
     assert [where for where, text in told.items() if any(secret in text for secret in secrets)] == []

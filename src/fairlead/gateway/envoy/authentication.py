@@ -92,7 +92,7 @@ def _parse(words: list[str]) -> Key:
         what, _, when = words[2].partition("=")
         try:
             moment = datetime.fromisoformat(when)
-            expires = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+            expires = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp())
         except (ValueError, OverflowError):
             expires = 0
         if what != "expires" or expires <= 0:
