@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from gw_clients import LARGE, MINTED, ask, bearer, request, tenant
 from gw_http1 import Http1
+from gw_http2 import Http2
+from gw_messages import Ask
 from gw_processes import Serve, Upstream, get_page, sees_the_scheduler
 
 from fairlead.gateway.envoy.authentication import Key, new_key
@@ -96,6 +98,12 @@ async def test_who_has_no_key_gets_nothing(start: Start, keys: Keys) -> None:
     assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "authentication_error")
 
     assert (await ask(at, path="/health", method="GET")).status == 200, "probes have no key"
+    assert (await ask(at, path="/health", method="OPTIONS")).status == 401
+    async with Http2(at.port) as client:
+        assert (await client.ask(Ask("GET", "/health"))).status == 200
+        assert (await client.ask(Ask("GET", "/health", pieces=[b"a" * 50_000], chunked=True))).status == 413
+        assert (await client.ask(request())).status == 401
+        assert (await client.ask(request(bearer(key)))).status == 200
     assert (await ask(at, bearer(key), path="/sleep")).status == 404
     assert (await ask(at, bearer(key))).status == 200
 

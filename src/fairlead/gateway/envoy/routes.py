@@ -69,6 +69,11 @@ RECEIVING = (
     "envoy.filters.http.ext_proc",
     "envoy.filters.http.buffer.again",
 )
+#: A body over HTTP/2 need not be announced. Of one that comes all the same no more is kept than a connection's buffer.
+_NO_BODY = {
+    "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
+    "buffer": {"max_request_bytes": 1},
+}
 _OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
 
 
@@ -83,12 +88,13 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
     if outside:
         # No data of theirs would start the longer time of the next route.
         no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
-        none = [no_post, *({"name": name, "present_match": False} for name in ("content-length", CHUNKED))]
+        none = [{"name": name, "present_match": False} for name in ("content-length", CHUNKED)]
         if options.keys_file or options.jwt:
-            # Probes have no key.
-            probe = {**without_body, "match": {"path": _HEALTH, "headers": none}}
-            yield {**probe, "typed_per_filter_config": dict.fromkeys((JWT, KEYS, NAMED), _OFF)}
-        yield {**without_body, "match": {**allowed, "headers": none}}
+            get = {"name": ":method", "string_match": {"exact": "GET"}}
+            unasked = {**dict.fromkeys((JWT, KEYS, NAMED), _OFF), RECEIVING[0]: _NO_BODY}
+            probe = {"match": {"path": _HEALTH, "headers": [get, *none]}, "typed_per_filter_config": unasked}
+            yield {**without_body, **probe}
+        yield {**without_body, "match": {**allowed, "headers": [no_post, *none]}}
     least = 0
     for most, total in TOTAL:
         yield {"match": {**allowed, "headers": [_length(least, most)]}, "route": _receiving(options, total)}
