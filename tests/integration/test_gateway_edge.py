@@ -5,12 +5,14 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
 from fairlead.gateway.envoy import routes
+from fairlead.gateway.envoy.authentication import Key, KeysFile, new_key
 from fairlead.gateway.envoy.gateway import Gateway
 from fairlead.gateway.envoy.options import Options
 
@@ -61,13 +63,15 @@ class Edge:
         host, _, port = self.gateway.address.rpartition(":")
         return await asyncio.open_connection(host, int(port))
 
-    async def ask(self, path: str = CHAT, body: bytes = b"hello", method: str = "POST", chunked: bool = False) -> bytes:
+    async def ask(
+        self, path: str = CHAT, body: bytes = b"hello", method: str = "POST", chunked: bool = False, more: str = ""
+    ) -> bytes:
         """The whole answer."""
         length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
         sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
         if method == "GET":
             length = b"accept: */*"
-        head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n".encode("latin-1")
+        head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{more}".encode("latin-1")
         reader, writer = await self.connect()
         async with asyncio.timeout(30):
             writer.write(head + length + b"\r\n\r\n" + sent)
@@ -183,6 +187,48 @@ async def test_large_uploads_arrive_as_they_were_sent() -> None:
             assert told["headers"]["x-envoy-external-address"] == "127.0.0.1"
         large = await at.gateway.admin.stats(r"^cluster\.uploads\.upstream_rq_total$")
     assert list(large.values()) == [4]
+
+
+# ---- keys ----
+
+
+@pytest.mark.parametrize("forward", [False, True])
+async def test_model_servers_get_the_key_only_if_told(forward: bool, tmp_path: Path) -> None:
+    key, kept = new_key("team-a")
+    KeysFile(tmp_path / "keys.json", forward).write([kept])
+    async with edge(keys_file=str(tmp_path / "keys.json")) as at:
+        for name, value in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+            for size in (5, MB):
+                answer = await at.ask(body=bytes(size), more=f"{name}: {value}\r\n")
+                told = json.loads(answer.partition(b"\r\n\r\n")[2])["headers"]
+                assert told.get(name) == (value if forward else None)
+                assert not [value for value in told.values() if "team-a" in value]
+
+
+async def test_keys_of_any_length_are_compared_by_their_sha256(tmp_path: Path) -> None:
+    file = KeysFile(tmp_path / "keys.json", False)
+    keys = ["".join(chr(33 + (i * size) % 90) for i in range(size)) for size in range(513)]
+    file.write(Key(sha256(key.encode()).hexdigest(), "team-a") for key in keys)
+    sizes = [*range(14, 18), *range(50, 70), *range(110, 132), 511, 512, 513]
+    async with edge(keys_file=str(tmp_path / "keys.json")) as at:
+        got = {size: (await at.ask(more=f"x-api-key: {keys[size]}\r\n"))[9:12] for size in sizes if size < 513}
+        got[513] = (await at.ask(more=f"x-api-key: {'x' * 513}\r\n"))[9:12]
+    assert got == {size: b"200" if 16 <= size <= 512 else b"401" for size in sizes}
+
+
+@pytest.mark.parametrize("broken", ["error('x')", "do return end"])
+async def test_a_check_that_fails_lets_nobody_in(broken: str, tmp_path: Path) -> None:
+    """Envoy goes on when a script raises."""
+    key, kept = new_key("team-a")
+    file = tmp_path / "keys.json"
+    KeysFile(file, False).write([kept])
+    begin = "function envoy_on_request(handle)"
+    assert begin in file.read_text()
+    file.write_text(file.read_text().replace(begin, f"{begin} {broken}"))
+    async with edge(keys_file=str(file)) as at:
+        minted = f"authorization: Bearer {key}\r\nx-llm-d-inference-fairness-id: minted\r\n"
+        assert (await at.ask(more=minted))[9:12] == b"403"
+        assert at.upstream.asked == []
 
 
 # ---- paths ----

@@ -20,6 +20,7 @@ from gw_modes import FULL_DUPLEX, Pair, bootstrap
 from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler
 
 from fairlead.core.headers import CONTROL_HEADERS, STEERING_HEADERS
+from fairlead.gateway.envoy.routes import LARGE
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
 from fairlead.server.live import Live
@@ -325,8 +326,10 @@ SPOOFED = [(name, "10.66.66.66:6") for name in sorted(CONTROL_HEADERS | STEERING
 async def test_no_steering_header_reaches_a_model_server(pair: Pair, trust: list[str], tmp_path: Path) -> None:
     names = model("chat", ("base", 1)) + model("plain")
     async with world(pair, tmp_path, names, headers={"trust": trust}) as w:
-        for name in ("chat", "plain"):
-            got = await w.post(chat(name), *SPOOFED, ("x-request-id", "mine"), ("x-session-id", "s"), ("x-other", "o"))
+        for name, size in (("chat", 5), ("plain", 5), ("plain", LARGE)):
+            got = await w.post(
+                chat(name, size=size), *SPOOFED, ("x-request-id", "mine"), ("x-session-id", "s"), ("x-other", "o")
+            )
             assert got.status == 200, got
             (head,) = [head for server in w.servers for head in server.heads]
             for server in w.servers:
@@ -337,6 +340,15 @@ async def test_no_steering_header_reaches_a_model_server(pair: Pair, trust: list
             assert not [name for name in head if "fairlead" in name]
             assert (head["x-request-id"], head["x-session-id"], head["x-other"]) == ("mine", "s", "o")
             assert not (CONTROL_HEADERS | STEERING_HEADERS) & dict(got.fields).keys()
+
+
+async def test_hints_of_large_uploads_are_heard(tmp_path: Path) -> None:
+    """They take another way inside Envoy, and once lost their headers there."""
+    async with world(EMBEDDED, tmp_path) as w:
+        hints = ("x-llm-d-inference-fairness-id", "tenant"), ("x-llm-d-inference-objective", "urgent")
+        assert (await w.post(chat("gpt-old", size=LARGE), *hints)).status == 200
+        (decision,) = w.live.watch.decisions(1)
+    assert (decision["fairness_id"], decision["priority"]) == ("tenant", 7)
 
 
 async def test_header_targets_count_only_if_trusted(tmp_path: Path) -> None:

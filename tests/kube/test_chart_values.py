@@ -195,6 +195,19 @@ def test_certificates(helm: Helm) -> None:
     assert secret("standalone") is None and configured(by_name(helm, "standalone")).ext_proc.tls is None
 
 
+def test_api_keys(helm: Helm) -> None:
+    secret = "--set", "standalone.enabled=true,standalone.keysSecret=client-keys"
+    more = "--set-json", 'config.gateway={"bodyLimit":"16MiB"}'
+    objects = helm.render(*LABELS, *secret, *more)
+    gateway = configured(objects).gateway
+    assert gateway.keys is not None and gateway.body_limit == 16 << 20
+    mounts = {mount["name"]: mount for mount in container(objects)["volumeMounts"]}
+    assert gateway.keys.file == f"{mounts['keys']['mountPath']}/keys" and "subPath" not in mounts["keys"]
+    volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "keys", "secret": {"secretName": "client-keys"}} in volumes
+    assert configured(by_name(helm, "standalone")).gateway.keys is None
+
+
 def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> None:
     def checksum(*more: str) -> Any:
         template = one(helm.render(*LABELS, *more), "Deployment")["spec"]["template"]
@@ -229,6 +242,7 @@ def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> N
             [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.leaderElection.enabled=true"],
             "stands by serves nothing",
         ),
+        ([*LABELS, "--set", "standalone.keysSecret=keys"], "set standalone.enabled"),
         ([*LABELS, "--set", "tls.mode=cert-manager"], "tls.issuerRef.name"),
         ([*LABELS, "--set", "tls.mode=secret"], "tls.secretName"),
         ([*LABELS, "--set", "httpRoute.enabled=true"], "httpRoute.parentRefs"),

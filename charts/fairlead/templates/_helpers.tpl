@@ -100,7 +100,9 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- $_ := set $config "kubernetes" $kubernetes -}}
 {{- if .Values.standalone.enabled -}}
-{{- $_ := set $config "gateway" (dict "mode" "embedded" "host" "0.0.0.0" "port" (int .Values.standalone.port)) -}}
+{{- $gateway := dict "mode" "embedded" "host" "0.0.0.0" "port" (int .Values.standalone.port) -}}
+{{- if .Values.standalone.keysSecret -}}{{- $_ := set $gateway "keys" (dict "file" "/etc/fairlead-keys/keys") -}}{{- end -}}
+{{- $_ := set $config "gateway" $gateway -}}
 {{- else -}}
 {{- $_ := set $config "gateway" (dict "mode" "none") -}}
 {{- $extProc := dict "host" "0.0.0.0" "port" 9002 "healthPort" 9003 -}}
@@ -156,6 +158,9 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- if and .Values.standalone.enabled (ne .Values.provider.name "none") -}}
 {{- fail "provider.name: standalone is a gateway of its own; choose one of them" -}}
+{{- end -}}
+{{- if and .Values.standalone.keysSecret (not .Values.standalone.enabled) -}}
+{{- fail "standalone.keysSecret: only a gateway of our own asks for keys; set standalone.enabled, or let your gateway know its clients" -}}
 {{- end -}}
 {{- if include "fairlead.leaderElection" . -}}
 {{- if lt (int .Values.inferenceExtension.terminationGracePeriodSeconds) 45 -}}

@@ -68,7 +68,8 @@ def validate(
 ) -> None:
     """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
 
-    Plugins are loaded and made, and an endpoints file is read too; nothing is started and no port is opened.
+    Plugins are loaded and made, and files of endpoints, models and keys are read too; nothing is started and no port is
+    opened.
 
     \b
     Examples:
@@ -89,6 +90,9 @@ def validate(
         count = len(report.problems)
         typer.echo(f"{count} problem{'s' if count > 1 else ''}")
         raise typer.Exit(WRONG_INPUT)
+    for line in _keys_problems(config):
+        typer.echo(line)
+        raise typer.Exit(WRONG_INPUT)
     names = _names(config)
     typer.echo(f"{file}: valid. {_summary(config)}{names}")
 
@@ -97,6 +101,7 @@ def _as_json(file: Path, config: "Config | None", report: "Report") -> None:
     from fairlead.pool.models_file import check_models
 
     named = check_models(config.models.file)[1] if config is not None and config.models.file else []
+    named += _keys_problems(config) if config is not None else []
     valid = config is not None and not named
     document = {
         "file": str(file),
@@ -108,6 +113,19 @@ def _as_json(file: Path, config: "Config | None", report: "Report") -> None:
     echo_json(document)
     if not valid:
         raise typer.Exit(WRONG_INPUT)
+
+
+def _keys_problems(config: "Config") -> list[str]:
+    """Of the file of API keys."""
+    from fairlead.core.errors import ConfigError
+    from fairlead.gateway.envoy.authentication import read_keys
+
+    try:
+        if config.gateway.keys is not None:
+            read_keys(config.gateway.keys.file)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _names(config: "Config") -> str:

@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("fairlead.cli.doctor", "doctor", "Find out what is wrong with an installation."),
     "config": Command("fairlead.cli.config", "config", "Show the effective configuration, with origins."),
     "schema": Command("fairlead.cli.config", "schema", "Print the JSON Schema of the configuration, for editors."),
+    "key": Command("fairlead.cli.key", "key", "Make an API key for a client of the embedded gateway."),
     "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
     "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),

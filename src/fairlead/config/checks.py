@@ -49,6 +49,9 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
         als = als.model_copy(update={"port": ext_proc.port})
     settings = settings.model_copy(update={"ext_proc": ext_proc, "als": als})
     _check_ports(settings, report)
+    if settings.gateway.mode == "none" and settings.gateway.asks:
+        hint = "let your gateway know its clients and set x-llm-d-inference-fairness-id"
+        report.add(("gateway",), "only the embedded gateway asks for keys and tokens", hint)
     _check_metrics(settings.metrics, report)
     _check_tokens(settings.tokens, report)
     _check_kv_events(settings.kv_events, report)

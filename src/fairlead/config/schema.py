@@ -46,6 +46,41 @@ RelativePath = Annotated[str, RELATIVE]
 # ---- gateway and ports ----
 
 
+class ApiKeys(Section):
+    """Clients have to show an API key, which names their tenant."""
+
+    file: Annotated[str, Field(min_length=1), RELATIVE] = Field(
+        description="A line for each key, made by `fairlead key`: its SHA-256, a tenant, and if you like when it "
+        "expires. Followed while running.",
+    )
+    forward: bool = Field(default=False, description="Model servers get the key too.")
+
+
+class JwtSettings(Section):
+    """Clients have to show a JSON Web Token, or a key where both are set. A claim of it names their tenant."""
+
+    issuer: Name = Field(description="What the claim `iss` has to be.")
+    audiences: tuple[Name, ...] = Field(default=(), description="One of them has to be in `aud`; empty = any.")
+    jwks_uri: str = Field(
+        default="",
+        pattern="^(https://.+|http://(localhost|127\\.[0-9.]+|\\[::1\\])(:[0-9]+)?/.*)?$",
+        description="Where the issuer's keys are fetched, again every five minutes; without TLS from this machine "
+        "only.",
+    )
+    jwks_file: RelativePath = Field(default="", description="Or a file with them (JWKS), read at the start.")
+    ca_file: RelativePath = Field(default="", description="PEM bundle for `jwksUri`; empty = the system's.")
+    tenant_claim: Name = Field(
+        default="sub", description="Names the tenant; dots lead into nested claims. A token without it is refused."
+    )
+    forward: bool = Field(default=False, description="Model servers get the token too.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if bool(self.jwks_uri) == bool(self.jwks_file):
+            raise ValueError("give jwksUri or jwksFile, one of them")
+        return self
+
+
 class Gateway(Section):
     """The embedded Envoy. `none`: a gateway of your own speaks to `extProc`."""
 
@@ -84,6 +119,13 @@ class Gateway(Section):
     receive_idle: PositiveSeconds = Field(
         default=15.0, description="A request body may pause this long; a tenth of it when memory is short."
     )
+    keys: ApiKeys | None = None
+    jwt: JwtSettings | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Clients have to say who they are."""
+        return self.keys is not None or self.jwt is not None
 
 
 class Tls(Section):
@@ -770,6 +812,11 @@ class Settings(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
         default=None, description="Of the random generator; `None` = another one at each start."
     )
+
+    @property
+    def trusted(self) -> tuple[Trust, ...]:
+        """The headers that are listened to: a gateway that knows the tenant writes its name itself."""
+        return (*self.headers.trust, "fairness") if self.gateway.asks else self.headers.trust
 
 
 class Config(Settings):

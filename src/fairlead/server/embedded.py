@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,11 +24,13 @@ from typing import Any, NoReturn
 from msgspec import to_builtins
 
 import fairlead
-from fairlead.config.schema import Config
+from fairlead.config.schema import Config, JwtSettings
+from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.gateway.envoy.authentication import KeysFile, read_keys
 from fairlead.gateway.envoy.gateway import Plan, prepare
-from fairlead.gateway.envoy.options import Options, Tls
-from fairlead.gateway.envoy.process import tie_to_parent
+from fairlead.gateway.envoy.options import Jwt, Options, Tls
+from fairlead.gateway.envoy.process import KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
@@ -49,8 +52,12 @@ def serve_embedded(config: Config, file: Path) -> Plan:
 
     Raises `FairleadError` when the gateway cannot be started.
     """
+    keys = config.gateway.keys
+    known = read_keys(keys.file) if keys else ()
     pool, http2 = asyncio.run(_first_pool(config))
     plan = prepare(gateway_options(config, http2), pool, scheduler_timeout=config.gateway.wait_for_scheduler)
+    if keys:
+        KeysFile(plan.keys_file, keys.forward).write(known)
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -128,7 +135,36 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         max_connections=gateway.max_connections,
         receive_idle=gateway.receive_idle,
         paths=gateway.paths,
+        keys_file=KEYS if gateway.keys else "",
+        jwt=_jwt(gateway.jwt) if gateway.jwt else None,
         concurrency=gateway.concurrency or os.cpu_count() or 1,
         decision_header=config.journal.header,
         upstream_http2=http2,
+    )
+
+
+def _jwt(settings: JwtSettings) -> Jwt:
+    """Raises `ConfigError` when a file that it names cannot be used."""
+    jwks, ca_file = "", settings.ca_file
+    if settings.jwks_file:
+        try:
+            jwks = Path(settings.jwks_file).read_text()
+            if not json.loads(jwks)["keys"]:
+                raise ValueError
+        except OSError as error:
+            raise ConfigError(f"cannot read it: {error.strerror}", "$.gateway.jwt.jwksFile") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError('expected a JSON Web Key Set, {"keys": [...]}', "$.gateway.jwt.jwksFile") from None
+    elif not ca_file:
+        ca_file = ssl.get_default_verify_paths().cafile or ""
+        if not ca_file and settings.jwks_uri.startswith("https:"):
+            raise ConfigError("the system has no bundle of authorities: name one", "$.gateway.jwt.caFile")
+    return Jwt(
+        issuer=settings.issuer,
+        audiences=settings.audiences,
+        jwks_uri=settings.jwks_uri,
+        jwks=jwks,
+        ca_file=ca_file,
+        tenant_claim=settings.tenant_claim,
+        forward=settings.forward,
     )

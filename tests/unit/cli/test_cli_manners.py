@@ -19,6 +19,7 @@ UNKNOWN_FILE: dict[str, list[str] | None] = {
     "validate": ["validate", "nope.yaml"],
     "config": ["config", "show", "nope.yaml"],
     "schema": None,
+    "key": None,
     "envoy-config": ["envoy-config", "--tls-ca", "nope.pem"],
     "stub": ["stub", "--preset", "nope.yaml"],
     "demo": None,

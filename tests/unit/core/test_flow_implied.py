@@ -37,8 +37,8 @@ class Rig:
     def arrive(self, tokens: int = 20_000) -> list[Instruction]:
         self._ids += 1
         request = Request(
-            id=self._ids, arrived=self.clock.time(), api="chat", model="m", prompt_tokens=tokens, prompt_bytes=4 * tokens,
-            max_tokens=100, stream=True,
+            id=self._ids, arrived=self.clock.time(), api="chat", model="m", prompt_tokens=tokens,
+            prompt_bytes=4 * tokens, max_tokens=100, stream=True,
         )  # fmt: skip
         return self.feed(ev.RequestArrived(request))
 

@@ -14,11 +14,15 @@ from fairlead.doctor.site import Site
 
 NEAR = ["127.0.0.1:9"]
 FAR = ["192.0.2.7:9"]
+KEYS = {"keys": {"file": "keys.txt"}}
+TOKENS = {"jwt": {"issuer": "issuer", "jwksFile": "jwks.json"}}
 EVENTS = {"enabled": True, "port": 5557}
 #: Code, what makes it, and what takes it away.
 UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gateway", {"gateway": {"host": "0.0.0.0"}}, {"gateway": {"host": "127.0.0.1"}}),
     ("gateway", {"gateway": {"host": "::"}}, {"gateway": {"host": "::1"}}),
+    ("clear-keys", {"gateway": {"host": "0.0.0.0", **KEYS}}, {"gateway": KEYS}),
+    ("clear-keys", {"gateway": {"host": "0.0.0.0", **TOKENS}}, {"gateway": TOKENS}),
     ("admin", {"admin": {"host": "0.0.0.0"}}, {"admin": {"host": "0.0.0.0", "debug": False}}),
     ("admin", {"admin": {"host": "0.0.0.0"}},
      {"admin": {"host": "0.0.0.0", "tokenFile": "token", "tls": {"certDir": "nowhere"}}}),

@@ -13,7 +13,12 @@ _REACHABLE = "docs/security.md#what-is-reachable-from-where"
 
 GATEWAY = Kind(
     "exposure.gateway", Severity.WARNING, "whoever reaches the gateway may send requests, in any tenant's name",
-    "bind gateway.host to 127.0.0.1, or let a proxy in front know its clients and set their headers", _REACHABLE,
+    "set gateway.keys or gateway.jwt, bind gateway.host to 127.0.0.1, or let a proxy in front know its clients and set"
+    " their headers", _REACHABLE,
+)  # fmt: skip
+CLEAR = Kind(
+    "exposure.clear-keys", Severity.WARNING, "keys and tokens of clients come over the network without TLS",
+    "put something that ends TLS in front of the gateway, and let nobody else reach its port", _REACHABLE,
 )  # fmt: skip
 PATHS = Kind(
     "exposure.paths", Severity.WARNING, "clients on the network reach every path of the model servers",
@@ -65,7 +70,7 @@ def _incoming(config: Config) -> Iterator[Finding]:
     gateway, admin, ext_proc = config.gateway, config.admin, config.ext_proc
     embedded = gateway.mode == "embedded"
     if embedded and not is_loopback(gateway.host):
-        yield GATEWAY.at("gateway.host", gateway.host)
+        yield (CLEAR if gateway.asks else GATEWAY).at("gateway.host", gateway.host)
         if "test-selection" in config.headers.trust:
             yield HEADERS.at("headers.trust")
         yield from (PATHS.at("gateway.paths", path) for path in gateway.paths if path in ("*", "/*"))
@@ -128,7 +133,7 @@ def _secrets(config: Config) -> Iterator[Finding]:
 @check(
     "exposure",
     "nothing is open to a network that should not be",
-    (GATEWAY, PATHS, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
+    (GATEWAY, CLEAR, PATHS, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
 )
 async def exposure(site: Site) -> list[Finding]:
     return [*_incoming(site.config), *_outgoing(site), *_secrets(site.config)]

@@ -4,9 +4,14 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec import structs
+
+from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
 from fairlead.doctor.http import Unreached
@@ -14,6 +19,7 @@ from fairlead.doctor.requests import gateway_request, marks, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.envoy.admin import GatewayError
+from fairlead.gateway.envoy.authentication import KeysFile, read_keys
 from fairlead.gateway.envoy.binary import find_envoy, validate
 from fairlead.gateway.envoy.config import render
 from fairlead.server.embedded import gateway_options
@@ -45,11 +51,21 @@ async def gateway(site: Site) -> list[Finding]:
     except GatewayError as error:
         return [NO_ENVOY.at("", str(error).splitlines()[0])]
     try:
-        text = render(gateway_options(site.config))
-        await asyncio.to_thread(validate, text)
+        await asyncio.to_thread(_validate, site.config)
     except (GatewayError, ConfigError) as error:
         return [REFUSED.at("", " ".join(str(error).split())[:300])]
     return []
+
+
+def _validate(config: Config) -> None:
+    """With the files that `fairlead serve` would write."""
+    options = gateway_options(config)
+    with TemporaryDirectory(prefix="fairlead-doctor-") as directory:
+        keys, file = config.gateway.keys, Path(directory, options.keys_file)
+        if keys is not None:
+            KeysFile(file, keys.forward).write(read_keys(keys.file))
+            options = structs.replace(options, keys_file=str(file))
+        validate(render(options))
 
 
 UNANSWERED = Kind(

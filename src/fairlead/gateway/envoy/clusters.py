@@ -8,10 +8,12 @@ from base64 import b64encode
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.headers import FALLBACK, OWN_NAMESPACE
-from fairlead.gateway.envoy.options import Address, Options, Tls, parse_address, parse_endpoint
+from fairlead.gateway.envoy.authentication import JWKS
+from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint
 from fairlead.gateway.ext_proc import DESTINATION, LB_NAMESPACE
 
 # The pool as a file that Envoy watches (endpoint discovery from a file, EDS).
@@ -171,6 +173,8 @@ def clusters(options: Options) -> list[Json]:
         listed.append(_uploads())
     if options.als:
         listed.append(_grpc(ALS, options.als, options.tls))
+    if options.jwt is not None and options.jwt.jwks_uri:
+        listed.append(_jwks(options.jwt))
     return listed
 
 
@@ -385,10 +389,22 @@ def _ext_proc(options: Options) -> Json:
 
 
 def _grpc(name: str, text: str, tls: Tls | None, ping: bool = False) -> Json:
-    address = parse_address(text)
     http2: Json = {"initial_stream_window_size": 65_536, "initial_connection_window_size": 1_048_576}
     if ping:
         http2["connection_keepalive"] = {"interval": "5s", "timeout": "3s"}
+    return _dialled(name, parse_address(text), tls, {"http2_protocol_options": http2})
+
+
+def _jwks(jwt: Jwt) -> Json:
+    """Where the issuer's keys are fetched."""
+    url = urlsplit(jwt.jwks_uri)
+    secure = url.scheme == "https"
+    address = Address(url.hostname or "", url.port or (443 if secure else 80))
+    return _dialled(JWKS, address, Tls(ca_file=jwt.ca_file) if secure else None, {"http_protocol_options": {}})
+
+
+def _dialled(name: str, address: Address, tls: Tls | None, explicit: Json) -> Json:
+    """A cluster of one address, by the protocol of `explicit`."""
     cluster: Json = {
         "name": name,
         "type": "STATIC" if address.literal else "STRICT_DNS",
@@ -397,7 +413,7 @@ def _grpc(name: str, text: str, tls: Tls | None, ping: bool = False) -> Json:
         "typed_extension_protocol_options": {
             _HTTP_OPTIONS: {
                 "@type": f"type.googleapis.com/{_HTTP_OPTIONS}",
-                "explicit_http_config": {"http2_protocol_options": http2},
+                "explicit_http_config": explicit,
             }
         },
         "load_assignment": {
@@ -408,7 +424,7 @@ def _grpc(name: str, text: str, tls: Tls | None, ping: bool = False) -> Json:
     if not address.literal:
         cluster["dns_lookup_family"] = "ALL"
     if tls is not None:
-        cluster["transport_socket"] = _tls(tls, address)
+        cluster["transport_socket"] = _tls(tls, address, "h2" if "http2_protocol_options" in explicit else "http/1.1")
     return cluster
 
 
@@ -418,9 +434,9 @@ def envoy_address(address: Address) -> Json:
     return {"socket_address": {"address": address.host, "port_value": address.port}}
 
 
-def _tls(tls: Tls, address: Address) -> Json:
+def _tls(tls: Tls, address: Address, protocol: str) -> Json:
     name = tls.server_name or address.host
-    common: Json = {"alpn_protocols": ["h2"], "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"}}
+    common: Json = {"alpn_protocols": [protocol], "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"}}
     if tls.cert_file:
         common["tls_certificates"] = [
             {"certificate_chain": {"filename": tls.cert_file}, "private_key": {"filename": tls.key_file}}

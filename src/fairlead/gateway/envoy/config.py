@@ -9,6 +9,7 @@ from fairlead.core.headers import (
     ANSWERED_BY,
     ATTEMPTS,
     CONTROL_HEADERS,
+    FAIRNESS_HEADERS,
     OWN_NAMESPACE,
     READ_HEADERS,
     RESIZABLE_METADATA,
@@ -16,6 +17,7 @@ from fairlead.core.headers import (
 )
 from fairlead.gateway.access_log import GATEWAY_ID, SUMMARY, SUMMARY_TAG, TTFT, UPLOAD, UPLOAD_ENDS, UPLOAD_TAG
 from fairlead.gateway.envoy.admin import LISTENER
+from fairlead.gateway.envoy.authentication import authentication
 from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
@@ -279,7 +281,9 @@ def _uploads(options: Options) -> Json:
 def _connection_manager(options: Options, outside: bool = True) -> Json:
     """`outside`: of the listener that clients connect to."""
     idle = seconds(options.stream_idle_timeout)
-    at_entry: list[Json] = [{"remove": name} for name in AT_ENTRY]
+    # The other listener has asked whom it passes on.
+    asks = authentication(options) if outside else []
+    at_entry: list[Json] = [{"remove": name} for name in (*AT_ENTRY, *(FAIRNESS_HEADERS if asks else ()))]
     own_id = {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     chunked = {"key": CHUNKED, "value": "%REQ(transfer-encoding)%"}
     set_it = {"append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
@@ -314,13 +318,13 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
             }
         ],
         "upgrade_configs": [
-            {"upgrade_type": "websocket", "filters": upgrade_filters(options)},
+            {"upgrade_type": "websocket", "filters": [*asks, *upgrade_filters(options)]},
             # A tunnel would wait in the buffer filter for a body without end. Its own chain refuses it at once.
             {"upgrade_type": "CONNECT", "filters": [router()]},
         ],
         "local_reply_config": local_replies(),
         "route_config": route_config(options, outside),
-        "http_filters": http_filters(options),
+        "http_filters": [*asks, *http_filters(options)],
     }
     logs = access_logs(options)
     if logs:

@@ -24,6 +24,7 @@ from fairlead.gateway.envoy.process import (
     ADMIN_SOCKET,
     BOOTSTRAP,
     ENDPOINTS,
+    KEYS,
     LISTENERS,
     LISTENERS_LATER,
     GatewayProcess,
@@ -55,6 +56,10 @@ class Plan(Struct, frozen=True):
     def endpoints_file(self) -> Path:
         return Path(self.directory, ENDPOINTS)
 
+    @property
+    def keys_file(self) -> Path:
+        return Path(self.directory, KEYS)
+
 
 def prepare(
     options: Options,
@@ -77,7 +82,10 @@ def prepare(
     try:
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
-        options = structs.replace(options, admin_path=str(own / ADMIN_SOCKET), endpoints_file=str(pool.path))
+        keys = str(own / options.keys_file) if options.keys_file else ""
+        options = structs.replace(
+            options, admin_path=str(own / ADMIN_SOCKET), endpoints_file=str(pool.path), keys_file=keys
+        )
         bootstrap = build(options)
         # Clients are listened to later: Envoy takes this listener over when the file is moved over the empty one.
         listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}

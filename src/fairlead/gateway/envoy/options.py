@@ -47,6 +47,23 @@ class Tls(Struct, frozen=True, kw_only=True):
     key_file: str = ""
 
 
+class Jwt(Struct, frozen=True, kw_only=True):
+    """JSON Web Tokens that clients have to show (RFC 7519)."""
+
+    issuer: str
+    #: One of them must be the token's; empty = any.
+    audiences: tuple[str, ...] = ()
+    #: The issuer's keys (RFC 7517): where they are fetched, or else what they are.
+    jwks_uri: str = ""
+    jwks: str = ""
+    #: For https: PEM file with whom to trust.
+    ca_file: str = ""
+    #: The claim that names the tenant; dots lead into nested ones.
+    tenant_claim: str = "sub"
+    #: Model servers get the token too.
+    forward: bool = False
+
+
 class Options(Struct, frozen=True, kw_only=True):
     """One gateway. Times in seconds, sizes in bytes. `check` tells what is wrong."""
 
@@ -98,6 +115,11 @@ class Options(Struct, frozen=True, kw_only=True):
     receive_idle: float = 15.0
     #: Paths that are let in besides those of inference (`routes`); `*` at the end stands for anything.
     paths: tuple[str, ...] = ()
+    #: A file as `authentication.KeysFile` writes it, which Envoy follows: clients have to show a key. Empty = none. The
+    #: supervisor takes it as relative to its directory.
+    keys_file: str = ""
+    #: Clients have to show a token, or a key where both are asked for.
+    jwt: Jwt | None = None
     #: Seconds between messages of the access log service.
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.

@@ -18,7 +18,7 @@ from fairlead.gateway.envoy.supervisor import Supervisor
 log = logging.getLogger("fairlead.gateway")
 
 #: Files in the gateway's directory.
-ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS = "admin.sock", "bootstrap.json", "endpoints.json"
+ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS, KEYS = "admin.sock", "bootstrap.json", "endpoints.json", "keys.json"
 #: What Envoy listens to, and what it is to listen to once clients may come.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 #: Of the metrics of the listener that clients connect to.

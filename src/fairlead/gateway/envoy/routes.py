@@ -9,6 +9,7 @@ from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.apis import ANYWHERE, EXACT
 from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE, REWRITTEN, STEERING_HEADERS
 from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.gateway.envoy.authentication import JWT, KEYS, NAMED
 from fairlead.gateway.envoy.clusters import (
     DESTINATION_CLUSTER,
     EITHER,
@@ -32,8 +33,9 @@ TOWARD_UPSTREAM: tuple[str, ...] = (DESTINATION, *sorted(STEERING_HEADERS))
 # What is let in: the paths of inference, and what the configuration names. Model servers have others on the same port
 # that put them to sleep or load adapters.
 
+_HEALTH = "/health"
 #: What a client may ask besides the APIs that Fairlead reads: stored responses and conversations, one model, health.
-_MORE = (r"(?:/.*)?/v1/(?:models/.+|(?:responses/resp|conversations/conv)_.+)", "/health")
+_MORE = (r"(?:/.*)?/v1/(?:models/.+|(?:responses/resp|conversations/conv)_.+)", _HEALTH)
 
 
 def let_in(paths: tuple[str, ...]) -> str:
@@ -67,6 +69,11 @@ RECEIVING = (
     "envoy.filters.http.ext_proc",
     "envoy.filters.http.buffer.again",
 )
+#: A body over HTTP/2 need not be announced. Of one that comes all the same no more is kept than a connection's buffer.
+_NO_BODY = {
+    "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
+    "buffer": {"max_request_bytes": 1},
+}
 _OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
 
 
@@ -81,8 +88,13 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
     if outside:
         # No data of theirs would start the longer time of the next route.
         no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
-        none = [no_post, *({"name": name, "present_match": False} for name in ("content-length", CHUNKED))]
-        yield {**without_body, "match": {**allowed, "headers": none}}
+        none = [{"name": name, "present_match": False} for name in ("content-length", CHUNKED)]
+        if options.keys_file or options.jwt:
+            get = {"name": ":method", "string_match": {"exact": "GET"}}
+            unasked = {**dict.fromkeys((JWT, KEYS, NAMED), _OFF), RECEIVING[0]: _NO_BODY}
+            probe = {"match": {"path": _HEALTH, "headers": [get, *none]}, "typed_per_filter_config": unasked}
+            yield {**without_body, **probe}
+        yield {**without_body, "match": {**allowed, "headers": [no_post, *none]}}
     least = 0
     for most, total in TOTAL:
         yield {"match": {**allowed, "headers": [_length(least, most)]}, "route": _receiving(options, total)}
@@ -121,6 +133,8 @@ _NOT_BEGUN = "connect-failure,refused-stream"
 _REPEATABLE_BODY = 1 << 20
 #: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
 _OURS = "fairlead"
+#: Instead of Envoy's words for a request that got past the filters for keys and tokens.
+_UNNAMED = "the token names no tenant: its issuer has to add the claim that this gateway is configured to read"
 
 
 def route_config(options: Options, outside: bool = True) -> Json:
@@ -129,11 +143,7 @@ def route_config(options: Options, outside: bool = True) -> Json:
     if options.request_mode == "buffered":
         # Raises the limit for bodies alone: the listener's buffers stay small.
         host["request_body_buffer_limit"] = options.body_limit
-    made: Json = {
-        "name": "gateway",
-        "virtual_hosts": [host],
-        "request_headers_to_remove": [*TOWARD_UPSTREAM, CHUNKED],
-    }
+    made: Json = {"name": "gateway", "virtual_hosts": [host]}
     if options.decision_header:
         # Told by the gateway from the metadata of the pick: the scheduler need not see the response for it.
         value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"
@@ -147,7 +157,8 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     chosen = [_present(EXT_PROC_DESTINATION)]
     limits = _limits(options)
     received = {"key": RECEIVED, "string_match": {"exact": "1"}}
-    unscheduled: Json = {"match": {"prefix": "/", "filter_state": [received]}}
+    removed = [*TOWARD_UPSTREAM, CHUNKED]
+    unscheduled: Json = {"match": {"prefix": "/", "filter_state": [received]}, "request_headers_to_remove": removed}
     if options.fail_open:
         unscheduled["route"] = {
             "cluster": POOL,
@@ -172,7 +183,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
         "match": {"prefix": "/", "dynamic_metadata": chosen},
         "route": {"cluster": DESTINATION_CLUSTER, **limits},
         # Elsewhere it stays: it is what the access log tells requests by that have no lease.
-        "request_headers_to_remove": [GATEWAY_ID],
+        "request_headers_to_remove": [*removed, GATEWAY_ID],
     }
     # The response will be changed, and ext_proc is not shown its headers: its length must go before it is too late.
     rewritten = {
@@ -232,7 +243,9 @@ def _replies(
     body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
 ) -> Iterator[Json]:
     """In one shape, for requests whose path begins so; `fallback_type`: the type of any other status."""
-    for status in (404, 408, 413, 503, 504):
+    denied = {"filter": _all_of(_status(403), *_under(path), _details("startsWith('rbac_')"))}
+    yield {**denied, "body": {"inline_string": _UNNAMED}, "body_format_override": body(types[403])}
+    for status in (401, 403, 404, 408, 413, 503, 504):
         mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
         mapper["body_format_override"] = body(types.get(status, fallback_type))
         if status == 503:
@@ -261,8 +274,12 @@ def _status(status: int) -> Json:
 
 
 def _not_ours() -> Json:
-    expression = f"!response.code_details.startsWith('{_OURS}')"
-    typed = {"@type": _CEL_FILTER, "expression": expression}
+    return _details(f"startsWith('{_OURS}')", "!")
+
+
+def _details(test: str, negated: str = "") -> Json:
+    """A test of why Envoy answers itself, in CEL."""
+    typed = {"@type": _CEL_FILTER, "expression": f"{negated}response.code_details.{test}"}
     return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
 
 

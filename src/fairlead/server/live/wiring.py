@@ -189,7 +189,7 @@ def wire(
         build_hasher(config),
         clock.time,
         conversations=config.parsing.conversations,
-        trusted=config.headers.trust,
+        trusted=config.trusted,
         parse=build_parse(config, watch.on_plugin_error),
         prompts=kv.prompts if kv is not None else None,
         trace=tracing.arrived if tracing is not None else None,

@@ -46,11 +46,14 @@ def test_headers_that_name_a_machine_go_before_anything_reads_them() -> None:
     assert {m["remove"] for m in removals} == CONTROL_HEADERS
     assert own_id["append"]["header"] == {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     assert own_id["append"]["append_action"] == "OVERWRITE_IF_EXISTS_OR_ADD", "what a client sends is not believed"
-    late = set(config["route_config"]["request_headers_to_remove"])
-    assert CHUNKED in late
-    assert "x-gateway-destination-endpoint" in late
-    # What the scheduler sets for a sidecar must arrive there.
-    assert not {"x-prefiller-host-port", "x-kv-cache-source-host-port", "x-data-parallel-host-port"} & late
+    routes = config["route_config"]["virtual_hosts"][0]["routes"]
+    toward_servers = [route for route in routes if "prefix" in route["match"] and "route" in route]
+    assert len(toward_servers) == 8
+    for route in toward_servers:
+        late = set(route["request_headers_to_remove"])
+        assert {CHUNKED, "x-gateway-destination-endpoint"} < late
+        # What the scheduler sets for a sidecar must arrive there.
+        assert not {"x-prefiller-host-port", "x-kv-cache-source-host-port", "x-data-parallel-host-port"} & late
 
 
 def test_the_destination_is_read_from_metadata_only() -> None:

@@ -1,0 +1,257 @@
+"""Who may send requests, and in which tenant's name: API keys and JSON Web Tokens, as Envoy checks them.
+
+Envoy checks them itself, so that they are asked for whether the scheduler is there or not. The tenant travels in the
+fairness id's header, which is taken off at entry: whom neither a key nor a token has named, the last filter refuses,
+also when one of the filters before it fails.
+
+Keys are listed in a file, a line each: its SHA-256, the tenant that it names, and when it expires if it does. No filter
+of Envoy compares hashes, so a few lines of Lua do. Envoy takes a new list from a file that is moved over the old one
+(ECDS), without a new connection, and starts again with the last one.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from fairlead.core.errors import ConfigError
+from fairlead.core.headers import FAIRNESS_HEADERS
+from fairlead.gateway.envoy.options import Jwt, Options
+
+Json = dict[str, Any]
+
+#: Header with the tenant's name: taken off at entry, then set by whatever knows the client.
+TENANT = FAIRNESS_HEADERS[0]
+#: Names of the filters.
+KEYS, JWT, NAMED = "fairlead.keys", "envoy.filters.http.jwt_authn", "envoy.filters.http.rbac"
+#: The cluster of the issuer's keys.
+JWKS = "jwks"
+#: Of the file; with lines of 100 bytes enough for 10,000 keys.
+MAX_BYTES = 1 << 20
+
+_LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
+_JWT = "type.googleapis.com/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
+_RBAC = "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC"
+_RESOURCE = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
+_DIGEST = re.compile("[0-9a-f]{64}", re.IGNORECASE)
+_NAME = re.compile("[A-Za-z0-9._:@/+-]{1,128}")
+_LINE = "the SHA-256 of a key in hex, a tenant, and if you like expires=2030-01-31; `fairlead key` makes such lines"
+
+
+class Key(Struct, frozen=True):
+    """`expires`: seconds of Unix time, 0 = never."""
+
+    digest: str
+    tenant: str
+    expires: int = 0
+
+    @property
+    def line(self) -> str:
+        """Of the file."""
+        until = f" expires={datetime.fromtimestamp(self.expires, UTC):%Y-%m-%dT%H:%M:%SZ}" if self.expires else ""
+        return f"{self.digest} {self.tenant}{until}"
+
+
+def new_key(tenant: str, expires: str = "") -> tuple[str, Key]:
+    """(a key of 256 random bits, what is kept of it). Raises `ConfigError` for a name or a time that cannot be one."""
+    text = f"fl-{secrets.token_urlsafe(32)}"
+    return text, _parse([sha256(text.encode()).hexdigest(), tenant, *([f"expires={expires}"] if expires else [])])
+
+
+def parse_keys(text: str) -> tuple[Key, ...]:
+    """Raises `ConfigError` that names the line, and never what stands there: it may be a key."""
+    keys: dict[str, Key] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            key = _parse(words)
+            if key.digest in keys:
+                raise ConfigError("this key is listed twice")
+        except ConfigError as error:
+            raise ConfigError(f"line {number}: {error.message}", "$.gateway.keys.file") from None
+        keys[key.digest] = key
+    return tuple(keys.values())
+
+
+def _parse(words: list[str]) -> Key:
+    if not 2 <= len(words) <= 3 or _DIGEST.fullmatch(words[0]) is None:
+        raise ConfigError(f"expected {_LINE}")
+    if _NAME.fullmatch(words[1]) is None:
+        raise ConfigError("a tenant's name is at most 128 letters, digits and . _ : @ / + -", "tenant")
+    expires = 0
+    if len(words) == 3:
+        what, _, when = words[2].partition("=")
+        try:
+            moment = datetime.fromisoformat(when)
+            expires = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp())
+        except (ValueError, OverflowError):
+            expires = 0
+        if what != "expires" or expires <= 0:
+            raise ConfigError("expected a date or a time, such as expires=2030-01-31T12:00:00Z", "expires")
+    return Key(words[0].lower(), words[1], expires)
+
+
+def read_keys(file: str) -> tuple[Key, ...]:
+    """Raises `ConfigError` for a file that cannot be read or has a mistake."""
+    try:
+        with open(file, "rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"is larger than {MAX_BYTES >> 20} MiB")
+        return parse_keys(content.decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", "$.gateway.keys.file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is no text", "$.gateway.keys.file") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", "$.gateway.keys.file") from None
+
+
+# ---- Envoy's filters ----
+
+
+def authentication(options: Options) -> list[Json]:
+    """In the order in which they act; none unless something is asked for."""
+    filters = []
+    if options.jwt is not None:
+        filters.append(_jwt(options.jwt, optional=bool(options.keys_file)))
+    if options.keys_file:
+        filters.append(_keys(options.keys_file))
+    if filters:
+        named = {"permissions": [{"header": {"name": TENANT, "present_match": True}}], "principals": [{"any": True}]}
+        rules = {"action": "ALLOW", "policies": {"named": named}}
+        filters.append({"name": NAMED, "typed_config": {"@type": _RBAC, "rules": rules}})
+    return filters
+
+
+def _jwt(jwt: Jwt, optional: bool) -> Json:
+    """`optional`: who has no valid token may have a key."""
+    provider: Json = {
+        "issuer": jwt.issuer,
+        "audiences": list(jwt.audiences),
+        "require_expiration": True,
+        "forward": jwt.forward,
+        # By default a token in the query is taken too, which would stand in logs.
+        "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
+        "claim_to_headers": [{"header_name": TENANT, "claim_name": jwt.tenant_claim}],
+    }
+    if jwt.jwks_uri:
+        there = {"uri": jwt.jwks_uri, "cluster": JWKS, "timeout": "5s"}
+        refetch = {"failed_refetch_duration": "5s"}
+        provider["remote_jwks"] = {"http_uri": there, "cache_duration": "300s", "async_fetch": refetch}
+    else:
+        provider["local_jwks"] = {"inline_string": jwt.jwks}
+    requires: Json = {"provider_name": "issuer"}
+    if optional:
+        requires = {"requires_any": {"requirements": [requires, {"allow_missing_or_failed": {}}]}}
+    rules = [{"match": {"prefix": "/"}, "requires": requires}]
+    return {"name": JWT, "typed_config": {"@type": _JWT, "providers": {"issuer": provider}, "rules": rules}}
+
+
+_SOURCE = """
+local bit = require("bit")
+local band, bor, xor, left, right, ror = bit.band, bit.bor, bit.bxor, bit.lshift, bit.rshift, bit.ror
+local constants, first = {}, {}
+local candidate = 1
+while #constants < 64 do  -- FIPS 180-4, 4.2.2 and 5.3.3: from the roots of the first 64 primes
+  candidate = candidate + 1
+  local prime = true
+  for divisor = 2, math.sqrt(candidate) do prime = prime and candidate % divisor > 0 end
+  if prime then
+    table.insert(constants, math.floor(candidate ^ (1 / 3) % 1 * 2 ^ 32))
+    if #first < 8 then table.insert(first, math.floor(math.sqrt(candidate) % 1 * 2 ^ 32)) end
+  end
+end
+
+local function sha256(text)  -- FIPS 180-4, 6.2; hex
+  local size = #text
+  text = text .. "\\128" .. string.rep("\\0", (55 - size) % 64 + 6)
+  text = text .. string.char(math.floor(size / 32), size * 8 % 256)
+  local hash, w = {unpack(first)}, {}
+  for start = 1, #text, 64 do
+    for i = 1, 16 do
+      local p, q, r, s = text:byte(start + 4 * i - 4, start + 4 * i - 1)
+      w[i] = bor(left(p, 24), left(q, 16), left(r, 8), s)
+    end
+    for i = 17, 64 do
+      local x, y = w[i - 15], w[i - 2]
+      local s0, s1 = xor(ror(x, 7), ror(x, 18), right(x, 3)), xor(ror(y, 17), ror(y, 19), right(y, 10))
+      w[i] = bit.tobit(w[i - 16] + s0 + w[i - 7] + s1)
+    end
+    local a, b, c, d, e, f, g, h = unpack(hash)
+    for i = 1, 64 do
+      local choice, majority = xor(g, band(e, xor(f, g))), xor(band(a, xor(b, c)), band(b, c))
+      local t1 = h + xor(ror(e, 6), ror(e, 11), ror(e, 25)) + choice + constants[i] + w[i]
+      local t2 = xor(ror(a, 2), ror(a, 13), ror(a, 22)) + majority
+      a, b, c, d, e, f, g, h = bit.tobit(t1 + t2), a, b, c, bit.tobit(d + t1), e, f, g
+    end
+    for i, word in ipairs({a, b, c, d, e, f, g, h}) do hash[i] = bit.tobit(hash[i] + word) end
+  end
+  for i = 1, 8 do hash[i] = bit.tohex(hash[i]) end
+  return table.concat(hash)
+end
+
+local tenants, expiries = {}, {}
+for digest, tenant, expires in LIST:gmatch("(%S+) (%S+) (%d+)") do
+  tenants[digest], expiries[digest] = tenant, tonumber(expires)
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  if headers:get(TENANT) then  -- a token has named it
+    if not FORWARD then headers:remove("x-api-key") end
+    return
+  end
+  local key = (headers:get("authorization") or ""):match("^[Bb][Ee][Aa][Rr][Ee][Rr] +(%S+) *$")
+  key = key or headers:get("x-api-key") or ""  -- Anthropic's clients send the latter
+  local digest = #key >= 16 and #key <= 512 and sha256(key)
+  local tenant = digest and tenants[digest]
+  if not tenant or (expiries[digest] > 0 and expiries[digest] <= os.time()) then
+    handle:respond({[":status"] = "401", ["www-authenticate"] = "Bearer"}, WHY)
+    return
+  end
+  headers:add(TENANT, tenant)
+  if not FORWARD then
+    headers:remove("authorization")
+    headers:remove("x-api-key")
+  end
+end
+"""
+_WHY = "this gateway asks for a valid API key: Authorization: Bearer KEY"
+
+
+def script(keys: Iterable[Key], forward: bool) -> str:
+    """Lua. `forward`: model servers get the key too."""
+    listed = "\n".join(f"{key.digest} {key.tenant} {key.expires}" for key in keys)
+    values = f'local LIST = [[\n{listed}\n]]\nlocal TENANT, WHY, FORWARD = "{TENANT}", "{_WHY}", {str(forward).lower()}'
+    return values + _SOURCE
+
+
+def _keys(path: str) -> Json:
+    """Follows the file that `KeysFile` writes."""
+    source = {"path_config_source": {"path": path}, "resource_api_version": "V3"}
+    return {"name": KEYS, "config_discovery": {"config_source": source, "type_urls": [_LUA]}}
+
+
+class KeysFile:
+    """Writes versions of the filter to `path`. Its directory must be one that nobody else writes to."""
+
+    def __init__(self, path: Path, forward: bool) -> None:
+        self._path, self._forward = path, forward
+
+    def write(self, keys: Iterable[Key]) -> None:
+        """Raises `OSError` when the disk does; then the old keys stay in force."""
+        typed = {"@type": _LUA, "default_source_code": {"inline_string": script(keys, self._forward)}}
+        resource = {"@type": _RESOURCE, "name": KEYS, "typed_config": typed}
+        aside = self._path.with_suffix(".new")
+        aside.write_text(json.dumps({"resources": [resource]}))
+        os.replace(aside, self._path)
