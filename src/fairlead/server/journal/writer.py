@@ -53,6 +53,18 @@ SUFFIX = ".journal"
 _LEAST_SEGMENTS = 4
 
 
+def lock(path: Path, held: str) -> int:
+    """A descriptor that keeps others out until it is closed or the process ends. Raises `OSError`, which says `held`
+    where another one has the lock."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(held) if isinstance(error, BlockingIOError) else error from None
+    return descriptor
+
+
 class Full(Exception):
     """The bound is reached, and nothing may be dropped."""
 
@@ -73,12 +85,7 @@ class Directory:
         self._sizes: dict[Path, int] = {}
         self._current: Path | None = None
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise OSError("another scheduler writes its journal there; each needs a directory of its own") from None
+        self._lock = lock(path / ".lock", "another scheduler writes its journal there; each needs its own directory")
         for old in sorted(path.glob(f"*{SUFFIX}")):
             self._sizes[old] = old.stat().st_size
 
