@@ -75,10 +75,11 @@ class Common(Struct, frozen=True, tag="common"):
 
 
 class OwnLearned(Struct, frozen=True, array_like=True):
-    """How one endpoint differs from its class; `idle_s`: seconds since that was renewed."""
+    """How one endpoint differs from its class, `ratio`, which was found `idle_s` seconds ago from the two before."""
 
     mean: Number
     weight: Amount
+    ratio: Amount
     idle_s: Amount
     kappa: Amount
     tpot_kappa: Amount

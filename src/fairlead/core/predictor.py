@@ -300,7 +300,7 @@ class Predictor:
 
     def restore_own(self, slot: int, own: OwnLearned, age_s: float, now: float) -> None:
         """Of the same engine as before. `age_s`: seconds since it was taken down."""
-        self.rates.restore_own(slot, own.mean, own.weight, own.idle_s + age_s, now)
+        self.rates.restore_own(slot, own.mean, own.weight, own.ratio, own.idle_s + age_s, now)
         self.kappa[slot] = min(max(own.kappa, KAPPA[0]), KAPPA[1])
         self.tpot_kappa[slot] = min(max(own.tpot_kappa, TPOT_KAPPA[0]), TPOT_KAPPA[1])
         self._table.stale.add(slot)

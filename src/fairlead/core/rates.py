@@ -397,22 +397,20 @@ class Rates:
             if alike is not None:
                 self._classes[each.look] = alike
 
-    def own(self, slot: int, now: float) -> tuple[float, float, float]:
-        """The mean, its weight and the seconds since it was renewed."""
+    def own(self, slot: int, now: float) -> tuple[float, float, float, float]:
+        """The mean of an endpoint, its weight, what it takes in proportion to its class, and the seconds since that was
+        found."""
         own = self._own[slot]
-        return own.mean, own.weight, max(now - own.renewed, 0.0)
+        return own.mean, own.weight, float(self._ratios[slot]), max(now - own.renewed, 0.0)
 
-    def restore_own(self, slot: int, mean: float, weight: float, idle_s: float, now: float) -> None:
-        """How an endpoint differs from its class; evidence gets old while nobody runs, too."""
+    def restore_own(self, slot: int, mean: float, weight: float, ratio: float, idle_s: float, now: float) -> None:
+        """Evidence gets old while nobody runs, too. The ratio is found anew once all of the class are there."""
         own, alike = self._own[slot], self._classes[self._looks[slot]]
         own.count(alike, -1.0)
-        own.mean, own.weight, own.renewed = (
-            min(max(mean, -_MOST_OWN), _MOST_OWN),
-            min(weight, 1.0 / FORGET),
-            now - idle_s,
-        )
+        own.mean, own.weight = min(max(mean, -_MOST_OWN), _MOST_OWN), min(weight, 1.0 / FORGET)
+        own.renewed = now - idle_s
         own.count(alike, 1.0)
-        self._ratios[slot] = own.ratio(alike, now)
+        self._ratios[slot] = min(max(ratio, 1.0 / SLOWEST), SLOWEST) ** 0.5 ** (idle_s / HALF_LIFE)
         self._write(slot, alike)
 
     def validate(self) -> None:

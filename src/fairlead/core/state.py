@@ -67,8 +67,8 @@ def taken(fleet: Fleet, tokens: TokenEstimator, now: float, most_blocks: int) ->
     for slot, endpoint in endpoints:
         if fleet.table.slot(endpoint.id) != slot:
             continue  # it left meanwhile
-        yield fleet.taken(slot, now)
         blocks = fleet.prefix.newest(slot, most)
+        yield fleet.taken(slot, now)
         for number, begin in enumerate(range(0, len(blocks), PART_BLOCKS)):
             if fleet.table.slot(endpoint.id) != slot:
                 break
