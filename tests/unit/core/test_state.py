@@ -135,7 +135,11 @@ def test_what_differs_of_an_endpoint_is_forgotten_while_nobody_runs() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [replace(PAGE, prefix_queries=10.0, prefix_hits=0.0), replace(PAGE, started=1.7e9 + 5), replace(PAGE, started=None)],
+    [
+        replace(PAGE, prefix_queries=10.0, prefix_hits=0.0),
+        replace(PAGE, started=1.7e9 + 5),
+        replace(PAGE, started=None),
+    ],
     ids=["its counters began again", "another start", "an engine that does not tell its start"],
 )
 @pytest.mark.parametrize("scraped_first", [False, True])
