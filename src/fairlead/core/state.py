@@ -18,7 +18,7 @@ from fairlead.core.tokens import TokenEstimator
 
 VERSION = 1
 #: Blocks of one part.
-PART_BLOCKS = 4096
+PART_BLOCKS = 2048
 #: Blocks taken down of one endpoint, in one go. It is text for three million tokens.
 ENDPOINT_BLOCKS = 32_768
 #: Bytes of an encoded block, at most: nine of its hash, five of its size.

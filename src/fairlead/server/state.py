@@ -15,7 +15,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from fairlead.core.learned import Common, EndpointLearned, Part, PrefixesLearned
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
+from fairlead.server.files import lock, write_whole
 from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
-from fairlead.server.journal.writer import lock
 from fairlead.server.observe.log import get
 
 log = get("state")
@@ -108,26 +108,6 @@ def _understand(data: bytes, stored: Stored, cut: ChainHasher) -> None:
         stored.problems.append(f"{damaged} damaged bytes are left out")
     if unreadable:
         stored.problems.append(f"{unreadable} of its parts cannot be read")
-
-
-def write_state(path: Path, encoded: Iterable[bytes]) -> int:
-    """The whole file, in the place of the one before. Returns its bytes. Raises `OSError`."""
-    new = path.with_name(path.name + ".new")
-    size = 0
-    try:
-        descriptor = os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            size += file.write(MAGIC)
-            for content in encoded:
-                size += file.write(block(content, pack=False))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    return size
 
 
 class StateCounts(Struct):
@@ -291,4 +271,4 @@ class StateFile:
         if self._lock < 0:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = lock(self._path.with_name(self._path.name + ".lock"), _HELD)
-        return write_state(self._path, encoded)
+        return write_whole(self._path, (MAGIC, *(block(content, pack=False) for content in encoded)))

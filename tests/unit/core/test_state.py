@@ -197,12 +197,12 @@ def test_an_endpoint_that_leaves_in_the_middle_takes_all_along() -> None:
 
 
 def many(count: int) -> Fleet:
-    """One endpoint with so many blocks."""
+    """One endpoint with so many blocks, of prompts of eight."""
     fleet = pool(1)
     fleet.prefix.set_capacity(0, 1 << 40)
-    for begin in range(0, count, 1000):
-        hashes = tuple(range(1 + begin, 1001 + begin))
-        fleet.prefix.insert(0, PrefixChain(hashes, tuple(range(256, 256_256, 256))))
+    for begin in range(0, count, 8):
+        hashes = tuple(range(1 + begin, 9 + begin))
+        fleet.prefix.insert(0, PrefixChain(hashes, tuple(range(256, 2304, 256))))
     return fleet
 
 

@@ -269,7 +269,7 @@ async def test_a_disk_that_is_full_leaves_the_file_before(written: Path, monkeyp
     before = written.read_bytes()
     process = await restarted(written)
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         await process.file.close()
     assert process.file.problem == f"{written} cannot be written, and a restart forgets: No space left on device"
     assert process.file.counts.errors == 1

@@ -9,7 +9,6 @@ Rules
   they are missing, and logged once until it works again.
 """
 
-import fcntl
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from fairlead.compat.recorded import record
 from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.server.files import lock
 from fairlead.server.journal.blocks import MAGIC, block, decided, ended, sampled
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import (
@@ -51,18 +51,6 @@ from fairlead.server.journal.records import (
 SUFFIX = ".journal"
 #: A segment is at most this part of the bound, so that dropping one leaves most of the journal.
 _LEAST_SEGMENTS = 4
-
-
-def lock(path: Path, held: str) -> int:
-    """A descriptor that keeps others out until it is closed or the process ends. Raises `OSError`, which says `held`
-    where another one has the lock."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise OSError(held) if isinstance(error, BlockingIOError) else error from None
-    return descriptor
 
 
 class Full(Exception):
