@@ -220,7 +220,7 @@ class StateFile:
         speeds = len(common.forecasts.speeds.classes) if common is not None else 0
         self.note = (
             f"restored {counts.prefixes} prefixes for {counts.endpoints} endpoints, "
-            f"learned speeds of {speeds} kinds of engines, {age_s:.0f} s old"
+            f"learned speeds of {speeds} engine class{'' if speeds == 1 else 'es'}, {age_s:.0f} s old"
         )
         log.info(self.note, file=str(self._path))
 

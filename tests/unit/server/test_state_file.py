@@ -103,7 +103,7 @@ async def test_the_next_process_knows_it(written: Path, caplog: pytest.LogCaptur
     process.pipeline.validate()
     prefixes = process.pipeline.fleet.prefix.entries
     assert process.file.note == (
-        f"restored {prefixes} prefixes for 2 endpoints, learned speeds of 1 kinds of engines, 0 s old"
+        f"restored {prefixes} prefixes for 2 endpoints, learned speeds of 1 engine class, 0 s old"
     )
     assert process.file.note in said(caplog)
     assert (process.file.counts.prefixes, process.file.counts.endpoints) == (prefixes, 2)
