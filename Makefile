@@ -130,7 +130,7 @@ states: $(VENV)/.dev ## flow control, eviction, remote schedulers and all states
 	FAIRLEAD_QUEUE_STEPS=$(QUEUE_STEPS) $(BIN)/python -m pytest tests/property/test_queues_model.py tests/property/test_flow_pipeline.py tests/property/test_request_states.py -q -o faulthandler_timeout=3600
 
 bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
-	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal extproc start remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in decision parse tokens idle transport flow kv indexer kube metrics journal state extproc start remote shadows dashboard; do echo "== bench/$$b.py"; $(BIN)/python bench/$$b.py || exit 1; done
 
 real: $(VENV)/.dev ## policies in turns before two real vLLM servers: installs 3 GB once, then an hour; REAL="--rate 5 --seed 1" for a slice
 	$(BIN)/python bench/real.py --install $(or $(REAL),--everything --simulate)

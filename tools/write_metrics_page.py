@@ -13,10 +13,17 @@ from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex
 from fairlead.gateway.h2_limits import ByteBudget
-from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_budget, show_journal
+from fairlead.server.observe.component_metrics import (
+    GatewayMetrics,
+    TokenMetrics,
+    show_budget,
+    show_journal,
+    show_state,
+)
 from fairlead.server.observe.exposition import Registry, View
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
 from fairlead.server.observe.watch import Watch
+from fairlead.server.state import StateCounts
 
 _HEAD = """\
 # Metrics
@@ -87,6 +94,7 @@ def scheduler_registry() -> Registry:
     TokenMetrics(registry, PromptTokeniser, dict, {})
     QueryMetrics(registry)
     show_journal(registry, _NoJournal())
+    show_state(registry, StateCounts())
     GatewayMetrics(registry, None)
     show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry

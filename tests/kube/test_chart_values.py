@@ -322,3 +322,16 @@ def test_nobody_reaches_more_than_was_asked_for(helm: Helm) -> None:
     (policy,) = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
     assert policy["policyTypes"] == ["Ingress"]
     assert [ports["port"] for rule in policy["ingress"] for ports in rule["ports"]] == ["grpc-ext-proc", "metrics"]
+
+
+def test_what_was_learned_is_kept_in_the_pod_or_beside_the_journal(helm: Helm) -> None:
+    """A container that is restarted finds its file again; a journal's volume may outlive the pod."""
+    deployment = one(helm.render(*LABELS), "Deployment")
+    template = deployment["spec"]["template"]["spec"]
+    path = Path(configured(helm.render(*LABELS)).state.file)
+    mount = next(each for each in template["containers"][0]["volumeMounts"] if path.is_relative_to(each["mountPath"]))
+    assert "emptyDir" in next(each for each in template["volumes"] if each["name"] == mount["name"])
+    beside = configured(helm.render(*LABELS, "--set", "config.journal.path=/journal"))
+    assert beside.state.path(beside.journal) == "/journal/learned.state"
+    off = configured(helm.render(*LABELS, "--set", "config.state.enabled=false"))
+    assert off.state.path(off.journal) == ""

@@ -23,10 +23,17 @@ from fairlead.server.admin import Admin, AdminSources
 from fairlead.server.indexer.server import IndexServer, IndexSources
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.journal.recorder import Counts
-from fairlead.server.observe.component_metrics import GatewayMetrics, TokenMetrics, show_budget, show_journal
+from fairlead.server.observe.component_metrics import (
+    GatewayMetrics,
+    TokenMetrics,
+    show_budget,
+    show_journal,
+    show_state,
+)
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
 from fairlead.server.observe.watch import Watch
+from fairlead.server.state import StateCounts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -206,6 +213,7 @@ def test_every_metric_that_is_named_exists() -> None:
     watch = Watch(Fleet(), lambda: 0.0)
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
+    show_state(watch.metrics.registry, StateCounts())
     GatewayMetrics(watch.metrics.registry, None)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     QueryMetrics(watch.metrics.registry)

@@ -109,6 +109,10 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- if include "fairlead.tls" . -}}{{- $_ := set $extProc "tls" (dict "certDir" "/etc/fairlead-tls") -}}{{- end -}}
 {{- $_ := set $config "extProc" $extProc -}}
 {{- end -}}
+{{- if not (dig "journal" "path" "" .Values.config) -}}
+{{- /* On the pod's emptyDir, so that a container which is restarted goes on with it. Beside the journal where there is one. */ -}}
+{{- $_ := set $config "state" (dict "file" "/tmp/fairlead/learned.state") -}}
+{{- end -}}
 {{- with .Values.tracing -}}
 {{- /* `--set` makes text of fractions. */ -}}
 {{- if .endpoint -}}{{- $_ := set $config "tracing" (dict "endpoint" .endpoint "sample" (float64 .sample)) -}}{{- end -}}

@@ -39,6 +39,8 @@ class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_queries: tuple[str, ...] = ()
     prefix_hits: tuple[str, ...] = ()
     generation_tokens: tuple[str, ...] = ()
+    #: When the process began: the highest matching series.
+    started: tuple[str, ...] = ("process_start_time_seconds",)
     #: Further gauges for `Sample.extra`: name to spec, summed.
     extra: Mapping[str, str] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class EngineSpecs(Struct, frozen=True, kw_only=True):
     prefix_queries: tuple[Spec, ...]
     prefix_hits: tuple[Spec, ...]
     generation_tokens: tuple[Spec, ...]
+    started: tuple[Spec, ...]
     extra: tuple[tuple[str, Spec], ...]
 
 
@@ -123,6 +126,7 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
         prefix_queries=parse("prefix_queries"),
         prefix_hits=parse("prefix_hits"),
         generation_tokens=parse("generation_tokens"),
+        started=parse("started"),
         extra=tuple((key, parse_spec(text, f"{path}.extra.{key}")) for key, text in metrics.extra.items()),
     )
 

@@ -304,6 +304,7 @@ class _Interpreter:
             prefix_queries=self._number("prefix_queries", specs.prefix_queries, sum),
             prefix_hits=self._number("prefix_hits", specs.prefix_hits, sum),
             generation_tokens=self._number("generation_tokens", specs.generation_tokens, sum),
+            started=self._number("started", specs.started, max),
             extra=self._extra(),
         )
         if self._had_adapters and not self._series(specs.lora) and self._whole(sample):

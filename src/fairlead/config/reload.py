@@ -40,6 +40,7 @@ _FIXED: Final[Mapping[str, str]] = {
     "kubernetes": "its watches were begun with it",
     "headers": "sessions were begun with it",
     "journal": "its files are open already",
+    "state": "its file was read at the start",
     "tokens": "tokenisers are loaded at the start",
     "tracing": "its exporter was started with it",
     "kv_events": "its subscriptions were begun with it",

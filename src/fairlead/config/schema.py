@@ -201,6 +201,7 @@ class EngineNames(Section):
     prefix_queries: str | list[str] | None = None
     prefix_hits: str | list[str] | None = None
     generation_tokens: str | list[str] | None = None
+    started: str | list[str] | None = None
     extra: dict[str, str] = {}
 
 
@@ -676,6 +677,27 @@ class JournalSettings(Section):
     )
 
 
+class StateSettings(Section):
+    """What was learned, on disk, so that a restarted scheduler goes on with it: see docs/operations.md."""
+
+    enabled: bool = True
+    file: str = Field(default="", description="Empty = `learned.state` in `journal.path`; off where that is empty too.")
+    interval: PositiveSeconds = Field(
+        default=10.0, description="How often it is written; a process that is killed loses as much."
+    )
+    max_age: PositiveSeconds = Field(
+        default=3600.0, description="What endpoints have in their caches is not believed when it is older."
+    )
+    max_bytes: Annotated[int, Field(ge=64 << 10), SIZE] = Field(
+        default=64 << 20, description="Of the file. The blocks of prompts used last are kept."
+    )
+
+    def path(self, journal: JournalSettings) -> str:
+        """Of the file; empty = none is kept."""
+        beside = f"{journal.path}/learned.state" if journal.path else ""
+        return (self.file or beside) if self.enabled else ""
+
+
 class Tracing(Section):
     """Off without `endpoint`: then nothing of OpenTelemetry is loaded or called."""
 
@@ -806,6 +828,7 @@ class Settings(Section):
     headers: Headers = Field(default_factory=Headers)
     log: Log = Field(default_factory=Log)
     journal: JournalSettings = Field(default_factory=JournalSettings)
+    state: StateSettings = Field(default_factory=StateSettings)
     tokens: Tokens = Field(default_factory=Tokens)
     kv_events: KvEvents = Field(default_factory=KvEvents)
     tracing: Tracing = Field(default_factory=Tracing)

@@ -97,6 +97,10 @@ class Adapters:
         else:
             self.activate_ms = known
 
+    def restore(self, activate_ms: float, load_ms: float) -> None:
+        """What they took before."""
+        self.activate_ms, self.load_ms = min(activate_ms, MOST_MS), min(load_ms, MOST_MS)
+
     # ---- what is known ----
 
     def seen(self, slot: int, look: Hashable) -> None:

@@ -52,5 +52,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     prefix_hits: float | None = None
     #: Tokens generated, cumulative.
     generation_tokens: float | None = None
+    #: When the engine's process began, seconds since 1970.
+    started: float | None = None
     #: Further gauges by configured name.
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.learned import Part
 from fairlead.core.models import ModelRules, ModelSet
 from fairlead.core.records import ShadowRecord
 from fairlead.core.request import Request, Usage
@@ -138,6 +139,14 @@ class Reconfigured(Struct, frozen=True, gc=False):
     document: Any
 
 
+class Restored(Struct, frozen=True):
+    """A part of what a scheduler had learned, `age_s` seconds ago. What is common comes before any endpoint; what is of
+    an endpoint comes once that is there, its prefixes in their order."""
+
+    part: Part
+    age_s: float
+
+
 class RemoteUp(Struct, frozen=True, gc=False):
     """A scheduler in another process is connected and may be asked."""
 
@@ -187,6 +196,7 @@ Event = (
     | AdaptersListed
     | ModelsChanged
     | Reconfigured
+    | Restored
     | RemoteUp
     | RemoteDown
     | RemotePicked

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from math import inf, log2
+from typing import cast
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, PRIOR, StepModel
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
+from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.predictor import Predictor
 from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
@@ -17,6 +19,7 @@ from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.stalls import OVERDUE_S, Stalls
 from fairlead.core.table import ON_DEMAND, EndpointTable
+from fairlead.core.tokens import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
 
 #: Prompt bytes per KV token, when a capacity in tokens is turned into a budget of text, until answers tell it.
 BYTES_PER_TOKEN = 4.2
@@ -59,7 +62,11 @@ class Fleet:
         self.staleness = staleness
         self._looks: dict[int, Hashable] = {}
         #: As reported, and what the budgets of text were made with.
-        self._bytes_per_token = self._budgeted_with = BYTES_PER_TOKEN
+        self.bytes_per_token = self._budgeted_with = BYTES_PER_TOKEN
+        #: By slot: what was restored of an endpoint that has not been scraped since, and when it was taken down; how
+        #: many parts of its prefixes came, and its oldest block so far.
+        self._recalled: dict[int, tuple[EndpointLearned, float]] = {}
+        self._extending: dict[int, tuple[int, int | None]] = {}
 
     def up(self, endpoint: Endpoint) -> list[Lease]:
         """An endpoint joined or changed. Leases at an address it gave up are returned, released."""
@@ -107,6 +114,8 @@ class Fleet:
             self.exact.drop_slot(slot)
         self.table.remove(slot)
         del self._looks[slot]
+        self._recalled.pop(slot, None)
+        self._extending.pop(slot, None)
         return [lease for lease in leases if not lease.auxiliary]
 
     def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[Lease]:
@@ -133,10 +142,9 @@ class Fleet:
             table.capacity_tokens[slot] = capacity
             table.per_capacity[slot] = 1.0 / capacity
             self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
-        restarted = before is not None and (before.prefix_queries or 0.0) > (sample.prefix_queries or inf)
-        if restarted:  # its counters began again, and its cache is empty
-            self.prefix.drop_slot(slot)
-            self.prefix.add_slot(slot)
+        restarted = before is not None and _restarted(before, sample)
+        if restarted:
+            self._emptied(slot)
         if (
             restarted
             or before is None
@@ -144,6 +152,8 @@ class Fleet:
             or before.num_blocks != sample.num_blocks
         ):
             self._looks_like(slot, restarted)
+        if slot in self._recalled:
+            self._confirm(slot, *self._recalled.pop(slot), sample, now)
         ran = table.running[slot]
         table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
         table.running[slot] = running = _gauge(sample.running, ran)
@@ -363,14 +373,71 @@ class Fleet:
         if output > 0.0:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * self._budgeted_with))
 
-    def measured(self, bytes_per_token: float) -> None:
+    def measured(self, bytes_per_token: float, share: float = BYTES_SHARE) -> None:
         """Of prompts, as answers reported. A cache is believed to hold so much more or less text."""
-        self._bytes_per_token += BYTES_SHARE * (bytes_per_token - self._bytes_per_token)
-        if abs(self._bytes_per_token / self._budgeted_with - 1.0) > BYTES_CHANGED:
-            self._budgeted_with = self._bytes_per_token
+        self.bytes_per_token += share * (bytes_per_token - self.bytes_per_token)
+        if abs(self.bytes_per_token / self._budgeted_with - 1.0) > BYTES_CHANGED:
+            self._budgeted_with = self.bytes_per_token
             for slot, capacity in enumerate(self.table.capacity_tokens.tolist()):
                 if capacity and self.table.endpoints[slot] is not None:
                     self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
+
+    # ---- taken down, and given back ----
+
+    def taken(self, slot: int, now: float) -> EndpointLearned:
+        """Of one endpoint, without its prefixes."""
+        table = self.table
+        endpoint, sample = table.endpoints[slot], table.samples[slot]
+        assert endpoint is not None
+        if sample is None and slot in self._recalled:
+            sample = self._recalled[slot][0].sample
+        look = cast(Look, self._looks[slot])
+        own = self.predictor.own(slot, now)
+        return EndpointLearned(endpoint.id, endpoint.address, look, own, sample, self.prefix.capacity(slot))
+
+    def restore(self, part: Part, age_s: float, now: float) -> None:
+        """What was known `age_s` seconds ago. Of an endpoint only while it is there, at the same address."""
+        if isinstance(part, Common):
+            self.predictor.restore(part.forecasts)
+            self.adapters.restore(part.activate_ms, part.load_ms)
+            self.measured(min(max(part.bytes_per_token, MIN_BYTES_PER_TOKEN), MAX_BYTES_PER_TOKEN), 1.0)
+            return
+        slot = self.table.slot(part.endpoint_id)
+        if slot is None:
+            return
+        endpoint, sample = self.table.endpoints[slot], self.table.samples[slot]
+        if isinstance(part, PrefixesLearned):
+            number, oldest = self._extending.pop(slot, (-1, None))
+            if number == part.number:
+                oldest = self.prefix.extend(slot, part.blocks, part.sizes, oldest)
+                if oldest is not None:
+                    self._extending[slot] = number + 1, oldest
+        elif endpoint is not None and endpoint.address == part.address:
+            self._extending[slot] = 0, None
+            if sample is None:
+                self.prefix.set_capacity(slot, part.capacity)
+                self._recalled[slot] = part, now - age_s
+            else:
+                self._confirm(slot, part, now - age_s, sample, now)
+
+    def _confirm(self, slot: int, part: EndpointLearned, taken_at: float, sample: Sample, now: float) -> None:
+        """Its first reading since: whether it is the engine that it was, and what that has computed meanwhile."""
+        before = part.sample
+        if before is not None and (_restarted(before, sample) or sample.started != before.started):
+            self._extending.pop(slot, None)
+            self._emptied(slot)
+            return
+        if part.look == self._looks[slot]:
+            self.predictor.restore_own(slot, part.own, now - taken_at, now)
+        unseen = _computed(sample) - _computed(before) if before is not None else 0.0
+        if unseen > 0.0:
+            self.prefix.occupy(slot, int(min(unseen, MOST) * self._budgeted_with))
+
+    def _emptied(self, slot: int) -> None:
+        """Its engine was started anew, and its cache is empty."""
+        capacity = self.prefix.capacity(slot)
+        self.prefix.drop_slot(slot)
+        self.prefix.add_slot(slot, capacity)
 
     def match(self, request: Request) -> FloatColumn | None:
         """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything.
@@ -403,6 +470,16 @@ class Fleet:
         table = self.table
         assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
         assert ((table.kv >= 0) & (table.kv <= 1)).all()
+
+
+def _restarted(before: Sample, sample: Sample) -> bool:
+    """Its counters began again."""
+    return (before.prefix_queries or 0.0) > (sample.prefix_queries or inf)
+
+
+def _computed(sample: Sample) -> float:
+    """Tokens that the engine has put into its cache since it was started, as far as it tells."""
+    return (sample.prefix_queries or 0.0) - (sample.prefix_hits or 0.0) + (sample.generation_tokens or 0.0)
 
 
 def _gauge(value: float | None, older: float) -> float:

@@ -32,6 +32,7 @@ from fairlead.core.cost import (
     renew,
     ttft_at,
 )
+from fairlead.core.learned import ForecastsLearned, OwnLearned
 from fairlead.core.rates import Band, Rates
 from fairlead.core.records import Forecast
 from fairlead.core.table import EndpointTable
@@ -274,6 +275,34 @@ class Predictor:
             ratio = held_ms / (completion_tokens - 1) / (kappa * model)
             low, high = TPOT_KAPPA
             self.tpot_kappa[slot] = min(max(kappa * min(max(ratio, 0.25), 4.0) ** TPOT_SHARE, low), high)
+
+    # ---- taken down, and given back ----
+
+    def learned(self) -> ForecastsLearned:
+        bands = tuple(() if band is self._all else band.values for band in self._bands)
+        return ForecastsLearned(
+            self.hold_ms, self.answer_steps, self._answers, self._all.values, bands, self.rates.learned()
+        )
+
+    def restore(self, learned: ForecastsLearned) -> None:
+        """Before anything else is learned."""
+        self.hold_ms, self.answer_steps = min(learned.hold_ms, 1e8), min(learned.answer_steps, 1e6)
+        self._answers = learned.answers
+        self._all = Band(values=learned.all_kinds)
+        bands = [Band(values=values) if values else self._all for values in learned.bands]
+        self._bands = (bands + [self._all] * len(self._bands))[: len(self._bands)]
+        self.rates.restore(learned.speeds)
+        self._table.rewritten()
+
+    def own(self, slot: int, now: float) -> OwnLearned:
+        return OwnLearned(*self.rates.own(slot, now), float(self.kappa[slot]), float(self.tpot_kappa[slot]))
+
+    def restore_own(self, slot: int, own: OwnLearned, age_s: float, now: float) -> None:
+        """Of the same engine as before. `age_s`: seconds since it was taken down."""
+        self.rates.restore_own(slot, own.mean, own.weight, own.ratio, own.idle_s + age_s, now)
+        self.kappa[slot] = min(max(own.kappa, KAPPA[0]), KAPPA[1])
+        self.tpot_kappa[slot] = min(max(own.tpot_kappa, TPOT_KAPPA[0]), TPOT_KAPPA[1])
+        self._table.stale.add(slot)
 
     def validate(self) -> None:
         self.rates.validate()

@@ -31,14 +31,16 @@ Rules
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import exp, log, sqrt
+from typing import cast
 
 import numpy as np
 from msgspec import Struct
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import PRIOR, StepModel
+from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
 
 # How far off forecasts are: quantiles of log(observed / forecast) among the last `WINDOW` of them. No distribution is
 # assumed, so a band holds what it says, and what was not yet learned in the beginning leaves the window.
@@ -58,10 +60,18 @@ class Band:
 
     __slots__ = ("_ranked", "_recent", "high", "low", "middle")
 
-    def __init__(self, parent: "Band | None" = None) -> None:
-        values = _BEFORE if parent is None else tuple(parent.at((i + 0.5) / FIRST) for i in range(FIRST))
+    def __init__(self, parent: "Band | None" = None, values: Sequence[float] = ()) -> None:
+        """`values`: those that another one had (`values`)."""
+        if values:
+            values = [min(max(x, -LIMIT), LIMIT) for x in values[-WINDOW:]]
+        else:
+            values = _BEFORE if parent is None else [parent.at((i + 0.5) / FIRST) for i in range(FIRST)]
         self._recent, self._ranked = deque(values), sorted(values)
         self.low, self.middle, self.high = self.at(LOW), self.at(0.5), self.at(HIGH)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(self._recent)
 
     def at(self, p: float) -> float:
         """The quantile `p`: the share of further observations that will be below, as those before tell."""
@@ -110,10 +120,14 @@ NOISE, LEAST_NOISE, NOISE_SHARE = 0.09, 0.01, 0.02
 LIMIT_SCRAPES, LIMIT_HITS = 20.0, 1.9
 _LIKE, _UNLIKE = LIKE_SD * LIKE_SD, UNLIKE_SD * UNLIKE_SD
 _LOG_OUTLIER = log(OUTLIER)
+#: Of an endpoint's own mean, which is a logarithm.
+_MOST_OWN = 2.0 * log(SLOWEST)
 #: Shares of prefill, steps and their load in a stretch.
 TYPICAL = (0.75, 0.2, 0.05)
 #: Least of a factor of a class after one more observation, as a share of what it was.
 FALL = 0.3
+#: Classes that a scheduler is given, at most.
+MOST_CLASSES = 256
 #: Change of a class's factors that all its members are told.
 CHANGED = 0.005
 
@@ -198,6 +212,37 @@ class _Class:
         )
         self.factors = (a, b, c)
         self.level = _level(self.factors)
+
+    def learned(self, look: Hashable) -> ClassLearned:
+        limit = self.limit
+        return ClassLearned(
+            cast(Look, look),
+            self.factors,
+            self.noise,
+            self._drift,
+            (limit.peak, limit.at_peak, limit.below, limit.known),
+            self._squares,
+            self._products,
+            self._observed,
+        )
+
+    @classmethod
+    def restored(cls, learned: ClassLearned) -> "_Class | None":
+        """`None` = its equations are none that observations lead to, and may have no solution."""
+        (xx, yy, zz), (xy, xz, yz) = learned.squares, learned.products
+        least = np.linalg.eigvalsh(np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]]))[0]
+        if least < -1e-9 * (xx + yy + zz):
+            return None
+        alike = cls(_bounded(learned.factors))
+        alike.noise, alike._drift = max(learned.noise, LEAST_NOISE), learned.drift
+        alike.limit = _Limit(*learned.limit)
+        alike._squares, alike._products, alike._observed = learned.squares, learned.products, learned.observed
+        return alike
+
+
+def _bounded(factors: _Three) -> _Three:
+    a, b, c = (min(max(factor, 1.0 / SLOWEST), SLOWEST) for factor in factors)
+    return a, b, c
 
 
 def _level(factors: _Three) -> float:
@@ -337,6 +382,36 @@ class Rates:
         for column, factor in zip((self.prefill, self.step, self.load), alike.published, strict=True):
             column[slot] = min(max(factor * ratio, 1.0 / SLOWEST), SLOWEST)
         self._stale.add(slot)
+
+    # ---- taken down, and given back ----
+
+    def learned(self) -> SpeedsLearned:
+        classes = tuple(alike.learned(look) for look, alike in self._classes.items() if alike.members)
+        return SpeedsLearned(self._pool, self._observed, classes)
+
+    def restore(self, learned: SpeedsLearned) -> None:
+        """Before any endpoint joins: what a class has learned meanwhile stays."""
+        self._pool, self._observed = _bounded(learned.pool), learned.observed
+        for each in learned.classes[:MOST_CLASSES]:
+            alike = None if each.look in self._classes else _Class.restored(each)
+            if alike is not None:
+                self._classes[each.look] = alike
+
+    def own(self, slot: int, now: float) -> tuple[float, float, float, float]:
+        """The mean of an endpoint, its weight, what it takes in proportion to its class, and the seconds since that was
+        found."""
+        own = self._own[slot]
+        return own.mean, own.weight, float(self._ratios[slot]), max(now - own.renewed, 0.0)
+
+    def restore_own(self, slot: int, mean: float, weight: float, ratio: float, idle_s: float, now: float) -> None:
+        """Evidence gets old while nobody runs, too. The ratio is found anew once all of the class are there."""
+        own, alike = self._own[slot], self._classes[self._looks[slot]]
+        own.count(alike, -1.0)
+        own.mean, own.weight = min(max(mean, -_MOST_OWN), _MOST_OWN), min(weight, 1.0 / FORGET)
+        own.renewed = now - idle_s
+        own.count(alike, 1.0)
+        self._ratios[slot] = min(max(ratio, 1.0 / SLOWEST), SLOWEST) ** 0.5 ** (idle_s / HALF_LIFE)
+        self._write(slot, alike)
 
     def validate(self) -> None:
         for column in (self.prefill, self.step, self.load):

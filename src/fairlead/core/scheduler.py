@@ -42,6 +42,7 @@ from fairlead.core.instructions import (
     Route,
     SetTimer,
 )
+from fairlead.core.learned import Common
 from fairlead.core.ledger import Lease
 from fairlead.core.models import Catalogue, Refusal, applied, unnamed
 from fairlead.core.parking import TIMER as REMOTE_TIMER
@@ -162,6 +163,7 @@ class Pipeline:
             ev.AdaptersListed: self._adapters_listed,
             ev.ModelsChanged: self._models_changed,
             ev.Reconfigured: self._reconfigured,
+            ev.Restored: self._restored,
             ev.RemoteUp: self._remote,
             ev.RemoteDown: self._remote,
             ev.RemotePicked: self._remote,
@@ -659,6 +661,12 @@ class Pipeline:
         elif scheduling.remotes:
             self.parking = Parking(scheduling.remotes)
         return [AdoptConfiguration(event.document, scheduling)]
+
+    def _restored(self, event: ev.Restored) -> list[Instruction]:
+        if isinstance(event.part, Common):
+            self.tokens.restore(event.part.models)
+        self.fleet.restore(event.part, event.age_s, self._clock.time())
+        return []
 
     def _stop_asked(self, event: ev.StopAsked) -> list[Instruction]:
         flow, now = self.flow_controller, self._clock.time()

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from fairlead.core.apis import WITHOUT_OUTPUT
+from fairlead.core.learned import ModelLearned
 
 DEFAULT_BYTES_PER_TOKEN = 4.2
 DEFAULT_OUTPUT_TOKENS = 256.0
@@ -93,6 +94,24 @@ class TokenEstimator:
         if 0 < max_tokens <= completion_tokens and length < known.output:
             return
         known.output += OUTPUT_ALPHA * (length - known.output)
+
+    def learned(self) -> tuple[ModelLearned, ...]:
+        """What is known of each model, the one reported last at the end; without names that are no Unicode."""
+        return tuple(
+            ModelLearned(model, api, known.bytes_seen, known.tokens_seen, known.output)
+            for (model, api), known in self._learned.items()
+            if model == model.encode(errors="replace").decode()
+        )
+
+    def restore(self, models: tuple[ModelLearned, ...]) -> None:
+        """Go on from there; what is known already stays."""
+        for each in models[-self._max_models :]:
+            tokens = each.tokens_seen
+            likely = tokens >= 1.0 and MIN_BYTES_PER_TOKEN <= each.bytes_seen / tokens <= MAX_BYTES_PER_TOKEN
+            if not likely or (each.model, each.api) in self._learned:
+                continue
+            known = self._entry(each.model, each.api)
+            known.bytes_seen, known.tokens_seen, known.output = each.bytes_seen, tokens, each.output
 
     def _entry(self, model: str, api: str) -> _Learned:
         key = (model, api)

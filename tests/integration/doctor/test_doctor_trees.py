@@ -27,6 +27,7 @@ async def told() -> AsyncIterator[Told]:
         endpoints: list[Json] | None = None,
         unready: str = "",
         decisions: list[Json] | None = None,
+        ready: str = "ready\n",
     ) -> str:
         async def page(request: web.Request) -> web.Response:
             if request.path == "/metrics":
@@ -36,7 +37,7 @@ async def told() -> AsyncIterator[Told]:
             if request.path == "/debug/decisions":
                 return web.json_response({"decisions": (decisions or [])[: int(request.query["last"])]})
             if request.path == "/readyz":
-                return web.Response(status=503 if unready else 200, text=unready)
+                return web.Response(status=503 if unready else 200, text=unready or ready)
             return web.Response(text="fairlead\n")
 
         app = web.Application()
@@ -81,6 +82,17 @@ async def test_plugins_that_fail_and_requests_that_went_past_are_named(world: An
     assert codes(found) == {"scheduler.plugin-errors", "scheduler.bypassed"}
     assert found.findings[0].where == ("mine",)
     assert found.findings[1].evidence == "20 of 120 requests since the start"
+
+
+async def test_a_state_file_that_cannot_be_written_is_named(world: Any, told: Told) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    why = "/var/learned.state cannot be written, and a restart forgets: No space left on device"
+    metrics = 'fairlead_trouble{what="scrapes"} 1\nfairlead_trouble{what="state"} '
+    well = await examined(world, await told(metrics + "0\n", here), "scheduler")
+    assert codes(well) == set()
+    found = await examined(world, await told(metrics + "1\n", here, ready=f"ready\n- {why}\n"), "scheduler")
+    assert codes(found) == {"scheduler.forgets"}
+    assert found.findings[0].evidence == why
 
 
 async def test_events_that_are_not_relied_on_are_named_with_their_cause(world: Any, told: Told) -> None:

@@ -249,3 +249,14 @@ def test_the_share_of_a_prompt_stays_a_share() -> None:
     assert column is not None
     assert column.tolist() == [0.0, CHAIN.ends[-1] / 8192]
     assert fleet.match(Request(id=4, arrived=0.0, prompt_bytes=100)) is None
+
+
+def test_a_restarted_engine_has_an_empty_cache_of_the_same_size() -> None:
+    fleet = fleet_of(1)
+    page = Sample(waiting=0.0, running=0.0, block_size=16, num_blocks=100_000, prefix_queries=50.0)
+    fleet.sampled("e0", 0.0, 0.0, page)
+    capacity = fleet.prefix.capacity(0)
+    fleet.charge(request(1), 0, 0.0, 0, 100.0)
+    fleet.sampled("e0", 1.0, 1.0, Sample(waiting=0.0, running=0.0, block_size=16, num_blocks=100_000, prefix_queries=1))
+    assert fleet.match(request(2)) is None
+    assert fleet.prefix.capacity(0) == capacity > 5_000_000

@@ -41,6 +41,11 @@ NO_METRICS = Kind(
     "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
     "see its log for the reason; dashboards and alerts are blind, and so are the checks hits and scheduling", _RUNBOOK,
 )  # fmt: skip
+FORGETS = Kind(
+    "scheduler.forgets", Severity.WARNING, "what was learned cannot be written, and a restart begins cold",
+    "let the scheduler write to the directory of state.file, with space left; each scheduler needs a file of its own",
+    "docs/operations.md#what-a-restart-keeps",
+)  # fmt: skip
 #: Share of requests that went past the scheduler from which on it is told.
 _MANY = 0.01
 
@@ -79,14 +84,21 @@ async def _metrics(site: Site) -> list[Finding]:
     return [] if answer.status == 200 else [NO_METRICS.at("", f"GET /metrics: {answer.status}")]
 
 
+async def _forgets(site: Site) -> list[Finding]:
+    if not any(value for labels, value in await site.metric("fairlead_trouble") if labels.get("what") == "state"):
+        return []
+    lines = (await site.admin("/readyz")).body.decode("utf-8", "replace").splitlines()
+    return [FORGETS.at("", next((line.removeprefix("- ") for line in lines if "a restart forgets" in line), ""))]
+
+
 @check(
     "scheduler",
     "the running scheduler is ready and has the configured endpoints",
-    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS),
+    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS, FORGETS),
     needs=("admin",),
 )
 async def scheduler(site: Site) -> list[Finding]:
-    findings = [*await _ready(site), *await _metrics(site), *await _pool(site)]
+    findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _forgets(site)]
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))

@@ -9,7 +9,6 @@ Rules
   they are missing, and logged once until it works again.
 """
 
-import fcntl
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from fairlead.compat.recorded import record
 from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.server.files import lock
 from fairlead.server.journal.blocks import MAGIC, block, decided, ended, sampled
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import (
@@ -73,12 +73,7 @@ class Directory:
         self._sizes: dict[Path, int] = {}
         self._current: Path | None = None
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise OSError("another scheduler writes its journal there; each needs a directory of its own") from None
+        self._lock = lock(path / ".lock", "another scheduler writes its journal there; each needs its own directory")
         for old in sorted(path.glob(f"*{SUFFIX}")):
             self._sizes[old] = old.stat().st_size
 

@@ -11,7 +11,6 @@ than the decisions do.
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
+from fairlead.server.files import write_whole
 from fairlead.server.indexer.client import fetch
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
@@ -83,7 +83,7 @@ class Keeper:
             pieces.append(piece)
             await asyncio.sleep(0)
         try:
-            await asyncio.to_thread(_write, self._path, b"".join(pieces))
+            await asyncio.to_thread(write_whole, self._path, pieces)
         except OSError as error:
             self._trouble(f"{self._path}: {error.strerror or error}")
 
@@ -91,12 +91,6 @@ class Keeper:
         while True:
             await asyncio.sleep(self._interval)
             await self.save()
-
-
-def _write(path: Path, content: bytes) -> None:
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
 
 
 log = get("kv-events")

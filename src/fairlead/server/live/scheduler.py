@@ -129,6 +129,9 @@ class Live:
         config, core = self.config, self.core
         self.driver.start()
         stack.callback(self.driver.close)
+        if core.state is not None:
+            stack.push_async_callback(core.state.close)
+            await core.state.start()
         stack.push_async_callback(core.connections.close)
         stack.push_async_callback(core.shadows.close)
         self._follow(config, core.builder.scheduling)
@@ -154,6 +157,8 @@ class Live:
                 self.watch.kube,
             )
             await self.kube.start(stack)
+        if core.state is not None:
+            await core.state.settled()
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
         budget = self._budget = ByteBudget(_buffered(config), loop.time)
         show_budget(self.watch.metrics.registry, budget)
@@ -184,6 +189,9 @@ class Live:
         troubles.lately("uploads", lambda: budget.refused + budget.cut, refused)
         if (keys := self._keys) is not None:
             troubles.watch("keys", lambda: keys.unusable)
+        state = self.core.state
+        if state is not None:
+            troubles.watch("state", lambda: state.problem)
         if self.core.journal is not None:
             counts = self.core.journal.recorder.counts
             failing = "the journal cannot be written: its disk fails or is full; records are lost"
@@ -267,6 +275,8 @@ class Live:
         if self.core.kv is not None:
             self.core.kv.endpoint(event)
         if isinstance(event, EndpointUp):
+            if self.core.state is not None:
+                self.core.state.joined(event.endpoint)
             self.scraper.up(event.endpoint)
             self.core.served.up(event.endpoint)
             engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
@@ -308,7 +318,7 @@ class Live:
             refresh=watch_gateway(self._gateway, self._kept, self.watch.metrics.registry),
             openmetrics=lambda: self.watch.exposition(openmetrics=True),
             unready=self._reasons,
-            notes=lambda: self.watch.troubles.look().values(),
+            notes=self._notes,
             endpoints=self.watch.endpoints,
             decisions=self.watch.each_decision,
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
@@ -343,6 +353,11 @@ class Live:
             reasons=self._reasons,
         )
         return DashboardSources(begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=TICK)
+
+    def _notes(self) -> list[str]:
+        """For `/readyz`: what cannot be done, and what was known from the start."""
+        state = self.core.state
+        return [*self.watch.troubles.look().values(), *([state.note] if state is not None and state.note else [])]
 
     def _reasons(self) -> list[str]:
         reasons = list(self._unready.values())

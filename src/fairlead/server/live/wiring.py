@@ -45,11 +45,12 @@ from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
 from fairlead.server.live.kv_lookup import KvLookup
 from fairlead.server.live.shadows import LiveShadows
-from fairlead.server.observe.component_metrics import show_journal
+from fairlead.server.observe.component_metrics import show_journal, show_state
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
+from fairlead.server.state import StateFile
 
 
 class LoopClock:
@@ -131,6 +132,8 @@ class Core(Struct):
     kv: Knowledge | None
     builder: SchedulingBuilder
     journal: LiveJournal | None
+    #: What was learned, on disk; `None` = it is not kept.
+    state: StateFile | None
     pipeline: Pipeline
     connections: Connections
     shadows: LiveShadows
@@ -196,9 +199,21 @@ def wire(
     )
     inspect = inspection if kv is None else kv.inspecting(inspection)
     host = _host(config, clock.time, run, driver, understanding, watch, inspect)
-    return Core(
-        fleet, scraper, served, watch, kv, builder, journal, pipeline, connections, shadows, driver, inspection, host
-    )
+    state = _state_file(config, pipeline, driver, clock, watch.metrics.registry)
+    parts = fleet, scraper, served, watch, kv, builder, journal, state
+    return Core(*parts, pipeline, connections, shadows, driver, inspection, host)
+
+
+def _state_file(
+    config: Config, pipeline: Pipeline, driver: Driver, clock: Clock, registry: Registry
+) -> StateFile | None:
+    """`None` = none is kept."""
+    path = config.state.path(config.journal)
+    if not path:
+        return None
+    state = StateFile(Path(path), config.state, pipeline, build_hasher(config), driver.feed, clock.time)
+    show_state(registry, state.counts)
+    return state
 
 
 def _observers(

@@ -22,6 +22,7 @@ from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
 from fairlead.server.observe.log import get
+from fairlead.server.state import StateCounts
 
 log = get("gateway")
 
@@ -401,3 +402,22 @@ def show_journal(registry: Registry, counts: Counts) -> None:
     registry.show("fairlead_journal_segments_total", "Segments that were begun.", segments)
     registry.show("fairlead_journal_errors_total", "Failures of the journal's disk.", errors)
     registry.show("fairlead_journal_size_bytes", "Bytes of all segments in the journal's directory.", size)
+
+
+# The same of the file with what was learned.
+
+
+def show_state(registry: Registry, counts: StateCounts) -> None:
+    written, errors, size, restored = counters(), counters(), gauges(), gauges()
+
+    def refresh() -> None:
+        written.child().value = counts.written
+        errors.child().value = counts.errors
+        size.child().value = counts.bytes
+        restored.child().value = counts.prefixes
+
+    registry.before(refresh)
+    registry.show("fairlead_state_writes_total", "Times that the state file was written.", written)
+    registry.show("fairlead_state_errors_total", "Times that the state file could not be written.", errors)
+    registry.show("fairlead_state_size_bytes", "Bytes of the state file.", size)
+    registry.show("fairlead_state_restored_prefixes", "Blocks of prompts that the state file gave back.", restored)

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fairlead.compat.load import load
 from fairlead.compat.recorded import changed, record, restore
 from fairlead.core.errors import ConfigError
-from fairlead.core.events import Reconfigured
+from fairlead.core.events import Reconfigured, Restored
+from fairlead.core.learned import Part
 from fairlead.core.records import DecisionRecord
+from fairlead.core.state import taken
 from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs
 from fairlead.lab.simulator.replay import replay
 from fairlead.lab.simulator.replay_change import compare
@@ -47,6 +49,28 @@ def test_the_hash_is_that_of_the_decisions(recorded: Any) -> None:
     assert another.replayed.hash != first.replayed.hash
     assert not another.identical
     assert another.different
+
+
+@pytest.mark.parametrize("flow", ["", "\nflowControl: {ttl: 20s}"])
+def test_a_run_that_began_with_what_another_had_learned_is_replayed(
+    flow: str, record_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    before = record_run(tmp_path / "before", "policy: default" + flow, rate=20.0, seconds=5.0).simulation
+    parts = list(taken(before.pipeline.fleet, before.pipeline.tokens, before.kernel.now, 1 << 20))
+    assert {type(part) for part in parts} == set(get_args(Part))
+
+    def restore(simulation: Any) -> None:
+        for part in parts:
+            simulation.feed(Restored(part, 1.0))
+
+    cold = record_run(tmp_path / "cold", "policy: default" + flow, rate=20.0, seconds=5.0)
+    warm = record_run(tmp_path / "warm", "policy: default" + flow, rate=20.0, seconds=5.0, midway={6: restore})
+    result = replay(one_run(tmp_path / "warm"))
+    assert result.identical
+    assert result.exact
+    assert result.notes == []
+    first = [next(one for one in made.decisions if isinstance(one, DecisionRecord)) for made in (cold, warm)]
+    assert [one.hit_tokens > 0 for one in first] == [False, True]
 
 
 def test_other_chance_gives_other_decisions(recorded: Any, tmp_path: Path) -> None:

@@ -1,0 +1,274 @@
+"""The file with what was learned: read when the scheduler starts, written every now and then and at the end.
+
+    file = b"fairlead state\\n" block*        a block is one part (`fairlead.core.state`) under a checksum
+
+Rules
+* A restart must not fail for it, nor a request wait. What cannot be read or written is a note in the log; the scheduler
+  goes on without.
+* Parts are taken down and given back one at a time, with others served in between. A thread writes them.
+* A new file takes the old one's place when it is whole and on the disk. So whoever is killed leaves the one before.
+* One process writes: it holds a lock that ends with it. Others read, and write once that has ended.
+* An endpoint's parts wait here until it joins. They are dropped when they have grown too old.
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fairlead.config.schema import StateSettings
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import Event, Restored
+from fairlead.core.learned import Common, EndpointLearned, Part, PrefixesLearned
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
+from fairlead.server.files import lock, write_whole
+from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
+from fairlead.server.observe.log import get
+
+log = get("state")
+
+MAGIC = b"fairlead state\n"
+#: Of the time between two files, taking one down and encoding it may use this share.
+_BUSY = 0.02
+#: This part of the largest file is kept for other things than prefixes.
+_SPARED = 4
+_HELD = "another scheduler writes there; give each a file of its own"
+
+
+class Stored(Struct):
+    """What a file says. `problems`: in words, what of it cannot be used."""
+
+    head: Head | None = None
+    common: Common | None = None
+    #: By endpoint, its parts in order.
+    endpoints: dict[str, list[Part]] = {}
+    problems: list[str] = []
+
+
+def read_state(path: Path, cut: ChainHasher, max_bytes: int) -> Stored:
+    """Never raises for what a file says or that it cannot be read. `cut`: prefixes that were cut otherwise are left
+    out. A file that is not there is no problem."""
+    stored = Stored()
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        return stored
+    except OSError as error:
+        stored.problems.append(f"it cannot be read: {error.strerror or error}")
+        return stored
+    if not data.startswith(MAGIC):
+        stored.problems.append("it is no state file")
+    elif len(data) > max_bytes:
+        stored.problems.append("it is larger than maxBytes")
+    else:
+        _understand(data[len(MAGIC) :], stored, cut)
+    return stored
+
+
+def _understand(data: bytes, stored: Stored, cut: ChainHasher) -> None:
+    damaged = unreadable = 0
+    for entry in blocks(data):
+        if isinstance(entry, Damage):
+            damaged += entry.size
+            continue
+        try:
+            part = decode(entry[1])
+        except ValueError:
+            unreadable += 1
+            continue
+        if isinstance(part, Head):
+            stored.head = part
+            if part.version != VERSION:
+                stored.head = None
+                stored.problems.append(f"it has version {part.version}; this program knows {VERSION}")
+                return
+        elif stored.head is None:
+            unreadable += 1
+        elif isinstance(part, Common):
+            stored.common = part
+        elif not isinstance(part, PrefixesLearned) or (stored.head.finest, stored.head.growth) == (
+            cut.finest,
+            cut.growth,
+        ):
+            stored.endpoints.setdefault(part.endpoint_id, []).append(part)
+    if stored.head is None:
+        stored.problems.append("it has no beginning")
+    elif (stored.head.finest, stored.head.growth) != (cut.finest, cut.growth):
+        stored.problems.append("its prefixes are left out: prompts were cut into blocks of another size")
+    if damaged:
+        stored.problems.append(f"{damaged} damaged bytes are left out")
+    if unreadable:
+        stored.problems.append(f"{unreadable} of its parts cannot be read")
+
+
+class StateCounts(Struct):
+    """Since the start."""
+
+    written: int = 0
+    errors: int = 0
+    #: Bytes of the newest file.
+    bytes: int = 0
+    #: Blocks of prompts that were given back, of so many endpoints.
+    prefixes: int = 0
+    endpoints: int = 0
+
+
+class StateFile:
+    """`start`, tell it of endpoints that come, `close`. All calls happen on the event loop's thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: StateSettings,
+        pipeline: Pipeline,
+        cut: ChainHasher,
+        feed: Callable[[Event], object],
+        now: Callable[[], float],
+    ) -> None:
+        """`now`: clock seconds, as the pipeline has them."""
+        self._path = path
+        self._settings = settings
+        self._fleet = pipeline.fleet
+        self._tokens = pipeline.tokens
+        self._cut = cut
+        self._feed = feed
+        self._now = now
+        self._stored = Stored()
+        self._joined: deque[str] = deque()
+        self._restoring: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._lock = -1
+        self.counts = StateCounts()
+        #: Why the file cannot be written; empty = it can.
+        self.problem = ""
+        #: What was given back, for people; empty = nothing.
+        self.note = ""
+
+    async def start(self) -> None:
+        """Read the file, and give back what is not of single endpoints."""
+        self._stored = stored = await asyncio.to_thread(read_state, self._path, self._cut, self._settings.max_bytes)
+        for problem in stored.problems:
+            log.warning("what was learned before is not all used", file=str(self._path), problem=problem)
+        if self._age() > self._settings.max_age:
+            age = f"it is {self._age():.0f} s old, and state.maxAge is {self._settings.max_age:.0f} s"
+            log.warning("what endpoints had in their caches is not used", file=str(self._path), problem=age)
+        if stored.common is not None:
+            self._feed(Restored(stored.common, self._age()))
+        self._writing = asyncio.create_task(self._write_on())
+
+    def joined(self, endpoint: Endpoint) -> None:
+        """It is in the pool now: it may be given back what was known of it."""
+        if endpoint.id in self._stored.endpoints:
+            self._joined.append(endpoint.id)
+            if self._restoring is None or self._restoring.done():
+                self._restoring = asyncio.create_task(self._restore())
+
+    async def settled(self) -> None:
+        """Wait until all endpoints that joined have what was known of them."""
+        if self._restoring is not None:
+            await self._restoring
+
+    async def close(self) -> None:
+        """Write a last time, and end."""
+        for task in (self._restoring, self._writing):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        await self._write()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # ---- given back ----
+
+    def _age(self) -> float:
+        head = self._stored.head
+        return max(time.time() - head.taken_at, 0.0) if head is not None else 0.0
+
+    def _known(self, endpoint_id: str) -> tuple[list[Part], float]:
+        """The parts of an endpoint that is away, and how old they are; none that are too old."""
+        parts = self._stored.endpoints[endpoint_id]
+        first = parts[0]
+        age_s = self._age() + (first.age_s if isinstance(first, EndpointLearned) else 0.0)
+        return (parts if age_s <= self._settings.max_age else []), age_s
+
+    async def _restore(self) -> None:
+        counts, table, age_s = self.counts, self._fleet.prefix, self._age()
+        while self._joined:
+            endpoint_id = self._joined.popleft()
+            if endpoint_id not in self._stored.endpoints:
+                continue
+            parts, age_s = self._known(endpoint_id)
+            before = table.entries
+            for part in parts:
+                self._feed(Restored(part, age_s))
+                await asyncio.sleep(0)
+            del self._stored.endpoints[endpoint_id]
+            counts.prefixes += max(table.entries - before, 0)
+            counts.endpoints += table.entries > before
+        common = self._stored.common
+        speeds = len(common.forecasts.speeds.classes) if common is not None else 0
+        self.note = (
+            f"restored {counts.prefixes} prefixes for {counts.endpoints} endpoints, "
+            f"learned speeds of {speeds} engine class{'' if speeds == 1 else 'es'}, {age_s:.0f} s old"
+        )
+        log.info(self.note, file=str(self._path))
+
+    # ---- written ----
+
+    async def _write_on(self) -> None:
+        pause_s = self._settings.interval
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = max(self._settings.interval, await self._write() / _BUSY)
+
+    def _parts(self) -> Iterator[Head | Part]:
+        yield Head(VERSION, time.time(), self._cut.finest, self._cut.growth)
+        most_blocks = (self._settings.max_bytes - self._settings.max_bytes // _SPARED) // BLOCK_BYTES
+        yield from taken(self._fleet, self._tokens, self._now(), most_blocks)
+        for endpoint_id in list(self._stored.endpoints):
+            parts, age_s = self._known(endpoint_id)
+            if not parts:
+                del self._stored.endpoints[endpoint_id]
+            for part in parts:
+                yield replace(part, age_s=age_s) if isinstance(part, EndpointLearned) else part
+
+    async def _write(self) -> float:
+        """Returns the seconds of the event loop that it took."""
+        encoded, size, worked_s = list[bytes](), len(MAGIC), 0.0
+        parts = self._parts()
+        while True:
+            started = time.perf_counter()
+            part = next(parts, None)
+            if part is None:
+                break
+            content = encode(part)
+            if size + OVERHEAD + len(content) <= self._settings.max_bytes:
+                size += OVERHEAD + len(content)
+                encoded.append(content)
+            worked_s += time.perf_counter() - started
+            await asyncio.sleep(0)
+        try:
+            self.counts.bytes = await asyncio.to_thread(self._store, encoded)
+            self.counts.written += 1
+            self.problem = ""
+        except OSError as error:
+            self.counts.errors += 1
+            self.problem = f"{self._path} cannot be written, and a restart forgets: {error.strerror or error}"
+        return worked_s
+
+    def _store(self, encoded: list[bytes]) -> int:
+        if self._lock < 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = lock(self._path.with_name(self._path.name + ".lock"), _HELD)
+        return write_whole(self._path, (MAGIC, *(block(content, pack=False) for content in encoded)))
