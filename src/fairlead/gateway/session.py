@@ -25,6 +25,8 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
   An answer that is not streamed is left at the pick: its first byte comes when all is done.
 * A response that comes before the pick is a local reply: the gateway or one of its filters refused the request, often
   before it showed us any of it. It goes through unchanged, and the request is given up.
+* Who served is believed of the gateway's metadata (`Incoming.served`), which neither clients nor model servers can
+  set: if that is not who was picked, the lease moves.
 * A request whose model has another name at its endpoint leaves with another body, and its response is followed to its
   end, to map the name back (`response.Renaming`).
 * Whoever leaves last releases the lease: the access log if wired, else this session. What the log cannot tell see
@@ -115,11 +117,14 @@ class Session:
     _chunks: int
     # While knowledge is asked for.
     _reading: Reading
-    # From the pick on. `_fallback`: who has the request if its endpoint does not answer, an address or empty.
-    # `_renaming`: the response is going to be changed.
+    # From the pick on. `_picked`: an address. `_fallback`: who has the request if that one does not answer, an address
+    # or empty. `_renaming`: the response is going to be changed.
+    _picked: str
     _fallback: str
     _renaming: Renaming | None = None
     _watch: ResponseWatch
+    # Who answers instead, as the response's headers say; empty = who was picked, or not told.
+    _moved_to = ""
 
     def __init__(self, host: Host, stream: ServerStream, metadata: Mapping[str, str]) -> None:
         self._host = host
@@ -361,7 +366,7 @@ class Session:
             if self._body:
                 self._body = b""
                 self._stream.hold(0)
-            self._fallback = route.fallback
+            self._picked, self._fallback = route.endpoint.address, route.fallback
             self._watch = ResponseWatch(request)
 
     def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
@@ -407,11 +412,15 @@ class Session:
         headers, ended = message.headers()
         self._state = SessionState.ANSWERING
         self._watch.headers(headers)
+        served = message.served()
+        if served and served != self._picked:
+            self._moved_to = served
         if self._renaming is not None:
             answer = self._renaming.headers(headers)
+        elif served and self._host.tells_served:
+            answer = client_is_told(served)
         else:
-            served = message.served() if self._host.tells_served else ""
-            answer = client_is_told(served) if served else CONTINUE[Kind.RESPONSE_HEADERS]
+            answer = CONTINUE[Kind.RESPONSE_HEADERS]
         self._stream.send(answer)
         if ended or self._mode.response is BodyMode.NONE:
             self._end()
@@ -425,6 +434,8 @@ class Session:
             if answered_by is not None and self._fallback:
                 host.driver.feed(RequestMoved(self._request.id, answered_by or self._fallback))
         first = watch.chunk(chunk, host.now)
+        if first and self._moved_to:
+            host.driver.feed(RequestMoved(self._request.id, self._moved_to))
         if first:
             host.driver.feed(FirstTokenSeen(self._request.id))
         if self._renaming is not None:

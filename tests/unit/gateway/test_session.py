@@ -341,6 +341,33 @@ def test_after_a_hang_nobody_leaves_at_the_pick_because_the_gateway_may_have_giv
     assert pick()[0].status == 0
 
 
+@pytest.mark.parametrize(
+    ("served", "source", "inflight"),
+    [
+        ("10.0.0.1:80", "metadata", [0, 1]),
+        ("10.0.0.0:80", "metadata", [1, 0]),
+        ("10.9.9.9:80", "metadata", [1, 0]),  # nobody we know
+        ("10.0.0.1:80", "header", [1, 0]),  # a model server says it
+    ],
+)
+def test_the_lease_moves_to_who_served_as_the_gateway_says(rig, served, source, inflight):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    message = rig.pb.ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=b"200")
+    if source == "metadata":
+        message.metadata_context.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": served})
+    else:
+        name = "x-gateway-destination-endpoint-served"
+        message.response_headers.headers.headers.add(key=name, raw_value=served.encode())
+    session.on_message(message.SerializeToString())
+    rig.chunk(session, b"data: {}\n\n")
+    assert list(rig.fleet.table.inflight[:2]) == inflight
+    rig.chunk(session, b"data: {}\n\n", eos=True)
+    assert (wire.status, rig.leases()) == (0, 0)
+
+
 def test_without_response_headers_the_status_is_an_attribute(rig):
     wire, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session)
