@@ -19,7 +19,7 @@ from gw_site import CHAT, FOREIGN, GET, Site, post, site
 from picker_client import Picker
 from protocol_cases import ALL, BUSY, EMPTY, Case
 
-from fairlead.cli.epp import _self_signed
+from fairlead.cli.epp import self_signed
 
 TRANSPORTS = ("http2", "grpc-aio")
 #: Nobody listens there: the cases play the gateway, and no request is sent on.
@@ -56,7 +56,7 @@ async def _picker(
     ext_proc: dict[str, Any] = {"transport": transport}
     ca = b""
     if secure:
-        ext_proc["tls"] = {"certDir": _self_signed(directory)}
+        ext_proc["tls"] = {"certDir": self_signed(directory)}
         ca = (directory / "tls.crt").read_bytes()
     async with running({**config, "policy": "round-robin", "extProc": ext_proc}, directory) as (live, _):
         yield Picker.at(

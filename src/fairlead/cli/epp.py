@@ -40,14 +40,14 @@ def epp(
     The image runs this when its first argument is a flag. What has no effect here is named in the log. The flags count
     before the configuration.
     """
-    from fairlead.cli.serve import _serve
+    from fairlead.cli.serve import serve_file
     from fairlead.compat.command_line import parse, without_effect
 
     given = parse(flags or ())
     with tempfile.TemporaryDirectory(prefix="fairlead-epp-") as directory:
         base = Path(directory)
         values = configured(given, base)
-        _serve(_configuration(given, base), values, notes=list(without_effect(given)))
+        serve_file(_configuration(given, base), values, notes=list(without_effect(given)))
 
 
 def _configuration(given: Mapping[str, str], directory: Path) -> Path:
@@ -91,7 +91,7 @@ def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
     if given.get("metrics-cert-dir"):
         values["admin"]["tls"] = {"certDir": given["metrics-cert-dir"]}
     if given.get("secure-serving") != "false":
-        values["extProc"]["tls"] = {"certDir": given.get("cert-path") or _self_signed(directory)}
+        values["extProc"]["tls"] = {"certDir": given.get("cert-path") or self_signed(directory)}
     values["log"] = _log(given)
     if given.get("tracing") == "false":
         values["tracing"] = {"endpoint": ""}
@@ -119,7 +119,7 @@ def _add_metrics(given: Mapping[str, str], values: dict[str, Any]) -> None:
         values["metrics"] = metrics
 
 
-def _self_signed(directory: Path) -> str:
+def self_signed(directory: Path) -> str:
     """A certificate that nobody vouches for, as the reference makes one: its gateways do not verify it."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     command += ["-days", "3650", "-subj", "/O=Fairlead", "-addext", "subjectAltName=DNS:localhost"]

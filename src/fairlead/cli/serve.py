@@ -112,10 +112,10 @@ def serve(
             leader_election=ha_enable_leader_election,
             ports={"extProc.port": grpc_port, "extProc.healthPort": grpc_health_port, "admin.port": metrics_port},
         )
-    _serve(file, flags, scheduler_only, gateway_admin, gateway_pool)
+    serve_file(file, flags, scheduler_only, gateway_admin, gateway_pool)
 
 
-def _serve(
+def serve_file(
     file: Path,
     flags: Mapping[str, Any],
     scheduler_only: bool = False,

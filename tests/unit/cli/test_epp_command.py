@@ -108,7 +108,7 @@ def test_a_configuration_as_text_is_served(monkeypatch: pytest.MonkeyPatch) -> N
     def remember(file: Path, flags: dict[str, object], notes: list[tuple[str, str]]) -> None:
         served.append((load(file, flags=flags), [flag for flag, _ in notes]))
 
-    monkeypatch.setattr("fairlead.cli.serve._serve", remember)
+    monkeypatch.setattr("fairlead.cli.serve.serve_file", remember)
     command.epp(["--config-text", ENDPOINTS, "--secure-serving=false"])
     ((config, notes),) = served
     assert [listed.endpoint.address for listed in config.endpoints.static] == ["10.0.0.1:80"]
