@@ -21,11 +21,14 @@ RUN /opt/fairlead/bin/python -m compileall -q /opt/fairlead/lib
 
 FROM ${BASE}
 COPY --from=build /opt/fairlead /opt/fairlead
+COPY deploy/entrypoint.sh /opt/fairlead/bin/entrypoint
+# Makes the certificate of `fairlead epp` where none is given.
+RUN openssl version
 ENV PATH=/opt/fairlead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN useradd --system --uid 65532 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin fairlead
 USER 65532:65532
 WORKDIR /tmp
 # Gateway, endpoint picker, its health, metrics.
 EXPOSE 8080 9002 9003 9090
-ENTRYPOINT ["fairlead"]
+ENTRYPOINT ["/opt/fairlead/bin/entrypoint"]
 CMD ["--help"]

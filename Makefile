@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos lock dist sbom audit states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos conformance lock dist sbom audit states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -101,6 +101,9 @@ soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by b
 
 chaos: $(VENV)/.dev ## kills, starvation and attacks at 200 requests a second, against bounds: a table, and out/chaos.json (half an hour); CHAOS="-k uploads" for some
 	FAIRLEAD_CHAOS=full FAIRLEAD_CHAOS_JSON=out/chaos.json $(BIN)/python -m pytest tests/chaos -q --ignore tests/chaos/test_soak.py $(CHAOS)
+
+conformance: $(VENV)/.dev ## each MUST of the endpoint picker protocol as a table: Fairlead's in both transports and behind Envoy; PICKER="HOST:PORT ..." for another one
+	$(BIN)/python tests/conformance/check_picker.py $(PICKER)
 
 soak-hours: $(VENV)/.dev ## HOURS (default 8) of traffic: memory, descriptors, series and leases must not grow; a table, and out/soak.json
 	FAIRLEAD_SOAK_HOURS=$(or $(HOURS),8) FAIRLEAD_SOAK_JSON=out/soak.json $(BIN)/python -m pytest tests/chaos/test_soak.py -q -o faulthandler_timeout=0

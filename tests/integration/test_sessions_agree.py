@@ -11,6 +11,7 @@ Rules
 """
 
 import asyncio
+import itertools
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,7 +23,7 @@ from typing import Self
 
 import pytest
 from ext_proc_player import Heard, Player, hang_up
-from ext_proc_streams import WIDE, Generator, Stream, recorded
+from ext_proc_streams import FULL_DUPLEX, MODES, NONE, WIDE, Generator, Stream, recorded
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointUp, ModelsChanged
@@ -195,6 +196,23 @@ async def test_generated_streams_are_answered_alike(pb: ModuleType, log: bool) -
     assert statuses.keys() == {OK, INVALID_ARGUMENT}
     assert min(statuses.values()) > STREAMS / 20
     assert len(kinds) == 7 and min(kinds.values()) >= 5, "every answer there is"
+
+
+async def test_responses_of_the_gateway_itself_are_answered_alike(pb: ModuleType) -> None:
+    """Before it has shown any of the request, and before the request is complete."""
+    async with sides(log=False) as pair:
+        for request, response, seen in itertools.product(MODES, MODES, (False, True)):
+            if seen and request == NONE:  # the choice is made then
+                continue
+            own, reference = await both(pair, Generator(pb, 0).refused((request, response, True), seen))
+            assert own == reference, (request, response, seen)
+            told = [pb.ProcessingResponse.FromString(each) for each in answers(own)]
+            kinds = [each.WhichOneof("response") for each in told if each.WhichOneof("response") != "request_headers"]
+            assert own.status == OK and kinds[0] == "response_headers", (request, response, seen)
+            if response == FULL_DUPLEX:
+                assert told[-1].response_body.response.body_mutation.streamed_response.body == b"request timeout"
+            assert len(kinds) == (2 if response == FULL_DUPLEX else 1)
+        assert not pair[0].leases
 
 
 @LOGS

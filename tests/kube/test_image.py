@@ -84,7 +84,7 @@ def as_user(image: Path, *arguments: str, **options: Any) -> "subprocess.Popen[s
 
 def test_the_last_stage_is_slim_and_not_root() -> None:
     last = stages()[-1]
-    assert "USER 65532:65532" in last and 'ENTRYPOINT ["fairlead"]' in last
+    assert "USER 65532:65532" in last and 'ENTRYPOINT ["/opt/fairlead/bin/entrypoint"]' in last
     assert not [line for line in last if "pip" in line or "apt" in line]
 
 

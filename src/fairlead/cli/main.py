@@ -28,12 +28,15 @@ class Command(Struct, frozen=True):
     module: str
     function: str
     help: str
+    #: It reads its flags by itself.
+    raw: bool = False
 
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
         "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
     ),
+    "epp": Command("fairlead.cli.epp", "epp", "Serve by the reference picker's command line.", raw=True),
     "indexer": Command("fairlead.cli.indexer", "indexer", "The prefix index alone, asked over HTTP."),
     "validate": Command("fairlead.cli.config", "validate", "Check a configuration and print every problem."),
     "doctor": Command("fairlead.cli.doctor", "doctor", "Find out what is wrong with an installation."),
@@ -92,7 +95,8 @@ def load_command(name: str, command: Command) -> Any:
     if function is None:
         raise CommandError(f"the command '{name}' is broken: {command.module} has no {command.function}")
     single = typer.Typer(add_completion=False)
-    single.command(name=name, help=command.help if not function.__doc__ else None)(function)
+    settings = {"ignore_unknown_options": True} if command.raw else None
+    single.command(name=name, help=command.help if not function.__doc__ else None, context_settings=settings)(function)
     return typer.main.get_command(single)
 
 

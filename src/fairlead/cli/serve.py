@@ -1,6 +1,6 @@
 """Flags of `fairlead serve` that users of the reference picker know, as values of the configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,20 +112,30 @@ def serve(
             leader_election=ha_enable_leader_election,
             ports={"extProc.port": grpc_port, "extProc.healthPort": grpc_health_port, "admin.port": metrics_port},
         )
-    _serve(file, flags, scheduler_only, gateway_admin, gateway_pool)
+    serve_file(file, flags, scheduler_only, gateway_admin, gateway_pool)
 
 
-def _serve(file: Path, flags: Mapping[str, Any], scheduler_only: bool, gateway_admin: str, gateway_pool: str) -> None:
+def serve_file(
+    file: Path,
+    flags: Mapping[str, Any],
+    scheduler_only: bool = False,
+    gateway_admin: str = "",
+    gateway_pool: str = "",
+    notes: Sequence[tuple[str, str]] = (),
+) -> None:
+    """`notes`: flags without an effect, and why."""
     import asyncio
     import gc
 
     # Of a thousand modules that are imported nothing becomes garbage; looking for it takes a tenth of the start.
     gc.disable()
     from fairlead.compat.load import load
-    from fairlead.server.observe.log import setup
+    from fairlead.server.observe.log import get, setup
 
     config = load(file, flags=flags)
     setup(config.log.level, config.log.format)
+    for flag, why in notes:
+        get("serve").warning("a flag has no effect here", flag=flag, why=why)
     if config.gateway.mode == "embedded" and not scheduler_only:
         from fairlead.server.embedded import serve_embedded
 

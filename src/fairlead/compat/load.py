@@ -50,6 +50,8 @@ CHART = "inferenceExtension"
 CUSTOM = "pluginsCustomConfig"
 FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", CHART)
 
+#: Where the reference listens; it has no gateway of its own.
+_LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
 #: What may stand beside the fields of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")
 _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
@@ -305,7 +307,11 @@ class _Assembly:
                 self._report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
                 return None
             node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` for `gateway: {mode: none}`
-        said = self._translation.settings.values.get(key) if self._translation else None
+        said = (
+            {**_LISTENS.get(key, {}), **self._translation.settings.values.get(key, {})} if self._translation else None
+        )
+        if key == "gateway" and node:
+            said = None
         if said and (node is None or isinstance(node, dict)):
             node = {**said, **(node or {})}
         if node is None or node == {}:

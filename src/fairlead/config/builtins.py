@@ -216,7 +216,7 @@ FILTERS: tuple[Entry, ...] = (
 
 SCORERS: tuple[Entry, ...] = (
     {"type": "prefix-aware", "weight": 100, "hashBlockSize": 64},
-    {"type": "load-aware", "weight": 50},
+    {"type": "load-aware", "weight": 50, "queueWeightFactor": 0.7, "activeRequestsWeight": 0.3},
     {"type": "kv-utilization", "weight": 100},
     {"type": "inflight-tokens", "weight": 100},
     {"type": "lora-aware", "weight": 100},

@@ -69,13 +69,13 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RequestMoved(Struct, frozen=True, gc=False):
-    """The gateway sent the request to the fallback endpoint (`Route.fallback`) as well: the chosen one could not be
-    reached, broke off before a byte of an answer, or was overdue.
+    """The gateway sent the request to another endpoint as well, mostly the fallback (`Route.fallback`): the chosen one
+    could not be reached, broke off before a byte of an answer, or was overdue.
 
     Fed when a response comes, or at the end; before `ResponseEnded` in any case."""
 
     request_id: int
-    #: Of the endpoint that answers: the fallback endpoint, or after all the chosen one.
+    #: Of the endpoint that answers: another one, or after all the chosen one.
     address: str
 
 

@@ -1,8 +1,8 @@
 """gRPC health checking, version 1 (grpc/doc/health-checking.md): `Check` and `Watch` over the transports' contract.
 
-Services: `liveness` is SERVING as long as the process answers; `readiness`, the empty name and the ext_proc service
-follow `set_ready`; `warm` is SERVING also on a standby that could take over. Others are unknown: `Check` ends with
-NOT_FOUND, `Watch` says SERVICE_UNKNOWN and stays open.
+Services: `liveness` is SERVING as long as the process answers; `readiness`, the empty name, the ext_proc service and
+`inference-extension`, which the reference's chart probes, follow `set_ready`; `warm` is SERVING also on a standby that
+could take over. Others are unknown: `Check` ends with NOT_FOUND, `Watch` says SERVICE_UNKNOWN and stays open.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 LIVENESS = "liveness"
 READINESS = "readiness"
 WARM = "warm"
+REFERENCE = "inference-extension"
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
@@ -81,7 +82,7 @@ class HealthService:
     def status(self, service: str) -> ServingStatus:
         if service == LIVENESS:
             return ServingStatus.SERVING
-        if service in ("", READINESS, EXT_PROC):
+        if service in ("", READINESS, EXT_PROC, REFERENCE):
             return ServingStatus.SERVING if self._ready else ServingStatus.NOT_SERVING
         if service == WARM:
             return ServingStatus.SERVING if self._warm else ServingStatus.NOT_SERVING

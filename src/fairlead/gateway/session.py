@@ -1,6 +1,7 @@
 """One ext_proc stream = one HTTP request: collects it, has it scheduled, answers the gateway, leaves when it is safe.
 
     opened → collecting → (asking knowledge) → waiting → routed → answering → closed
+    before there is a pick: → local reply → closed
 
 Rules (Envoy 1.40; docs/gateway.md has the measurements)
 * `_LEGAL` has the messages that may come in each state; any other breaks the stream. Every state can become `closed`.
@@ -22,6 +23,10 @@ Rules (Envoy 1.40; docs/gateway.md has the measurements)
 * Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
   the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
   An answer that is not streamed is left at the pick: its first byte comes when all is done.
+* A response that comes before the pick is a local reply: the gateway or one of its filters refused the request, often
+  before it showed us any of it. It goes through unchanged, and the request is given up.
+* Who served is believed of the gateway's metadata (`Incoming.served`), which neither clients nor model servers can
+  set: if that is not who was picked, the lease moves.
 * A request whose model has another name at its endpoint leaves with another body, and its response is followed to its
   end, to map the name back (`response.Renaming`).
 * Whoever leaves last releases the lease: the access log if wired, else this session. What the log cannot tell see
@@ -76,8 +81,10 @@ class SessionState(IntEnum):
     ROUTED = 4
     #: Some of the response was seen.
     ANSWERING = 5
+    #: A response comes although there was no pick.
+    LOCAL_REPLY = 6
     #: The last answer was given, or the stream is gone.
-    CLOSED = 6
+    CLOSED = 7
 
 
 class RequestEnd(IntEnum):
@@ -110,11 +117,14 @@ class Session:
     _chunks: int
     # While knowledge is asked for.
     _reading: Reading
-    # From the pick on. `_fallback`: who has the request if its endpoint does not answer, an address or empty.
-    # `_renaming`: the response is going to be changed.
+    # From the pick on. `_picked`: an address. `_fallback`: who has the request if that one does not answer, an address
+    # or empty. `_renaming`: the response is going to be changed.
+    _picked: str
     _fallback: str
     _renaming: Renaming | None = None
     _watch: ResponseWatch
+    # Who answers instead, as the response's headers say; empty = who was picked, or not told.
+    _moved_to = ""
 
     def __init__(self, host: Host, stream: ServerStream, metadata: Mapping[str, str]) -> None:
         self._host = host
@@ -302,7 +312,7 @@ class Session:
             self._stream.send(ext_proc.message_timeout(seconds))  # under full duplex Envoy has no time limit
 
     def reject(self, reject: Reject) -> None:
-        if self._state is not SessionState.CLOSED:
+        if self._state < SessionState.LOCAL_REPLY:
             self._answer(refusal(reject))
 
     def connected(self) -> bool:
@@ -356,7 +366,7 @@ class Session:
             if self._body:
                 self._body = b""
                 self._stream.hold(0)
-            self._fallback = route.fallback
+            self._picked, self._fallback = route.endpoint.address, route.fallback
             self._watch = ResponseWatch(request)
 
     def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
@@ -402,11 +412,15 @@ class Session:
         headers, ended = message.headers()
         self._state = SessionState.ANSWERING
         self._watch.headers(headers)
+        served = message.served()
+        if served and served != self._picked:
+            self._moved_to = served
         if self._renaming is not None:
             answer = self._renaming.headers(headers)
+        elif served and self._host.tells_served:
+            answer = client_is_told(served)
         else:
-            served = message.served() if self._host.tells_served else ""
-            answer = client_is_told(served) if served else CONTINUE[Kind.RESPONSE_HEADERS]
+            answer = CONTINUE[Kind.RESPONSE_HEADERS]
         self._stream.send(answer)
         if ended or self._mode.response is BodyMode.NONE:
             self._end()
@@ -420,6 +434,8 @@ class Session:
             if answered_by is not None and self._fallback:
                 host.driver.feed(RequestMoved(self._request.id, answered_by or self._fallback))
         first = watch.chunk(chunk, host.now)
+        if first and self._moved_to:
+            host.driver.feed(RequestMoved(self._request.id, self._moved_to))
         if first:
             host.driver.feed(FirstTokenSeen(self._request.id))
         if self._renaming is not None:
@@ -451,6 +467,26 @@ class Session:
         elif usage is not None:
             host.driver.feed(UsageReported(request.id, usage))
         self._leave()
+
+    def _on_local_reply(self, message: Incoming) -> None:
+        if self._state is not SessionState.LOCAL_REPLY:
+            self.on_lost("")
+            self._stream.hold(0)
+            self._state = SessionState.LOCAL_REPLY
+        full_duplex, ended = self._mode.response is BodyMode.FULL_DUPLEX, True
+        if message.kind is Kind.RESPONSE_HEADERS:
+            _, ended = message.headers()
+        elif message.kind is Kind.RESPONSE_BODY:
+            _, ended = message.body()
+        if message.kind is Kind.RESPONSE_BODY and full_duplex:
+            self._stream.send(*ext_proc.echo(message))
+        else:
+            self._stream.send(CONTINUE[message.kind])
+        if ended or not full_duplex:
+            self._leave()
+
+    def _on_given_up(self, message: Incoming) -> None:
+        """Of a request that was answered by a local reply: nobody waits for an answer to it."""
 
     # ---- the end ----
 
@@ -525,13 +561,20 @@ _RESPONSE: _Handlers = {
     Kind.RESPONSE_TRAILERS: Session._on_response_trailers,
 }
 
+_REPLY: _Handlers = {
+    Kind.RESPONSE_BODY: Session._on_local_reply,
+    Kind.RESPONSE_TRAILERS: Session._on_local_reply,
+}
+_LOCAL_REPLY: _Handlers = {Kind.RESPONSE_HEADERS: Session._on_local_reply, **_REPLY}
+
 #: What may come in each state, and who takes it. A gateway may be told to send no headers: then the body comes first.
 _LEGAL: tuple[_Handlers, ...] = (
-    {Kind.REQUEST_HEADERS: Session._on_request_headers, **_REQUEST},  # OPENED
-    _REQUEST,  # COLLECTING
-    _LATE,  # ASKING_KNOWLEDGE
-    _LATE,  # WAITING
+    {Kind.REQUEST_HEADERS: Session._on_request_headers, **_REQUEST, **_LOCAL_REPLY},  # OPENED
+    {**_REQUEST, **_LOCAL_REPLY},  # COLLECTING
+    {**_LATE, **_LOCAL_REPLY},  # ASKING_KNOWLEDGE
+    {**_LATE, **_LOCAL_REPLY},  # WAITING
     {Kind.RESPONSE_HEADERS: Session._on_response_headers, **_LATE, **_RESPONSE},  # ROUTED
     {**_LATE, **_RESPONSE},  # ANSWERING
+    {Kind.REQUEST_BODY: Session._on_given_up, Kind.REQUEST_TRAILERS: Session._on_given_up, **_REPLY},  # LOCAL_REPLY
     {},  # CLOSED
 )

@@ -18,6 +18,7 @@
 | failing open hides a dead scheduler | `scheduler`: it is counted |
 | repeated headers are overwritten, clients' control headers stay | `bodies`: headers; `routing`: steering |
 | the subset hint | `routing` |
+| a response without a request, or before its end | `local_replies` |
 
 Not here, because they do not concern us:
 * Answers above 64 KiB: Envoy 1.40 takes them. We cut all the same; `tests/unit/gateway/test_ext_proc.py`.

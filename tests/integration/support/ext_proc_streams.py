@@ -67,6 +67,17 @@ class Generator:
         self._break(messages)
         return Stream(metadata, messages, TINY if rng.random() < 0.2 else window(messages))
 
+    def refused(self, modes: tuple[int, int, bool], seen: bool) -> Stream:
+        """The gateway answers by itself. `seen`: it has shown the headers of the request."""
+        messages = [self._message("response_headers", [(":status", "408")])]
+        if seen:
+            messages.insert(0, self._message("request_headers", [(":method", "POST"), (":path", PATHS[0])]))
+        config = messages[0].protocol_config
+        config.request_body_mode, config.response_body_mode = modes[:2]
+        config.send_body_without_waiting_for_header_response = modes[2]
+        body = [self._body("response_body", b"request timeout", True)] if modes[1] else []
+        return Stream((), [*(message.SerializeToString() for message in messages), *body], WIDE)
+
     def _message(self, kind: str, fields: list[tuple[str, str]], end: bool = False) -> Any:
         message = self._pb.ProcessingRequest()
         part = getattr(message, kind)

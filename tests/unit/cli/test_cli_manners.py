@@ -15,6 +15,7 @@ from fairlead.cli.main import COMMANDS, load_command
 #: A command line that names a file which is not there. `None`: the command reads no file.
 UNKNOWN_FILE: dict[str, list[str] | None] = {
     "serve": ["serve", "nope.yaml"],
+    "epp": ["epp", "--config-file", "nope.yaml"],
     "indexer": ["indexer", "nope.yaml"],
     "validate": ["validate", "nope.yaml"],
     "config": ["config", "show", "nope.yaml"],

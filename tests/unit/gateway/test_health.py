@@ -43,7 +43,9 @@ def call(service: HealthService, path: str, request: bytes) -> tuple[Any, Stream
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
 
 
-@pytest.mark.parametrize("service", ["", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"])
+@pytest.mark.parametrize(
+    "service", ["", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor"]
+)
 def test_services_that_follow_readiness(service: str) -> None:
     made = HealthService()
     for ready, answer in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
@@ -72,9 +74,9 @@ def test_a_standby_is_warm_and_not_ready() -> None:
 
 def test_unknown_services() -> None:
     made = HealthService()
-    _, stream = call(made, health.CHECK, named("inference-extension"))
+    _, stream = call(made, health.CHECK, named("somebody"))
     assert stream.sent == [] and stream.ended is not None and stream.ended[0] == 5
-    _, stream = call(made, health.WATCH, named("inference-extension"))
+    _, stream = call(made, health.WATCH, named("somebody"))
     assert (stream.sent, stream.ended) == ([SERVICE_UNKNOWN], None)
     made.set_ready(True)
     assert stream.sent == [SERVICE_UNKNOWN]

@@ -139,20 +139,20 @@ class Rig:
         session.on_message(message.SerializeToString())
 
     def response_headers(self, session, status=200, eos=False, kind="text/event-stream"):
-        message = self.pb.ProcessingRequest()
+        message = self._message()
         message.response_headers.end_of_stream = eos
         for key, value in ((":status", str(status)), ("content-type", kind)):
             message.response_headers.headers.headers.add(key=key, raw_value=value.encode())
         session.on_message(message.SerializeToString())
 
     def chunk(self, session, body, eos=False):
-        message = self.pb.ProcessingRequest()
+        message = self._message()
         message.response_body.body, message.response_body.end_of_stream = body, eos
         message.response_body.SetInParent()
         session.on_message(message.SerializeToString())
 
     def trailers(self, session, request=True):
-        message = self.pb.ProcessingRequest()
+        message = self._message()
         (message.request_trailers if request else message.response_trailers).SetInParent()
         session.on_message(message.SerializeToString())
 
@@ -341,6 +341,33 @@ def test_after_a_hang_nobody_leaves_at_the_pick_because_the_gateway_may_have_giv
     assert pick()[0].status == 0
 
 
+@pytest.mark.parametrize(
+    ("served", "source", "inflight"),
+    [
+        ("10.0.0.1:80", "metadata", [0, 1]),
+        ("10.0.0.0:80", "metadata", [1, 0]),
+        ("10.9.9.9:80", "metadata", [1, 0]),  # nobody we know
+        ("10.0.0.1:80", "header", [1, 0]),  # a model server says it
+    ],
+)
+def test_the_lease_moves_to_who_served_as_the_gateway_says(rig, served, source, inflight):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    message = rig.pb.ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=b"200")
+    if source == "metadata":
+        message.metadata_context.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": served})
+    else:
+        name = "x-gateway-destination-endpoint-served"
+        message.response_headers.headers.headers.add(key=name, raw_value=served.encode())
+    session.on_message(message.SerializeToString())
+    rig.chunk(session, b"data: {}\n\n")
+    assert list(rig.fleet.table.inflight[:2]) == inflight
+    rig.chunk(session, b"data: {}\n\n", eos=True)
+    assert (wire.status, rig.leases()) == (0, 0)
+
+
 def test_without_response_headers_the_status_is_an_attribute(rig):
     wire, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session)
@@ -466,12 +493,6 @@ def test_nonsense_ends_the_stream_with_invalid_argument(rig):
     assert rig.leases() == 0
 
 
-def test_responses_before_a_request_are_refused(rig):
-    wire, session = rig.open(BUFFERED, STREAMED)
-    rig.response_headers(session)
-    assert wire.status == 3
-
-
 def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
     from fairlead.gateway.protobuf import field, number, string_struct
 
@@ -577,16 +598,13 @@ def test_nothing_follows_request_trailers(rig, second):
     assert (wire.status, rig.leases()) == (3, 0)
 
 
-def test_response_headers_come_once_and_trailers_not_before_the_request(rig):
+def test_response_headers_come_once(rig):
     wire, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session)
     rig.body(session)
     rig.response_headers(session)
     rig.response_headers(session)
     assert (wire.status, rig.leases()) == (3, 0)
-    wire, session = rig.open(BUFFERED, STREAMED)
-    rig.trailers(session, request=False)
-    assert (wire.status, wire.sent) == (3, [])
 
 
 @pytest.mark.parametrize("status", ["9" * 5000, "-1", "", "2e2", "٢٠٠"])
@@ -675,16 +693,18 @@ async def test_a_client_that_goes_while_its_prompt_is_read_is_never_scheduled(as
 
 #: The messages that may come, by state. Everything else breaks the stream.
 EARLY, LATE = {"headers", "body", "trailers"}, {"body", "trailers"}
+RESPONSE = {"response_headers", "chunk", "response_trailers"}
 LEGAL = {
-    "opened": EARLY,
-    "collecting": LATE,
-    "waiting": LATE,
-    "routed": LATE | {"response_headers", "chunk", "response_trailers"},
+    "opened": EARLY | RESPONSE,
+    "collecting": LATE | RESPONSE,
+    "waiting": LATE | RESPONSE,
+    "local reply": LATE | {"chunk", "response_trailers"},
+    "routed": LATE | RESPONSE,
     "answering": LATE | {"chunk", "response_trailers"},
 }
 
 
-@pytest.mark.parametrize("message", sorted(EARLY | {"response_headers", "chunk", "response_trailers"}))
+@pytest.mark.parametrize("message", sorted(EARLY | RESPONSE))
 @pytest.mark.parametrize("state", list(LEGAL))
 def test_in_each_state_only_what_the_table_has_is_legal(pb, state, message):
     rig = Rig(pb)
@@ -693,8 +713,10 @@ def test_in_each_state_only_what_the_table_has_is_legal(pb, state, message):
     wire, session = rig.open(STREAMED, FULL_DUPLEX, wired=False, eager=True)
     if state != "opened":
         rig.request_headers(session)
-    if state not in ("opened", "collecting"):
+    if state not in ("opened", "collecting", "local reply"):
         rig.body(session)
+    if state == "local reply":
+        rig.response_headers(session)
     if state == "answering":
         rig.response_headers(session)
     {
@@ -740,3 +762,68 @@ def test_a_response_that_cannot_be_read_ends_the_request_as_if_none_had_come(rig
     session.on_message(b"\x1a\x04\x0a\x7f\x0a\x01")  # response headers whose map runs past the message
     assert rig.leases() == 0
     assert [outcome.cause for outcome in rig.seen.outcomes] == ["stream-lost"]
+
+
+#: How a gateway shows a response that it made by itself, and what answers that, without and with full duplex.
+LOCAL_REPLIES = {
+    "headers alone": [("response_headers", True)],
+    "with a body": [("response_headers", False), ("chunk", True)],
+    "a body in pieces": [("response_headers", False), ("chunk", False), ("chunk", True)],
+    "with trailers": [("response_headers", False), ("chunk", False), ("response_trailers", True)],
+    "headers not shown": [("chunk", False), ("chunk", True)],
+}
+
+
+def local_reply(rig, session, parts):
+    for kind, ended in parts:
+        if kind == "response_headers":
+            rig.response_headers(session, 408, ended, "text/plain")
+        elif kind == "chunk":
+            rig.chunk(session, b"request timeout", ended)
+        else:
+            rig.trailers(session, request=False)
+
+
+@pytest.mark.parametrize("parts", LOCAL_REPLIES.values(), ids=list(LOCAL_REPLIES))
+@pytest.mark.parametrize("response", [NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX])
+@pytest.mark.parametrize("request_mode", [STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX])
+@pytest.mark.parametrize("moment", ["opened", "collecting", "waiting"])
+def test_a_response_before_the_pick_goes_through_and_ends_the_request(pb, moment, request_mode, response, parts):
+    rig = Rig(pb)
+    fed = []
+    wire, session = rig.open(request_mode, response, eager=True)
+    if moment != "opened":
+        rig.request_headers(session)
+    if moment == "waiting":
+        rig.driver.feed = fed.append
+        rig.body(session)
+    before = len(wire.sent)
+    local_reply(rig, session, parts)
+    seen = parts if response == FULL_DUPLEX else parts[:1]
+    names = {"response_headers": "response_headers", "chunk": "response_body", "response_trailers": "response_trailers"}
+    assert rig.kinds(wire)[before:] == [names[kind] for kind, _ in seen]
+    assert (wire.status, wire.held) == (0, 0)
+    if response == FULL_DUPLEX:
+        chunks = [a.response_body.response for a in rig.answers(wire) if a.WhichOneof("response") == "response_body"]
+        assert [chunk.body_mutation.streamed_response.body for chunk in chunks] == [b"request timeout"] * len(chunks)
+    assert [type(event).__name__ for event in fed] == (["RequestArrived", "StreamLost"] if moment == "waiting" else [])
+
+
+async def test_a_response_while_its_prompt_is_read_ends_the_request(asking):
+    rig, reader, wire, session = asking
+    rig.response_headers(session, 408)
+    await turns()
+    assert (rig.kinds(wire), wire.status) == (["request_headers", "response_headers"], 0)
+    assert reader.answers[0].cancelled()
+    assert (rig.seen.decisions, rig.leases()) == ([], 0)
+
+
+def test_what_comes_of_a_request_beside_a_local_reply_is_not_answered(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.response_headers(session, 408)
+    rig.body(session, eos=False)
+    rig.trailers(session)
+    session.reject(Reject(request_id=1, status=503, reason="evicted", message=""))
+    rig.chunk(session, b"request timeout", eos=True)
+    assert (rig.kinds(wire), wire.status, rig.leases()) == (["response_headers", "response_body"], 0, 0)

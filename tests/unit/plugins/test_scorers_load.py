@@ -40,6 +40,7 @@ def scores(plugin: Scorer, fleet: Fleet, request: Request = REQUEST) -> list[flo
     return [float(score) for score in column]
 
 
+WEIGHED = LoadAwareParams(queue_weight_factor=0.7, active_requests_weight=0.3)
 #: The documented curve over load: 0, 10, 25, 40, 50 give 50, 40, 25, 10, 0 points of 50.
 CURVE = [(0, 1.0), (10, 0.8), (25, 0.5), (40, 0.2), (50, 0.0), (51, 0.0), (1e9, 0.0)]
 
@@ -47,10 +48,9 @@ CURVE = [(0, 1.0), (10, 0.8), (25, 0.5), (40, 0.2), (50, 0.0), (51, 0.0), (1e9, 
 @pytest.mark.parametrize(("load", "expected"), CURVE)
 def test_load_aware_curve(load: float, expected: float) -> None:
     both = fleet_with(Sample(waiting=load, running=load))
-    assert scores(LoadAware(LoadAwareParams()), both) == pytest.approx([expected])
+    assert scores(LoadAware(WEIGHED), both) == pytest.approx([expected])
     queue_alone = fleet_with(Sample(waiting=load, running=17.0))
-    params = LoadAwareParams(queue_weight_factor=1.0, active_requests_weight=0.0)
-    assert scores(LoadAware(params), queue_alone) == pytest.approx([expected])
+    assert scores(LoadAware(LoadAwareParams()), queue_alone) == pytest.approx([expected])
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,15 @@ def test_load_aware_curve(load: float, expected: float) -> None:
 )
 def test_load_aware_weighs_waiting_more_than_running(waiting: float, running: float, expected: float) -> None:
     fleet = fleet_with(Sample(waiting=waiting, running=running))
-    assert scores(LoadAware(LoadAwareParams()), fleet) == pytest.approx([expected])
+    for given in (WEIGHED, LoadAwareParams(queue_weight_factor=0.7), LoadAwareParams(active_requests_weight=0.3)):
+        assert scores(LoadAware(given), fleet) == pytest.approx([expected])
 
 
 def test_load_aware_sees_what_was_charged_since_the_scrape() -> None:
     fleet = fleet_with(Sample(waiting=0.0, running=0.0), Sample(waiting=0.0, running=0.0))
     for number in range(10):
         fleet.charge(Request(id=number, arrived=1.0), 0, 1.0, 0, 0.0)
-    assert scores(LoadAware(LoadAwareParams()), fleet) == pytest.approx([0.86, 1.0])
+    assert scores(LoadAware(LoadAwareParams()), fleet) == pytest.approx([0.8, 1.0])
 
 
 def test_kv_utilization() -> None:

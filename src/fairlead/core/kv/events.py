@@ -217,8 +217,10 @@ class _Store:
 
 
 def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterator[int]:
-    """Blocks that are known by their hashes were put into another tier."""
+    """Blocks that are known by their hashes were put into another tier. Raises `ValueError` at the end if no tier was
+    named, and some are not known: by our own keys they can be found by their tokens only."""
     cache, space = shelf.cache, index.space
+    before = cache.told.nameless
     root = space.root(cache.model, event.lora)
     hashes = event.hashes
     for start in range(0, len(hashes), STEP):
@@ -232,3 +234,5 @@ def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterat
             else:
                 index.store(shelf, [digest], [key], max(0, index.blocks.depth_of(key) - 1))
         yield len(step)
+    if not event.medium and cache.told.nameless > before:
+        raise ValueError("blocks without token_ids can be read with keys: engine only")

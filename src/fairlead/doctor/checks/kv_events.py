@@ -118,7 +118,8 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     counts = [one.feed.count for one in kv.subscriptions(slot)]
     bad = sum(count.bad_events + count.bad_batches for count in counts)
     if bad:
-        findings.append(UNREADABLE.at(name, f"{bad} of {bad + kv.told(slot)} events and batches"))
+        reason = next((f": {count.bad_reason}" for count in counts if count.bad_reason), "")
+        findings.append(UNREADABLE.at(name, f"{bad} of {bad + kv.told(slot)} events and batches{reason}"))
     if source.source.replay and (kv.behind(slot) or any(count.failed_replays for count in counts)):
         findings.append(REPLAY.at(name, f"no answer from {source.source.replay}"))
     return [*findings, *_topic(site, kv, slot)]

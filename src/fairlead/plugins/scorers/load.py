@@ -92,12 +92,15 @@ _ONE = scalar(1.0)
 
 
 class LoadAwareParams(Params):
-    queue_weight_factor: float = Field(default=0.7, ge=0)
-    active_requests_weight: float = Field(default=0.3, ge=0)
+    queue_weight_factor: float | None = Field(default=None, ge=0, description="0.7 where the other one is given.")
+    active_requests_weight: float | None = Field(default=None, ge=0, description="0.3 where the other one is given.")
 
 
 class LoadAware:
-    """1 - load/50, load = 0.7 · waiting + 0.3 · running (effective: scraped, corrected by our own charges)."""
+    """1 - load/50, at least 0. Load is what waits; with parameters, 0.7 · waiting + 0.3 · running.
+
+    Both are effective: scraped, corrected by our own charges.
+    """
 
     type = "load-aware"
     Params = LoadAwareParams
@@ -105,8 +108,11 @@ class LoadAware:
 
     def __init__(self, params: LoadAwareParams, name: str = type) -> None:
         self.name = name
-        self._queue = scalar(params.queue_weight_factor / FULL_LOAD)
-        self._active = scalar(params.active_requests_weight / FULL_LOAD)
+        queue, active = params.queue_weight_factor, params.active_requests_weight
+        if queue is None and active is None:
+            queue, active = 1.0, 0.0
+        self._queue = scalar((0.7 if queue is None else queue) / FULL_LOAD)
+        self._active = scalar((0.3 if active is None else active) / FULL_LOAD)
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         table = fleet.table

@@ -35,6 +35,8 @@ class Count(Struct):
     batches: int = 0
     events: int = 0
     bad_events: int = 0
+    #: What the last of them was.
+    bad_reason: str = ""
     bad_batches: int = 0
     duplicates: int = 0
     replayed: int = 0
@@ -251,13 +253,16 @@ class Feed:
                 self._steps = apply(self._index, self.cache, event, now)
             elif self._steps is not None and next(self._steps, None) is None:
                 self._steps = None
-        except ValueError:
+        except ValueError as error:
             self._steps = None
             self.cache.told.malformed += 1
+            self.count.bad_events += 1
+            self.count.bad_reason = str(error)
 
     def _finish(self) -> None:
         assert self._batch is not None
         self.count.bad_events += self._batch.bad
+        self.count.bad_reason = self._batch.bad_reason or self.count.bad_reason
         self.cache.told.malformed += self._batch.bad
         self._events = self._batch = None
 

@@ -246,8 +246,8 @@ def _extra(entry: Any) -> str:
 # * An event is a map with `type` (vLLM since 0.24), an array with the tag first (before that, and SGLang), or a byte
 #   string that holds one of the two. Trailing fields may be missing, further ones are ignored.
 # * Hashes are unsigned or signed 64-bit integers, or byte strings of which the last 8 bytes count.
-# * `block_created`, `block_evicted`, `block_offloaded` are read as maps with `block_hashes` or `block_hash`, and
-#   `medium` or `tier`.
+# * `block_created`, `block_evicted`, `block_offloaded` are read as maps with `block_hashes`, `blocks` or `block_hash`,
+#   `medium` or `tier`, and what else a `BlockStored` has.
 #
 # Rules
 # * One bad event costs only itself. An unreadable batch raises `ValueError`, nothing else ever does.
@@ -338,7 +338,11 @@ class _Plain(Struct):
 
     type: str
     block_hashes: list[_Hash] = []
+    blocks: list[_Hash] = []
     block_hash: _Hash | None = None
+    parent_block_hash: _Hash | None = None
+    token_ids: Raw = _NO_TOKENS
+    block_size: int = 0
     medium: str | None = None
     tier: str | None = None
 
@@ -359,15 +363,15 @@ class Batch:
     """A batch whose events are decoded one by one while one iterates, once.
 
     `ts`: the engine's clock at sending, Unix seconds; `rank`: data-parallel rank, 0 if it is not told; `bad`: events
-    that had to be skipped so far.
+    that had to be skipped so far; `bad_reason`: why the last of them was.
     """
 
-    __slots__ = ("_raw", "bad", "rank", "ts")
+    __slots__ = ("_raw", "bad", "bad_reason", "rank", "ts")
 
     def __init__(self, ts: float, rank: int, raw: list[_RawEvent]) -> None:
         self.ts = ts
         self.rank = rank
-        self.bad = 0
+        self.bad, self.bad_reason = 0, ""
         self._raw = raw
 
     def __len__(self) -> int:
@@ -382,8 +386,8 @@ class Batch:
         for raw in self._raw:
             try:
                 yield _event(raw)
-            except (ValueError, msgspec.DecodeError):
-                self.bad += 1
+            except (ValueError, msgspec.DecodeError) as error:
+                self.bad, self.bad_reason = self.bad + 1, str(error)
                 yield None
 
 
@@ -467,10 +471,13 @@ def _loose(content: bytes, depth: int) -> KvEvent:
 
 
 def _plain(raw: _Plain) -> KvEvent:
-    hashes = hashes_of(raw.block_hashes or ([] if raw.block_hash is None else [raw.block_hash]))
+    hashes = hashes_of(raw.block_hashes or raw.blocks or ([] if raw.block_hash is None else [raw.block_hash]))
+    if not hashes:
+        raise ValueError(f"{raw.type!r} without block_hashes, blocks or block_hash")
     medium = raw.medium or raw.tier or ""
     if raw.type == "block_created":
-        return BlocksStored(hashes, medium=medium)
+        parent, tokens = hash_of(raw.parent_block_hash or 0), tokens_of(bytes(raw.token_ids))
+        return BlocksStored(hashes, parent, tokens, raw.block_size, medium=medium)
     if raw.type == "block_evicted":
         return BlocksRemoved(hashes, medium)
     if raw.type == "block_offloaded":

@@ -3,10 +3,12 @@
 from array import array
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from fairlead.core.kv.events import AllCleared, BlocksStored
 from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.keys import EngineSpace, KeySpace, OwnSpace
 from fairlead.lab.stub.kv_publisher import encode_batch
 from fairlead.pool.kv_events.feed import Feed, Sync
 from fairlead.pool.kv_events.wire import Frames
@@ -22,8 +24,8 @@ def batch(number: int, ts: float | None = None, life: int = 0) -> Frames:
 class Case:
     """A feed and what its index holds."""
 
-    def __init__(self, can_replay: bool) -> None:
-        self.index = KvIndex()
+    def __init__(self, can_replay: bool, space: KeySpace | None = None) -> None:
+        self.index = KvIndex(space=space)
         self.index.add_slot(0)
         self.feed = Feed(self.index, self.index.rank(0, 0, "m"), can_replay)
 
@@ -248,6 +250,23 @@ def test_bad_events_are_counted_and_skipped() -> None:
     wrong = BlocksStored([8, 9], 0, array("I", [1]).tobytes(), 1)
     case.live(Frames(b"", 0, encode_batch(1.0, [wrong, good, AllCleared(), good])))
     assert case.blocks == [7] and case.feed.cache.told.malformed == 1
+    assert (case.feed.count.bad_events, case.feed.count.bad_reason) == (1, "2 blocks of 1 tokens cannot have 1 tokens")
+
+
+@pytest.mark.parametrize("keys", ["own", "engine"])
+@pytest.mark.parametrize("name", ["blocks", "block_hashes"])
+def test_events_as_the_guides_have_them_are_used_or_counted(keys: str, name: str) -> None:
+    case = Case(can_replay=False, space=OwnSpace() if keys == "own" else EngineSpace())
+    created = {"type": "block_created", name: [7, 8]}
+    case.live(Frames(b"", 0, msgspec.msgpack.encode({"ts": 1.0, "events": [created]})))
+    if keys == "engine":
+        assert (case.blocks, case.feed.count.bad_events) == ([7, 8], 0)
+    else:
+        assert (case.blocks, case.feed.count.bad_events) == ([], 1)
+        assert "keys: engine" in case.feed.count.bad_reason
+    with_tokens = {**created, "token_ids": [1, 2], "block_size": 1}
+    case.live(Frames(b"", 1, msgspec.msgpack.encode({"ts": 2.0, "events": [with_tokens]})))
+    assert case.blocks == [7, 8]
 
 
 def test_clearing_comes_in_order() -> None:

@@ -152,9 +152,18 @@ def test_requirement_names() -> None:
         {"type": "block_created", "block_hash": 5, "pod": "p"},
         {"type": "block_evicted", "block_hashes": [5], "tier": "cpu"},
         {"type": "block_offloaded", "block_hashes": [6]},
+        {"type": "block_created", "blocks": [7, 8], "token_ids": [1, 2], "block_size": 1, "parent_block_hash": 5},
+        {"type": "block_evicted", "blocks": [7]},
+        {"type": "block_created", "keys": [9]},
+        {"type": "block_created", "blocks": [{"hash": 9}]},
     ]
-    read = list(BatchDecoder().decode(msgspec.msgpack.encode({"ts": 1, "events": events})))
-    assert read == [BlocksStored([5]), BlocksRemoved([5], "cpu"), BlocksStored([6], medium="cpu")]
+    batch = BatchDecoder().decode(msgspec.msgpack.encode({"ts": 1, "events": events}))
+    stored, evicted, offloaded, created, gone = list(batch)
+    assert [stored, evicted] == [BlocksStored([5]), BlocksRemoved([5], "cpu")]
+    assert [offloaded, gone] == [BlocksStored([6], medium="cpu"), BlocksRemoved([7])]
+    assert isinstance(created, BlocksStored)
+    assert (created.hashes, created.parent, created.block_size, len(created.tokens)) == ([7, 8], 5, 1, 8)
+    assert batch.bad == 2 and "block_created" in batch.bad_reason
 
 
 BAD = [

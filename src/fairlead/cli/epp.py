@@ -1,0 +1,132 @@
+"""`fairlead epp`: serve by the reference picker's command line."""
+
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fairlead.cli.options import examples
+from fairlead.core.errors import ConfigError
+
+_METRICS = {
+    "total-queued-requests-metric": "waiting",
+    "total-running-requests-metric": "running",
+    "kv-cache-usage-percentage-metric": "kvUsage",
+    "lora-info-metric": "lora",
+    "cache-info-metric": "cacheInfo",
+}
+#: What the reference runs by when it is given no configuration.
+_DEFAULT = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig}\n"
+_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error", "panic": "error"}
+
+
+@examples("""
+\b
+Examples:
+  fairlead epp --config-file config.yaml --pool-name llama --pool-namespace prod --zap-encoder json
+  fairlead epp --pool-name llama --secure-serving=false -v 4
+""")
+def epp(
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[FLAGS]", help="As the reference's; see docs/migration.md.")
+    ] = None,
+) -> None:
+    """Serve as the reference picker would by the same flags: no gateway of its own, ext_proc on port 9002 with TLS,
+    health on 9003, metrics on 9090.
+
+    The image runs this when its first argument is a flag. What has no effect here is named in the log. The flags count
+    before the configuration.
+    """
+    from fairlead.cli.serve import serve_file
+    from fairlead.compat.command_line import parse, without_effect
+
+    given = parse(flags or ())
+    with tempfile.TemporaryDirectory(prefix="fairlead-epp-") as directory:
+        base = Path(directory)
+        values = configured(given, base)
+        serve_file(_configuration(given, base), values, notes=list(without_effect(given)))
+
+
+def _configuration(given: Mapping[str, str], directory: Path) -> Path:
+    file, text = given.get("config-file", ""), given.get("config-text", "")
+    if file and text:
+        raise ConfigError("not together with --config-file; leave out one of them", "--config-text")
+    if file:
+        return Path(file)
+    made = directory / "config.yaml"
+    made.write_text(text or _DEFAULT, encoding="utf-8")
+    return made
+
+
+def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
+    """The flags as values of the configuration, in the file's shape. `directory`: for a certificate that is made.
+    Raises `ConfigError`."""
+    from fairlead.cli.serve import overlay
+
+    if given.get("pool-name") and given.get("endpoint-selector"):
+        raise ConfigError("not together with --pool-name; leave out one of them", "--endpoint-selector")
+    if given.get("metrics-client-ca-file"):
+        raise ConfigError("clients' certificates are not asked for; use admin.tokenFile", "--metrics-client-ca-file")
+    metrics_port = int(given.get("metrics-port", "9090"))
+    values = overlay(
+        pool=given.get("pool-name", ""),
+        namespace=given.get("pool-namespace", ""),
+        group=given.get("pool-group", ""),
+        selector=given.get("endpoint-selector", ""),
+        target_ports=given.get("endpoint-target-ports", ""),
+        kubeconfig=given.get("kubeconfig", ""),
+        leader_election=given.get("ha-enable-leader-election") == "true",
+        ports={
+            "extProc.port": int(given.get("grpc-port", "9002")),
+            "extProc.healthPort": int(given.get("grpc-health-port", "9003")),
+            "admin.port": metrics_port + 1,
+            "admin.metricsPort": metrics_port,
+        },
+    )
+    values["gateway"] = {"mode": "none"}
+    values["admin"]["metricsHost"] = "0.0.0.0"
+    if given.get("metrics-cert-dir"):
+        values["admin"]["tls"] = {"certDir": given["metrics-cert-dir"]}
+    if given.get("secure-serving") != "false":
+        values["extProc"]["tls"] = {"certDir": given.get("cert-path") or self_signed(directory)}
+    values["log"] = _log(given)
+    if given.get("tracing") == "false":
+        values["tracing"] = {"endpoint": ""}
+    _add_metrics(given, values)
+    return values
+
+
+def _log(given: Mapping[str, str]) -> dict[str, str]:
+    wanted = given.get("zap-log-level", "")
+    numeric = wanted or given.get("v", "2")
+    level = _LEVELS.get(wanted, "debug" if numeric.isdigit() and int(numeric) >= 4 else "info")
+    return {"level": level, "format": "json" if given.get("zap-encoder") == "json" else "logfmt"}
+
+
+def _add_metrics(given: Mapping[str, str], values: dict[str, Any]) -> None:
+    metrics: dict[str, Any] = {}
+    if interval := given.get("refresh-metrics-interval"):
+        metrics |= {"interval": interval, "idleInterval": interval}
+    if staleness := given.get("metrics-staleness-threshold"):
+        metrics["staleness"] = staleness
+    names = {key: given[name] for name, key in _METRICS.items() if given.get(name)}
+    if names:
+        metrics["engines"] = {"vllm": names}
+    if metrics:
+        values["metrics"] = metrics
+
+
+def self_signed(directory: Path) -> str:
+    """A certificate that nobody vouches for, as the reference makes one: its gateways do not verify it."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "3650", "-subj", "/O=Fairlead", "-addext", "subjectAltName=DNS:localhost"]
+    command += ["-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = f"a certificate could not be made ({error}); install openssl, or give --cert-path"
+        raise ConfigError(reason, "--secure-serving") from None
+    return str(directory)
