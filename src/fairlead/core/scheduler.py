@@ -539,7 +539,7 @@ class Pipeline:
                 endpoint=lease.endpoint_id,
                 status=event.status,
                 cause=cause,
-                ttft_ms=event.ttft_ms,
+                ttft_ms=event.ttft_ms if event.status < 300 else -1.0,  # an error has no tokens
                 duration_ms=event.duration_ms,
                 response_bytes=event.response_bytes,
                 prompt_tokens=usage.prompt_tokens,

@@ -420,7 +420,7 @@ class Session:
             if answered_by is not None and self._fallback:
                 host.driver.feed(RequestMoved(self._request.id, answered_by or self._fallback))
         first = watch.chunk(chunk, host.now)
-        if first:
+        if first and not watch.refused:
             host.driver.feed(FirstTokenSeen(self._request.id))
         if self._renaming is not None:
             self._stream.send(*self._renaming.chunk(chunk, ended))

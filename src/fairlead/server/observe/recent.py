@@ -166,7 +166,7 @@ class Recent:
         if record.cached_tokens >= 0:
             expected, reported = record.hit_tokens, record.cached_tokens
             apart = abs(expected - reported)
-        failed = float(record.status >= 500 or record.cause in ("stream-lost", "endpoint-gone"))
+        failed = float(record.failed)
         sums = (1.0, 0.0, 0.0, 0.0, judged, predicted, actual, inside, expected, reported, apart, failed)
         self._endpoints.add(record.endpoint, now, sums)
 
