@@ -249,7 +249,7 @@ def _read_files() -> dict[str, tuple[bytes, str]]:
     """Content and entity tag of each file of the page."""
     by_name = {}
     for path in files("fairlead.server.pages").iterdir():
-        if path.name.rpartition(".")[2] in (*_TYPES, "txt"):
+        if path.name.rpartition(".")[2] in (*_TYPES, "txt", "md"):
             body = path.read_bytes()
             by_name[path.name] = body, f'"{blake2s(body, digest_size=12).hexdigest()}"'
     return by_name
