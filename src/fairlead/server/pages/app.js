@@ -39,8 +39,8 @@ const charts = {
   latency: chart("latency", "Latency", "time", 10, LATENCY.ttft, milliseconds, (value) => (value ? milliseconds(value).replace(".0 ", " ") : "0")),
   traffic: chart("traffic", "Requests per second", "requests per second", 4, [
     { title: "asked", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
-    { title: "failed, 5xx", color: "bad", dash: "dotted", width: 3, value: (point) => point.server_errors_per_s },
     { title: "failed, 4xx", color: "orange", dash: "dashed", value: (point) => point.client_errors_per_s },
+    { title: "failed, 5xx", color: "bad", dash: "dotted", width: 3, value: (point) => point.server_errors_per_s },
   ], perSecond, (value) => (Number.isInteger(value) ? count(value) : decimal(value))),
   load: chart("load", "Requests that wait and run", "requests", 4, [
     { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.engines_running },

@@ -95,7 +95,7 @@ export class Chart {
       },
       axes: [
         { ...line, label: "time of day", size: 24, space: 70, values: (_, splits) => splits.map((at) => shortTime(at)) },
-        { ...line, label: this.unit, size: 50, space: 32, values: (_, splits) => splits.map((value) => (this.empty ? "" : this.axis(value))) },
+        { ...line, label: this.unit, size: 58, space: 32, values: (_, splits) => splits.map((value) => (this.empty ? "" : this.axis(value))) },
       ],
       series: [{}, ...this.lines.map((one) => ({
         label: one.title, stroke: color(one.color), width: one.width ?? 2, dash: DASHES[one.dash],
