@@ -65,7 +65,7 @@ class Window(Generic[Key]):
                     del self.sums[key]
 
 
-class EndpointSums(Struct, frozen=True):
+class EndpointSums(Struct, frozen=True, gc=False):
     """Of one endpoint over the last `LONG` seconds; all are sums."""
 
     #: Records of any kind; keeps the row alive.

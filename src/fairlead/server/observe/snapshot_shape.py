@@ -28,7 +28,7 @@ class Notice(Struct, frozen=True):
     runbook: str = ""
 
 
-class EndpointRow(Struct, frozen=True, kw_only=True):
+class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     """One endpoint, in the order in which they joined."""
 
     id: str

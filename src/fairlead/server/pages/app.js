@@ -6,7 +6,7 @@ import { Chart } from "./charts.js";
 import { Panels } from "./panels.js";
 
 // Without a message for so long the stream counts as lost; a notice stays for so long at least. Milliseconds.
-const SILENCE = 3000;
+const SILENCE = 4000;
 const NOTICE = 4000;
 const RETRY = [1000, 2000, 5000];
 const KEPT_S = 3600;
