@@ -15,6 +15,8 @@ RUN /opt/build/bin/pip install --no-cache-dir --only-binary :all: --require-hash
 RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --only-binary :all: --require-hashes -r locks/image.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
+# The dashboard shows it; src has a link to it.
+COPY docs/runbook.md ./docs/runbook.md
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --no-deps dist/fairlead-*.whl
 RUN /opt/fairlead/bin/python -m compileall -q /opt/fairlead/lib

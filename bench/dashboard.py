@@ -179,7 +179,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "p99_ratio_95": interval(sides[False], sides[True], 0.99),
         # Slots without viewers against slots without viewers: what the machine alone makes of it.
         "p99_ratio_95_of_nothing": interval(sides[False][::2], sides[False][1::2], 0.99),
-        "snapshot": [one_snapshot(count) for count in (8, 100)],
+        "snapshot": [one_snapshot(count) for count in (8, 100, 1000)],
     }
 
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,7 +26,7 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 REPLICAS = 6
 #: Requests at once; each begins when one ends.
 CLIENTS = 16
-#: A folder for the pictures of docs/dashboard.md; unset = none are kept.
+#: A folder for the pictures of docs/dashboard.md (docs/img, to make them anew); unset = none are kept.
 PICTURES = os.environ.get("FAIRLEAD_PICTURES", "")
 
 
@@ -40,7 +41,8 @@ def free_ports(count: int) -> list[int]:
 class Run:
     """The product with clients that ask until they are told to stop."""
 
-    def __init__(self, ports: list[int]) -> None:
+    def __init__(self, ports: list[int], stubs: list[Child]) -> None:
+        self._stubs = stubs
         self.gateway, self.admin = (f"http://127.0.0.1:{port}" for port in (ports[0], ports[2]))
         self._clients: list[asyncio.Task[None]] = []
 
@@ -53,6 +55,17 @@ class Run:
             client.cancel()
         for found in await asyncio.gather(*self._clients, return_exceptions=True):
             assert isinstance(found, asyncio.CancelledError), found
+
+    async def outage(self) -> None:
+        """Every model server dies, and clients go on asking."""
+        for stub in self._stubs:
+            os.kill(stub.pid, signal.SIGTERM)
+        while True:
+            async with self._session.post(
+                f"{self.gateway}/v1/completions", json={"model": MODEL, "prompt": "x"}
+            ) as answer:
+                await answer.read()
+            await asyncio.sleep(0.2)
 
     async def _client(self, client: int) -> None:
         rng = Random(client)
@@ -114,12 +127,14 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         )
     )
     async with contextlib.AsyncExitStack() as stack:
+        stubs = []
         for port in ports[3:]:
             stub = Child("stub", f"--port={port}", "--preset=llama-8b-h100", "--time-ratio=4", "--stream-interval=4")
             await stack.enter_async_context(stub)
+            stubs.append(stub)
             await stub.ready(f"http://127.0.0.1:{port}/health")
         serve = await stack.enter_async_context(Child("serve", str(config)))
-        made = Run(ports)
+        made = Run(ports, stubs)
         await serve.ready(f"{made.admin}/readyz")
         session = await stack.enter_async_context(aiohttp.ClientSession())
         made.begin(session)
@@ -132,7 +147,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
 async def picture(page: Page, name: str) -> None:
     if PICTURES:
         await page.run("document.activeElement.blur(); scrollTo(0, 0)")
-        await page.screenshot(Path(PICTURES) / f"{name}.png")
+        await page.screenshot(Path(PICTURES) / f"dashboard-{name}.png")
 
 
 async def test_a_run_seen_in_a_browser(run: Run, browser: Browser, axe: str) -> None:
@@ -148,7 +163,6 @@ async def test_a_run_seen_in_a_browser(run: Run, browser: Browser, axe: str) -> 
     await _explains(page, axe)
     await page.dress(dark=True)
     await accessible(page, axe)
-    await picture(page, "dark")
     await page.resize(390, 844, 1.0)
     await asyncio.sleep(1.0)
     await fits(page)
@@ -158,9 +172,29 @@ async def test_a_run_seen_in_a_browser(run: Run, browser: Browser, axe: str) -> 
     await page.resize(1400, 1000)
     await run.stop()
     await _equals_the_metrics(run, page)
+    await _shows_an_outage(run, page, axe)
     assert page.messages == []
     assert {address.split("/")[2] for address in page.requested} == {run.admin.removeprefix("http://")}
     await page.close()
+
+
+async def _shows_an_outage(run: Run, page: Page, axe: str) -> None:
+    answered = await run.metrics()
+    asking = asyncio.create_task(run.outage())
+    await page.until("document.querySelector('#notices li').textContent.startsWith('Every request has failed since')")
+    await page.until(f"document.querySelector('#notices li').textContent.includes('{REPLICAS} of {REPLICAS} endpoints "
+                     "refuse connections.')")  # fmt: skip
+    await page.until("document.querySelector('[data-figure=error_rate]').textContent === '100.0 %'")
+    await page.until("document.querySelector('[data-figure=ttft_p50]').textContent === '–'")
+    await page.dress(dark=True)
+    await accessible(page, axe)
+    await picture(page, "outage")
+    asking.cancel()
+    metrics = await run.metrics()
+    assert metrics["llm_d_epp_request_error_total"] > 5
+    assert metrics["fairlead_failed_request_duration_seconds_count"] > 5
+    for name in ("llm_d_epp_request_ttft_seconds_count", "inference_objective_request_ttft_seconds_count"):
+        assert metrics[name] == answered[name], "a failure has no first token"
 
 
 NOTICES = "document.querySelectorAll('#notices li').length"
@@ -227,7 +261,7 @@ async def _explains(page: Page, axe: str) -> None:
     assert await page.run("document.querySelectorAll('#why tbody tr').length") == REPLICAS
     await accessible(page, axe)
     if PICTURES:
-        await page.screenshot(Path(PICTURES) / "explain.png")
+        await page.screenshot(Path(PICTURES) / "dashboard-explain.png")
     await page.press("Escape")
     await page.until("!document.querySelector('#why').open")
     assert await page.run("document.activeElement.dataset.id") == wanted

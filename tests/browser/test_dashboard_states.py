@@ -1,6 +1,7 @@
 """The dashboard's page in states that a good run does not show: nothing there, a hundred endpoints, nobody answers."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from math import inf
 
@@ -51,6 +52,14 @@ class Scheduler:
         await self.admin.start()
         self.port = self.admin.port
 
+    def refuse(self, count: int) -> None:
+        """Nobody listens any more at the first so many endpoints."""
+        for i in range(count):
+            name = f"default/model-server-{i:03}"
+            self.watch.on_silence(name, "cannot connect: Connection refused")
+            for _ in range(3):
+                self.fleet.scrape_failed(name, self.now())
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/"
@@ -62,7 +71,7 @@ class Scheduler:
             at = self.now()
             self.fleet.sampled(name, at, at, Sample(waiting=i % 4, running=i % 13, kv_usage=(i % 20) / 20))
 
-    def serve(self, number: int, endpoint: str, model: str = "m", **fields: object) -> None:
+    def serve(self, number: int, endpoint: str, model: str = "m", status: int = 200) -> None:
         request = Request(id=number, arrived=self.now(), model=model, prompt_tokens=900, stream=True)
         at = self.now()
         forecast = Forecast(ttft_ms=120.0, low_ms=60.0, high_ms=300.0)
@@ -72,7 +81,8 @@ class Scheduler:
         )
         self.watch.on_outcome(
             OutcomeRecord(
-                request=request, at=at, endpoint=endpoint, status=200, ttft_ms=110.0, duration_ms=900.0,
+                request=request, at=at, endpoint=endpoint, status=status, duration_ms=900.0,
+                ttft_ms=110.0 if status < 300 else -1.0,
                 forecast=forecast,
             )
         )  # fmt: skip
@@ -180,4 +190,75 @@ async def test_a_decision_that_is_no_longer_known(scheduler: Scheduler, browser:
                    "b.dataset.id = '12345'; b.click(); })()")  # fmt: skip
     await page.until("document.querySelector('#why-body').textContent.includes('It could not be had')")
     assert "no decision '12345' among the last ones" in await text_of(page, "#why-body")
+    await page.close()
+
+
+async def test_an_outage_is_red_and_says_since_when_and_what_to_do(
+    scheduler: Scheduler, browser: Browser, axe: str
+) -> None:
+    scheduler.add(8)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    scheduler.refuse(3)
+    await page.until("document.querySelector('#notices .bad')")
+    partial = await text_of(page, "#notices li")
+    assert re.search(
+        r"^3 of 8 endpoints \(.*\) have been out of use since \d\d:\d\d: they refuse connections\.", partial
+    )
+    assert "Requests go to the other 5." in partial
+    scheduler.refuse(8)
+    for number in range(20):
+        scheduler.serve(number, "default/model-server-000", status=503)
+        await asyncio.sleep(0.1)
+    await page.until("document.querySelector('#notices li').textContent.startsWith('Every request has failed since')")
+    assert "8 of 8 endpoints refuse connections." in await text_of(page, "#notices li")
+    assert (
+        await text_of(page, "#announce") != "" and await page.run("document.querySelector('#announce').role") == "alert"
+    )
+    await page.until("document.querySelector('[data-figure=error_rate]').textContent === '100.0 %'")
+    assert await text_of(page, '[data-figure="ttft_p50"]') == "–", "a failure is no first token"
+    assert await figure(page, "ready") == 0
+    state = "#endpoint-rows tbody tr [data-column=state]"
+    assert re.fullmatch(r"out since \d\d:\d\d: connection refused", await text_of(page, state))
+    red = await page.run("getComputedStyle(document.querySelector('#notices li')).color")
+    for shown in ("[data-figure=error_rate]", state):
+        assert await page.run(f"getComputedStyle(document.querySelector('{shown}')).color") == red
+    assert await page.run("[...document.querySelectorAll('#strip em')].map((one) => one.textContent).join()") == (
+        ",".join(f"{i:03}" for i in range(8))
+    )
+    for width, dark in ((1400, False), (1400, True), (390, True), (390, False)):
+        await page.resize(width, 900)
+        await page.dress(dark)
+        await asyncio.sleep(0.5)
+        await fits(page)
+        await accessible(page, axe)
+    await _leads_to_the_runbook(scheduler, page, browser)
+    assert page.messages == []
+    await page.close()
+
+
+async def _leads_to_the_runbook(scheduler: Scheduler, page: Page, browser: Browser) -> None:
+    """With the keyboard: the link is the first thing to reach after the choice of a theme."""
+    await page.run("document.getElementById('theme').focus()")
+    await page.press("Tab")
+    assert await page.run("document.activeElement.textContent") == "What to do: FairleadNoEndpoints"
+    target = await page.run("document.activeElement.href")
+    runbook = await browser.page(target)
+    assert "## FairleadNoEndpoints" in await text_of(runbook, "body")
+    await runbook.close()
+
+
+async def test_the_server_keeps_the_history_not_the_page(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    history = scheduler.maker.history
+    for i in range(700):
+        history.look(scheduler.now() + 5.0 * i)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    shown = "document.getElementById('traffic-chart').ariaLabel"
+    await page.until(f"{shown}.startsWith('Requests per second over the last 15 min.')")
+    await page.run("(() => { const w = document.getElementById('window'); w.value = '3600'; "
+                   "w.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    await page.until(f"{shown}.startsWith('Requests per second over the last 60 min.')")
+    assert page.messages == []
     await page.close()

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from fairlead.server.admin import Admin, AdminSources
-from fairlead.server.dashboard import Dashboard, DashboardSources, encode, frame
+from fairlead.server.dashboard import SHARE, Dashboard, DashboardSources, encode, frame
 
 TICK = 0.02
 
@@ -23,6 +24,9 @@ class Source:
         self.begun = self.ended = self.taken = 0
         self.size = 10
         self.error: Exception | None = None
+        #: Seconds that making one takes, and when they were begun.
+        self.cost = 0.0
+        self.times: list[float] = []
         self.tick = TICK
 
     def begin(self) -> None:
@@ -33,6 +37,10 @@ class Source:
 
     def take(self) -> dict[str, Any]:
         assert self.begun > self.ended, "nothing is asked for while nobody looks"
+        self.times.append(time.monotonic())
+        until = time.thread_time() + self.cost
+        while time.thread_time() < until:
+            pass
         if self.error is not None:
             raise self.error
         self.taken += 1
@@ -110,6 +118,15 @@ async def events(response: aiohttp.ClientResponse, count: int) -> list[tuple[str
         elif line.startswith("data: "):
             found.append((name, msgspec.json.decode(line[6:])))
     return found
+
+
+async def test_large_snapshots_are_made_less_often(serve: Serve) -> None:
+    served = await serve()
+    served.source.cost = 0.002
+    async with aiohttp.ClientSession() as session, session.get(f"{served.url}/dashboard/stream") as response:
+        await events(response, 5)
+    first, second, third = served.source.times[1:4]
+    assert min(second - first, third - second) >= 0.002 / SHARE
 
 
 async def test_a_viewer_is_told_the_beginning_and_then_each_moment(serve: Serve) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,11 +22,12 @@ from fairlead.server.observe.watch import Watch
 
 
 class Port:
-    """An admin port over three endpoints, the last of which is silent."""
+    """An admin port over three endpoints, the last of which was never scraped."""
 
     def __init__(self) -> None:
         now = asyncio.get_running_loop().time
-        fleet = Fleet(staleness=1e6)
+        self.now, self.fleet = now, Fleet(staleness=1e6)
+        fleet = self.fleet
         self.watch = Watch(fleet, now, served=lambda: ["llama"])
         for i in (10, 2, 1):
             fleet.up(Endpoint(f"server-{i}", f"10.0.0.{i}:80"))
@@ -70,9 +72,24 @@ async def test_one_moment_as_text(port: Port) -> None:
     names = [line.split()[0] for line in done.output.splitlines() if line.strip().startswith("server-")]
     assert names == ["server-1", "server-2", "server-10"]
     assert "5 in all" in done.output and "llama" in done.output and "cost-model" in done.output
-    assert "△ Endpoint server-1 has never answered a scrape" in done.output
-    assert "no metrics" in done.output and "≈0" in done.output
+    assert "△ The metrics of endpoint server-1 cannot be read (no scrape has succeeded yet)" in done.output
+    assert "metrics not read" in done.output and "≈0" in done.output
     assert "\x1b" not in done.output
+
+
+async def test_an_outage_is_said_with_its_time_and_what_to_do(port: Port) -> None:
+    for i in (10, 2):
+        port.watch.on_silence(f"server-{i}", "cannot connect: Connection refused")
+        for _ in range(3):
+            port.fleet.scrape_failed(f"server-{i}", port.now())
+    done = await call(f"127.0.0.1:{port.number}", "--once", width=80)
+    words = " ".join(done.output.split())
+    said = (
+        r"! 2 of 3 endpoints \(server-10, server-2\) have been out of use since .*\d\d:\d\d: they refuse connections\. "
+    )
+    assert re.search(said + r"Requests go to the other 1\. \(docs/runbook\.md#fairleadendpointstale\)", words)
+    assert words.count("connection refused") == 2
+    assert max(map(len, done.output.splitlines())) <= 80 and "…" not in done.output
 
 
 async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:

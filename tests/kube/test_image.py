@@ -43,7 +43,7 @@ def stages() -> list[list[str]]:
 def kept(path: Path) -> bool:
     """Does .dockerignore let this into the build?"""
     wanted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    return str(path.relative_to(ROOT)).split("/")[0] in wanted
+    return any(path.is_relative_to(ROOT / one) for one in wanted)
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,17 @@ def image(short_directories: Any) -> Path:
     for line in stages()[0]:
         word, _, rest = line.partition(" ")
         if word == "COPY":
-            *names, _ = rest.split()
+            *names, to = rest.split()
             for path in (ROOT / name for name in names):
                 assert kept(path), path
                 if path.is_dir():
-                    shutil.copytree(path, sources / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(
+                        path, sources / path.name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True
+                    )
                 else:
-                    shutil.copy(path, sources)
+                    place = sources / to / path.name if to.endswith("/") else sources / to
+                    place.parent.mkdir(exist_ok=True)
+                    shutil.copy(path, place)
         elif word == "RUN":
             step = rest.replace("/opt/", f"{root}/opt/").replace("python -m venv", f"{sys.executable} -m venv")
             run = subprocess.run(step, shell=True, cwd=sources, capture_output=True, text=True)
@@ -92,6 +96,7 @@ def test_the_last_stage_is_slim_and_not_root() -> None:
 def test_the_image_has_the_product_and_no_build_tools(image: Path) -> None:
     out, _ = as_user(image, "--version", stdout=subprocess.PIPE).communicate(timeout=60)
     assert "0.1.0" in out
+    assert list(image.rglob("pages/runbook.md"))
     listed = subprocess.run(
         [str(image.parent / "build" / "bin" / "pip"), "--python", str(image / "bin" / "python"), "list"],
         capture_output=True,

@@ -128,13 +128,12 @@ def _title(about: Row, now: Row) -> Text:
 
 
 def _notices(notices: Iterable[Row]) -> list[RenderableType]:
-    lines: list[RenderableType] = [
-        Text(
-            ("! " if notice["level"] == "bad" else "△ ") + notice["text"],
-            "red" if notice["level"] == "bad" else "yellow",
-        )
-        for notice in notices
-    ]
+    lines: list[RenderableType] = []
+    for notice in notices:
+        sign, color = ("!", "bold red") if notice["level"] == "bad" else ("△", "yellow")
+        since = f" since {_hour(notice['since'])}" if notice["since"] else ""
+        runbook = f" (docs/runbook.md#{notice['runbook'].lower()})" if notice["runbook"] else ""
+        lines.append(Text(f"{sign} {notice['text']}{since}{notice['detail']}{runbook}", color))
     return lines or [Text("✓ all is well", "green")]
 
 
@@ -145,7 +144,9 @@ def _figures(now: Row) -> Text:
     waiting = _DASH if queues is None else f"{queues['waiting']:,} (saturation {queues['saturation']:.2f})"
     rows = (
         ("requests", f"{_number(totals['per_s'], 1)} /s, {totals['requests']:,} in all"),
-        ("errors", f"{totals['errors']:,}, refused {totals['refused']:,}"),
+        ("errors", f"{_percent(totals['error_rate'])}, {totals['errors']:,} in all"),
+        ("5xx", f"{_number(totals['server_errors_per_s'], 1)} /s"),
+        ("4xx", f"{_number(totals['client_errors_per_s'], 1)} /s"),
         ("in flight", f"{now['leases']:,}"),
         ("queue", waiting),
         ("TTFT", f"p50 {_ms(latency['ttft']['p50'])}, p95 {_ms(latency['ttft']['p95'])}"),
@@ -154,7 +155,9 @@ def _figures(now: Row) -> Text:
     )
     text = Text()
     for i, (name, value) in enumerate(rows):
-        text.append(f"{name} ", "dim").append(value, "bold").append("" if i == len(rows) - 1 else "   ")
+        is_bad = name == "errors" and totals["error_rate"]
+        text.append(f"{name} ", "dim").append(value, "bold red" if is_bad else "bold")
+        text.append("" if i == len(rows) - 1 else "   ")
     return text
 
 
@@ -176,7 +179,7 @@ def _near(row: Row) -> str:
 #: Columns of endpoints: the name, from which width of the screen on it is shown, and what it says.
 _COLUMNS: tuple[tuple[str, int, Callable[[Row], str | Text]], ...] = (
     ("endpoint", 0, lambda row: row["id"]),
-    ("metrics", 0, lambda row: Text(*_state(row))),
+    ("state", 0, lambda row: Text(*_state(row))),
     ("waiting", 0, lambda row: f"{_near(row)}{row['queue']:,.0f}"),
     ("running", 0, lambda row: f"{_near(row)}{row['active']:,.0f}"),
     ("KV", 0, lambda row: f"{_near(row)}{_percent(row['kv'])}"),
@@ -191,13 +194,14 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str | Text]], ...] = (
 
 
 def _state(row: Row) -> tuple[str, str]:
-    if row["avoided_s"] > 0:
-        return "avoided", "red"
-    if row["suspicion"] != "well":
-        return "hangs", "red"
-    if row["fresh"]:
-        return "fresh", "green"
-    return ("no metrics" if row["age_s"] is None else f"silent {_seconds(row['age_s'])}"), "yellow"
+    if row["state"] == "out":
+        return f"out {_hour(row['since'])}: {row['reason']}", "red"
+    words = {
+        "serving": ("serving", "green"),
+        "unread": ("metrics not read", "yellow"),
+        "suspect": ("may hang", "yellow"),
+    }
+    return words[row["state"]]
 
 
 def _traffic(rows: list[Row]) -> RenderableType:
@@ -235,7 +239,7 @@ def _queues(queues: Row) -> Table:
 def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=True, overflow="ellipsis")
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=name != "state", overflow="ellipsis")
     return table
 
 
@@ -253,6 +257,12 @@ def _ms(value: float | None) -> str:
     if value < 1000.0:
         return f"{value:.1f} ms" if value < 10.0 else f"{value:.0f} ms"
     return f"{value / 1000.0:.2f} s"
+
+
+def _hour(value: float) -> str:
+    """Time of day here, with the date if it is longer ago than half a day."""
+    is_today = time.time() - value < 43_200.0
+    return time.strftime("%H:%M" if is_today else "%d %b %H:%M", time.localtime(value))
 
 
 def _seconds(value: float) -> str:

@@ -125,6 +125,10 @@ class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):
     trace: Trace | None = None
 
 
+#: Causes of an end that are a failure of the endpoint, or of the way to it.
+LOST = ("stream-lost", "endpoint-gone")
+
+
 class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     """How a routed request ended."""
 
@@ -134,6 +138,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     status: int = 0
     #: `natural`, `client-disconnect`, `stream-lost`, `expired`, `reconciled`, `endpoint-gone`.
     cause: str = "natural"
+    #: -1 = no first token came, as in every answer but a 2xx.
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
     response_bytes: int = -1
@@ -147,6 +152,11 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     unreached: str = ""
     #: Of `ttft_ms` and `duration_ms`, what it waited in a queue of ours.
     queued_ms: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """At the endpoint, or on the way to it: no fault of the client's."""
+        return self.status >= 500 or self.cause in LOST
 
     @property
     def sent_ttft_ms(self) -> float:

@@ -526,10 +526,9 @@ class Pipeline:
             usage = entry.usage
         if 200 <= status < 300:
             fleet.completed(lease, now, usage.completion_tokens if usage is not None else -1, event.ttft_ms)
-        ended = self._ended(entry, ev.ResponseEnded, event, "natural", now)
-        if status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
-            return [ended, ListAdapters(lease.endpoint_id)]
-        return [ended]
+        elif status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
+            return [self._ended(entry, ev.ResponseEnded, event, "natural", now), ListAdapters(lease.endpoint_id)]
+        return [self._ended(entry, ev.ResponseEnded, event, "natural", now)]
 
     def _ended(
         self, entry: RequestEntry, trigger: type | Trigger, event: ev.ResponseEnded, cause: str, now: float
@@ -553,7 +552,7 @@ class Pipeline:
                 endpoint=lease.endpoint_id,
                 status=event.status,
                 cause=cause,
-                ttft_ms=event.ttft_ms,
+                ttft_ms=event.ttft_ms if event.status < 300 else -1.0,  # an error has no tokens
                 duration_ms=event.duration_ms,
                 response_bytes=event.response_bytes,
                 prompt_tokens=usage.prompt_tokens,

@@ -74,6 +74,11 @@ class ResponseWatch:
         return self._scanner is not None and self._scanner.done
 
     @property
+    def refused(self) -> bool:
+        """What follows is the text of an error, no token."""
+        return self._status >= 400
+
+    @property
     def error_status(self) -> int:
         """Status of an error reported inside a 200 stream; 0 = none."""
         return (self._scanner.error_status or 0) if self._scanner is not None else 0

@@ -436,7 +436,7 @@ class Session:
         first = watch.chunk(chunk, host.now)
         if first and self._moved_to:
             host.driver.feed(RequestMoved(self._request.id, self._moved_to))
-        if first:
+        if first and not watch.refused:
             host.driver.feed(FirstTokenSeen(self._request.id))
         if self._renaming is not None:
             self._stream.send(*self._renaming.chunk(chunk, ended))

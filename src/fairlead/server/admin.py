@@ -51,6 +51,7 @@ _DASHBOARD = {
     "/": "the dashboard, for browsers",
     "/dashboard/snapshot": "what it shows, at this moment (JSON)",
     "/dashboard/stream": "the same twice a second (server-sent events)",
+    "/dashboard/runbook.md": "what to do about what it says",
 }
 _DEBUG_PAGES = {
     "/debug/endpoints": "all endpoints and what is known of them (JSON)",

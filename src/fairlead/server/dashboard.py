@@ -1,7 +1,7 @@
 """The dashboard: one static page and the stream of server-sent events that feeds it.
 
 Rules
-* One snapshot per tick for all viewers, encoded once. Without viewers there is no tick.
+* One snapshot per tick for all viewers, encoded once. Without viewers there is no tick. Large ones come less often.
 * A viewer that reads slowly misses snapshots, never gets old ones; who takes nothing for `PATIENCE` seconds is dropped.
 * At most `viewers` at once; further ones get 503 and are told why.
 * The page loads nothing from elsewhere and runs no inline script: its content security policy allows only its own
@@ -10,6 +10,7 @@ Rules
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from hashlib import blake2s
 from importlib.resources import files
@@ -21,6 +22,8 @@ from msgspec import Struct
 
 VIEWERS = 16
 PATIENCE = 5.0
+#: Making snapshots takes this share of the process's time at most, as far as pauses of `SLOWEST` seconds allow.
+SHARE, SLOWEST = 0.003, 2.0
 
 PREFIX = "/dashboard/"
 STREAM, SNAPSHOT = PREFIX + "stream", PREFIX + "snapshot"
@@ -215,11 +218,14 @@ class Dashboard:
         while True:
             due = max(due + self._sources.tick, loop.time())
             await asyncio.sleep(due - loop.time())
+            began = time.thread_time()
             try:
                 made = frame("now", self._sources.take())
             except Exception as error:
                 made = b"event: broken\ndata: {}\n\n"
                 self._failed(STREAM, error)
+            # The pause after a costly one is longer; what the common pause covers is not added.
+            due += max(min((time.thread_time() - began) / SHARE, SLOWEST) - self._sources.tick, 0.0)
             for viewer in self._viewers:
                 viewer.offer(made)
 
@@ -249,7 +255,7 @@ def _read_files() -> dict[str, tuple[bytes, str]]:
     """Content and entity tag of each file of the page."""
     by_name = {}
     for path in files("fairlead.server.pages").iterdir():
-        if path.name.rpartition(".")[2] in (*_TYPES, "txt"):
+        if path.name.rpartition(".")[2] in (*_TYPES, "txt", "md"):
             body = path.read_bytes()
             by_name[path.name] = body, f'"{blake2s(body, digest_size=12).hexdigest()}"'
     return by_name

@@ -162,3 +162,11 @@ def test_an_address_of_nobody_moves_nothing(address: str) -> None:
     assert rig.held() == {route.endpoint.address: 1}
     (outcome,) = rig.feed(ResponseEnded(request_id=1, status=200))
     assert outcome.unreached == ""
+
+
+@pytest.mark.parametrize(("status", "ttft_ms"), [(200, 300.0), (503, -1.0), (404, -1.0)])
+def test_only_an_answer_has_a_first_token(status: int, ttft_ms: float) -> None:
+    rig = Rig()
+    rig.send(1)
+    (outcome,) = rig.feed(ResponseEnded(request_id=1, status=status, ttft_ms=300.0, duration_ms=900.0))
+    assert (outcome.ttft_ms, outcome.duration_ms) == (ttft_ms, 900.0)

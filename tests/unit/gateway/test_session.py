@@ -484,6 +484,19 @@ def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     assert rig.seen.outcomes[0].status == 503
 
 
+def test_the_first_byte_of_an_error_is_no_first_token(rig):
+    """Fast errors would teach the forecast that the endpoint is the fastest of all."""
+    _, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    ((lease,),) = ([entry.lease for entry in rig.pipeline.requests],)
+    rig.response_headers(session, status=503, kind="text/plain")
+    rig.chunk(session, b"no healthy upstream", eos=True)
+    assert lease.first_token_at < 0.0
+    (outcome,) = rig.seen.outcomes
+    assert (outcome.status, outcome.ttft_ms) == (503, -1.0)
+
+
 def test_nonsense_ends_the_stream_with_invalid_argument(rig):
     wire, session = rig.open(BUFFERED, STREAMED)
     rig.request_headers(session)

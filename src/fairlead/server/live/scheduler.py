@@ -97,6 +97,7 @@ class Live:
             self.core = core = wire(self.config, loop, tracing, self._adopt, self._refuse)
             self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
             self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
+            self._maker = self._snapshots(loop.time)
             if core.journal is not None:
                 core.journal.begin()
                 stack.callback(core.journal.close)
@@ -266,6 +267,7 @@ class Live:
         self.watch.metrics.families.loop_lag.child().observe(late_s)
         self.host.pulse.beat()
         self.watch.troubles.look()
+        self._maker.history.look(asyncio.get_running_loop().time())
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint came, changed or went: everybody who knows endpoints is told."""
@@ -323,7 +325,7 @@ class Live:
             decisions=self.watch.each_decision,
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
             knowledge=self.core.kv.page if self.core.kv is not None else lambda: None,
-            dashboard=self._dashboard(asyncio.get_running_loop().time),
+            dashboard=self._dashboard(),
         )
         settings = self.config.admin
         self.admin = Admin(
@@ -343,8 +345,8 @@ class Live:
             raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", "$.admin") from None
         stack.push_async_callback(self.admin.close)
 
-    def _dashboard(self, now: Callable[[], float]) -> DashboardSources:
-        maker = SnapshotMaker(
+    def _snapshots(self, now: Callable[[], float]) -> SnapshotMaker:
+        return SnapshotMaker(
             self.watch,
             now,
             time.time() - now(),
@@ -352,6 +354,9 @@ class Live:
             policy=lambda: self.pipeline.policy.name,
             reasons=self._reasons,
         )
+
+    def _dashboard(self) -> DashboardSources:
+        maker = self._maker
         return DashboardSources(begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=TICK)
 
     def _notes(self) -> list[str]:

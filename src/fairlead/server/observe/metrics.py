@@ -13,14 +13,14 @@ Rules
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from itertools import compress, islice
 from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from fairlead import __version__
 from fairlead.core.models import MODEL_NOT_FOUND
-from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
+from fairlead.core.records import LOST, DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.fleet_gauges import FleetGauges, FleetStatus
@@ -170,6 +170,8 @@ class SchedulerMetrics:
         self.on_forget: Callable[[Collection[tuple[str, ...]]], object] = lambda kept: None
         #: Decisions whose labels had earned no place yet, by request, and where they are counted as running.
         self._unproven: dict[int, tuple[DecisionRecord, Gauge]] = {}
+        #: Since the start: answers that are no error, 4xx, and all other failures.
+        self.answered = self.client_errors = self.server_errors = 0
         self._overloaded_at: float | None = None
         self._swept_at = -inf
         self._splitting: set[str] = set()
@@ -271,16 +273,23 @@ class SchedulerMetrics:
                     if cause == "expired":
                         self.families.expired.child().value += number
                     # A client that went away is nobody's error.
-                    if status >= 400 or cause in ("stream-lost", "endpoint-gone"):
-                        code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
-                        self._error(bundle, code, number)
+                    if status >= 400 or cause in LOST:
+                        failed = compress(group, map((status, cause).__eq__, map(_END, group)))
+                        self._failed(bundle, status, list(failed))
                 else:
                     self.families.ends.child(cause).value += number
+                    self.answered += number
             for name, number in _counted(map(_UNREACHED, group)):
                 if name:
                     self.families.repeated.child(name).value += number
             self._times(bundle, group, stream)
             self._sizes(bundle, group)
+
+    def _failed(self, bundle: _Bundle, status: int, records: Sequence[OutcomeRecord]) -> None:
+        code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
+        self._error(bundle, code, status, len(records))
+        took = _told(records, _DURATION)[1]
+        self.families.failed_duration.child(code).observe_all([ms / 1000 for ms in took])
 
     def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
         """Whether one of these answers earns the labels a place, and there is room."""
@@ -350,7 +359,7 @@ class SchedulerMetrics:
 
     def on_client_error(self, model: str, status: int) -> None:
         """A request was refused before it was understood; it counts as an error, not as a request."""
-        self._error(self._bundle(model, model, "", 0), error_code(status))
+        self._error(self._bundle(model, model, "", 0), error_code(status), status)
 
     def on_fallback(self, address: str) -> None:
         """The gateway served a request at this address without asking."""
@@ -372,12 +381,16 @@ class SchedulerMetrics:
         bundle.requests.value += 1
         families = self.families
         families.rejected.child(record.outcome).value += 1
-        self._error(bundle, error_code(record.status))
+        self._error(bundle, error_code(record.status), record.status)
         families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
         if record.outcome == "rejected-saturated":
             self._overloaded_at = record.at
 
-    def _error(self, bundle: _Bundle, code: str, number: int = 1) -> None:
+    def _error(self, bundle: _Bundle, code: str, status: int, number: int = 1) -> None:
+        if 400 <= status < 500:
+            self.client_errors += number
+        else:
+            self.server_errors += number
         self.families.errors.child(*bundle.labels, code).value += number
 
     def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:

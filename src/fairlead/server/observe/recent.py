@@ -4,13 +4,11 @@ Rules
 * It hears of records only while somebody looks; what it missed it takes from the decision journal, as far back as that
   goes (`covered_since`).
 * Adding a record is O(1). Sums fall by whole bins, so a look costs nothing for what did not change.
-* Whatever clients send, at most `MAX_KEYS` keys are told apart in a window and `MAX_VALUES` times are kept for
-  percentiles: the newest.
-* Times to first token are those of streamed answers: in others the first byte is the last.
+* Whatever clients send, at most `MAX_KEYS` keys are told apart in a window.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from math import ceil, inf
 from typing import Generic, TypeVar
 
@@ -23,7 +21,6 @@ from fairlead.server.observe.instruments import OTHER
 #: Seconds over which rates and percentiles are taken, and sums per endpoint.
 SHORT, LONG = 10.0, 60.0
 MAX_KEYS = 1000
-MAX_VALUES = 5000
 _MAX_LABEL = 200
 
 Key = TypeVar("Key", bound=Hashable)
@@ -68,7 +65,7 @@ class Window(Generic[Key]):
                     del self.sums[key]
 
 
-class EndpointSums(Struct, frozen=True):
+class EndpointSums(Struct, frozen=True, gc=False):
     """Of one endpoint over the last `LONG` seconds; all are sums."""
 
     #: Records of any kind; keeps the row alive.
@@ -102,24 +99,9 @@ class Recent:
         self.covered_since = inf
         self._endpoints: Window[str] = Window(LONG, 5.0, len(EndpointSums.__struct_fields__), OTHER)
         self.traffic: Window[Traffic] = Window(SHORT, 1.0, 2, (OTHER, OTHER, 0))
-        #: (clock seconds, milliseconds): to the first token as it was and as it was predicted, of whole answers; and
-        #: (clock seconds, microseconds) of decisions.
-        self.ttft: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
-        self.predicted: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
-        self.answers: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
-        self.deciding: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
 
-    def seed(
-        self,
-        records: Iterable[tuple[DecisionRecord, OutcomeRecord | None]],
-        since: float,
-        tell: Callable[[float], object],
-        every: float,
-    ) -> None:
-        """Begin with records of which there are none older, or that are complete since then, the oldest first.
-
-        `tell` is called with each multiple of `every` seconds that they pass, after what came before it.
-        """
+    def seed(self, records: Iterable[tuple[DecisionRecord, OutcomeRecord | None]], since: float) -> None:
+        """Begin with records of which there are none older, or that are complete since then, the oldest first."""
         known = list(records)
         self.covered_since = since
         events: list[tuple[float, DecisionRecord | OutcomeRecord]] = []
@@ -127,24 +109,14 @@ class Recent:
             events.append((decision.at, decision))
             if outcome is not None:
                 events.append((outcome.at, outcome))
-        until = inf
-        for time_s, record in sorted(events, key=lambda event: event[0]):
-            while until <= time_s:
-                self.move(until)
-                tell(until)
-                until += every
-            if until == inf:
-                until = time_s - time_s % every + every
+        for _, record in sorted(events, key=lambda event: event[0]):
             if isinstance(record, OutcomeRecord):
                 self.on_outcome(record)
             else:
-                self.on_decision(record, -1.0)
+                self.on_decision(record)
 
-    def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
-        """`duration_s` < 0 = not known."""
+    def on_decision(self, record: DecisionRecord) -> None:
         request, now = record.request, record.at
-        if duration_s >= 0.0:
-            self.deciding.append((now, duration_s * 1e6))
         refused = not record.endpoint
         self.traffic.add(_traffic(record), now, (1.0, float(refused)))
         if not refused:
@@ -152,42 +124,26 @@ class Recent:
             self._endpoints.add(record.endpoint, now, decided + _OUTCOME_ZEROS)
 
     def on_outcome(self, record: OutcomeRecord) -> None:
-        now, forecast, ttft = record.at, record.forecast, record.ttft_ms
+        now, forecast = record.at, record.forecast
         judged = predicted = actual = inside = 0.0
-        if record.duration_ms >= 0.0 and record.status < 400:
-            self.answers.append((now, record.duration_ms))
-        if record.request.stream and ttft >= 0.0:
-            self.ttft.append((now, ttft))
-            if forecast is not None and forecast.ttft_ms > 0.0:
-                self.predicted.append((now, record.queued_ms + forecast.ttft_ms))
-                judged, predicted, actual = 1.0, forecast.ttft_ms, record.sent_ttft_ms
-                inside = float(forecast.low_ms <= actual <= forecast.high_ms)
+        if record.request.stream and record.ttft_ms >= 0.0 and forecast is not None and forecast.ttft_ms > 0.0:
+            judged, predicted, actual = 1.0, forecast.ttft_ms, record.sent_ttft_ms
+            inside = float(forecast.low_ms <= actual <= forecast.high_ms)
         expected = reported = apart = 0.0
         if record.cached_tokens >= 0:
             expected, reported = record.hit_tokens, record.cached_tokens
             apart = abs(expected - reported)
-        failed = float(record.status >= 500 or record.cause in ("stream-lost", "endpoint-gone"))
+        failed = float(record.failed)
         sums = (1.0, 0.0, 0.0, 0.0, judged, predicted, actual, inside, expected, reported, apart, failed)
         self._endpoints.add(record.endpoint, now, sums)
 
     def move(self, now: float) -> None:
         self._endpoints.move(now)
         self.traffic.move(now)
-        for values in (self.ttft, self.predicted, self.answers, self.deciding):
-            while values and values[0][0] < now - SHORT:
-                values.popleft()
 
     def endpoint(self, name: str) -> EndpointSums:
         row = self._endpoints.sums.get(name)
         return _NOTHING if row is None else EndpointSums(*row)
-
-    def rates(self, now: float) -> tuple[float | None, float | None]:
-        """Requests, and refusals, per second."""
-        asked = refused = 0.0
-        for row in self.traffic.sums.values():
-            asked += row[0]
-            refused += row[1]
-        return self.per_second(asked, now), self.per_second(refused, now)
 
     def per_second(self, count: float, now: float) -> float | None:
         """Of a count of `traffic`; `None` = it was not watched long enough to tell."""
@@ -196,9 +152,9 @@ class Recent:
         return count / span if span >= 1.0 else None
 
 
-def percentiles(values: Iterable[tuple[float, float]], shares: Sequence[float]) -> list[float | None]:
+def percentiles(values: Iterable[float], shares: Sequence[float]) -> list[float | None]:
     """Nearest rank; `None` where there are no values."""
-    ordered = sorted(value for _, value in values)
+    ordered = sorted(values)
     return [ordered[max(ceil(share * len(ordered)) - 1, 0)] if ordered else None for share in shares]
 
 

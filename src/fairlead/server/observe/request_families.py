@@ -43,6 +43,7 @@ class RequestFamilies:
         self.errors = counted(*REQUEST_LABELS, "error_code")
         self.running = gauges(*REQUEST_LABELS, cap=cap, fold=CLIENT_LABELS)
         self.duration = measured(buckets.GENERAL)
+        self.failed_duration = histograms("error_code", bounds=buckets.GENERAL, cap=16)
         self.request_size = measured(buckets.SIZE)
         self.response_size = measured(buckets.RESPONSE)
         self.input_tokens = measured(buckets.TOKENS)
@@ -110,7 +111,7 @@ class RequestFamilies:
         text = "[ALPHA] Time from the first byte of a request to the last of its response."
         show(_LLMD + "request_duration_seconds", text, self.duration)
         show(_OBJECTIVE + "request_duration_seconds", text, self.duration, labels=_MODEL)
-        text = "[ALPHA] Time from the first byte of a request to the first of its response's body."
+        text = "[ALPHA] Time from the first byte of a request to the first of its response's body, of 2xx responses."
         show(_LLMD + "request_ttft_seconds", text, self.ttft, bounds=buckets.TTFT)
         show(_OBJECTIVE + "request_ttft_seconds", text, self.ttft, labels=_MODEL)
         text = "[ALPHA] Duration of a request divided by its output tokens." + _SAMPLED
@@ -202,6 +203,8 @@ class RequestFamilies:
         show = registry.show
         show("fairlead_rejected_total", "Requests refused, by reason.", self.rejected)
         show("fairlead_request_end_total", "Ends of routed requests, by cause.", self.ends)
+        text = "Time from the first byte of a routed request to its failure. Such requests have no time to first token."
+        show("fairlead_failed_request_duration_seconds", text, self.failed_duration)
         text = "Times that a plugin failed and was left out."
         show("fairlead_plugin_errors_total", text, self.plugin_errors)
         text = "Instructions of the scheduler that could not be carried out, a defect. Their requests were ended."

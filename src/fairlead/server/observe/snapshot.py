@@ -1,59 +1,79 @@
 """Everything that the dashboard shows, read where the metrics page reads it."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
-
-from msgspec import structs
 
 from fairlead import __version__
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
 from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.stalls import LEVELS
 from fairlead.server.observe import snapshot_shape as shape
-from fairlead.server.observe.fleet_gauges import EndpointStatus
+from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import Counter, Family, Gauge
-from fairlead.server.observe.recent import Recent, percentiles
+from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot_shape import Happened, notices
 from fairlead.server.observe.watch import Watch
 
 
-def endpoint_rows(watch: Watch, recent: Recent, now: float) -> list[shape.EndpointRow]:
-    table = watch.fleet.table
-    rows = zip(table.slots(), watch.endpoints(), strict=True)
-    return [_endpoint(watch, slot, status, recent, now) for (slot, _), status in rows]
-
-
-def _endpoint(watch: Watch, slot: int, status: EndpointStatus, recent: Recent, now: float) -> shape.EndpointRow:
-    table, sums = watch.fleet.table, recent.endpoint(status.id)
-    source, trust = _knowledge(watch, slot)
-    most = max(sums.predicted_hit, sums.reported_hit)
-    if trust is None and most > 0.0:
-        trust = max(1.0 - sums.hit_error / most, 0.0)
-    return shape.EndpointRow(
-        id=status.id,
-        address=status.address,
-        model=status.labels.get(MODEL_LABEL, ""),
-        role=status.labels.get(ROLE_LABEL, ""),
-        fresh=status.fresh,
-        age_s=_rounded(status.age_s, 2),
-        waiting=status.waiting,
-        running=status.running,
-        kv=_rounded(status.kv_usage if status.fresh else float(table.kv[slot]), 4),
-        queue=float(table.queue[slot]),
-        active=float(table.active[slot]),
-        leases=status.leases,
-        avoided_s=_left(float(table.ejected_until[slot]) - now),
-        suspicion=status.suspicion,
-        sent=int(sums.routed),
-        hit_rate=_share(sums.hit_tokens, sums.prompt_tokens),
-        predicted_ms=_share(sums.predicted_ms, sums.judged),
-        actual_ms=_share(sums.actual_ms, sums.judged),
-        judged=int(sums.judged),
-        inside=_share(sums.inside, sums.judged),
-        failed=int(sums.failed),
-        source=source,
-        trust=_rounded(trust, 4),
+def endpoint_rows(
+    watch: Watch, recent: Recent, out: Mapping[str, Out], now: float, wall: float
+) -> list[shape.EndpointRow]:
+    """`out`: endpoints out of use; `wall`: seconds to add to the clock for the time of day."""
+    table, staleness = watch.fleet.table, watch.fleet.staleness
+    # A value at a time out of numpy's arrays would take three times as long.
+    sampled, kv, queue, active, leases, ejected, suspicion = (
+        column.tolist()
+        for column in (
+            *(table.sampled_at, table.kv, table.queue, table.active),
+            *(table.inflight, table.ejected_until, table.suspicion),
+        )
     )
+    rows = []
+    for slot, endpoint in table.slots():
+        sample, sums, gone = table.samples[slot], recent.endpoint(endpoint.id), out.get(endpoint.id)
+        age_s, level = now - sampled[slot], LEVELS[int(suspicion[slot])]
+        fresh = age_s <= staleness
+        state, reason = ("serving", "") if gone is None else ("out", gone.reason)
+        if gone is None and level != LEVELS[0]:
+            state, reason = "suspect", "there is work, and nothing moves"
+        elif gone is None and not fresh:
+            state = "unread"
+            reason = watch.unread(endpoint.id) or ("" if isfinite(age_s) else "no scrape has succeeded yet")
+        source, trust = _knowledge(watch, slot)
+        most = max(sums.predicted_hit, sums.reported_hit)
+        if trust is None and most > 0.0:
+            trust = max(1.0 - sums.hit_error / most, 0.0)
+        rows.append(
+            shape.EndpointRow(
+                id=endpoint.id,
+                address=endpoint.address,
+                model=endpoint.labels.get(MODEL_LABEL, ""),
+                role=endpoint.labels.get(ROLE_LABEL, ""),
+                state=state,
+                reason=reason,
+                since=None if gone is None else gone.since + wall,
+                fresh=fresh,
+                age_s=round(age_s, 2) if isfinite(age_s) else None,
+                waiting=sample.waiting if sample else None,
+                running=sample.running if sample else None,
+                kv=_rounded(sample.kv_usage if sample and fresh else kv[slot], 4),
+                queue=queue[slot],
+                active=active[slot],
+                leases=int(leases[slot]),
+                avoided_s=_left(ejected[slot] - now),
+                suspicion=level,
+                sent=int(sums.routed),
+                hit_rate=_share(sums.hit_tokens, sums.prompt_tokens),
+                predicted_ms=_share(sums.predicted_ms, sums.judged),
+                actual_ms=_share(sums.actual_ms, sums.judged),
+                judged=int(sums.judged),
+                inside=_share(sums.inside, sums.judged),
+                failed=int(sums.failed),
+                source=source,
+                trust=_rounded(trust, 4),
+            )
+        )
+    return rows
 
 
 def _knowledge(watch: Watch, slot: int) -> tuple[str, float | None]:
@@ -184,18 +204,17 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 # Rules
-# * Nothing is kept or computed while nobody looks. `begin` starts listening, with what the decision journal still
-#   holds; `end` stops it. `take` is called once per tick, however many look.
+# * The charts' points and since when something is out are kept always (`history`). All else is kept or computed while
+#   somebody looks: `begin` starts listening, with what the decision journal still holds; `end` stops it. `take` is
+#   called once per tick, however many look.
 # * Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both say the
 #   same at the same moment.
 # * Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
-# * The charts' points stay for a quarter of an hour after the last viewer left, and the gap stays a gap.
 
-#: Seconds between two snapshots, between two points of the charts, and for how long points are kept.
-TICK, POINT, HISTORY = 0.5, 2.0, 900.0
+#: Seconds between two snapshots.
+TICK = 0.5
 DECISIONS = 30
 TRAFFIC_ROWS = 40
-_QUANTILES = (0.5, 0.95, 0.99)
 
 
 class SnapshotMaker:
@@ -220,8 +239,7 @@ class SnapshotMaker:
         self._policy = policy
         self._reasons = reasons
         self._happened = Happened()
-        self._history: deque[shape.Point] = deque(maxlen=int(HISTORY / POINT))
-        self._next_point = 0.0
+        self.history = History(watch, now(), wall_offset)
         self.about = shape.About(
             version=__version__, pool=pool, started=now() + wall_offset, tick_s=TICK, point_s=POINT
         )
@@ -233,15 +251,7 @@ class SnapshotMaker:
         recent = Recent()
         known = watch.journal.newest(len(watch.journal))[::-1]
         since = (known[0][0].at if known else now) if watch.journal.full else -inf
-        last_point = self._history[-1].at - self._wall if self._history else max(since, now - HISTORY)
-
-        def tell(time_s: float) -> None:
-            if last_point + POINT <= time_s <= now:
-                per_s, refused_per_s = recent.rates(time_s)
-                latency = _latency(recent)
-                self._history.append(_history_point(time_s + self._wall, latency, per_s, refused_per_s))
-
-        recent.seed(known, since, tell, POINT)
+        recent.seed(known, since)
         watch.recent = recent
 
     def end(self) -> None:
@@ -250,107 +260,54 @@ class SnapshotMaker:
 
     def beginning(self) -> shape.Beginning:
         """For a viewer that has just come."""
-        return shape.Beginning(about=self.about, history=list(self._history))
+        return shape.Beginning(about=self.about, history=list(self.history.points))
 
     def take(self) -> shape.Snapshot:
         """Everything now. Call `begin` first."""
         watch = self._watch
-        watch.count()
-        recent = watch.recent
+        recent, history, now = watch.recent, self.history, self._now()
         assert recent is not None, "somebody looks"
-        now = self._now()
+        history.look(now)
         recent.move(now)
-        endpoints = endpoint_rows(watch, recent, now)
+        endpoints = endpoint_rows(watch, recent, history.out, now, self._wall)
         queues = queue_rows(watch, now)
-        totals = self._totals(recent, now)
-        latency = _latency(recent)
         traffic = traffic_of(watch, recent, now)
         return shape.Snapshot(
             at=now + self._wall,
             policy=self._policy(),
-            notices=notices(watch, endpoints, queues, self._reasons(), self._happened, now),
+            notices=notices(watch, endpoints, history.failures(), queues, self._reasons(), self._happened, now),
             endpoints=endpoints,
-            totals=totals,
+            totals=self._totals(),
             traffic=traffic[:TRAFFIC_ROWS],
             traffic_left_out=max(len(traffic) - TRAFFIC_ROWS, 0),
-            latency=latency,
+            latency=history.latency(now),
             queues=queues,
             decisions=[decision(self._wall, *entry) for entry in watch.journal.newest(DECISIONS)],
             shadows=shadows(watch),
             leases=len(watch.fleet.ledger),
             index_size=watch.fleet.prefix.entries,
             kv_events=watch.fleet.exact is not None,
-            point=self._point(now, endpoints, totals, latency, queues),
+            point=history.point(now),
         )
 
-    def _totals(self, recent: Recent, now: float) -> shape.Totals:
-        families = self._watch.metrics.families
-        per_s, refused_per_s = recent.rates(now)
+    def _totals(self) -> shape.Totals:
+        families, rates = self._watch.metrics.families, self.history.rates
         places = {key[0]: counter.value for key, counter in families.forecasts.children.items()}
         return shape.Totals(
             requests=int(_sum(families.requests)) + self._watch.metrics.unproven,
             errors=int(_sum(families.errors)),
             refused=int(_sum(families.rejected)),
             running=int(_sum(families.running)),
-            per_s=per_s,
-            refused_per_s=refused_per_s,
+            per_s=rates.requests,
+            refused_per_s=rates.refused,
+            client_errors_per_s=rates.client_errors,
+            server_errors_per_s=rates.server_errors,
+            error_rate=rates.error_rate,
             prompt_tokens=_sum(families.lookups),
             hit_tokens=_sum(families.hits),
             forecasts=int(sum(places.values())),
             inside=int(places.get("inside", 0)),
         )
-
-    # ---- charts ----
-
-    def _point(
-        self,
-        now: float,
-        endpoints: Sequence[shape.EndpointRow],
-        totals: shape.Totals,
-        latency: shape.Latency,
-        queues: shape.Queues | None,
-    ) -> shape.Point:
-        point = _history_point(now + self._wall, latency, totals.per_s, totals.refused_per_s)
-        point = structs.replace(
-            point,
-            waiting=None if queues is None else queues.waiting,
-            engines_waiting=sum(row.queue for row in endpoints),
-            engines_running=sum(row.active for row in endpoints),
-            saturation=None if queues is None else queues.saturation,
-        )
-        if now >= self._next_point:
-            self._history.append(point)
-            self._next_point = now - now % POINT + POINT
-        return point
-
-
-def _history_point(
-    time_s: float, latency: shape.Latency, per_s: float | None, refused_per_s: float | None
-) -> shape.Point:
-    """A point of what records tell."""
-    ttft, answer = latency.ttft, latency.answer
-    return shape.Point(
-        at=time_s,
-        ttft=(ttft.p50, ttft.p95, ttft.p99),
-        predicted=latency.predicted.p50,
-        answer=(answer.p50, answer.p95, answer.p99),
-        per_s=per_s,
-        refused_per_s=refused_per_s,
-    )
-
-
-def _latency(recent: Recent) -> shape.Latency:
-    return shape.Latency(
-        ttft=_quantiles(recent.ttft),
-        predicted=_quantiles(recent.predicted),
-        answer=_quantiles(recent.answers),
-        deciding=_quantiles(recent.deciding),
-    )
-
-
-def _quantiles(values: Collection[tuple[float, float]]) -> shape.Quantiles:
-    quantiles = percentiles(values, _QUANTILES)
-    return shape.Quantiles(len(values), *(None if value is None else round(value, 2) for value in quantiles))
 
 
 def _sum(family: Family[Counter] | Family[Gauge]) -> float:

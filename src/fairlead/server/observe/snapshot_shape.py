@@ -17,19 +17,30 @@ from fairlead.server.observe.watch import Watch
 
 
 class Notice(Struct, frozen=True):
-    """Something that is not as it should be, in a sentence. `level`: `bad` (requests suffer) or `watch`."""
+    """Something that is not as it should be, in a sentence: `text`, then `since` a time of day if there is one, then
+    `detail`. `level`: `bad` (requests suffer) or `watch`."""
 
     level: str
     text: str
+    since: float | None = None
+    detail: str = ""
+    #: Section of docs/runbook.md that says what to do; empty = none.
+    runbook: str = ""
 
 
-class EndpointRow(Struct, frozen=True, kw_only=True):
+class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     """One endpoint, in the order in which they joined."""
 
     id: str
     address: str
     model: str
     role: str
+    #: `serving`; `unread` (its metrics cannot be read), `suspect` (it may hang): it is sent requests; `out`: it is not,
+    #: while there is another.
+    state: str
+    #: Why it is not simply serving, and since when it is out.
+    reason: str
+    since: float | None
     fresh: bool
     #: Seconds since its last good scrape.
     age_s: float | None
@@ -117,8 +128,6 @@ class Latency(Struct, frozen=True, kw_only=True):
     ttft: Quantiles
     predicted: Quantiles
     answer: Quantiles
-    #: Microseconds.
-    deciding: Quantiles
 
 
 class DecisionRow(Struct, frozen=True, kw_only=True):
@@ -168,6 +177,11 @@ class Totals(Struct, frozen=True, kw_only=True):
     running: int
     per_s: float | None
     refused_per_s: float | None
+    #: 4xx, and all other failures.
+    client_errors_per_s: float | None
+    server_errors_per_s: float | None
+    #: Share of the requests that ended with one of these; `None` = none ended.
+    error_rate: float | None
     prompt_tokens: float
     hit_tokens: float
     #: Forecasts of times to first token, and those within their 90 % band.
@@ -183,11 +197,11 @@ class Point(Struct, frozen=True, kw_only=True):
     predicted: float | None
     answer: tuple[float | None, float | None, float | None]
     per_s: float | None
-    refused_per_s: float | None
-    waiting: int | None = None
-    engines_waiting: float | None = None
-    engines_running: float | None = None
-    saturation: float | None = None
+    client_errors_per_s: float | None
+    server_errors_per_s: float | None
+    waiting: int | None
+    engines_waiting: float
+    engines_running: float
 
 
 class About(Struct, frozen=True, kw_only=True):
@@ -244,6 +258,16 @@ BAD, WATCH = "bad", "watch"
 _NAMED = 3
 #: Forecasts of a minute from which on their share within the band is judged, and what it must be. They promise 0.9.
 _ENOUGH, _LEAST_INSIDE = 50, 0.6
+#: Share of requests from which on failures are said to be bad.
+_MANY_FAIL = 0.05
+#: Why an endpoint is out, said of one and of many; and what to do about it.
+REFUSED, HANGS, FAILS = "connection refused", "hangs", f"{ERRORS_TO_EJECT} failed answers in a row"
+_DOES = {
+    REFUSED: ("refuses connections", "refuse connections"),
+    HANGS: ("hangs: there is work, and nothing moves", "hang: there is work, and nothing moves"),
+    FAILS: (f"failed {ERRORS_TO_EJECT} answers in a row", f"failed {ERRORS_TO_EJECT} answers in a row"),
+}
+_RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadErrorsHigh"}
 #: Seconds that somebody waits before it is worth a sentence.
 _LONG_WAIT = 5.0
 
@@ -265,19 +289,28 @@ class Happened:
         return now - grew < self._minute
 
 
+class Failures(Struct, frozen=True):
+    """`since`: seconds since 1970 since when every request fails; `None` = some are answered, or none comes. `rate`:
+    share of the requests of the last seconds that failed, clients' own errors left out."""
+
+    since: float | None = None
+    rate: float = 0.0
+
+
 def notices(
     watch: Watch,
     endpoints: Sequence[EndpointRow],
+    failures: Failures,
     queues: Queues | None,
     reasons: Sequence[str],
     happened: Happened,
     now: float,
 ) -> list[Notice]:
     """`reasons`: why we are not ready."""
-    listed = [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
-    listed += _silent(endpoints)
-    listed += _avoided(endpoints)
-    listed += _hanging(endpoints)
+    listed = [*_outage(endpoints, failures)]
+    listed += [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
+    listed += _unread(endpoints)
+    listed += _suspect(endpoints)
     listed += _pressure(watch, queues)
     listed += _choosers(watch)
     listed += _failing(watch, happened, now)
@@ -287,70 +320,98 @@ def notices(
     return sorted(listed, key=lambda notice: notice.level != BAD)
 
 
-def _silent(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
-    rows = list(endpoints)
-    silent = [row for row in rows if not row.fresh and row.age_s is not None]
-    never = [row for row in rows if not row.fresh and row.age_s is None]
-    level = BAD if rows and len(silent) + len(never) == len(rows) else WATCH
-    if len(silent) == 1:
-        row = silent[0]
-        yield Notice(
-            level,
-            f"Endpoint {row.id} has not answered a scrape for {_seconds(row.age_s or 0.0)}; "
-            "its load is estimated from our own requests.",
+def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[Notice]:
+    """Which endpoints are out, in one sentence for each reason; if every request fails, one for all of it."""
+    by_reason: dict[str, list[EndpointRow]] = {}
+    for row in endpoints:
+        if row.state == "out":
+            by_reason.setdefault(row.reason, []).append(row)
+    out, all_of = sum(map(len, by_reason.values())), len(endpoints)
+    if failures.since is not None:
+        causes = [f"{_of(len(rows), all_of)} {_does(reason, rows)}" for reason, rows in by_reason.items()]
+        why = ", ".join(causes) or (
+            "the answers are errors, though endpoints are in use" if all_of else "no endpoint is known"
         )
-    elif silent:
-        age = _seconds(min(row.age_s or 0.0 for row in silent))
-        yield Notice(
-            level,
-            f"{_some(silent, len(rows))} have not answered a scrape for {age} or more; "
-            "their load is estimated from our own requests.",
-        )
-    if never:
-        verb = "has" if len(never) == 1 else "have"
-        yield Notice(
-            level, f"{_some(never, len(rows))} {verb} never answered a scrape; nothing is known but what we sent there."
-        )
+        section = "FairleadNoEndpoints" if out == all_of else "FairleadErrorsHigh"
+        yield Notice(BAD, "Every request has failed", failures.since, f": {why}.", section)
+        return
+    if failures.rate > 0.0:
+        level = BAD if failures.rate >= _MANY_FAIL else WATCH
+        text = f"{failures.rate:.1%} of the requests of the last 10 seconds failed."
+        yield Notice(level, text, runbook="FairleadErrorsHigh")
+    for reason, rows in by_reason.items():
+        subject, verb = ("it", "has") if len(rows) == 1 else ("they", "have")
+        elsewhere = f"Requests go to the other {all_of - out}." if out < all_of else "Requests will fail."
+        since = min(row.since or inf for row in rows)
+        section = _RUNBOOK.get(reason, "FairleadEndpointStale") if out < all_of else "FairleadNoEndpoints"
+        what = f": {subject} {_does(reason, rows)}. {elsewhere}"
+        yield Notice(BAD, f"{_some(rows, all_of)} {verb} been out of use", since, what, section)
 
 
-def _avoided(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
-    rows = list(endpoints)
-    avoided = [row for row in rows if row.avoided_s > 0.0]
-    if avoided:
-        verb = "is" if len(avoided) == 1 else "are"
-        yield Notice(
-            BAD, f"{_some(avoided, len(rows))} {verb} avoided for now after {ERRORS_TO_EJECT} failed answers in a row."
-        )
+def _does(reason: str, rows: Sequence[EndpointRow]) -> str:
+    singular, plural = _DOES.get(reason, (f"does not answer ({reason})", f"do not answer ({reason})"))
+    return singular if len(rows) == 1 else plural
 
 
-def _hanging(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
-    rows = list(endpoints)
-    hanging = [row for row in rows if row.suspicion != "well"]
-    if hanging:
-        verb = "seems" if len(hanging) == 1 else "seem"
-        yield Notice(BAD, f"{_some(hanging, len(rows))} {verb} to hang: there is work, and nothing moves.")
+def _of(count: int, of: int) -> str:
+    return f"{count} of {of} endpoint" + ("s" if of != 1 else "")
+
+
+def _unread(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
+    rows = [row for row in endpoints if row.state == "unread"]
+    if rows:
+        level = BAD if len(rows) == len(endpoints) else WATCH
+        whose, why = _some(rows, len(endpoints)), f" ({rows[0].reason})" if rows[0].reason else ""
+        text = f"The metrics of {whose[0].lower()}{whose[1:]} cannot be read{why}; load is estimated."
+        yield Notice(level, text, runbook="FairleadEndpointStale")
+
+
+def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
+    rows = [row for row in endpoints if row.state == "suspect"]
+    if rows:
+        verb = "seems" if len(rows) == 1 else "seem"
+        text = f"{_some(rows, len(endpoints))} {verb} to hang: there is work, and nothing moves."
+        yield Notice(BAD, text, runbook="FairleadEndpointHangs")
 
 
 def _pressure(watch: Watch, queues: Queues | None) -> Iterable[Notice]:
     if watch.metrics.scale_up_wanted():
-        yield Notice(BAD, "All endpoints were overloaded within the last minute; more replicas are wanted.")
+        yield Notice(
+            BAD,
+            "All endpoints were overloaded within the last minute; more replicas are wanted.",
+            runbook="FairleadScaleUp",
+        )
     if queues is not None and queues.waiting:
         oldest = max(band.oldest_s for band in queues.bands)
         if oldest >= _LONG_WAIT:
             wait = "1 request waits" if queues.waiting == 1 else f"{queues.waiting:,} requests wait"
             yield Notice(
-                WATCH, f"{wait} in the queue, the longest for {_seconds(oldest)}; no endpoint has room for more."
+                WATCH,
+                f"{wait} in the queue, the longest for {_seconds(oldest)}; no endpoint has room for more.",
+                runbook="FairleadSaturated",
             )
 
 
 def _choosers(watch: Watch) -> Iterable[Notice]:
     for name, policy in watch.choosers.remotes.items():
         if not policy.connected:
-            yield Notice(BAD, f"The external scheduler '{name}' is not connected; the built-in policy decides.")
+            yield Notice(
+                BAD,
+                f"The external scheduler '{name}' is not connected; the built-in policy decides.",
+                runbook="FairleadSchedulerFallback",
+            )
         elif policy.breaker.state != CLOSED:
-            yield Notice(BAD, f"The external scheduler '{name}' failed too often; the built-in policy decides for now.")
+            yield Notice(
+                BAD,
+                f"The external scheduler '{name}' failed too often; the built-in policy decides for now.",
+                runbook="FairleadSchedulerFallback",
+            )
     for name, reason in watch.shadows.cut().items():
-        yield Notice(WATCH, f"The shadow '{name}' is cut off ({reason}); traffic is not affected.")
+        yield Notice(
+            WATCH,
+            f"The shadow '{name}' is cut off ({reason}); traffic is not affected.",
+            runbook="FairleadShadowCutOff",
+        )
 
 
 def _events(watch: Watch) -> Iterable[Notice]:
@@ -366,9 +427,14 @@ def _events(watch: Watch) -> Iterable[Notice]:
                 WATCH,
                 f"KV events of endpoint {endpoint.id} are not believed: predictions came true in {trust.level:.0%} of "
                 f"the last answers; learned knowledge is used instead.{cause}",
+                runbook="FairleadIndexNotTrusted",
             )
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
-            yield Notice(WATCH, f"KV events of endpoint {endpoint.id} have stopped; its cache is known up to then.")
+            yield Notice(
+                WATCH,
+                f"KV events of endpoint {endpoint.id} have stopped; its cache is known up to then.",
+                runbook="FairleadKvFeedDown",
+            )
 
 
 def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
@@ -382,6 +448,7 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
             WATCH,
             f"Only {inside:.0%} of the last minute's first tokens came within their forecast's 90 % band; "
             "decisions rest on forecasts that are off.",
+            runbook="FairleadForecastsOff",
         )
 
 
@@ -410,21 +477,23 @@ def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
     families = watch.metrics.families
     rows: tuple[tuple[str, float, str, Callable[[float], str]], ...] = (
         (
-            "unscheduled", sum(c.value for c in families.fallbacks.children.values()), BAD,
+            "FairleadBypassed", sum(c.value for c in families.fallbacks.children.values()), BAD,
             lambda n: f"The gateway serves requests without asking us ({n:,.0f} since the start); it could not reach "
             "the scheduler, or not in time.",
         ),
         (
-            "expired", families.expired.child().value, WATCH,
+            "FairleadLeasesExpire", families.expired.child().value, WATCH,
             lambda n: f"The end of some requests is never told ({n:,.0f} since the start); check the gateway's access "
             "log.",
         ),
     )  # fmt: skip
-    for name, count, level, text in rows:
-        if happened.lately(name, count, now):
-            yield Notice(level, text(count))
+    for section, count, level, text in rows:
+        if happened.lately(section, count, now):
+            yield Notice(level, text(count), runbook=section)
     for (plugin,), counter in families.plugin_errors.children.items():
         if happened.lately(f"plugin {plugin}", counter.value, now):
             yield Notice(
-                BAD, f"The plugin '{plugin}' fails ({counter.value:,.0f} times since the start) and is left out."
+                BAD,
+                f"The plugin '{plugin}' fails ({counter.value:,.0f} times since the start) and is left out.",
+                runbook="FairleadPluginFails",
             )

@@ -1,5 +1,6 @@
 """All observers of the scheduler behind one: metrics, the decision journal, the log."""
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from typing import Any
@@ -29,6 +30,8 @@ POOL = "default"
 
 #: Decisions, and outcomes, that wait to be counted, at most.
 _BATCH = 64
+#: Ends of requests that are kept for percentiles of the last seconds.
+_NEWEST = 2000
 #: Seconds between two lines about requests that went past us: while we are away that is every request.
 _FALLBACK_GAP = 15.0
 
@@ -82,6 +85,8 @@ class Watch:
         self._outcomes: list[OutcomeRecord] = []
         self._unscheduled = 0
         self._unscheduled_logged_at = -inf
+        #: The newest ends of requests.
+        self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
         #: By endpoint, why its load cannot be read.
         self._silent: dict[str, str] = {}
         self._on_routed, self._awake = on_routed, awake
@@ -122,16 +127,16 @@ class Watch:
             self.queue.on_decisions(decisions)
             self.journal.on_decisions(decisions)
         if outcomes:
+            self.newest.extend(outcomes)
             self.metrics.on_outcomes(outcomes)
             self.journal.on_outcomes(outcomes)
         if self.recent is not None:
-            events: list[tuple[DecisionRecord | OutcomeRecord, float]] = list(zip(decisions, durations, strict=True))
-            events += [(record, 0.0) for record in outcomes]
-            for record, duration_s in sorted(events, key=lambda event: event[0].at):
+            records: list[DecisionRecord | OutcomeRecord] = [*decisions, *outcomes]
+            for record in sorted(records, key=lambda record: record.at):
                 if isinstance(record, OutcomeRecord):
                     self.recent.on_outcome(record)
                 else:
-                    self.recent.on_decision(record, duration_s)
+                    self.recent.on_decision(record)
 
     def naming(self, decision_id: Callable[[int], str]) -> None:
         """Let OpenMetrics tell which decision an observation belongs to, and which trace."""
@@ -202,6 +207,10 @@ class Watch:
             )
         elif self._silent.pop(endpoint_id, ""):
             log.info("the metrics of an endpoint are read again", endpoint=endpoint_id)
+
+    def unread(self, endpoint_id: str) -> str:
+        """Why its load cannot be read; empty = it is, or its first scrapes have not failed often enough."""
+        return self._silent.get(endpoint_id, "")
 
     def on_endpoint_gone(self, endpoint_id: str) -> None:
         self._silent.pop(endpoint_id, None)
@@ -276,7 +285,7 @@ class Watch:
                     labels=dict(endpoint.labels),
                     fresh=age <= fleet.staleness,
                     age_s=age if isfinite(age) else None,
-                    last_error=self._silent.get(endpoint.id, ""),
+                    last_error=self.unread(endpoint.id),
                     suspicion=LEVELS[int(suspicion[slot])],
                     silent_s=round(fleet.stalls.silence(slot, self._now()), 2),
                     waiting=sample.waiting if sample else None,

@@ -1,15 +1,15 @@
 // The page's main module: follows the stream, keeps the points of the charts, and says when the stream is lost.
 
-import { count, decimal, DASH, milliseconds, percent, rate, seconds } from "./format.js";
-import { $, make, setAttribute, setHidden, setText } from "./dom.js";
+import { count, decimal, DASH, hourOf, milliseconds, percent, rate, seconds } from "./format.js";
+import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Panels } from "./panels.js";
 
 // Without a message for so long the stream counts as lost; a notice stays for so long at least. Milliseconds.
-const SILENCE = 3000;
+const SILENCE = 4000;
 const NOTICE = 4000;
 const RETRY = [1000, 2000, 5000];
-const KEPT = 450;
+const KEPT_S = 3600;
 
 const panels = new Panels();
 let points = [];
@@ -32,15 +32,17 @@ const LATENCY = {
   ttft: [...quantiles("ttft"), { title: "p50 predicted", color: "teal", dash: "mixed", value: (point) => point.predicted }],
   answer: quantiles("answer"),
 };
-const chart = (name, title, least, lines, show, axis) =>
-  new Chart({ chart: $(`${name}-chart`), legend: $(`${name}-legend`), lines, show, axis, name: title, least });
+const chart = (name, title, unit, least, lines, show, axis) =>
+  new Chart({ chart: $(`${name}-chart`), legend: $(`${name}-legend`), lines, show, axis, name: title, unit, least });
+const perSecond = (value) => (value === null || value === undefined ? DASH : `${rate(value)} /s`);
 const charts = {
-  latency: chart("latency", "Latency", 10, LATENCY.ttft, milliseconds, (value) => (value ? milliseconds(value).replace(".0 ", " ") : "0")),
-  traffic: chart("traffic", "Requests per second", 4, [
+  latency: chart("latency", "Latency", "time", 10, LATENCY.ttft, milliseconds, (value) => (value ? milliseconds(value).replace(".0 ", " ") : "0")),
+  traffic: chart("traffic", "Requests per second", "requests per second", 4, [
     { title: "asked", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
-    { title: "refused here", color: "orange", dash: "dashed", value: (point) => point.refused_per_s },
-  ], (value) => (value === null || value === undefined ? DASH : `${rate(value)} /s`), (value) => (Number.isInteger(value) ? count(value) : decimal(value))),
-  load: chart("load", "Requests that wait and run", 4, [
+    { title: "failed, 4xx", color: "orange", dash: "dashed", value: (point) => point.client_errors_per_s },
+    { title: "failed, 5xx", color: "bad", dash: "dotted", width: 3, value: (point) => point.server_errors_per_s },
+  ], perSecond, (value) => (Number.isInteger(value) ? count(value) : decimal(value))),
+  load: chart("load", "Requests that wait and run", "requests", 4, [
     { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.engines_running },
     { title: "waiting", color: "orange", dash: "dashed", value: (point) => point.engines_waiting },
     { title: "in our queue", color: "violet", dash: "dotted", value: (point) => point.waiting },
@@ -70,7 +72,7 @@ function figures() {
   figure("per_s", rate(totals.per_s));
   figure("requests", count(totals.requests));
   figure("leases", count(now.leases));
-  figure("ready", count(endpoints.filter((row) => row.fresh).length));
+  figure("ready", count(endpoints.filter((row) => row.state !== "out").length));
   figure("endpoints", count(endpoints.length));
   figure("waiting", queues ? count(queues.waiting) : DASH);
   figure("queue_note", queues ? `saturation ${decimal(queues.saturation, 2)}; 1 = no endpoint has room` : "flow control is off; requests go on at once");
@@ -78,7 +80,11 @@ function figures() {
   figure("ttft_p95", milliseconds(latency.ttft.p95));
   figure("hit_rate", percent(totals.prompt_tokens ? totals.hit_tokens / totals.prompt_tokens : null, 1));
   figure("inside", percent(totals.forecasts ? totals.inside / totals.forecasts : null, 1));
+  figure("error_rate", percent(totals.error_rate, 1));
+  figure("server_errors", perSecond(totals.server_errors_per_s));
+  figure("client_errors", perSecond(totals.client_errors_per_s));
   figure("errors", count(totals.errors));
+  setClass($("errors"), totals.error_rate ? "bad" : "");
   figure("refused", count(totals.refused));
   setText($("policy"), now.policy);
   setText($("uptime"), seconds(Math.max(now.at - about.started, 0)));
@@ -88,25 +94,31 @@ function figures() {
 const noticed = new Map();
 function notices() {
   const time = performance.now();
-  for (const { level, text } of now.notices) {
+  now.notices.forEach(({ level, text, since, detail, runbook }, place) => {
+    const words = `${text}${since ? ` since ${hourOf(since)}` : ""}${detail}`;
     const key = text.replace(/\d[\d.,]*/g, "#");
-    if (!noticed.has(key)) announce(text);
-    noticed.set(key, { level, text, time });
-  }
+    if (!noticed.has(key)) announce(words, level);
+    noticed.set(key, { level, words, runbook, place, time });
+  });
   for (const [key, { time: seen }] of noticed) if (time - seen > NOTICE) noticed.delete(key);
-  const wanted = [...noticed.values()].sort((a, b) => (a.level > b.level) - (a.level < b.level));
-  if (!wanted.length) wanted.push({ level: "calm", text: calm() });
+  const wanted = [...noticed.values()].sort((a, b) => (a.level > b.level) - (a.level < b.level) || a.place - b.place);
+  if (!wanted.length) wanted.push({ level: "calm", words: calm(), runbook: "" });
   const list = $("notices");
   while (list.children.length > wanted.length) list.lastChild.remove();
-  while (list.children.length < wanted.length) list.append(make("li"));
-  wanted.forEach(({ level, text }, i) => {
+  while (list.children.length < wanted.length) list.append(make("li", {}, make("span"), " ", make("a", { target: "runbook" })));
+  wanted.forEach(({ level, words, runbook }, i) => {
+    const [sentence, link] = list.children[i].children;
     setAttribute(list.children[i], "class", level);
-    setText(list.children[i], text);
+    setText(sentence, words);
+    setHidden(link, !runbook);
+    setText(link, `What to do: ${runbook}`);
+    setAttribute(link, "href", `/dashboard/runbook.md#:~:text=${encodeURIComponent(`## ${runbook}`)}`);
   });
 }
 
 // Read out what is new, and only that: ages that grow every second would never let anybody finish.
-function announce(text) {
+function announce(text, level = "") {
+  setAttribute($("announce"), "role", level === "bad" ? "alert" : "status");
   setText($("announce"), text);
 }
 
@@ -140,7 +152,7 @@ function take(told) {
   const newest = points.length ? points[points.length - 1].at : -Infinity;
   if (now.point.at - newest >= about.point_s) {
     points.push(now.point);
-    if (points.length > KEPT) points.shift();
+    while (points[0].at < now.at - KEPT_S) points.shift();
   }
   state("live");
   if (!document.hidden) show();
@@ -200,6 +212,11 @@ addEventListener("pageshow", (event) => { if (event.persisted) connect(); });
 
 $("latency-of").addEventListener("change", (event) => {
   charts.latency.use(LATENCY[event.target.value]);
+  if (now) draw();
+});
+
+$("window").addEventListener("change", (event) => {
+  for (const one of Object.values(charts)) one.longest = Number(event.target.value);
   if (now) draw();
 });
 

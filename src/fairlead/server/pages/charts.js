@@ -1,9 +1,10 @@
-// Lines over the last quarter of an hour, drawn by uPlot. Lines differ in colour, dashes and place in the legend.
+// Lines over up to an hour, drawn by uPlot. Lines differ in colour, dashes and place in the legend.
 
 import { make, setAttribute, setText } from "./dom.js";
+import { seconds } from "./format.js";
 
 const DASHES = { solid: [], dashed: [7, 4], dotted: [2, 3], mixed: [9, 3, 2, 3] };
-const WINDOWS = [60, 120, 300, 900];
+const WINDOWS = [60, 120, 300, 900, 3600];
 // A gap in time that is longer than so many points is shown as one.
 const GAP = 4;
 
@@ -11,9 +12,10 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 export class Chart {
   // lines: [{ title, color, dash, fill, value(point) }]; `show` writes a value with its unit,
-  // `axis` one at the axis; `least`: what the axis reaches at least.
-  constructor({ chart, legend, lines, show, axis, name, least }) {
-    Object.assign(this, { chart, legend, lines, show, axis, name, least });
+  // `axis` one at the axis, whose label is `unit`; `least`: what the axis reaches at least.
+  constructor({ chart, legend, lines, show, axis, name, unit, least }) {
+    Object.assign(this, { chart, legend, lines, show, axis, name, unit, least });
+    this.longest = 900;
     this.plot = null;
     this.data = [[], ...lines.map(() => [])];
     this.at = null;
@@ -74,14 +76,14 @@ export class Chart {
     const times = this.data[0];
     const end = times[times.length - 1] ?? Date.now() / 1000;
     const seen = end - (times[0] ?? end);
-    return [end - (WINDOWS.find((seconds) => seconds >= seen) ?? 900), end];
+    return [end - Math.min(WINDOWS.find((width) => width >= seen) ?? this.longest, this.longest), end];
   }
 
   build() {
     const width = this.chart.clientWidth;
     if (!width) return;
     const font = "12px system-ui, sans-serif";
-    const line = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { show: false }, font };
+    const line = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { show: false }, font, labelFont: font, labelSize: 18, labelGap: 0 };
     this.plot = new uPlot({
       width,
       height: this.chart.clientHeight,
@@ -92,8 +94,8 @@ export class Chart {
         y: { range: (_, low, high) => [0, Math.max(high ?? 0, this.least) * 1.08] },
       },
       axes: [
-        { ...line, size: 28, space: 70, values: (_, splits) => splits.map((at) => shortTime(at)) },
-        { ...line, size: 58, space: 32, values: (_, splits) => splits.map((value) => (this.empty ? "" : this.axis(value))) },
+        { ...line, label: "time of day", size: 24, space: 70, values: (_, splits) => splits.map((at) => shortTime(at)) },
+        { ...line, label: this.unit, size: 58, space: 32, values: (_, splits) => splits.map((value) => (this.empty ? "" : this.axis(value))) },
       ],
       series: [{}, ...this.lines.map((one) => ({
         label: one.title, stroke: color(one.color), width: one.width ?? 2, dash: DASHES[one.dash],
@@ -113,7 +115,8 @@ export class Chart {
       setText(this.values[i], text);
       return `${line.title} ${text}`;
     });
-    setAttribute(this.chart, "aria-label", `${this.name} over time. Now: ${words.join(", ")}.`);
+    const [from, to] = this.range();
+    setAttribute(this.chart, "aria-label", `${this.name} over the last ${seconds(to - from)}. Now: ${words.join(", ")}.`);
   }
 
   resize() {

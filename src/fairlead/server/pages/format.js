@@ -48,4 +48,7 @@ export function bytes(value) {
 const clock = new Intl.DateTimeFormat("en-GB", {
   hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 1,
 });
+const minute = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const day = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+export const hourOf = (value) => (Date.now() / 1000 - value < 43200 ? minute : day).format(new Date(value * 1000));
 export const timeOfDay = (value) => (known(value) ? clock.format(new Date(value * 1000)) : DASH);

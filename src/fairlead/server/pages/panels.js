@@ -1,20 +1,22 @@
 // The tables and the strip: which columns there are, and what they say.
 
-import { bytes, count, DASH, decimal, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
+import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
 import { explain } from "./explain.js";
 import { meter, Table } from "./tables.js";
 
 const FIRST = 16;
+// Pixels: how wide a bar with a name is at least, and how high the highest one.
+const LABEL = 38;
+const BAR = 74;
 
-const state = (row) => {
-  if (row.avoided_s > 0) return { text: "avoided", kind: "state bad", title: `after failed answers, for ${seconds(row.avoided_s)}` };
-  if (row.suspicion !== "well") return { text: "hangs", kind: "state bad", title: "there is work, and nothing moves" };
-  if (row.fresh) return { text: "fresh", kind: "state good" };
-  if (row.age_s === null) return { text: "no metrics", kind: "state watch", title: "it never answered a scrape" };
-  return { text: `silent ${seconds(row.age_s)}`, kind: "state watch", title: "its load is estimated from our own requests" };
+const STATES = {
+  serving: { rank: 0, kind: "good", bar: "", text: () => "serving" },
+  unread: { rank: 1, kind: "watch", bar: "is-stale", text: (row) => `metrics not read${row.reason ? `: ${row.reason}` : ""}` },
+  suspect: { rank: 2, kind: "watch", bar: "is-stale", text: () => "may hang" },
+  out: { rank: 3, kind: "bad", bar: "is-out", text: (row) => `out since ${hourOf(row.since)}: ${row.reason}` },
 };
-const rank = (row) => (row.avoided_s > 0 || row.suspicion !== "well" ? 3 : row.fresh ? 0 : row.age_s === null ? 2 : 1);
+const state = (row) => ({ text: STATES[row.state].text(row), kind: `state ${STATES[row.state].kind}` });
 const about = (row) => (row.fresh ? "" : "≈ ");
 
 const SOURCES = { learned: "learned", either: "events, unproven", most: "events, catching up", exact: "events" };
@@ -22,7 +24,8 @@ const SOURCES = { learned: "learned", either: "events, unproven", most: "events,
 const ENDPOINTS = [
   { id: "id", title: "Endpoint", text: true, name: true, sort: (row) => row.id,
     value: (row) => ({ text: row.id, title: [row.address, row.model, row.role].filter(Boolean).join(" · ") }) },
-  { id: "state", title: "Metrics", text: true, value: state, sort: rank, hint: "Whether its last scrape is recent enough to be believed" },
+  { id: "state", title: "State", text: true, wide: true, value: state, sort: (row) => STATES[row.state].rank,
+    hint: "Whether requests are sent there; if not, why and since when" },
   { id: "queue", title: "Waiting", sort: (row) => row.queue, value: (row) => about(row) + count(row.queue),
     hint: "Requests before their first token: the last scrape, corrected by our own requests since" },
   { id: "active", title: "Running", sort: (row) => row.active, value: (row) => about(row) + count(row.active),
@@ -149,8 +152,8 @@ export class Panels {
     const found = this.rows.filter((row) => words.every((word) => text(row).includes(word)));
     this.endpoints.show(found);
     const all = this.rows.length;
-    const fresh = this.rows.filter((row) => row.fresh).length;
-    setText($("endpoints-count"), all ? `${count(fresh)} of ${count(all)} with fresh metrics${words.length ? `, ${count(found.length)} found` : ""}` : "");
+    const used = this.rows.filter((row) => row.state !== "out").length;
+    setText($("endpoints-count"), all ? `${count(used)} of ${count(all)} in use${words.length ? `, ${count(found.length)} found` : ""}` : "");
     const more = $("endpoints-more");
     setHidden(more, found.length <= FIRST);
     setText(more, this.endpoints.limit === FIRST ? `Show all ${count(found.length)}` : `Show the first ${FIRST} only`);
@@ -164,24 +167,29 @@ export class Panels {
   strip(rows) {
     const strip = $("strip");
     while (strip.children.length > rows.length) strip.lastChild.remove();
-    while (strip.children.length < rows.length) strip.append(make("span", {}, make("i", { class: "queue" }), make("i", { class: "running" })));
+    while (strip.children.length < rows.length) {
+      strip.append(make("span", {}, make("b"), make("i", { class: "queue" }), make("i", { class: "running" }), make("em")));
+    }
     const most = Math.max(8, ...rows.map((row) => row.queue + row.active));
-    const height = (value) => `${Math.round((value / most) * 1000) / 10}%`;
+    const height = (value) => `${Math.round((value / most) * BAR * 10) / 10}px`;
+    const short = shortNames(rows.map((row) => row.id));
     rows.forEach((row, i) => {
       const bar = strip.children[i];
-      const name = row.avoided_s > 0 || row.suspicion !== "well" ? "is-avoided" : row.fresh ? "" : "is-stale";
-      setClass(bar, name);
-      for (const [part, value] of [[bar.firstChild, row.queue], [bar.lastChild, row.active]]) {
+      const [number, queue, running, label] = bar.children;
+      setClass(bar, STATES[row.state].bar);
+      for (const [part, value] of [[queue, row.queue], [running, row.active]]) {
         const wanted = height(value);
         if (part.style.height !== wanted) part.style.height = wanted;
       }
+      setText(number, row.state === "out" ? "×" : about(row) + count(row.queue + row.active));
+      setText(label, short[i]);
       setAttribute(bar, "title", `${row.id}: ${count(row.active)} running, ${count(row.queue)} waiting`);
     });
-    strip.classList.toggle("many", rows.length > 40);
+    strip.classList.toggle("many", rows.length * LABEL > strip.clientWidth);
     setHidden(strip, !rows.length);
     setHidden($("strip-key"), !rows.length);
     const sum = (of) => rows.reduce((all, row) => all + of(row), 0);
-    setText($("strip-scale"), `full height = ${count(most)} requests`);
+    setText($("strip-scale"), `requests at each endpoint; full height = ${count(most)}`);
     setAttribute(strip, "aria-label", `Load of ${rows.length} endpoints: ${count(sum((row) => row.active))} requests running, ${count(sum((row) => row.queue))} waiting for their first token.`);
   }
 
@@ -196,6 +204,14 @@ export class Panels {
     setText($("queues-sub"), `saturation ${decimal(queues.saturation, 2)}, ${count(queues.waiting)} waiting${wanted}`);
     empty("queues", queues.bands.length, "No request has had to wait since the start.");
   }
+}
+
+// Without what all names begin with, up to a separator.
+function shortNames(names) {
+  let cut = 0;
+  const [first = ""] = names;
+  for (let i = 0; i < first.length && names.every((name) => name[i] === first[i]); i++) if ("/:.-".includes(first[i])) cut = i + 1;
+  return names.map((name) => name.slice(cut) || name);
 }
 
 function empty(name, rows, text) {

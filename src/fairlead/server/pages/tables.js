@@ -27,7 +27,7 @@ export class Table {
     this.table.tHead.setAttribute("role", "rowgroup");
     container.append(this.table);
     container.tabIndex = 0;
-    container.setAttribute("role", "region");
+    container.setAttribute("role", "group");
     container.setAttribute("aria-label", caption);
     this.markSorted();
   }

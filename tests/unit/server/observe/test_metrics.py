@@ -139,6 +139,16 @@ def test_an_outcome(watched: Watched) -> None:
     assert not any(key.startswith("llm_d_epp_request_error_total{") for key in found)
 
 
+def test_how_long_failures_took_is_told_apart(watched: Watched) -> None:
+    ends: list[dict[str, Any]] = [{}, {"status": 503}, {"status": 503}, {"status": 400}, {"cause": "stream-lost"}]
+    watched.metrics.on_outcomes([ended(duration_ms=1000.0, **end) for end in ends])
+    found = watched.samples()
+    failed = "fairlead_failed_request_duration_seconds"
+    assert found[f"{failed}_sum{{error_code=ModelServerError}}"] == 3.0
+    assert found[f"{failed}_count{{error_code=BadRequest}}"] == 1
+    assert found[f"llm_d_epp_request_duration_seconds_count{{{ML}}}"] == 5, "the published one has them all"
+
+
 def test_published_bounds_differ_between_twins(watched: Watched) -> None:
     watched.metrics.on_outcomes([ended(ttft_ms=300_000.0, duration_ms=400_000.0, completion_tokens=2)])
     found = watched.samples()

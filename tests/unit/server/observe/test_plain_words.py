@@ -1,5 +1,9 @@
 """Warnings, as people read them."""
 
+import re
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 
 from fairlead.core.endpoint import Endpoint, Sample
@@ -7,10 +11,14 @@ from fairlead.core.errors import PluginError
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.recipe import Recipe, new_index
+from fairlead.core.records import OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.server.observe import snapshot_shape
 from fairlead.server.observe.component_metrics import Followed
+from fairlead.server.observe.history import History
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot import endpoint_rows as endpoints
-from fairlead.server.observe.snapshot_shape import BandRow, Happened, Queues, notices
+from fairlead.server.observe.snapshot_shape import BandRow, Happened, Notice, Queues, notices
 from fairlead.server.observe.watch import Watch
 
 
@@ -21,18 +29,39 @@ class Scene:
         for name in names:
             self.fleet.up(Endpoint(name, f"10.0.0.{ord(name)}:80"))
         self.watch = Watch(self.fleet, lambda: self.now)
+        self.watch.troubles.watch("log", lambda: "")  # what other tests left of it is not ours
         self.happened = Happened()
         self.recent = Recent()
+        self.history = History(self.watch, self.now, 1000.0)
         self.queues: Queues | None = None
 
     def answer(self, *names, age=0.5) -> None:
         for name in names:
             self.fleet.sampled(name, self.now - age, self.now - age, Sample(waiting=0, running=0))
 
+    def refuse(self, *names) -> None:
+        """Their scrapes find nobody who listens."""
+        for name in names:
+            self.watch.on_silence(name, "cannot connect: Connection refused")
+            for _ in range(3):
+                self.fleet.scrape_failed(name, self.now)
+
+    def ends(self, *statuses) -> None:
+        """Requests end with these."""
+        self.now += 0.5
+        for status in statuses:
+            request = Request(id=1, arrived=self.now, model="m", stream=True)
+            self.watch.on_outcome(OutcomeRecord(request=request, at=self.now, endpoint="a", status=status))
+        self.history.look(self.now)
+
+    def notices(self, *reasons) -> list[Notice]:
+        self.history.look(self.now)
+        rows = endpoints(self.watch, self.recent, self.history.out, self.now, 1000.0)
+        failures = self.history.failures()
+        return notices(self.watch, rows, failures, self.queues, reasons, self.happened, self.now)
+
     def told(self, *reasons) -> list[tuple[str, str]]:
-        rows = endpoints(self.watch, self.recent, self.now)
-        found = notices(self.watch, rows, self.queues, reasons, self.happened, self.now)
-        return [(notice.level, notice.text) for notice in found]
+        return [(notice.level, notice.text) for notice in self.notices(*reasons)]
 
 
 @pytest.fixture
@@ -46,38 +75,72 @@ def test_nothing_is_said_when_all_is_well(scene):
     assert scene.told() == []
 
 
-def test_a_silent_endpoint(scene):
+def test_an_endpoint_whose_metrics_cannot_be_read(scene):
     scene.answer("b", age=12.0)
+    scene.watch.on_silence("b", "status 404")
     assert scene.told() == [
-        ("watch", "Endpoint b has not answered a scrape for 12 s; its load is estimated from our own requests.")
-    ]
+        ("watch", "The metrics of endpoint b cannot be read (status 404); load is estimated.")
+    ]  # fmt: skip
 
 
-def test_many_silent_endpoints_are_one_sentence():
+def test_many_of_them_are_one_sentence():
     scene = Scene("abcdefgh")
     scene.answer(*"abcdef", age=20.0)
     scene.answer("g", "h")
     ((level, text),) = scene.told()
-    assert (level, text.partition(";")[0]) == (
-        "watch", "6 of 8 endpoints (a, b, c and 3 more) have not answered a scrape for 20 s or more"
-    )  # fmt: skip
+    assert level == "watch" and "6 of 8 endpoints (a, b, c and 3 more) cannot be read" in text
     scene.now += 30.0
     assert scene.told()[0][0] == "bad", "nobody answers any more"
 
 
-def test_endpoints_that_never_answered(scene):
-    scene.fleet.up(Endpoint("c", "10.0.0.9:80"))
-    assert [text for _, text in scene.told()] == [
-        "Endpoint c has never answered a scrape; nothing is known but what we sent there."
-    ]
+def test_an_endpoint_that_refuses_connections_is_out_since_then(scene):
+    scene.refuse("b")
+    (notice,) = scene.notices()
+    assert (notice.level, notice.text, notice.since) == ("bad", "Endpoint b has been out of use", 1100.0)
+    assert notice.detail == ": it refuses connections. Requests go to the other 1."
+    assert notice.runbook == "FairleadEndpointStale"
+    scene.now += 60.0
+    scene.answer("a")
+    assert scene.notices()[0].since == 1100.0, "since when, not how it was last seen"
 
 
-def test_an_endpoint_that_fails_is_avoided_and_the_gravest_comes_first(scene):
+def test_when_all_endpoints_are_out_every_request_fails(scene):
+    scene.ends(200)
+    scene.refuse("a", "b")
+    assert scene.notices()[0].detail == ": they refuse connections. Requests will fail."
+    scene.ends(503, 503)
+    scene.ends(503, 503, 503)
+    (notice,) = scene.notices()
+    assert (notice.level, notice.text, notice.since) == ("bad", "Every request has failed", 1100.5)
+    assert notice.detail == ": 2 of 2 endpoints refuse connections."
+    assert notice.runbook == "FairleadNoEndpoints"
+    scene.ends(503, 200)
+    assert scene.notices()[0].text.endswith("of the requests of the last 10 seconds failed.")
+
+
+def test_every_request_fails_though_endpoints_are_in_use(scene):
+    for _ in range(5):
+        scene.ends(500)
+    scene.answer("a", "b")
+    (notice,) = scene.notices()
+    assert notice.detail == ": the answers are errors, though endpoints are in use."
+    assert notice.runbook == "FairleadErrorsHigh"
+
+
+def test_a_client_that_asks_for_nonsense_is_no_failure_of_ours(scene):
+    for _ in range(9):
+        scene.ends(400)
+    scene.answer("a", "b")
+    assert scene.notices() == []
+
+
+def test_an_endpoint_that_fails_is_out_and_the_gravest_comes_first(scene):
     scene.answer("a", age=50.0)
     for _ in range(3):
         scene.fleet.answered(1, False, scene.now)
-    assert [level for level, _ in scene.told()] == ["bad", "watch"]
-    assert scene.told()[0][1] == "Endpoint b is avoided for now after 3 failed answers in a row."
+    found = scene.notices()
+    assert [notice.level for notice in found] == ["bad", "watch"]
+    assert found[0].detail == ": it failed 3 answers in a row. Requests go to the other 1."
 
 
 def test_why_we_are_not_ready(scene):
@@ -127,3 +190,9 @@ def test_events_that_are_not_believed(scene):
     ((level, text),) = scene.told()
     assert level == "watch"
     assert text.startswith("KV events of endpoint b are not believed: predictions came true in 0% of the last answers")
+
+
+def test_the_runbook_has_every_section_that_is_named():
+    named = set(re.findall(r'"((?:Fairlead|EPP)[A-Z]\w+)"', Path(snapshot_shape.__file__).read_text()))
+    headings = set(re.findall(r"^## (\w+)$", (files("fairlead.server.pages") / "runbook.md").read_text(), re.MULTILINE))
+    assert len(named) > 9 and named <= headings

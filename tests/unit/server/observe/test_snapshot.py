@@ -1,7 +1,6 @@
 """What the dashboard is told, against the metrics page of the same moment."""
 
 import re
-from itertools import pairwise
 from math import nan
 
 import msgspec
@@ -11,8 +10,7 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.request import Request
-from fairlead.server.observe import snapshot as module
-from fairlead.server.observe.snapshot import DECISIONS, POINT, TRAFFIC_ROWS, SnapshotMaker
+from fairlead.server.observe.snapshot import DECISIONS, TRAFFIC_ROWS, SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
 
@@ -126,33 +124,35 @@ def test_nothing_is_listened_to_while_nobody_looks(pool):
     assert pool.watch.recent is None
 
 
-def test_who_comes_later_sees_what_the_journal_holds(pool):
+def test_who_comes_later_sees_what_was_before(pool):
     for i in range(40):
         pool.now += 0.5
         pool.serve(i)
+        pool.maker.history.look(pool.now)
     pool.maker.begin()
     shot = pool.maker.take()
     assert shot.latency.ttft.n == 21
     assert (shot.latency.ttft.p50, shot.latency.predicted.p50) == (30.0, 20.0)
-    assert shot.totals.per_s == pytest.approx(2.0, rel=0.15)
+    assert shot.totals.per_s == 2.0
+    assert [row.sent for row in shot.endpoints] == [40, 0]
     history = pool.maker.beginning().history
-    assert [point.at for point in history[:3]] == [1_000_102.0, 1_000_104.0, 1_000_106.0]
+    assert [point.at for point in history] == [1_000_105.0, 1_000_110.0, 1_000_115.0, 1_000_120.0]
     assert history[-1].ttft == (30.0, 30.0, 30.0)
 
 
-def test_points_are_kept_for_the_next_viewer_and_a_gap_stays_one(pool):
-    pool.maker.begin()
-    for _ in range(10):
-        pool.maker.take()
+def test_an_outage_shows_in_rates_and_no_failure_counts_as_a_first_token(pool):
+    for i in range(20):
         pool.now += 0.5
-    pool.maker.end()
-    pool.now += 60.0
+        request = Request(id=i, arrived=pool.now, model="m", stream=True)
+        outcome = OutcomeRecord(request=request, at=pool.now, endpoint="default/a", status=404 if i % 4 else 503,
+                                duration_ms=2.0)  # fmt: skip
+        pool.watch.on_outcome(outcome)
+        pool.maker.history.look(pool.now)
     pool.maker.begin()
-    pool.maker.take()
-    times = [point.at for point in pool.maker.beginning().history]
-    assert len(times) == 4
-    assert times[-1] - times[-2] > 50.0
-    assert [b - a for a, b in pairwise(times[:-1])] == [POINT] * 2
+    shot = pool.maker.take()
+    assert (shot.totals.error_rate, shot.totals.client_errors_per_s, shot.totals.server_errors_per_s) == (1.0, 1.5, 0.5)
+    assert (shot.latency.ttft.n, shot.latency.answer.n) == (0, 0)
+    assert shot.point.server_errors_per_s == 0.5
 
 
 def test_long_tables_end_somewhere(pool):
@@ -180,7 +180,3 @@ def test_what_is_not_finite_is_null(pool):
     pool.maker.begin()
     row = msgspec.json.decode(msgspec.json.encode(pool.maker.take()))["endpoints"][0]
     assert (row["waiting"], row["kv"], row["running"]) == (None, None, 1)
-
-
-def test_the_constants_fit_each_other():
-    assert module.TICK <= 1.0 and POINT >= module.TICK and module.HISTORY >= 600.0

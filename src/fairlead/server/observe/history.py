@@ -1,0 +1,179 @@
+"""What is kept of the last hour whether or not somebody looks: points of the charts, rates, since when all is lost.
+
+Rules
+* `look` twice a second. It costs next to nothing per request: counts are differences of the metrics' own, latencies
+  those of the last ten seconds in `watch.newest`.
+* An endpoint is out of use when the `health` filter takes it out: its scrapes fail, its answers fail, or it hangs.
+* Every request fails while there are server errors and no answer, for `FAILED` requests or more.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.stalls import OUT_OF_USE
+from fairlead.pool.scrape import TOLD_AFTER
+from fairlead.server.observe.recent import SHORT, percentiles
+from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles
+from fairlead.server.observe.watch import Watch
+
+#: Seconds between two points, and for how long they are kept.
+POINT, HISTORY = 5.0, 3600.0
+#: Failures without an answer in between from which on every request is said to fail.
+FAILED = 5
+_SHARES = (0.5, 0.95, 0.99)
+
+
+class _Counts(NamedTuple):
+    """At one moment, since the start."""
+
+    time_s: float
+    requests: float
+    refused: float
+    answered: int
+    client_errors: int
+    server_errors: int
+
+
+class Rates(Struct, frozen=True):
+    """Per second, over the last ten seconds; `None` = not watched long enough."""
+
+    requests: float | None = None
+    refused: float | None = None
+    client_errors: float | None = None
+    server_errors: float | None = None
+    #: Share of the requests that ended.
+    error_rate: float | None = None
+
+
+class Out(Struct, frozen=True):
+    """Why an endpoint is out of use, and since when (clock seconds)."""
+
+    reason: str
+    since: float
+
+
+class History:
+    """`look(now)` twice a second. `wall`: seconds to add to the clock for the time of day."""
+
+    def __init__(self, watch: Watch, now: float, wall: float) -> None:
+        self._watch = watch
+        self._wall = wall
+        self._counts = deque([self._count(now)])
+        self._next_point = now + POINT
+        self.points: deque[Point] = deque(maxlen=int(HISTORY / POINT))
+        self.rates = Rates()
+        #: Clock seconds since when every request fails; `None` = some are answered, or none comes.
+        self.failing_since: float | None = None
+        self._failed_since, self._failed, self._failed_at = now, 0, -inf
+        #: Endpoints out of use, by id.
+        self.out: dict[str, Out] = {}
+
+    def look(self, now: float) -> None:
+        self._watch.count()
+        before, counts = self._counts[-1], self._count(now)
+        if now - before.time_s >= 0.25:
+            self._counts.append(counts)
+            while self._counts[1].time_s <= now - SHORT:
+                self._counts.popleft()
+            self._judge(before, counts)
+            self.rates = _rates(self._counts[0], counts)
+        self._look_at_endpoints(now)
+        if now >= self._next_point:
+            self.points.append(self.point(now))
+            self._next_point = now - now % POINT + POINT
+
+    def failures(self) -> Failures:
+        """What is to be said about them."""
+        since, rates = self.failing_since, self.rates
+        errors = (rates.client_errors or 0.0) + (rates.server_errors or 0.0)
+        share = (rates.server_errors or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0
+        return Failures(None if since is None else since + self._wall, share)
+
+    def point(self, now: float) -> Point:
+        table, flow_controller, rates = self._watch.fleet.table, self._watch.queue.flow_controller, self.rates
+        latency = self.latency(now)
+        return Point(
+            at=now + self._wall,
+            ttft=(latency.ttft.p50, latency.ttft.p95, latency.ttft.p99),
+            predicted=latency.predicted.p50,
+            answer=(latency.answer.p50, latency.answer.p95, latency.answer.p99),
+            per_s=rates.requests,
+            client_errors_per_s=rates.client_errors,
+            server_errors_per_s=rates.server_errors,
+            waiting=None if flow_controller is None else len(flow_controller.flow.queues),
+            engines_waiting=float(table.queue[table.alive].sum()),
+            engines_running=float(table.active[table.alive].sum()),
+        )
+
+    def latency(self, now: float) -> Latency:
+        """Of what was answered in the last ten seconds."""
+        good = [record for record in self._watch.newest if record.at > now - SHORT and record.status < 400]
+        streamed = [record for record in good if record.request.stream and record.ttft_ms >= 0.0]
+        return Latency(
+            ttft=_quantiles([record.ttft_ms for record in streamed]),
+            predicted=_quantiles(
+                [
+                    record.queued_ms + record.forecast.ttft_ms
+                    for record in streamed
+                    if record.forecast is not None and record.forecast.ttft_ms > 0.0
+                ]
+            ),
+            answer=_quantiles([record.duration_ms for record in good if record.duration_ms >= 0.0]),
+        )
+
+    def _count(self, now: float) -> _Counts:
+        metrics = self._watch.metrics
+        requests = sum(child.value for child in metrics.families.requests.children.values()) + metrics.unproven
+        refused = sum(child.value for child in metrics.families.rejected.children.values())
+        return _Counts(now, requests, refused, metrics.answered, metrics.client_errors, metrics.server_errors)
+
+    def _judge(self, before: _Counts, counts: _Counts) -> None:
+        """Since when every request fails."""
+        failed = counts.server_errors - before.server_errors
+        if counts.answered > before.answered:
+            self._failed = 0
+        elif failed:
+            self._failed_since = self._failed_since if self._failed else before.time_s
+            self._failed += failed
+            self._failed_at = counts.time_s
+        is_failing = self._failed >= FAILED and counts.time_s - self._failed_at < 6 * SHORT
+        self.failing_since = self._failed_since if is_failing else None
+
+    def _look_at_endpoints(self, now: float) -> None:
+        watch, table, out = self._watch, self._watch.fleet.table, dict[str, Out]()
+        if table.troubled:
+            silent, hangs = table.failures >= TOLD_AFTER, table.suspicion >= OUT_OF_USE
+            for slot in np.flatnonzero((silent | hangs | (table.ejected_until > now)) & table.alive).tolist():
+                endpoint = table.endpoints[slot]
+                assert endpoint is not None
+                reason = HANGS if hangs[slot] else FAILS
+                if silent[slot]:
+                    reason = watch.unread(endpoint.id)
+                    reason = REFUSED if "refused" in reason.lower() else reason
+                known = self.out.get(endpoint.id)
+                out[endpoint.id] = Out(reason, known.since if known else now)
+        self.out = out
+
+
+def _rates(oldest: _Counts, newest: _Counts) -> Rates:
+    seconds = newest.time_s - oldest.time_s
+    if seconds < 1.0:
+        return Rates()
+    _, requests, refused, answered, client_errors, server_errors = (b - a for a, b in zip(oldest, newest, strict=True))
+    errors = client_errors + server_errors
+    return Rates(
+        requests / seconds,
+        refused / seconds,
+        client_errors / seconds,
+        server_errors / seconds,
+        errors / (errors + answered) if errors + answered else None,
+    )
+
+
+def _quantiles(values: Collection[float]) -> Quantiles:
+    return Quantiles(len(values), *(None if q is None else round(q, 2) for q in percentiles(values, _SHARES)))

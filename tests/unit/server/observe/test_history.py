@@ -1,0 +1,94 @@
+"""What is kept of the last hour whether or not somebody looks."""
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fleet import EJECT_SECONDS, Fleet
+from fairlead.core.records import OutcomeRecord
+from fairlead.core.request import Request
+from fairlead.server.observe.history import HISTORY, POINT, History, Out
+from fairlead.server.observe.watch import Watch
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.fleet = Fleet()
+        self.fleet.up(Endpoint("a", "10.0.0.1:80"))
+        self.watch = Watch(self.fleet, lambda: self.now)
+        self.history = History(self.watch, self.now, 1e6)
+
+    def passes(self, seconds: float, *ends: tuple[int, str]) -> None:
+        """With one request in each half second that ends so."""
+        for i in range(int(2 * seconds)):
+            self.now += 0.5
+            if ends:
+                status, cause = ends[i % len(ends)]
+                request = Request(id=i, arrived=self.now, model="m")
+                record = OutcomeRecord(request=request, at=self.now, endpoint="a", status=status, cause=cause)
+                self.watch.on_outcome(record)
+            self.history.look(self.now)
+
+
+def test_an_hour_is_kept_and_no_more() -> None:
+    pool = Pool()
+    pool.passes(HISTORY + 300.0)
+    points = pool.history.points
+    assert len(points) == HISTORY / POINT
+    assert points[0].at == 1e6 + 300.0 + POINT
+    assert points[-1].at == 1e6 + pool.now
+
+
+def test_rates_are_of_the_last_ten_seconds_however_often_somebody_looks() -> None:
+    pool = Pool()
+    pool.passes(0.5, (200, "natural"))
+    assert pool.history.rates.error_rate is None, "too early to tell"
+    pool.passes(30.0, (200, "natural"), (503, "natural"), (0, "stream-lost"), (400, "natural"))
+    for _ in range(9):
+        pool.history.look(pool.now)
+    rates = pool.history.rates
+    assert (rates.client_errors, rates.server_errors, rates.error_rate) == (0.5, 1.0, 0.75)
+    pool.passes(20.0)
+    assert pool.history.rates.error_rate is None
+
+
+def test_every_request_fails_from_the_first_failure_to_the_first_answer() -> None:
+    pool = Pool()
+    pool.passes(10.0, (200, "natural"))
+    pool.passes(1.5, (503, "natural"))
+    assert pool.history.failing_since is None, "a few are no outage"
+    pool.passes(10.0, (503, "natural"), (0, "stream-lost"), (404, "natural"))
+    assert pool.history.failing_since == 10.0
+    pool.passes(0.5, (200, "natural"))
+    assert pool.history.failing_since is None
+
+
+def test_an_outage_is_over_when_nobody_asks_any_more() -> None:
+    pool = Pool()
+    pool.passes(10.0, (503, "natural"))
+    assert pool.history.failing_since == 0.0
+    pool.passes(90.0)
+    assert pool.history.failing_since is None
+
+
+def test_why_an_endpoint_is_out_and_since_when() -> None:
+    pool = Pool()
+    pool.passes(5.0)
+    for _ in range(3):
+        pool.fleet.answered(0, False, pool.now)
+    pool.passes(0.5)
+    assert pool.history.out == {"a": Out("3 failed answers in a row", 5.5)}
+    pool.watch.on_silence("a", "cannot connect: Connection refused")
+    for _ in range(3):
+        pool.fleet.scrape_failed("a", pool.now)
+    pool.passes(0.5)
+    assert pool.history.out == {"a": Out("connection refused", 5.5)}
+    pool.fleet.sampled("a", pool.now, pool.now, Sample())
+    pool.passes(EJECT_SECONDS + 0.5)
+    assert pool.history.out == {}
+
+
+def test_metrics_that_cannot_be_read_take_no_endpoint_out() -> None:
+    pool = Pool()
+    pool.watch.on_silence("a", "status 404")
+    pool.fleet.scrape_failed("a", pool.now, answered=True)
+    pool.passes(0.5)
+    assert pool.history.out == {}
