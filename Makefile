@@ -80,8 +80,8 @@ test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy co
 	@$(call timed,one core,taskset -c 0 $(PYTEST))
 	@$(call timed,once more,$(PYTEST) $(PARALLEL))
 
-docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages that are written from the program
-	$(BIN)/python tools/write_reference.py
+docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages, and the schema of the chart's values, that are written from the program
+	$(BIN)/python tools/write_reference.py && $(BIN)/python tools/write_values_schema.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open out/site/index.html"
 

@@ -103,6 +103,26 @@ def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path
     assert kube.admin.must("GET", f"{GROUP}inferencepools".format(namespace))["items"] == []
 
 
+def test_an_upgrade_leaves_the_files_of_running_pods_alone(
+    kube: Cluster, namespace: str, helm: Helm, tmp_path: Path
+) -> None:
+    """What new pods cannot start with does not reach the old ones, which may be made again meanwhile."""
+    access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+
+    def files(level: str, *more: str) -> dict[str, str]:
+        run = helm.run("upgrade", "--install", "one", str(CHART), *access, "--set", f"config.log.level={level}", *more)
+        assert run.returncode == 0, run.stderr
+        found = kube.admin.must("GET", f"/api/v1/namespaces/{namespace}/configmaps")["items"]
+        return {one["metadata"]["name"]: one["data"]["fairlead.yaml"] for one in found}
+
+    first = files("info")
+    second = files("debug")
+    assert len(first) == 1 and first.items() <= second.items() and len(second) == 2
+    assert files("debug").keys() == second.keys() - first.keys()
+    assert len(files("debug", "--set", "restartOnConfigChange=false")) == 2
+    assert [*files("error", "--set", "restartOnConfigChange=false")] == ["one-epp"]
+
+
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 GROUP = "/apis/inference.networking.k8s.io/v1/namespaces/{}/"
 LLM_D = "/apis/llm-d.ai/v1alpha2/namespaces/{}/"

@@ -196,13 +196,54 @@ def test_certificates(helm: Helm) -> None:
 
 
 def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> None:
-    def checksum(*more: str) -> Any:
-        template = one(helm.render(*LABELS, *more), "Deployment")["spec"]["template"]
-        return template["metadata"]["annotations"].get("checksum/config")
+    """For the ConfigMap that they mount has another name."""
 
-    assert checksum() == checksum()
-    assert checksum() != checksum("--set", "config.log.level=debug")
-    assert checksum("--set", "restartOnConfigChange=false") is None
+    def mounted(*more: str) -> str:
+        objects = helm.render(*LABELS, *more)
+        (volume,) = (
+            volume["configMap"]["name"]
+            for volume in one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+            if "configMap" in volume
+        )
+        assert volume == one(objects, "ConfigMap")["metadata"]["name"]
+        return str(volume)
+
+    assert mounted() == mounted() == mounted("--set", "tls.mode=generated")
+    assert mounted() != mounted("--set", "config.log.level=debug")
+    assert mounted("--set", "restartOnConfigChange=false") == "one-epp"
+
+
+#: What people get wrong in a configuration, the commonest first, and the name of the field in what Helm says.
+MISTAKES = {
+    "misspelt section": ("config.kvEvent.enabled=true", "kvEvent"),
+    "misspelt field": ("config.kvEvents.maxBlock=20000", "maxBlock"),
+    "duration that is none": ("config.metrics.interval=soon", "/config/metrics/interval"),
+    "size that is none": ("config.parsing.maxBodyBytes=lots", "/config/parsing/maxBodyBytes"),
+    "text for a number": ("config.tracing.sample=0.5", "/config/tracing/sample"),
+    "number out of range": ("config.admin.port=99999", "/config/admin/port"),
+    "none of the words": ("config.log.level=verbose", "/config/log/level"),
+    "unknown plugin": ('config.scorers=[{"type":"prefix-awre"}]', "/config/scorers/0/type"),
+    "unknown parameter": ('config.filters=[{"type":"queue-depth","parameters":{"maxQueue":5}}]', "maxQueue"),
+    "field beside a plugin": ('config.scorers=[{"type":"load-aware","wieght":50}]', "wieght"),
+    "mapping for a list": ('config.filters={"type":"queue-depth"}', "/config/filters"),
+    "scheduling field in the wrong place": ('config.selection={"topk":2}', "topK"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("where", ["", "inferenceExtension.kvcacheIndexer."])
+def test_a_configuration_that_the_program_would_refuse_is_refused(helm: Helm, mistake: str, where: str) -> None:
+    setting, named = MISTAKES[mistake]
+    assert named in helm.refused(
+        *LABELS, "--set-json" if setting.endswith("]") or "={" in setting else "--set", where + setting
+    )
+
+
+@pytest.mark.parametrize("entries", ["filters", "scorers"])
+def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
+    place = f"inferenceExtension.pluginsCustomConfig.{entries}"
+    said = helm.refused(*LABELS, "--set-json", f'{place}=[{{"type":"queue-dept"}}]')
+    assert f"/inferenceExtension/pluginsCustomConfig/{entries}/0/type" in said
 
 
 @pytest.mark.parametrize(
@@ -280,7 +321,7 @@ def test_every_value_is_in_the_schema_and_the_other_way_round() -> None:
 
     def compare(value: dict[str, Any], described: dict[str, Any], where: str) -> None:
         known = set(described["properties"]) - {"global", "claims"}
-        closed = where.endswith(("resources", "issuerRef", "matchLabels"))
+        closed = where.endswith(("resources", "issuerRef", "matchLabels", "pluginsCustomConfig"))
         assert closed or set(value) == known, where
         for key, inner in value.items():
             if isinstance(inner, dict) and "properties" in described["properties"].get(key, {}):

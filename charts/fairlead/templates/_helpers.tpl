@@ -129,6 +129,37 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- toYaml (mergeOverwrite $config (include "fairlead.schedulerConfig" . | fromYaml)) -}}
 {{- end }}
 
+{{/* With the content in its name a pod that runs keeps the file that it began with, whatever is installed next */}}
+{{- define "fairlead.configMap" -}}
+{{- include "fairlead.epp" . }}{{ if .Values.restartOnConfigChange }}-{{ include "fairlead.config" . | sha256sum | trunc 10 }}{{ end -}}
+{{- end }}
+
+{{/* (root, Deployment, name, labels, text): the ConfigMap, and the one that the running Deployment names: its pods may be made again */}}
+{{- define "fairlead.configMaps" -}}
+{{- $root := index . 0 -}}
+{{- $namespace := $root.Release.Namespace -}}
+{{- $texts := dict (index . 2) (index . 4) -}}
+{{- $running := lookup "apps/v1" "Deployment" $namespace (index . 1) -}}
+{{- range dig "spec" "template" "spec" "volumes" list ($running | default dict) -}}
+{{- if and (eq .name "config") (ne (dig "configMap" "name" "" .) (index $ 2)) -}}
+{{- $kept := lookup "v1" "ConfigMap" $namespace .configMap.name -}}
+{{- with dig "data" "fairlead.yaml" "" ($kept | default dict) -}}{{- $_ := set $texts $kept.metadata.name . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $text := $texts }}
+---
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ $name }}
+  namespace: {{ $namespace }}
+  labels: {{- index $ 3 | nindent 4 }}
+data:
+  fairlead.yaml: |
+    {{- $text | nindent 4 }}
+{{- end }}
+{{- end }}
+
 {{/* A selector of the model servers' pods; of all, where only the pool knows them */}}
 {{- define "fairlead.coreServers" -}}
 {{- with .Values.inferencePool.modelServers.matchLabels -}}
