@@ -34,8 +34,7 @@ def template(objects: list[dict[str, Any]], part: str) -> dict[str, Any]:
 
 
 def container(objects: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    (found,) = template(objects, part)["spec"]["containers"]
-    return dict(found)
+    return dict(template(objects, part)["spec"]["containers"][0])
 
 
 def service(objects: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,8 +32,7 @@ def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]
 
 
 def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = one(objects, "Deployment", "-epp")["spec"]["template"]["spec"]["containers"]
-    return dict(found)
+    return dict(one(objects, "Deployment", "-epp")["spec"]["template"]["spec"]["containers"][0])
 
 
 def configured(objects: list[dict[str, Any]]) -> Config:
@@ -118,6 +117,15 @@ def test_notes(helm: Helm, values: Path) -> None:
     assert "kubectl" in notes and "{{" not in notes
 
 
+@every_set
+def test_notes_warn_of_schedulers_that_know_nothing_of_each_other(helm: Helm, values: Path) -> None:
+    objects = rendered(helm, values)
+    several = (one(objects, "Deployment", "-epp")["spec"].get("replicas", 2)) > 1
+    alone = several and not configured(objects).kubernetes.leader_election.enabled
+    assert ("replicas schedule for themselves" in helm.notes("--values", str(values))) == alone
+    assert alone == (values.stem in ("kgateway", "standalone"))
+
+
 def test_the_documented_values(helm: Helm) -> None:
     objects = by_name(helm, "documented")
     config = configured(objects)
@@ -195,6 +203,39 @@ def test_certificates(helm: Helm) -> None:
     assert secret("standalone") is None and configured(by_name(helm, "standalone")).ext_proc.tls is None
 
 
+def test_what_platform_teams_add(helm: Helm) -> None:
+    objects = by_name(helm, "platform")
+    labelled = {thing["kind"] for thing in objects if thing["metadata"].get("labels", {}).get("cost-centre")}
+    assert labelled == {thing["kind"] for thing in objects}
+    assert [thing["metadata"]["name"] for thing in of_kind(objects, "ConfigMap")].count("one-tokenizers") == 1
+    budgets = {one["metadata"]["name"]: one["spec"]["selector"] for one in of_kind(objects, "PodDisruptionBudget")}
+    for part, names in (("-epp", ["certificate", "fetch"]), ("-indexer", ["fetch"])):
+        deployment = one(objects, "Deployment", part)["spec"]
+        pod = deployment["template"]["spec"]
+        assert deployment["template"]["metadata"]["labels"]["cost-centre"] == "inference"
+        assert [one["name"] for one in pod["initContainers"]] == names
+        assert pod["containers"][1]["name"] == "helper" and pod["containers"][0]["envFrom"]
+        assert [one["topologyKey"] for one in pod["topologySpreadConstraints"]] == ["topology.kubernetes.io/zone"]
+        assert budgets[f"one{part}"] == deployment["selector"]
+    assert one(objects, "Deployment", "-epp")["spec"]["minReadySeconds"] == 5
+    for policy in of_kind(objects, "NetworkPolicy"):
+        (rule,) = (rule for rule in policy["spec"]["egress"] if "ipBlock" in rule.get("to", [{}])[0])
+        assert [peer["ipBlock"]["cidr"] for peer in rule["to"]] == ["10.0.0.1/32", "fd00::1/128"]
+        assert [port["port"] for port in rule["ports"]] == [443, 6443]
+
+
+@pytest.mark.parametrize("values", ["platform", "kgateway", "standalone"])
+def test_the_same_values_render_the_same_objects(helm: Helm, values: str) -> None:
+    """Or Argo CD would never be in sync."""
+    assert by_name(helm, values) == by_name(helm, values)
+
+
+def test_openshift_chooses_the_users(helm: Helm) -> None:
+    pod = one(by_name(helm, "openshift"), "Deployment")["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
 def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> None:
     """For the ConfigMap that they mount has another name."""
 
@@ -270,6 +311,15 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
             [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.leaderElection.enabled=true"],
             "stands by serves nothing",
         ),
+        (
+            [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.replicas=3"],
+            "inferenceExtension.replicas: each of these replicas would schedule for itself",
+        ),
+        (
+            [*LABELS, "--set", "standalone.enabled=true,autoscaling.enabled=true"],
+            "autoscaling.enabled: each of these replicas would schedule for itself",
+        ),
+        ([*LABELS, "--set", "autoscaling.enabled=true"], "with two replicas one leads"),
         ([*LABELS, "--set", "tls.mode=cert-manager"], "tls.issuerRef.name"),
         ([*LABELS, "--set", "tls.mode=secret"], "tls.secretName"),
         ([*LABELS, "--set", "httpRoute.enabled=true"], "httpRoute.parentRefs"),
@@ -334,7 +384,7 @@ def test_every_value_is_used() -> None:
     chart = Path(__file__).parents[2] / "charts" / "fairlead"
     templates = "\n".join(path.read_text() for path in (chart / "templates").iterdir())
     leaves = re.findall(r"^\s*([a-zA-Z]+):", (chart / "values.yaml").read_text(), re.MULTILINE)
-    unused = {leaf for leaf in leaves if not re.search(rf"\.{leaf}\b", templates)}
+    unused = {leaf for leaf in leaves if not re.search(rf"\.{leaf}\b|\"{leaf}\"", templates)}
     # Parts of mappings that are passed on as they are.
     context = {"runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup", "seccompProfile", "allowPrivilegeEscalation"}
     assert unused <= context | {"readOnlyRootFilesystem", "capabilities", "requests", "limits", "number"}

@@ -24,11 +24,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "fairlead.indexerLabels" -}}
-{{ include "fairlead.indexerSelector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/component: kv-cache-indexer
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- include "fairlead.allLabels" (list . (include "fairlead.indexerSelector" .) "kv-cache-indexer") -}}
 {{- end }}
 
 {{- define "fairlead.indexerAccount" -}}
