@@ -129,14 +129,14 @@ def test_notes_warn_of_schedulers_that_know_nothing_of_each_other(helm: Helm, va
 def test_the_documented_values(helm: Helm) -> None:
     objects = by_name(helm, "documented")
     config = configured(objects)
-    assert one(objects, "Deployment")["spec"]["replicas"] == 2
+    assert one(objects, "Deployment", "-epp")["spec"]["replicas"] == 2
     assert [spec.type for spec in config.policy.filters if spec.path.startswith("$.inferenceExtension")] == [
         "queue-depth",
         "memory-pressure",
     ]
     assert [(spec.type, spec.weight) for spec in config.policy.scorers] == [("prefix-aware", 100), ("load-aware", 50)]
-    assert (config.kv_events.enabled, config.kv_events.bind) == (True, "tcp://0.0.0.0:5555")
-    assert 5555 in {port["port"] for port in named(objects, "Service", "one-epp-leader")["spec"]["ports"]}
+    assert (config.kv_events.enabled, config.kv_events.indexer.url) == (True, "http://kv-cache-indexer:9090")
+    assert {port["port"] for port in named(objects, "Service", "kv-cache-indexer")["spec"]["ports"]} == {9090, 5555}
 
 
 def test_the_pool_names_the_service_and_its_port(helm: Helm) -> None:
