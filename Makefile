@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos lock dist sbom audit states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos lock dist sbom audit states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -89,6 +89,9 @@ test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (
 	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'
 	@$(call timed,API server,$(BIN)/python tests/kube/support/kr_build.py)
 	@$(call timed,tests against the API server,$(PYTEST) tests/kube || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests/kube; })
+
+rollout: $(VENV)/.dev ## all model servers replaced one after the other under 20,000 requests: failures, and the share that finds its cache (two minutes)
+	FAIRLEAD_ROLLOUT_REQUESTS=20000 $(PYTEST) tests/kube/test_live_kube.py -k replaced_under_traffic -s -o faulthandler_timeout=1800
 
 fuzz: $(VENV)/.dev ## every fuzzer of tests/fuzz for FUZZ_SECONDS (default 600) each, one after the other
 	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -s -o faulthandler_timeout=$$(($(FUZZ_SECONDS) + 300))
