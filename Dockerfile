@@ -20,6 +20,7 @@ RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir 
 RUN /opt/fairlead/bin/python -m compileall -q /opt/fairlead/lib
 
 FROM ${BASE}
+LABEL org.opencontainers.image.title=fairlead org.opencontainers.image.licenses=Apache-2.0
 COPY --from=build /opt/fairlead /opt/fairlead
 ENV PATH=/opt/fairlead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN useradd --system --uid 65532 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin fairlead

@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos lock dist sbom audit states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos lock dist image sbom audit states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -121,6 +121,13 @@ dist: $(VENV)/.dev ## wheel and sdist in out/dist, the same bytes each time for 
 	@rm -rf out/dist
 	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build -d out/dist
 	@cd out/dist && sha256sum *
+
+# IMAGE_FLAGS: what the builder needs besides, e.g. --platform linux/arm64, or --volume /etc/pip.conf:/etc/pip.conf:ro for an index of your own.
+image: $(VENV)/.dev ## the container image IMAGE on BASE (best by digest) by buildah, without a daemon; then it must serve a request
+	buildah build --isolation chroot --build-arg BASE=$(or $(BASE),python:3.13-slim) --timestamp $$(git log -1 --format=%ct) \
+	  --label org.opencontainers.image.version=$$($(BIN)/fairlead --version | grep -o '[0-9.]*$$') --label org.opencontainers.image.revision=$$(git rev-parse HEAD) \
+	  $(IMAGE_FLAGS) -t $(or $(IMAGE),fairlead) .
+	FAIRLEAD_IMAGE=$(or $(IMAGE),fairlead) $(PYTEST) tests/kube/test_image.py -k container
 
 sbom: $(TOOLS)/.done dist ## out/sbom.json (CycloneDX) of what the image installs, and out/provenance.json of what make dist built
 	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON -o out/sbom.json deploy/locks/image.txt
