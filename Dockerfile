@@ -22,6 +22,7 @@ RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir 
 RUN /opt/fairlead/bin/python -m compileall -q /opt/fairlead/lib
 
 FROM ${BASE}
+LABEL org.opencontainers.image.title=fairlead org.opencontainers.image.licenses=Apache-2.0
 COPY --from=build /opt/fairlead /opt/fairlead
 COPY deploy/entrypoint.sh /opt/fairlead/bin/entrypoint
 # Makes the certificate of `fairlead epp` where none is given.

@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube e2e fuzz soak soak-hours chaos conformance lock dist sbom audit states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance lock dist image sbom audit states bench quality real docs metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -80,8 +80,8 @@ test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy co
 	@$(call timed,one core,taskset -c 0 $(PYTEST))
 	@$(call timed,once more,$(PYTEST) $(PARALLEL))
 
-docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages that are written from the program
-	$(BIN)/python tools/write_reference.py
+docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages, and the schema of the chart's values, that are written from the program
+	$(BIN)/python tools/write_reference.py && $(BIN)/python tools/write_values_schema.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open out/site/index.html"
 
@@ -89,6 +89,9 @@ test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (
 	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'
 	@$(call timed,API server,$(BIN)/python tests/kube/support/kr_build.py)
 	@$(call timed,tests against the API server,$(PYTEST) tests/kube || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests/kube; })
+
+rollout: $(VENV)/.dev ## all model servers replaced one after the other under 20,000 requests: failures, and the share that finds its cache (two minutes)
+	FAIRLEAD_ROLLOUT_REQUESTS=20000 $(PYTEST) tests/kube/test_live_kube.py -k replaced_under_traffic -s -o faulthandler_timeout=1800
 
 fuzz: $(VENV)/.dev ## every fuzzer of tests/fuzz for FUZZ_SECONDS (default 600) each, one after the other
 	FAIRLEAD_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz -q -s -o faulthandler_timeout=$$(($(FUZZ_SECONDS) + 300))
@@ -121,6 +124,13 @@ dist: $(VENV)/.dev ## wheel and sdist in out/dist, the same bytes each time for 
 	@rm -rf out/dist
 	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build -d out/dist
 	@cd out/dist && sha256sum *
+
+# IMAGE_FLAGS: what the builder needs besides, e.g. --platform linux/arm64, or --volume /etc/pip.conf:/etc/pip.conf:ro for an index of your own.
+image: $(VENV)/.dev ## the container image IMAGE on BASE (best by digest) by buildah, without a daemon; then it must serve a request
+	buildah build --isolation chroot --build-arg BASE=$(or $(BASE),python:3.13-slim) --timestamp $$(git log -1 --format=%ct) \
+	  --label org.opencontainers.image.version=$$($(BIN)/fairlead --version | grep -o '[0-9.]*$$') --label org.opencontainers.image.revision=$$(git rev-parse HEAD) \
+	  $(IMAGE_FLAGS) -t $(or $(IMAGE),fairlead) .
+	FAIRLEAD_IMAGE=$(or $(IMAGE),fairlead) $(PYTEST) tests/kube/test_image.py -k container
 
 sbom: $(TOOLS)/.done dist ## out/sbom.json (CycloneDX) of what the image installs, and out/provenance.json of what make dist built
 	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON -o out/sbom.json deploy/locks/image.txt

@@ -34,8 +34,7 @@ def template(objects: list[dict[str, Any]], part: str) -> dict[str, Any]:
 
 
 def container(objects: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    (found,) = template(objects, part)["spec"]["containers"]
-    return dict(found)
+    return dict(template(objects, part)["spec"]["containers"][0])
 
 
 def service(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -192,6 +191,37 @@ def test_notes_tell_how_to_ask_it(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "more", "asked"),
+    [
+        ("http://kv-cache-indexer:9090", "", "kv-cache-indexer 9090"),
+        ("http://index.default:8080", "", "index 8080"),
+        ("http://index.default.svc.cluster.local", "", "index 80"),
+        ("http://kv-cache-indexer:9090", "inferenceExtension.kvcacheIndexer.mode=embedded", None),
+        ("http://kv-cache-indexer:9090", "inferenceExtension.kvcacheIndexer.serviceName=other", None),
+        ("http://index.other:9090", "", None),
+        ("http://10.0.0.1:9090", "", None),
+        ("http://localhost:9090", "", None),
+    ],
+)
+def test_a_scorer_that_names_an_indexer_gets_it(helm: Helm, url: str, more: str, asked: str | None) -> None:
+    """Where it can be in this release; what a scorer says is not overruled otherwise."""
+    scorers = f'config.scorers=[{{"type":"prefix-aware","parameters":{{"cacheIndexerURL":"{url}"}}}}]'
+    objects = helm.render(*WITHIN, "--set-json", scorers, *(("--set", more) if more else ()))
+    if asked is None:
+        assert len(of_kind(objects, "Deployment")) == 1
+        return
+    found = service(objects)
+    assert f"{found['metadata']['name']} {found['spec']['ports'][0]['port']}" == asked
+    assert configured(objects, "-epp").kv_events.indexer.url == url
+
+
+def test_notes_say_that_token_ids_are_missing(helm: Helm) -> None:
+    assert "config.tokens.models is missing" in helm.notes(*WITHIN)
+    assert "tokens" not in helm.notes(*WITHIN, "--set-json", 'config.tokens={"models":{"*":{"render":"engine"}}}')
+    assert "tokens" not in helm.notes(*LABELS)
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
         ("inferenceExtension.kvcacheIndexer.mode=beside", "value must be one of"),
@@ -213,9 +243,42 @@ def test_a_scheduler_s_prompts_are_found_in_the_index(
 ) -> None:
     """Both run with what the chart writes for them; then another indexer begins with the index of the first."""
     port = stub_port(start, "--kv-events", "--kv-events-port", "0")
+    both_run(kube, namespace, helm, start, tmp_path, port, *OWN)
+    (other,) = free_ports(1)
+    start("indexer", str(tmp_path / "indexer.yaml"), "--listen", f"127.0.0.1:{other}")
+    until(lambda: sample(metrics(other), "index_size") >= 40, "the index of the other one")
+    assert "warm start from another indexer" in start.log(3).read_text()
+
+
+def test_the_guide_s_values_give_an_indexer_that_is_asked(
+    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path
+) -> None:
+    """Engines dial in at the name that the guide has for it; `/query` answers there."""
+    (events,) = free_ports(1)
+    port = stub_port(start, "--kv-events", "--kv-events-connect", f"tcp://127.0.0.1:{events}")
+    values = ("--values", str(HERE / "values" / "documented.yaml"))
+    listens = ("--set", f"inferenceExtension.kvcacheIndexer.zmqSubscriberURL=tcp://*:{events}")
+    answers = both_run(
+        kube, namespace, helm, start, tmp_path, port, *values, *listens, "--set", "inferenceExtension.replicas=1"
+    )
+    body = json.dumps({"token_ids": [*range(1000, 1640)]}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{answers}/query", body)
+
+    def found() -> bool:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            (pod,) = json.loads(response.read())["pods"].values()
+        return bool(pod["hit_rate"] > 0.9)
+
+    assert until(found, "the prompt in the answer")
+
+
+def both_run(
+    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path, port: int, *arguments: str
+) -> int:
+    """Scheduler and indexer as rendered, until the one has asked the other about a prompt; the indexer's port."""
     gateway, admin, picker, answers = free_ports(4)
     objects = helm.render(
-        *OWN,
+        *arguments,
         *("--set", "standalone.enabled=true", "--set", f"inferencePool.targetPorts[0].number={port}"),
         *("--set", f"config.gateway.port={gateway}", "--set", f"config.admin.port={admin}"),
         *("--set", f"config.extProc.port={picker}", "--set", f"config.kvEvents.snapshot={tmp_path}/index.kv"),
@@ -223,34 +286,29 @@ def test_a_scheduler_s_prompts_are_found_in_the_index(
         *("--set", f"inferenceExtension.kvcacheIndexer.config.kubernetes.kubeconfig={tmp_path}/indexer"),
         namespace=namespace,
     )
+    name = service(objects)["metadata"]["name"]
     for part in ("scheduler", "indexer"):
         ending = "-epp" if part == "scheduler" else "-indexer"
         installed(kube, namespace, objects, tmp_path / part, ending)
         text = one(objects, "ConfigMap", ending)["data"]["fairlead.yaml"]
-        here = text.replace("http://one-indexer:9090", f"http://127.0.0.1:{answers}")
-        assert here != text
-        (tmp_path / f"{part}.yaml").write_text(here)
+        (tmp_path / f"{part}.yaml").write_text(text.replace(f"http://{name}:9090", f"http://127.0.0.1:{answers}"))
     kube.pod(namespace, "vllm-0", "127.0.0.1", labels={"app": "vllm"})
 
     start("indexer", str(tmp_path / "indexer.yaml"), "--listen", f"127.0.0.1:{answers}")
     ready = container(objects, "-indexer")["readinessProbe"]["httpGet"]["path"]
     until(lambda: get(f"http://127.0.0.1:{answers}{ready}"), "readiness of the indexer")
-    until(lambda: "fairlead_kv_feed_connected{" in metrics(answers), "the engine's events")
     start("serve", str(tmp_path / "scheduler.yaml"))
     until(lambda: get(f"http://127.0.0.1:{admin}/readyz"), "readiness of the scheduler")
     until(lambda: sample(metrics(admin), "fairlead_indexer_up") == 1, "the scheduler asks")
 
-    for _ in range(8):
+    def found() -> bool:
         complete(gateway, [*range(1000, 1640)])
-    until(lambda: sample(metrics(answers), "index_size") >= 40, "blocks in the index")
-    complete(gateway, [*range(1000, 1640)])
-    assert sample(metrics(admin), 'fairlead_indexer_questions_total{result="answered"}') > 0
-    assert sample(metrics(answers), "kv_cache_hit_total") > 0
+        answered = sample(metrics(admin), 'fairlead_indexer_questions_total{result="answered"}')
+        return answered > 0 and sample(metrics(answers), "kv_cache_hit_total") >= 40
 
-    (other,) = free_ports(1)
-    start("indexer", str(tmp_path / "indexer.yaml"), "--listen", f"127.0.0.1:{other}")
-    until(lambda: sample(metrics(other), "index_size") >= 40, "the index of the other one")
-    assert "warm start from another indexer" in start.log(3).read_text()
+    until(found, "an answer in time that has the prompt's blocks")
+    assert sample(metrics(answers), "index_size") >= 40
+    return answers
 
 
 def metrics(port: int) -> str:

@@ -1,10 +1,12 @@
 """The rendered chart in front of a real API server: strict schemas, admission, and roles that suffice."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kr_client import Object, Refused
 from kr_cluster import Cluster
 from kr_helm import CHART, LABELS, Helm, of_kind, one
@@ -101,6 +103,40 @@ def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path
     run = helm.run("uninstall", "one", *access[:4])
     assert run.returncode == 0, run.stderr
     assert kube.admin.must("GET", f"{GROUP}inferencepools".format(namespace))["items"] == []
+
+
+def test_the_documented_command_brings_the_definitions_up_to_date(own_kube: Callable[..., Cluster], helm: Helm) -> None:
+    """`helm show crds | kubectl apply --server-side`, over older ones."""
+    cluster = own_kube()
+    cluster.install_crds()
+    shown = helm.run("show", "crds", str(CHART)).stdout
+    for crd in yaml.safe_load_all(shown):
+        older = copy.deepcopy(crd["spec"]["versions"])
+        older[0]["schema"]["openAPIV3Schema"]["description"] = "old"
+        cluster.admin.patch(crd, {"spec": {"versions": older}})
+        applied = cluster.admin.apply(crd)["spec"]["versions"]
+        assert applied[0]["schema"] == crd["spec"]["versions"][0]["schema"]
+    assert shown.count("kind: CustomResourceDefinition") == len([*(CHART / "crds").iterdir()])
+
+
+def test_an_upgrade_leaves_the_files_of_running_pods_alone(
+    kube: Cluster, namespace: str, helm: Helm, tmp_path: Path
+) -> None:
+    """What new pods cannot start with does not reach the old ones, which may be made again meanwhile."""
+    access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+
+    def files(level: str, *more: str) -> dict[str, str]:
+        run = helm.run("upgrade", "--install", "one", str(CHART), *access, "--set", f"config.log.level={level}", *more)
+        assert run.returncode == 0, run.stderr
+        found = kube.admin.must("GET", f"/api/v1/namespaces/{namespace}/configmaps")["items"]
+        return {one["metadata"]["name"]: one["data"]["fairlead.yaml"] for one in found}
+
+    first = files("info")
+    second = files("debug")
+    assert len(first) == 1 and first.items() <= second.items() and len(second) == 2
+    assert files("debug").keys() == second.keys() - first.keys()
+    assert len(files("debug", "--set", "restartOnConfigChange=false")) == 2
+    assert [*files("error", "--set", "restartOnConfigChange=false")] == ["one-epp"]
 
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"

@@ -1,9 +1,11 @@
 """What the chart writes, run: its configuration, role, certificate and probes, against a real API server."""
 
+import subprocess
 from base64 import b64decode
 from pathlib import Path
 
 import grpc
+import pytest
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
 from kr_runs import Children, free_ports, get, installed, stub_port, until
@@ -40,8 +42,9 @@ def test_standalone_serves_the_pods_of_its_pool(
     until(accepted, "the objective's condition")
 
 
+@pytest.mark.parametrize("mode", ["generated", "pod"])
 def test_the_picker_serves_tls_and_answers_its_probes(
-    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path
+    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path, mode: str
 ) -> None:
     picker, health, admin = free_ports(3)
     objects = helm.render(
@@ -49,13 +52,18 @@ def test_the_picker_serves_tls_and_answers_its_probes(
         *("--set", f"config.extProc.port={picker}", "--set", f"config.extProc.healthPort={health}"),
         *("--set", f"config.extProc.tls.certDir={tmp_path}", "--set", f"config.admin.port={admin}"),
         *("--set", "inferenceExtension.replicas=2", "--set", f"config.kubernetes.kubeconfig={tmp_path}/kubeconfig"),
+        *("--set", f"tls.mode={mode}"),
         namespace=namespace,
     )
     installed(kube, namespace, objects, tmp_path / "kubeconfig")
     (tmp_path / "fairlead.yaml").write_text(one(objects, "ConfigMap")["data"]["fairlead.yaml"])
-    certificate = {name: b64decode(value) for name, value in one(objects, "Secret")["data"].items()}
-    for name, value in certificate.items():
-        (tmp_path / name).write_bytes(value)
+    if mode == "generated":
+        for name, value in one(objects, "Secret")["data"].items():
+            (tmp_path / name).write_bytes(b64decode(value))
+    else:
+        (init,) = one(objects, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+        command = [word.replace("/etc/fairlead-tls", str(tmp_path)) for word in init["command"]]
+        subprocess.run(command, check=True, capture_output=True)
     kube.pod(namespace, "vllm-0", "127.0.0.9", labels={"app": "vllm"})
     start("serve", str(tmp_path / "fairlead.yaml"), POD_IP="10.244.0.7", POD_NAME="epp-a")
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
@@ -63,7 +71,7 @@ def test_the_picker_serves_tls_and_answers_its_probes(
         for probe in (pod["livenessProbe"], pod["readinessProbe"]):
             until(lambda service=probe["grpc"]["service"]: check(channel, service), probe["grpc"]["service"])
     name = of_kind(objects, "Service")[0]["metadata"]["name"]
-    trusted = grpc.ssl_channel_credentials(certificate["tls.crt"])
+    trusted = grpc.ssl_channel_credentials((tmp_path / "tls.crt").read_bytes())
     options = [("grpc.ssl_target_name_override", f"{name}.{namespace}.svc")]
     with grpc.secure_channel(f"127.0.0.1:{picker}", trusted, options) as channel:
         assert check(channel, "envoy.service.ext_proc.v3.ExternalProcessor")

@@ -32,8 +32,7 @@ def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]
 
 
 def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = one(objects, "Deployment", "-epp")["spec"]["template"]["spec"]["containers"]
-    return dict(found)
+    return dict(one(objects, "Deployment", "-epp")["spec"]["template"]["spec"]["containers"][0])
 
 
 def configured(objects: list[dict[str, Any]]) -> Config:
@@ -118,17 +117,26 @@ def test_notes(helm: Helm, values: Path) -> None:
     assert "kubectl" in notes and "{{" not in notes
 
 
+@every_set
+def test_notes_warn_of_schedulers_that_know_nothing_of_each_other(helm: Helm, values: Path) -> None:
+    objects = rendered(helm, values)
+    several = (one(objects, "Deployment", "-epp")["spec"].get("replicas", 2)) > 1
+    alone = several and not configured(objects).kubernetes.leader_election.enabled
+    assert ("replicas schedule for themselves" in helm.notes("--values", str(values))) == alone
+    assert alone == (values.stem in ("kgateway", "standalone"))
+
+
 def test_the_documented_values(helm: Helm) -> None:
     objects = by_name(helm, "documented")
     config = configured(objects)
-    assert one(objects, "Deployment")["spec"]["replicas"] == 2
+    assert one(objects, "Deployment", "-epp")["spec"]["replicas"] == 2
     assert [spec.type for spec in config.policy.filters if spec.path.startswith("$.inferenceExtension")] == [
         "queue-depth",
         "memory-pressure",
     ]
     assert [(spec.type, spec.weight) for spec in config.policy.scorers] == [("prefix-aware", 100), ("load-aware", 50)]
-    assert (config.kv_events.enabled, config.kv_events.bind) == (True, "tcp://0.0.0.0:5555")
-    assert 5555 in {port["port"] for port in named(objects, "Service", "one-epp-leader")["spec"]["ports"]}
+    assert (config.kv_events.enabled, config.kv_events.indexer.url) == (True, "http://kv-cache-indexer:9090")
+    assert {port["port"] for port in named(objects, "Service", "kv-cache-indexer")["spec"]["ports"]} == {9090, 5555}
 
 
 def test_the_pool_names_the_service_and_its_port(helm: Helm) -> None:
@@ -208,14 +216,88 @@ def test_api_keys(helm: Helm) -> None:
     assert configured(by_name(helm, "standalone")).gateway.keys is None
 
 
-def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> None:
-    def checksum(*more: str) -> Any:
-        template = one(helm.render(*LABELS, *more), "Deployment")["spec"]["template"]
-        return template["metadata"]["annotations"].get("checksum/config")
+def test_what_platform_teams_add(helm: Helm) -> None:
+    objects = by_name(helm, "platform")
+    labelled = {thing["kind"] for thing in objects if thing["metadata"].get("labels", {}).get("cost-centre")}
+    assert labelled == {thing["kind"] for thing in objects}
+    assert [thing["metadata"]["name"] for thing in of_kind(objects, "ConfigMap")].count("one-tokenizers") == 1
+    budgets = {one["metadata"]["name"]: one["spec"]["selector"] for one in of_kind(objects, "PodDisruptionBudget")}
+    for part, names in (("-epp", ["certificate", "fetch"]), ("-indexer", ["fetch"])):
+        deployment = one(objects, "Deployment", part)["spec"]
+        pod = deployment["template"]["spec"]
+        assert deployment["template"]["metadata"]["labels"]["cost-centre"] == "inference"
+        assert [one["name"] for one in pod["initContainers"]] == names
+        assert pod["containers"][1]["name"] == "helper" and pod["containers"][0]["envFrom"]
+        assert [one["topologyKey"] for one in pod["topologySpreadConstraints"]] == ["topology.kubernetes.io/zone"]
+        assert budgets[f"one{part}"] == deployment["selector"]
+    assert one(objects, "Deployment", "-epp")["spec"]["minReadySeconds"] == 5
+    for policy in of_kind(objects, "NetworkPolicy"):
+        (rule,) = (rule for rule in policy["spec"]["egress"] if "ipBlock" in rule.get("to", [{}])[0])
+        assert [peer["ipBlock"]["cidr"] for peer in rule["to"]] == ["10.0.0.1/32", "fd00::1/128"]
+        assert [port["port"] for port in rule["ports"]] == [443, 6443]
 
-    assert checksum() == checksum()
-    assert checksum() != checksum("--set", "config.log.level=debug")
-    assert checksum("--set", "restartOnConfigChange=false") is None
+
+@pytest.mark.parametrize("values", ["platform", "kgateway", "standalone"])
+def test_the_same_values_render_the_same_objects(helm: Helm, values: str) -> None:
+    """Or Argo CD would never be in sync."""
+    assert by_name(helm, values) == by_name(helm, values)
+
+
+def test_openshift_chooses_the_users(helm: Helm) -> None:
+    pod = one(by_name(helm, "openshift"), "Deployment")["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> None:
+    """For the ConfigMap that they mount has another name."""
+
+    def mounted(*more: str) -> str:
+        objects = helm.render(*LABELS, *more)
+        (volume,) = (
+            volume["configMap"]["name"]
+            for volume in one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+            if "configMap" in volume
+        )
+        assert volume == one(objects, "ConfigMap")["metadata"]["name"]
+        return str(volume)
+
+    assert mounted() == mounted() == mounted("--set", "tls.mode=generated")
+    assert mounted() != mounted("--set", "config.log.level=debug")
+    assert mounted("--set", "restartOnConfigChange=false") == "one-epp"
+
+
+#: What people get wrong in a configuration, the commonest first, and the name of the field in what Helm says.
+MISTAKES = {
+    "misspelt section": ("config.kvEvent.enabled=true", "kvEvent"),
+    "misspelt field": ("config.kvEvents.maxBlock=20000", "maxBlock"),
+    "duration that is none": ("config.metrics.interval=soon", "/config/metrics/interval"),
+    "size that is none": ("config.parsing.maxBodyBytes=lots", "/config/parsing/maxBodyBytes"),
+    "text for a number": ("config.tracing.sample=0.5", "/config/tracing/sample"),
+    "number out of range": ("config.admin.port=99999", "/config/admin/port"),
+    "none of the words": ("config.log.level=verbose", "/config/log/level"),
+    "unknown plugin": ('config.scorers=[{"type":"prefix-awre"}]', "/config/scorers/0/type"),
+    "unknown parameter": ('config.filters=[{"type":"queue-depth","parameters":{"maxQueue":5}}]', "maxQueue"),
+    "field beside a plugin": ('config.scorers=[{"type":"load-aware","wieght":50}]', "wieght"),
+    "mapping for a list": ('config.filters={"type":"queue-depth"}', "/config/filters"),
+    "scheduling field in the wrong place": ('config.selection={"topk":2}', "topK"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("where", ["", "inferenceExtension.kvcacheIndexer."])
+def test_a_configuration_that_the_program_would_refuse_is_refused(helm: Helm, mistake: str, where: str) -> None:
+    setting, named = MISTAKES[mistake]
+    assert named in helm.refused(
+        *LABELS, "--set-json" if setting.endswith("]") or "={" in setting else "--set", where + setting
+    )
+
+
+@pytest.mark.parametrize("entries", ["filters", "scorers"])
+def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
+    place = f"inferenceExtension.pluginsCustomConfig.{entries}"
+    said = helm.refused(*LABELS, "--set-json", f'{place}=[{{"type":"queue-dept"}}]')
+    assert f"/inferenceExtension/pluginsCustomConfig/{entries}/0/type" in said
 
 
 @pytest.mark.parametrize(
@@ -243,6 +325,15 @@ def test_a_change_of_the_configuration_rolls_the_pods_if_wanted(helm: Helm) -> N
             "stands by serves nothing",
         ),
         ([*LABELS, "--set", "standalone.keysSecret=keys"], "set standalone.enabled"),
+        (
+            [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.replicas=3"],
+            "inferenceExtension.replicas: each of these replicas would schedule for itself",
+        ),
+        (
+            [*LABELS, "--set", "standalone.enabled=true,autoscaling.enabled=true"],
+            "autoscaling.enabled: each of these replicas would schedule for itself",
+        ),
+        ([*LABELS, "--set", "autoscaling.enabled=true"], "with two replicas one leads"),
         ([*LABELS, "--set", "tls.mode=cert-manager"], "tls.issuerRef.name"),
         ([*LABELS, "--set", "tls.mode=secret"], "tls.secretName"),
         ([*LABELS, "--set", "httpRoute.enabled=true"], "httpRoute.parentRefs"),
@@ -294,7 +385,7 @@ def test_every_value_is_in_the_schema_and_the_other_way_round() -> None:
 
     def compare(value: dict[str, Any], described: dict[str, Any], where: str) -> None:
         known = set(described["properties"]) - {"global", "claims"}
-        closed = where.endswith(("resources", "issuerRef", "matchLabels"))
+        closed = where.endswith(("resources", "issuerRef", "matchLabels", "pluginsCustomConfig"))
         assert closed or set(value) == known, where
         for key, inner in value.items():
             if isinstance(inner, dict) and "properties" in described["properties"].get(key, {}):
@@ -307,7 +398,7 @@ def test_every_value_is_used() -> None:
     chart = Path(__file__).parents[2] / "charts" / "fairlead"
     templates = "\n".join(path.read_text() for path in (chart / "templates").iterdir())
     leaves = re.findall(r"^\s*([a-zA-Z]+):", (chart / "values.yaml").read_text(), re.MULTILINE)
-    unused = {leaf for leaf in leaves if not re.search(rf"\.{leaf}\b", templates)}
+    unused = {leaf for leaf in leaves if not re.search(rf"\.{leaf}\b|\"{leaf}\"", templates)}
     # Parts of mappings that are passed on as they are.
     context = {"runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup", "seccompProfile", "allowPrivilegeEscalation"}
     assert unused <= context | {"readOnlyRootFilesystem", "capabilities", "requests", "limits", "number"}

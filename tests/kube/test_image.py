@@ -1,6 +1,7 @@
 """The container image, where no container tool runs: the steps of the Dockerfile in directories of our own."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -192,6 +193,35 @@ def ask_until(url: str, child: "subprocess.Popen[str]", body: bytes | None = Non
             return bytes(response.read())
         time.sleep(0.2)
     raise AssertionError(f"no answer from {url}")
+
+
+@pytest.mark.slow
+def test_the_container_serves_as_any_user(tmp_path: Path) -> None:
+    """What `make image` built, in a container: ready, and a request goes through its Envoy to a stub in another one."""
+    name = os.environ.get("FAIRLEAD_IMAGE")
+    if not name:
+        pytest.skip("FAIRLEAD_IMAGE names no image: make image")
+    stub, gateway, admin, picker = (free_port() for _ in range(4))
+    config = {"endpoints": [f"127.0.0.1:{stub}"], "gateway": {"port": gateway}, "extProc": {"port": picker}}
+    (tmp_path / "fairlead.json").write_text(json.dumps({**config, "admin": {"port": admin}}))
+    tmp_path.chmod(0o755)
+    run = subprocess.run(["buildah", "from", name], capture_output=True, text=True, check=True)
+    container = run.stdout.strip()
+    mounted = ["--isolation", "chroot", "--user", "123456:0", "--volume", f"{tmp_path}:/etc/fairlead:ro"]
+    commands = (["stub", "--port", f"{stub}", "--time-ratio", "20"], ["serve", "/etc/fairlead/fairlead.json"])
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            line = ["buildah", "run", *mounted, container, "--", "fairlead", *command]
+            running.append(subprocess.Popen(line, text=True, start_new_session=True))
+        ask_until(f"http://127.0.0.1:{admin}/readyz", running[1])
+        answer = json.loads(ask_until(f"http://127.0.0.1:{gateway}/v1/completions", running[1], COMPLETION))
+        assert answer["usage"]["completion_tokens"] == 2
+    finally:
+        for child in running:
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait(timeout=60)
+        subprocess.run(["buildah", "rm", container], check=True, capture_output=True)
 
 
 def test_compose_describes_what_the_image_can_do() -> None:

@@ -71,18 +71,20 @@ def processes() -> Iterator[list[Serve]]:
 
 
 @asynccontextmanager
-async def served(cluster: Cluster, namespace: str, tmp_path: Path, processes: list[Serve]) -> AsyncIterator[World]:
-    """Four model servers, three of them pods, and traffic possible."""
+async def served(
+    cluster: Cluster, namespace: str, tmp_path: Path, processes: list[Serve], servers: int = 4, running: int = 3
+) -> AsyncIterator[World]:
+    """Model servers, some of them pods, and traffic possible."""
     require_envoy()
     async with AsyncExitStack() as stack:
-        pods = await pod_servers(4)
+        pods = await pod_servers(servers)
         for server in pods:
             stack.push_async_callback(server.stop)
         serve = Serve(tmp_path)
         processes.append(serve)
         made = World(cluster, namespace, serve, pods)
         await made.apply(pool(ports=(pods[0].port,)))
-        for index in range(3):
+        for index in range(running):
             await made.pod(index)
         kubeconfig = cluster.kubeconfig(tmp_path / "kubeconfig")
         config = {"kubernetes": {"pool": "llama", "namespace": namespace, "kubeconfig": str(kubeconfig)}}
@@ -120,6 +122,47 @@ async def test_pods_come_and_go_under_traffic(world: World) -> None:
         await until(lambda: world.pods[0].served > before[0], "traffic to the pod that is ready again")
     assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
     print(f"{traffic.total} requests, all answered")
+
+
+#: Conversations with a long beginning of their own, and requests between two replacements of a server.
+CONVERSATIONS, REQUESTS = 48, int(os.environ.get("FAIRLEAD_ROLLOUT_REQUESTS", "1500")) // 6
+
+
+def turn_of_a_conversation(client: int, turn: int) -> str:
+    number = (turn * 8 + client) % CONVERSATIONS
+    return f"conversation {number}\n{f'What was said in {number}. ' * 200}\n{client} {turn}"
+
+
+async def test_all_model_servers_are_replaced_under_traffic(
+    kube: Cluster, namespace: str, tmp_path: Path, processes: list[Serve]
+) -> None:
+    """Each is told to end the moment that its deletion is asked for, and drains. None of the requests fails."""
+    async with served(kube, namespace, tmp_path, processes, servers=8, running=4) as world:
+        for pod in world.pods:
+            pod.delay = 0.02
+        await world.has(*range(4))
+
+        async def hit_share(traffic: Traffic) -> float:
+            """Of the next requests, those whose conversation had been served where they came."""
+            hits, served = sum(pod.hits for pod in world.pods), sum(pod.served for pod in world.pods)
+            seen = traffic.total
+            await until(lambda: traffic.total >= seen + REQUESTS, "traffic goes on", 120 + REQUESTS / 10)
+            return (sum(pod.hits for pod in world.pods) - hits) / (sum(pod.served for pod in world.pods) - served)
+
+        async with Traffic(world.serve.port, clients=8, text=turn_of_a_conversation) as traffic:
+            await hit_share(traffic)
+            shares = []
+            for index in range(4):
+                await world.pod(index + 4)
+                await world.has(*range(index, index + 5))
+                await world.call(world.cluster.delete_pod, world.namespace, f"pod-{index}", 30)
+                await asyncio.gather(world.pods[index].drain(), world.has(*range(index + 1, index + 5)))
+                await world.call(world.cluster.delete_pod, world.namespace, f"pod-{index}")
+                shares.append(await hit_share(traffic))
+            shares.append(await hit_share(traffic))
+    print(f"{traffic.total} requests: {dict(traffic.statuses)}; hits after each replacement, and at the end: {shares}")
+    assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+    assert shares[-1] > 0.9
 
 
 async def test_models_splits_and_their_status(world: World) -> None:

@@ -23,11 +23,33 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "fairlead.labels" -}}
-{{ include "fairlead.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/component: inference-scheduler
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- include "fairlead.allLabels" (list . (include "fairlead.selector" .) "inference-scheduler") -}}
+{{- end }}
+
+{{/* (root, selector, component): labels of an object; the chart's own win over commonLabels */}}
+{{- define "fairlead.allLabels" -}}
+{{- $root := index . 0 -}}
+{{- $chart := printf "%s-%s" $root.Chart.Name $root.Chart.Version -}}
+{{- $own := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/component" (index . 2) "app.kubernetes.io/managed-by" $root.Release.Service "helm.sh/chart" $chart -}}
+{{- toYaml (merge (index . 1 | fromYaml) $own $root.Values.commonLabels) -}}
+{{- end }}
+
+{{/* (root, selector, values of the part): metadata of its pods, but for annotations */}}
+{{- define "fairlead.podLabels" -}}
+{{- $values := index . 2 -}}
+{{- toYaml (merge (index . 1 | fromYaml) $values.podLabels (index . 0).Values.commonLabels) -}}
+{{- end }}
+
+{{/* (root, selector, values of the part): what pods of both parts have in common */}}
+{{- define "fairlead.podSpec" -}}
+{{- $root := index . 0 -}}
+{{- $values := index . 2 -}}
+{{- $spread := dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway" "labelSelector" (dict "matchLabels" (index . 1 | fromYaml)) -}}
+{{- $spec := dict "securityContext" $root.Values.inferenceExtension.podSecurityContext "imagePullSecrets" $root.Values.imagePullSecrets -}}
+{{- range list "nodeSelector" "tolerations" "affinity" "priorityClassName" -}}{{- $_ := set $spec . (index $values .) -}}{{- end -}}
+{{- $_ := set $spec "topologySpreadConstraints" ($values.topologySpreadConstraints | default (list $spread)) -}}
+{{- range $key, $value := $spec -}}{{- if not $value -}}{{- $_ := unset $spec $key -}}{{- end -}}{{- end -}}
+{{- toYaml $spec -}}
 {{- end }}
 
 {{- define "fairlead.serviceAccount" -}}
@@ -49,6 +71,17 @@ true
 {{- end -}}
 {{- end }}
 
+{{/* What independent schedulers cost, measured: docs/benchmarks.md */}}
+{{- define "fairlead.independentCost" -}}
+with three of them 42 instead of 74 % of prompt tokens were found in caches, and p95 TTFT was 20 times as long
+{{- end }}
+
+{{/* "true" where several replicas answer and know nothing of each other, or nothing */}}
+{{- define "fairlead.independent" -}}
+{{- $several := or (gt (int .Values.inferenceExtension.replicas) 1) .Values.autoscaling.enabled -}}
+{{- if and $several (not (include "fairlead.leaderElection" .)) -}}true{{- end -}}
+{{- end }}
+
 {{/* "true", or nothing */}}
 {{- define "fairlead.tls" -}}
 {{- if and (not .Values.standalone.enabled) (ne .Values.tls.mode "none") -}}true{{- end -}}
@@ -60,6 +93,16 @@ true
 {{- else -}}
 {{- printf "%s-tls" (include "fairlead.epp" .) -}}
 {{- end -}}
+{{- end }}
+
+{{/* Names that gateways may know the picker by; both, so that a certificate stays when the number of replicas changes */}}
+{{- define "fairlead.tlsHosts" -}}
+{{- $hosts := list -}}
+{{- range list (include "fairlead.epp" .) (printf "%s-leader" (include "fairlead.epp" .)) -}}
+{{- $inside := printf "%s.%s" . $.Release.Namespace -}}
+{{- $hosts = concat $hosts (list . $inside (printf "%s.svc" $inside) (printf "%s.svc.cluster.local" $inside)) -}}
+{{- end -}}
+{{- toYaml $hosts -}}
 {{- end }}
 
 {{/* The port that engines send KV events to, or nothing */}}
@@ -135,6 +178,37 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- toYaml (mergeOverwrite $config (include "fairlead.schedulerConfig" . | fromYaml)) -}}
 {{- end }}
 
+{{/* With the content in its name a pod that runs keeps the file that it began with, whatever is installed next */}}
+{{- define "fairlead.configMap" -}}
+{{- include "fairlead.epp" . }}{{ if .Values.restartOnConfigChange }}-{{ include "fairlead.config" . | sha256sum | trunc 10 }}{{ end -}}
+{{- end }}
+
+{{/* (root, Deployment, name, labels, text): the ConfigMap, and the one that the running Deployment names: its pods may be made again */}}
+{{- define "fairlead.configMaps" -}}
+{{- $root := index . 0 -}}
+{{- $namespace := $root.Release.Namespace -}}
+{{- $texts := dict (index . 2) (index . 4) -}}
+{{- $running := lookup "apps/v1" "Deployment" $namespace (index . 1) -}}
+{{- range dig "spec" "template" "spec" "volumes" list ($running | default dict) -}}
+{{- if and (eq .name "config") (ne (dig "configMap" "name" "" .) (index $ 2)) -}}
+{{- $kept := lookup "v1" "ConfigMap" $namespace .configMap.name -}}
+{{- with dig "data" "fairlead.yaml" "" ($kept | default dict) -}}{{- $_ := set $texts $kept.metadata.name . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $text := $texts }}
+---
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ $name }}
+  namespace: {{ $namespace }}
+  labels: {{- index $ 3 | nindent 4 }}
+data:
+  fairlead.yaml: |
+    {{- $text | nindent 4 }}
+{{- end }}
+{{- end }}
+
 {{/* A selector of the model servers' pods; of all, where only the pool knows them */}}
 {{- define "fairlead.coreServers" -}}
 {{- with .Values.inferencePool.modelServers.matchLabels -}}
@@ -142,6 +216,14 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- else -}}
 {}
 {{- end -}}
+{{- end }}
+
+{{/* An egress rule to the API server, which has no labels to select it by */}}
+{{- define "fairlead.toApiServer" -}}
+{{- $rule := dict "ports" list -}}
+{{- range .apiServerPorts -}}{{- $_ := set $rule "ports" (append $rule.ports (dict "port" . "protocol" "TCP")) -}}{{- end -}}
+{{- range .apiServerCidrs -}}{{- $_ := set $rule "to" (append ($rule.to | default list) (dict "ipBlock" (dict "cidr" .))) -}}{{- end -}}
+{{- toJson $rule -}}
 {{- end }}
 
 {{/* The port of an http URL */}}
@@ -176,6 +258,11 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if .Values.standalone.enabled -}}
 {{- fail "inferenceExtension.leaderElection.enabled: a standalone gateway that stands by serves nothing; leave it out" -}}
 {{- end -}}
+{{- end -}}
+{{- if and (include "fairlead.independent" .) (not (kindIs "bool" .Values.inferenceExtension.leaderElection.enabled)) -}}
+{{- $value := ternary "autoscaling.enabled" "inferenceExtension.replicas" .Values.autoscaling.enabled -}}
+{{- $instead := ternary "keep one replica, or leave out standalone and let a gateway ask the leader of two" "leave autoscaling out: with two replicas one leads" .Values.standalone.enabled -}}
+{{- fail (printf "%s: each of these replicas would schedule for itself, without knowing the others' requests: %s. Better: %s. To have it all the same: inferenceExtension.leaderElection.enabled=false" $value (include "fairlead.independentCost" .) $instead) -}}
 {{- end -}}
 {{- if and (eq .Values.tls.mode "cert-manager") (not .Values.tls.issuerRef.name) -}}
 {{- fail "tls.issuerRef.name: name the issuer of the certificate" -}}

@@ -1,7 +1,26 @@
 {{/* "true" where the index of KV events is a deployment of its own, or nothing */}}
 {{- define "fairlead.ownIndexer" -}}
-{{- with .Values.inferenceExtension.kvcacheIndexer -}}
-{{- if and .enabled (eq .mode "service") -}}true{{- end -}}
+{{- $values := .Values.inferenceExtension.kvcacheIndexer -}}
+{{- $asked := include "fairlead.askedIndexer" . -}}
+{{- if and $values.enabled (or (eq $values.mode "service") (and (not $values.mode) $asked (has $values.serviceName (list "" $asked)))) -}}true{{- end -}}
+{{- end }}
+
+{{/* The first cacheIndexerURL that a scorer names, or nothing */}}
+{{- define "fairlead.cacheIndexerURL" -}}
+{{- $urls := list -}}
+{{- range concat (.Values.inferenceExtension.pluginsCustomConfig.scorers | default list) (.Values.config.scorers | default list) -}}
+{{- range list . .parameters .params .config -}}
+{{- with (. | default dict).cacheIndexerURL -}}{{- $urls = append $urls . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- first $urls -}}
+{{- end }}
+
+{{/* The service that it names, where that is one of this namespace, or nothing */}}
+{{- define "fairlead.askedIndexer" -}}
+{{- with include "fairlead.cacheIndexerURL" . -}}
+{{- $labels := regexReplaceAll ":[0-9]+$" (urlParse .).host "" | splitList "." -}}
+{{- if and (ne (first $labels) "localhost") (has (rest $labels | first) (list nil $.Release.Namespace)) -}}{{- first $labels -}}{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -10,11 +29,12 @@
 {{- end }}
 
 {{- define "fairlead.indexerService" -}}
-{{- .Values.inferenceExtension.kvcacheIndexer.serviceName | default (include "fairlead.indexer" .) -}}
+{{- .Values.inferenceExtension.kvcacheIndexer.serviceName | default (include "fairlead.askedIndexer" .) | default (include "fairlead.indexer" .) -}}
 {{- end }}
 
 {{- define "fairlead.indexerURL" -}}
-{{- printf "http://%s:9090" (include "fairlead.indexerService" .) -}}
+{{- $service := include "fairlead.indexerService" . -}}
+{{- if eq $service (include "fairlead.askedIndexer" .) -}}{{- include "fairlead.cacheIndexerURL" . -}}{{- else -}}{{- printf "http://%s:9090" $service -}}{{- end -}}
 {{- end }}
 
 {{/* Another name than the scheduler's: its services and policies select by name and instance */}}
@@ -24,11 +44,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "fairlead.indexerLabels" -}}
-{{ include "fairlead.indexerSelector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/component: kv-cache-indexer
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- include "fairlead.allLabels" (list . (include "fairlead.indexerSelector" .) "kv-cache-indexer") -}}
 {{- end }}
 
 {{- define "fairlead.indexerAccount" -}}

@@ -115,8 +115,9 @@ def _parameters(name: str, plugin: RegisteredPlugin | None, ref: Mapping[type[Ba
     schema = ref[plugin.params]
     pointer = schema["$ref"]
     beside: Schema = {field: {"$ref": f"{pointer}/properties/{_escaped(field)}"} for field in fields(plugin.params)}
-    # Beside `type` a required parameter may be missing: it may stand under `parameters`.
-    return {"if": condition, "then": {"properties": {**beside, **{key: {"type": "object"} for key in PARAMETERS}}}}
+    # In one place a required parameter may be missing: it may stand in the other.
+    under: Schema = {"type": "object", "properties": beside, "additionalProperties": False}
+    return {"if": condition, "then": {"properties": {**beside, **dict.fromkeys(PARAMETERS, under)}}}
 
 
 def _escaped(name: str) -> str:

@@ -37,6 +37,12 @@ async def test_events_that_nobody_hears_are_named(world: Any, pool_of: Listed) -
     assert codes(silent) == set()
 
 
+async def test_events_without_token_ids_to_look_up_are_named(world: Any) -> None:
+    for more, expected in ((ON, {"kv-tokens.missing"}), ({**ON, **BY_ENGINE}, set()), ({}, set())):
+        found = await world.examined({"endpoints": ["127.0.0.1:9"], **more}, ("kv-tokens",))
+        assert codes(found) == expected
+
+
 async def test_events_that_flow_and_agree_give_no_finding(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs(2, KvEventsConfig())), **ON, **BY_ENGINE}
     found = await world.examined(config, probe=True)
@@ -186,7 +192,7 @@ async def test_how_long_nobody_was_heard_is_said(
 
 async def test_events_without_token_ids_of_chats_are_named(world: Any, pool_of: Listed) -> None:
     found = await world.examined({"endpoints": pool_of(await world.stubs(1, KvEventsConfig())), **ON}, probe=True)
-    assert codes(found) == {"kv-agreement.no-tokens"}
+    assert codes(found) == {"kv-tokens.missing", "kv-agreement.no-tokens"}
 
 
 async def test_a_topic_of_another_endpoint_is_named(world: Any, pool_of: Listed) -> None:

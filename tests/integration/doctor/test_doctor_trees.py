@@ -169,6 +169,7 @@ def row(name: str, waiting: float, leases: int, running: float = 0.0, model: str
         ([row("a", 90, 90), row("b", 1, 9), row("c", 0, 8)], {"balance.skew"}),
         ([row("a", 90, 90), row("b", 1, 9, model="other")], set()),
         ([row("a", 0, 2, running=30.0), row("b", 0, 2, running=2.0)], {"balance.foreign"}),
+        ([row("a", 0, 15, running=30.0), row("b", 0, 16, running=31.0)], {"balance.foreign"}),
         ([row("a", 90, 90)], set()),
         ([], set()),
     ],

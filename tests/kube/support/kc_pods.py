@@ -48,31 +48,52 @@ class PodServer(_Server):
         #: When the last completion came in, by the loop's clock.
         self.last_at = 0.0
         self.open = 0
+        #: First lines of prompts that were served here, and how often one came again.
+        self.begun: set[str] = set()
+        self.hits = 0
+        self._busy: set[asyncio.StreamWriter] = set()
+        self._draining = False
 
     @property
     def served(self) -> int:
         return sum(self.models.values())
 
+    async def drain(self) -> None:
+        """As an engine that is told to end: nobody new, idle connections are closed, what runs is answered."""
+        self._server.close()
+        self._draining = True
+        for writer in self._writers - self._busy:
+            writer.close()
+        while self._busy:
+            await asyncio.sleep(0.01)
+        await self.stop()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
-            while True:
+            while not self._draining:
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                self._busy.add(writer)
                 head = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
                 body = await _body(reader, head)
                 kind, answer = b"text/plain", b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
                 if lines[0].startswith("POST"):
                     kind, answer = b"application/json", await self._complete(body)
                 writer.write(_ANSWER % (kind, len(answer), answer))
+                self._busy.discard(writer)
         except (OSError, EOFError):
             pass
         finally:
+            self._busy.discard(writer)
             self._writers.discard(writer)
             writer.close()
 
     async def _complete(self, body: bytes) -> bytes:
-        asked = json.loads(body)["model"]
+        request = json.loads(body)
+        asked, beginning = request["model"], request["messages"][0]["content"].partition("\n")[0]
         self.models[asked] += 1
+        self.hits += beginning in self.begun
+        self.begun.add(beginning)
         self.last_at = asyncio.get_running_loop().time()
         self.open += 1
         try:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
@@ -23,13 +24,23 @@ async def one(port: int, model: str) -> Got:
 
 
 class Traffic:
-    """`clients` connections that each ask again as soon as they are answered, with a pause of `gap` seconds."""
+    """`clients` connections that each ask again as soon as they are answered, with a pause of `gap` seconds.
 
-    def __init__(self, port: int, model: str = "chat", clients: int = 4, gap: float = 0.01) -> None:
+    `text`: the prompt of a client's turn.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        model: str = "chat",
+        clients: int = 4,
+        gap: float = 0.01,
+        text: Callable[[int, int], str] = "{} {}".format,
+    ) -> None:
         self.statuses: Counter[object] = Counter()
         self.answers: list[tuple[int, str]] = []
         self._port, self._model, self._gap, self._count = port, model, gap, clients
-        self._stopping = False
+        self._stopping, self._text = False, text
 
     async def __aenter__(self) -> "Traffic":
         self._tasks = [asyncio.create_task(self._client(i)) for i in range(self._count)]
@@ -48,7 +59,7 @@ class Traffic:
             while not self._stopping:
                 turn += 1
                 try:
-                    got = await client.ask(ask(self._model, f"{number} {turn}"))
+                    got = await client.ask(ask(self._model, self._text(number, turn)))
                     self.statuses[got.status] += 1
                     if got.status != 200:
                         self.answers.append((got.status, got.body[:200].decode(errors="replace")))

@@ -7,6 +7,7 @@ without what it depends on, checked by its hash, and unpacked beside the API ser
 import hashlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -100,7 +101,11 @@ def of_kind(objects: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]
 
 
 def one(objects: Sequence[dict[str, Any]], kind: str, ending: str = "") -> dict[str, Any]:
-    """The only one, or the only one whose name ends so: `-epp` is the scheduler's, `-indexer` the indexer's."""
-    found = [thing for thing in of_kind(objects, kind) if thing["metadata"]["name"].endswith(ending)]
+    """The only one, or the only one whose name ends so: `-epp` is the scheduler's, `-indexer` the indexer's.
+
+    A hash of the content may follow.
+    """
+    name = re.compile(rf"{ending}(-[0-9a-f]{{10}})?$")
+    found = [thing for thing in of_kind(objects, kind) if name.search(thing["metadata"]["name"])]
     assert len(found) == 1, f"{len(found)} of {kind} {ending}"
     return found[0]

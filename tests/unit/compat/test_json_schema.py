@@ -29,6 +29,7 @@ BAD = [
     ONE + "gatway: none",
     ONE + "filters: [{type: quue}]",
     ONE + "filters: [{type: queue-depth, maxQueueLenght: 3}]",
+    ONE + "filters: [{type: queue-depth, parameters: {maxQueueLenght: 3}}]",
     ONE + "filters: [{type: queue-depth, maxQueueLength: 0}]",
     ONE + "scorers: [{type: load-aware, weight: -1}]",
     ONE + "selection: {topK: 0}",

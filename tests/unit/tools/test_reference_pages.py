@@ -16,13 +16,22 @@ from fairlead.config.schema import SECTIONS
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fairlead_write_reference", ROOT / "tools" / "write_reference.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"fairlead_{name}", ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return loaded("write_reference")
+
+
+def test_the_schema_of_the_charts_values_is_current() -> None:
+    module = loaded("write_values_schema")
+    assert module.SCHEMA.read_text() == module.written(), "run `make docs`, or python tools/write_values_schema.py"
 
 
 @pytest.mark.parametrize("name", ["cli.md", "configuration-reference.md"])

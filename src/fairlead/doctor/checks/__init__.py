@@ -19,6 +19,7 @@ CHECKS: tuple[Check, ...] = (
         kv_events.kv_events,
         kv_events.kv_dialled,
         kv_events.kv_unheard,
+        kv_events.kv_tokens,
         agreement.kv_agreement,
         scheduler.hits,
         scheduler.scheduling,

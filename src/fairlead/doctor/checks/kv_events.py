@@ -72,6 +72,11 @@ UNHEARD = Kind(
     " clients; or take --kv-events-config off the engine", "docs/kv-events.md",
 )  # fmt: skip
 
+NO_TOKENS = Kind(
+    "kv-tokens.missing", Severity.WARNING, "kvEvents is on, and no model's prompts become token ids: none is looked up",
+    "set tokens.models: modelPath, a directory that the engine loads, or render: engine", "docs/tokens.md",
+)  # fmt: skip
+
 _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
 
 
@@ -135,6 +140,11 @@ async def kv_unheard(site: Site) -> list[Finding]:
         return [] if source is None else [UNHEARD.at(endpoint.id, f"GET /kv_event_sources: {source.events}")]
 
     return await site.each(ask)
+
+
+@check("kv-tokens", "prompts can be looked up in what KV events tell", (NO_TOKENS,))
+async def kv_tokens(site: Site) -> list[Finding]:
+    return [NO_TOKENS.at("tokens.models")] if site.config.kv_events.enabled and not site.has("tokens") else []
 
 
 @check(

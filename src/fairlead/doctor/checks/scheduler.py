@@ -176,7 +176,8 @@ SKEW = Kind(
 )  # fmt: skip
 FOREIGN = Kind(
     "balance.foreign", Severity.WARNING, "an endpoint works for others than this scheduler",
-    "let all clients go through the gateway: the scheduler cannot foresee what it does not send", _UNEVEN,
+    "let all clients go through the gateway, and one scheduler decide: of several independent ones none foresees what"
+    " the others send, see docs/kubernetes.md#several-replicas", _UNEVEN,
 )  # fmt: skip
 
 UNLIKE = Kind(
@@ -193,7 +194,8 @@ STARVED = Kind(
 
 #: Waiting requests that are many, and how many times the median they are.
 _MANY_WAITING, _TIMES = 20.0, 4.0
-_STRANGERS = 8.0
+#: Requests of others that are many; from half of our own on, for two schedulers send as many.
+_STRANGERS, _STRANGE = 8.0, 0.5
 #: Learned speeds of equal servers are farther apart only where something is wrong.
 _UNLIKE = 1.5
 #: Of its share of the last decisions; a share of so many means something.
@@ -277,7 +279,7 @@ async def balance(site: Site) -> list[Finding]:
         waiting, usual = row.waiting or 0.0, median(peer_loads) if peer_loads else 0.0
         if peer_loads and waiting > _MANY_WAITING and row.load > _TIMES * max(usual, 1.0):
             findings.append(SKEW.at(row.id, f"{waiting:g} wait there; the median of the others is {usual:g}"))
-        if row.load - row.leases > max(_STRANGERS, row.leases):
+        if row.load - row.leases > max(_STRANGERS, _STRANGE * row.leases):
             findings.append(FOREIGN.at(row.id, f"it has {row.load:g} requests, {row.leases:g} of them from here"))
     return [*findings, *_unlike(rows), *await _starved(site, rows)]
 
