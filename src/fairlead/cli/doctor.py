@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -62,8 +63,9 @@ def doctor(
         return
     urls = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
     examination = _examined(_config(file), checks, urls, probe)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    typer.echo(json_of(examination) if as_json else as_text(examination, colour))
+    terminal = sys.stdout.isatty()
+    colour, width = terminal and not os.environ.get("NO_COLOR"), get_terminal_size().columns if terminal else 0
+    typer.echo(json_of(examination) if as_json else as_text(examination, colour, width))
     if not examination.well:
         raise typer.Exit(FAILED)
 

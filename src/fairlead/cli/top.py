@@ -235,7 +235,8 @@ def _queues(queues: Row) -> Table:
 def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=True, overflow="ellipsis")
+        # Names go on in the next line where there is no room; figures are never cut.
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=i > 0, overflow="fold")
     return table
 
 

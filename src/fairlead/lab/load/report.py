@@ -166,10 +166,12 @@ def table(summaries: Sequence[Summary]) -> Table:
     if kinds == {"model"} and len(ratios) == 1:
         clock += f" (wall-clock x {ratios.pop():g})"
     out = Table(title=f"Load runs, {clock}", title_justify="left")
-    out.add_column("")
-    for summary in summaries:
-        out.add_column(summary["name"] or "run", justify="right")
-    for label, values in _rows(summaries):
+    rows = list(_rows(summaries))
+    out.add_column("", overflow="fold")
+    for index, summary in enumerate(summaries):
+        widest = max(len(values[index]) for _, values in rows)
+        out.add_column(summary["name"] or "run", justify="right", overflow="fold", min_width=widest)
+    for label, values in rows:
         out.add_row(label, *values)
     return out
 

@@ -1,12 +1,12 @@
 """Plots of a comparison. Needs matplotlib (the extra `report`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fairlead.lab.simulator.grid import Cell, CellResult, Figures, mean_figures, regrets
 
@@ -66,12 +66,14 @@ def _bars(
 
 #: (title, key, digits) of the columns.
 COLUMNS = (
-    ("TTFT mean", "ttft_mean_ms", 0), ("p50", "ttft_p50_ms", 0), ("p90", "ttft_p90_ms", 0), ("p99", "ttft_p99_ms", 0),
-    ("TPOT p50", "tpot_p50_ms", 1), ("p99", "tpot_p99_ms", 1),
-    ("E2E mean", "e2e_mean_ms", 0), ("p50", "e2e_p50_ms", 0), ("p99", "e2e_p99_ms", 0),
+    ("TTFT\nmean", "ttft_mean_ms", 0), ("TTFT\np50", "ttft_p50_ms", 0), ("TTFT\np90", "ttft_p90_ms", 0),
+    ("TTFT\np99", "ttft_p99_ms", 0), ("TPOT\np50", "tpot_p50_ms", 1), ("TPOT\np99", "tpot_p99_ms", 1),
+    ("E2E\nmean", "e2e_mean_ms", 0), ("E2E\np50", "e2e_p50_ms", 0), ("E2E\np99", "e2e_p99_ms", 0),
     ("tok/s", "output_tokens_per_s", 0), ("goodput", "goodput", 3), ("hit", "prefix_hit_rate", 3),
     ("balance", "balance", 2), ("shed", "shed", 0), ("failed", "failed", 0),
 )  # fmt: skip
+#: Characters of a table that is measured, not shown.
+_WIDEST = 10_000
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}
@@ -90,24 +92,46 @@ _NOTE = (
 
 def print_comparison(results: Sequence[CellResult]) -> None:
     """One table per scenario, and the regrets when there are several policies."""
-    console = Console(width=190)
+    console = Console()
     means = mean_figures(results)
     for scenario, policies in means.items():
-        table = Table(title=scenario)
-        for index, name in enumerate(("policy", *(title for title, _, _ in COLUMNS))):
-            table.add_column(name, justify="right" if index else "left")
-        for policy, figures in sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"]):
-            table.add_row(policy, *(_cell(figures, key, digits) for _, key, digits in COLUMNS))
-        console.print(table)
+        rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
+        for table in _tables(console, scenario, rows):
+            console.print(table)
     regret = regrets(means)
     if len(regret) > 1:
         console.print(_regret_table(regret))
 
 
+def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -> Iterator[Table]:
+    """One, or several where the terminal is too narrow for all columns: no figure is cut."""
+    options, begin = console.options.update(max_width=_WIDEST), 0
+    while begin < len(COLUMNS):
+        for end in range(len(COLUMNS), begin, -1):
+            table = _columns(title, rows, begin, end)
+            if console.measure(table, options=options).maximum <= console.width:
+                break
+        yield table
+        begin = end
+
+
+def _policy_column() -> Column:
+    return Column("policy", overflow="fold", max_width=32)
+
+
+def _columns(title: str, rows: Sequence[tuple[str, Figures]], begin: int, end: int) -> Table:
+    table = Table(_policy_column(), title=f"{title}, times in ms")
+    for name, _, _ in COLUMNS[begin:end]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy, figures in rows:
+        table.add_row(policy, *(_cell(figures, key, digits) for _, key, digits in COLUMNS[begin:end]))
+    return table
+
+
 def _regret_table(regret: dict[str, Figures]) -> Table:
-    table = Table(title="regret: geometric mean of value / best value (worst ratio)")
-    for index, name in enumerate(("policy", "mean TTFT", "p99 TTFT", "mean E2E", "shed", "failed")):
-        table.add_column(name, justify="right" if index else "left")
+    table = Table(_policy_column(), title="regret: geometric mean of value / best value (worst ratio)")
+    for name in ("TTFT\nmean", "TTFT\np99", "E2E\nmean", "shed", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for policy, row in sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"]):
         parts = [f"{row[f]:.2f} ({row[f + '_worst']:.1f})" for f in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
         table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")

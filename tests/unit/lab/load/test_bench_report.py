@@ -123,8 +123,17 @@ def test_one_token_has_no_time_per_output_token() -> None:
     assert summarise(result(record(0, 0.1, tokens=1)))["tpot_ms"]["p50"] is None
 
 
-def show(*summaries: Summary) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def test_a_narrow_terminal_cuts_no_figure() -> None:
+    runs = [
+        summarise(result(record(0, 1234.5), name=f"a run with a long name {i}", ratio=20.0), "model") for i in (1, 2)
+    ]
+    text = show(*runs, width=60)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 60
+    assert text.count("24,690,000") == 2 * 5  # TTFT: the mean and four quantiles
+
+
+def show(*summaries: Summary, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table(summaries))
     console.file.close()
     return console.export_text()

@@ -8,7 +8,7 @@ import pytest
 from fairlead.lab.simulator import grid
 from fairlead.lab.simulator.build import ScenarioSpec, build, names
 from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
-from fairlead.lab.simulator.report import print_comparison, write_report
+from fairlead.lab.simulator.report import COLUMNS, print_comparison, write_report
 from fairlead.lab.simulator.run import known_policies, policy_text
 from fairlead.lab.simulator.scenarios import conversation_like
 from fairlead.lab.workload.describe import ideal_hit
@@ -148,6 +148,20 @@ def test_the_report_stands_alone(tmp_path, capsys):
     document = msgspec.json.decode((tmp_path / "results.json").read_bytes())
     assert document["summary"]["paced-prefix"]["round-robin"]["requests"] == 6
     assert set(document["regret"]) == {"round-robin", "least-requests"}
+
+
+def test_a_narrow_terminal_gets_more_tables_and_every_figure(monkeypatch, capsys):
+    figures = {key: 10_000.0 + number for number, (_, key, _) in enumerate(COLUMNS)}
+    row = CellResult(key="", scenario="s", policy="a-policy-with-a-long-name-of-its-own", seed=0, figures=figures)
+    shown = {}
+    for width in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        print_comparison([row])
+        shown[width] = capsys.readouterr().out
+        assert max(map(len, shown[width].splitlines())) <= int(width)
+        assert "…" not in shown[width]
+        assert all(f" {10_000 + number:,}" in shown[width] for number in range(len(COLUMNS)))
+    assert shown["80"].count("s, times in ms") > shown["200"].count("s, times in ms") == 1
 
 
 def test_names_cannot_break_out_of_the_report(tmp_path):
