@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import WRONG_INPUT, ConfigFile, echo_json
+from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, echo_json
 
 
 def schema() -> None:
@@ -33,7 +33,7 @@ class Action(enum.StrEnum):
 
 def config(
     action: Annotated[Action, typer.Argument(metavar="ACTION", help="`show`", show_default=False)],
-    file: ConfigFile,
+    file: ConfigFile = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per value.")] = False,
 ) -> None:
     """Show every value of the effective configuration and its origin: a line of the file, a default, a shorthand.
@@ -64,7 +64,8 @@ if TYPE_CHECKING:
 
 
 def validate(
-    file: ConfigFile, as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False
+    file: ConfigFile = DEFAULT_FILE,
+    as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False,
 ) -> None:
     """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
 

@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
     ),
+    "init": Command("fairlead.cli.init", "init", "Look at model servers and write a configuration for them."),
     "indexer": Command("fairlead.cli.indexer", "indexer", "The prefix index alone, asked over HTTP."),
     "validate": Command("fairlead.cli.config", "validate", "Check a configuration and print every problem."),
     "doctor": Command("fairlead.cli.doctor", "doctor", "Find out what is wrong with an installation."),
@@ -111,7 +112,8 @@ def _root(
     \b
     Examples:
       fairlead demo                              see what it does, on simulated replicas
-      fairlead serve fairlead.yaml               schedule for your own
+      fairlead init                              a configuration for your own servers
+      fairlead serve                             schedule for them
       fairlead compare -s agents -p default -p round-robin
       fairlead COMMAND --help                    what a command takes, with examples
     """

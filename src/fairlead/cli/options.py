@@ -14,9 +14,24 @@ WRONG_INPUT = 2
 INTERRUPTED = 130
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: What `fairlead init` writes, and others read where no file is named.
+DEFAULT_FILE = Path("fairlead.yaml")
+
+
+def config_file(file: Path) -> Path:
+    """Raises `ConfigError` where none was named and the usual one is not here."""
+    if file == DEFAULT_FILE and not file.exists():
+        from fairlead.core.errors import ConfigError
+
+        raise ConfigError("no such file here: name the configuration, or write one with `fairlead init`", str(file))
+    return file
+
+
 ConfigFile = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="Configuration, YAML or JSON. See docs/configuration.md.", show_default=False),
+    typer.Argument(
+        metavar="[FILE]", help="Configuration, YAML or JSON. See docs/configuration.md.", callback=config_file
+    ),
 ]
 
 

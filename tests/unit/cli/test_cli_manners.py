@@ -15,6 +15,7 @@ from fairlead.cli.main import COMMANDS, load_command
 #: A command line that names a file which is not there. `None`: the command reads no file.
 UNKNOWN_FILE: dict[str, list[str] | None] = {
     "serve": ["serve", "nope.yaml"],
+    "init": ["init", "127.0.0.1:1", "--no-probe", "--out", "nope/f.yaml"],
     "indexer": ["indexer", "nope.yaml"],
     "validate": ["validate", "nope.yaml"],
     "config": ["config", "show", "nope.yaml"],
