@@ -68,15 +68,14 @@ def doctor(
 
 
 def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
+    from fairlead.config.problems import suggestion
     from fairlead.core.errors import ConfigError
 
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     known = {check.name for check in checks}
     for name in wanted:
         if name not in known:
-            raise ConfigError(
-                f"there is no check '{name}'; there are {', '.join(check.name for check in checks)}", "--only"
-            )
+            raise ConfigError(f"there is no check '{name}'; {suggestion(name, known)}", "--only")
     return tuple(check for check in checks if not wanted or check.name in wanted)
 
 

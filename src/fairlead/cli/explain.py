@@ -11,7 +11,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, Policy, Set, change, echo_json, examples, exits, with_token
+from fairlead.cli.options import (
+    FAILED,
+    OTHER_PORT,
+    WRONG_INPUT,
+    Policy,
+    Set,
+    change,
+    echo_json,
+    examples,
+    exits,
+    with_token,
+)
 
 if TYPE_CHECKING:
     from fairlead.core.explain import Candidate
@@ -231,7 +242,9 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
             answered: dict[str, Any] = msgspec.json.decode(answer.read())
             return answered
     except urllib.error.HTTPError as error:
-        raise ValueError(error.read(500).decode(errors="replace").strip() or str(error)) from None
+        said = error.read(500).decode(errors="replace").strip()
+        # The gateway and model servers answer 404 too, and say nothing of us.
+        raise ValueError(said if "airlead" in said or error.code != 404 else f"{url}: {OTHER_PORT}") from None
     except urllib.error.URLError as error:
         raise EngineError(
             url, f"does not answer ({error.reason}); is `fairlead serve` running, and is this its admin port?"

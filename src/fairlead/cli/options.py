@@ -18,6 +18,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_FILE = Path("fairlead.yaml")
 
 
+#: Where something else answers than was expected.
+OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
+
+
 def config_file(file: Path) -> Path:
     """Raises `ConfigError` where none was named and the usual one is not here."""
     if file == DEFAULT_FILE and not file.exists():
@@ -62,6 +66,16 @@ def examples(text: str) -> Callable[[F], F]:
         return command
 
     return add
+
+
+def wrapped(text: str, indent: int) -> str:
+    """Broken between words where the terminal ends."""
+    from shutil import get_terminal_size
+    from textwrap import fill
+
+    before = " " * indent
+    width = max(get_terminal_size().columns, 40)
+    return fill(text, width, initial_indent=before, subsequent_indent=before, break_on_hyphens=False)
 
 
 def echo_json(value: object) -> None:

@@ -8,6 +8,7 @@ from fairlead.apis.engine_metrics import ENGINES, compile_engine
 from fairlead.apis.prometheus import read_page
 from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.errors import ADMIN_PORT
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.site import Site
 from fairlead.pool.kv_events.discovery import ask
@@ -65,6 +66,8 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
     )
     if isinstance(page, Unreached) and isinstance(version, Unreached):
         return Server(address=endpoint.id, problem=f"does not answer ({page})")
+    if isinstance(version, Answer) and version.body.startswith(ADMIN_PORT.encode()):
+        return Server(address=endpoint.id, problem=f"{ADMIN_PORT}, not a model server")
     engine, sample = _engine(page.body) if isinstance(page, Answer) and page.status == 200 else ("", Sample())
     return Server(
         address=endpoint.id,
