@@ -135,7 +135,7 @@ def test_no_color_means_no_escape_codes(arguments: list[str], tmp_path: Path) ->
 
 def test_a_terminal_gets_colours_and_a_bar() -> None:
     """So the test before this one can fail."""
-    assert b"\x1b[" in in_a_terminal(["--help"])
+    assert b"\x1b[" in in_a_terminal(["bench", "--help"])
     assert b"\x1b[" in in_a_terminal(["simulate", "agents", "--head", "200"])
 
 
