@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance lock dist image sbom audit states bench quality real docs metrics-page clean
+.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance lock dist image sbom audit states bench quality real docs docs-serve metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -83,7 +83,10 @@ test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy co
 docs: $(VENV)/.dev ## the documentation as a site in out/site, with the pages, and the schema of the chart's values, that are written from the program
 	$(BIN)/python tools/write_reference.py && $(BIN)/python tools/write_values_schema.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "open out/site/index.html"
+	@echo "open out/site/index.html, or: make docs-serve"
+
+docs-serve: $(VENV)/.dev ## the documentation at http://127.0.0.1:PORT (default 8008), built anew when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve -a 127.0.0.1:$(or $(PORT),8008)
 
 test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (about six minutes); the Helm chart and the image
 	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'

@@ -1,4 +1,4 @@
-"""How long the embedded gateway takes to its first answer, and what memory it holds.
+"""How long the embedded gateway takes to its first answer, what memory it holds, and what commands cost to start.
 
     python bench/start.py [--json] [--rounds 7] [--against REV]
 
@@ -7,7 +7,11 @@ One stub endpoint answers `/v1/models`. `first_200_ms` is the wall clock from st
 `scheduler_mb` are resident memory (shared pages count in full) two seconds later, when the scheduler has been asked.
 Medians over the rounds; with `--against` two revisions of this repository take turns.
 
-JSON: {SIDE: {"first_200_ms", "cpu_ms", "parent_mb", "scheduler_mb", "rounds"}}; SIDE is `here` or the revision.
+`help_ratio` and `validate_ratio` are the CPU time of `fairlead --help` and `fairlead validate examples/minimal.yaml`
+over that of `python -c pass`: the least of the rounds each.
+
+JSON: {SIDE: {"first_200_ms", "cpu_ms", "parent_mb", "scheduler_mb", "help_ratio", "validate_ratio", "rounds"}}; SIDE is
+`here` or the revision.
 """
 
 import argparse
@@ -109,6 +113,31 @@ def start(place: Path, config: Path) -> dict[str, float]:
             process.wait()
 
 
+def command_ms(place: Path, *arguments: str) -> float:
+    """CPU milliseconds of one Python process."""
+    silent = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
+    command = [sys.executable, *arguments]
+    pid = os.posix_spawn(command[0], command, environment(str(place / "src")), file_actions=silent)
+    _, status, used = os.wait4(pid, 0)
+    if status:
+        raise SystemExit(f"{arguments} of {place} ended with {os.waitstatus_to_exitcode(status)}")
+    return (used.ru_utime + used.ru_stime) * 1e3
+
+
+def ratios(place: Path, rounds: int) -> dict[str, float]:
+    """Commands over `python -c pass`."""
+    commands = {
+        "help_ratio": ("-m", "fairlead", "--help"),
+        "validate_ratio": ("-m", "fairlead", "validate", str(HERE / "examples" / "minimal.yaml")),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ("pass", *commands)}
+    for _ in range(rounds):
+        took["pass"].append(command_ms(place, "-c", "pass"))
+        for name, command in commands.items():
+            took[name].append(command_ms(place, *command))
+    return {name: round(min(took[name]) / min(took["pass"]), 1) for name in commands}
+
+
 def measure(sides: dict[str, Path], rounds: int) -> dict[str, Any]:
     rows: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with endpoint() as port, tempfile.TemporaryDirectory(prefix="fairlead-bench-") as folder:
@@ -127,17 +156,19 @@ def measure(sides: dict[str, Path], rounds: int) -> dict[str, Any]:
             for side in sorted(sides, reverse=number % 2 == 1):
                 rows[side].append(start(sides[side], config))
     return {
-        side: {key: round(median(row[key] for row in taken), 1) for key in taken[0]} | {"rounds": rounds}
+        side: {key: round(median(row[key] for row in taken), 1) for key in taken[0]}
+        | ratios(sides[side], rounds)
+        | {"rounds": rounds}
         for side, taken in rows.items()
     }
 
 
 def show(found: dict[str, Any]) -> None:
-    print(f"{'':<14}{'first 200':>12}{'CPU till then':>16}{'parent':>10}{'scheduler':>12}")
+    print(f"{'':<14}{'first 200':>12}{'CPU till then':>16}{'parent':>10}{'scheduler':>12}{'--help':>9}{'validate':>10}")
     for side, row in found.items():
         print(
             f"{side:<14}{row['first_200_ms']:>9.0f} ms{row['cpu_ms']:>13.0f} ms{row['parent_mb']:>7.1f} MB"
-            f"{row['scheduler_mb']:>9.1f} MB"
+            f"{row['scheduler_mb']:>9.1f} MB{row['help_ratio']:>8.1f}×{row['validate_ratio']:>9.1f}×"
         )
 
 

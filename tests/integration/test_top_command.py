@@ -100,6 +100,17 @@ async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:
     assert "in band" not in done.output
 
 
+async def test_long_names_cut_no_figure(port: Port) -> None:
+    name = "vllm-qwen3-32b-instruct-fp8-6c9d8b7f5d-x2k4q.inference.svc.cluster.local:8000"
+    now = asyncio.get_running_loop().time()
+    port.watch.fleet.up(Endpoint(name, "10.0.0.7:80"))
+    port.watch.fleet.sampled(name, now, now, Sample(waiting=12_345, running=23_456, kv_usage=0.87))
+    for width in (60, 80, 100):
+        done = await call(f"127.0.0.1:{port.number}", "--once", width=width)
+        assert max(map(len, done.output.splitlines())) <= width
+        assert {"12,345", "23,456", "87%"} <= {*done.output.split()} and "…" not in done.output
+
+
 async def test_one_moment_as_json(port: Port) -> None:
     done = await call(f"http://127.0.0.1:{port.number}/", "--once", "--json")
     told = json.loads(done.output)

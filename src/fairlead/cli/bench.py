@@ -127,7 +127,7 @@ def bench(
     options = _options(load, pairs(header, "--header"), timeout, max_in_flight)
     result = _run(url, load, model, options)
     summary = _summarise(result, load_options, slo_ttft_ms or math.inf, slo_tpot_ms or math.inf)
-    _show(summary, out, json)
+    _show(summary, result, out, json)
     if summary["failed"] or not summary["requests"]:
         raise typer.Exit(FAILED)
 
@@ -180,7 +180,7 @@ def _summarise(result: "RunResult", load_options: "LoadOptions", slo_ttft_ms: fl
     return summary
 
 
-def _show(summary: "Summary", out: Path | None, as_json: bool) -> None:
+def _show(summary: "Summary", result: "RunResult", out: Path | None, as_json: bool) -> None:
     from json import dumps
 
     from rich.console import Console
@@ -196,16 +196,18 @@ def _show(summary: "Summary", out: Path | None, as_json: bool) -> None:
         typer.echo(hint, err=True)
     if out is not None:
         (out / "summary.json").write_text(dumps(summary, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"written: {', '.join(map(str, [out / 'summary.json', *_plot(summary, out)]))}", err=True)
+        written = [out / "summary.json", *_plot(summary, result, out)]
+        typer.echo(f"written: {', '.join(map(str, written))}", err=True)
 
 
-def _plot(summary: "Summary", out: Path) -> list[Path]:
-    from fairlead.lab.load.report import plot
+def _plot(summary: "Summary", result: "RunResult", out: Path) -> list[Path]:
+    from fairlead.lab.load.plots import plot_run
+    from fairlead.lab.load.report import NO_PLOT
 
     path = out / "bench.png"
     try:
-        plot([summary], path, f"Load on {summary['target']}")
+        plot_run(result, summary, path, f"Load on {summary['target']}")
     except ImportError:
-        typer.echo("no plot: it needs matplotlib, which fairlead[report] brings", err=True)
+        typer.echo(NO_PLOT, err=True)
         return []
     return [path]

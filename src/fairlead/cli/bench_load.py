@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fairlead.config.problems import suggestion
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.workload import Chat, ClosedLoop, OpenLoop, Paced, Recorded, Replay, SharedPrefix, Workload
 from fairlead.lab.simulator.build import read_workload
@@ -113,7 +114,10 @@ def _check(options: LoadOptions) -> None:
         if values[name] < 0:
             raise ConfigError("must not be negative", f"--{name.replace('_', '-')}")
     if options.workload not in KINDS and not Path(options.workload).is_file():
-        raise ConfigError(f"{options.workload!r} is neither a file nor one of {', '.join(KINDS)}", "--workload")
+        raise ConfigError(
+            f"{options.workload!r} is neither a file nor a workload; {suggestion(options.workload, KINDS)}",
+            "--workload",
+        )
     if options.closed and (options.rate or options.arrivals):
         raise ConfigError("a closed loop has no rate and no arrivals: leave out --rate and --arrivals", "--closed")
     if options.speedup and not _has_own_times(options):

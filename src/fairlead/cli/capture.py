@@ -7,6 +7,7 @@ import typer
 
 from fairlead.cli.options import WRONG_INPUT, echo_json, examples, exits
 from fairlead.cli.replay import Journal, Run
+from fairlead.config.problems import suggestion
 
 #: Tokens per block id that a format demands.
 _SIZES = {"mooncake": 512, "bailian": 16}
@@ -52,7 +53,7 @@ def capture(
 
     with exits(WRONG_INPUT, JournalError, OSError, ValueError):
         if format not in FORMATS:
-            raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+            raise ValueError(f"unknown format {format!r}; {suggestion(format, FORMATS)}")
         key = salt.encode() or secrets.token_bytes(32)
         size = block_size or _SIZES.get(format, 64)
         with busy(f"reading {journal}"):

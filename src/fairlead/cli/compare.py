@@ -274,6 +274,7 @@ def _cells(
     prefill: int,
     preset: str,
 ) -> "list[Cell]":
+    from fairlead.config.problems import suggestion
     from fairlead.lab.simulator.build import ScenarioSpec, names
     from fairlead.lab.simulator.grid import Cell
     from fairlead.lab.simulator.run import known_policies, policy_text
@@ -281,7 +282,7 @@ def _cells(
 
     for name in scenarios:
         if name not in names() and not Path(name).is_file():
-            raise ValueError(f"{name!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")
+            raise ValueError(f"{name!r} is neither a scenario nor a file; {suggestion(name, names())}")
     texts = {_name(name): policy_text(name) for name in policies} or known_policies()
     loads = numbers(load)
     if not loads or min(loads) <= 0:

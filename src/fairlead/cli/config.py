@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import WRONG_INPUT, ConfigFile, echo_json
+from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, config_file, echo_json, wrapped
 
 
 def schema() -> None:
@@ -29,19 +29,57 @@ def schema() -> None:
 
 class Action(enum.StrEnum):
     SHOW = "show"
+    EXPLAIN = "explain"
 
 
 def config(
-    action: Annotated[Action, typer.Argument(metavar="ACTION", help="`show`", show_default=False)],
-    file: ConfigFile,
+    action: Annotated[Action, typer.Argument(metavar="ACTION", help="`show` or `explain`", show_default=False)],
+    what: Annotated[
+        str, typer.Argument(metavar="[FILE|NAME]", help="show: a configuration. explain: a field, section or plugin.")
+    ] = str(DEFAULT_FILE),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per value.")] = False,
 ) -> None:
-    """Show every value of the effective configuration and its origin: a line of the file, a default, a shorthand.
+    """`show`: every value of the effective configuration and its origin: a line of the file, a default, a shorthand.
+    `explain`: what the reference says of a field, a section or a plugin.
 
     \b
     Examples:
       fairlead config show examples/minimal.yaml
+      fairlead config explain gateway.retry
+      fairlead config explain scheduling.policy
+      fairlead config explain prefix-aware
     """
+    if action is Action.EXPLAIN:
+        _explain(what, as_json)
+    else:
+        _show(config_file(Path(what)), as_json)
+
+
+def _explain(name: str, as_json: bool) -> None:
+    from fairlead.compat.reference import PLACES, choices, look_up, names
+    from fairlead.config.problems import suggestion
+    from fairlead.core.errors import ConfigError
+
+    entries = look_up(name)
+    if not entries:
+        raise ConfigError(f"nothing is called so; {suggestion(name.removeprefix('$.'), names())}", name)
+    if as_json:
+        echo_json(entries)
+        return
+    for entry in entries:
+        where = f" ({PLACES[entry.kind]})" if entry.kind else ""
+        title = f"{entry.name}{where}: {entry.about}" if entry.about or where else ""
+        lines = [wrapped(title, 0)] if title else []
+        for field, kind, default, said in entry.rows:
+            unset = default if default in ("", "needed") else f"default {default}"
+            of = f": {kind}" if kind else ""
+            lines += [wrapped(f"{field}{of}{f' ({unset})' if unset else ''}", 0), *([wrapped(said, 2)] if said else [])]
+            known = choices(field)
+            lines += [wrapped(f"One of {', '.join(known)}.", 2)] if known else []
+        typer.echo("\n".join(lines).replace("`", ""))
+
+
+def _show(file: Path, as_json: bool) -> None:
     import json
 
     from fairlead.compat.load import load, read_bytes
@@ -64,7 +102,8 @@ if TYPE_CHECKING:
 
 
 def validate(
-    file: ConfigFile, as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False
+    file: ConfigFile = DEFAULT_FILE,
+    as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False,
 ) -> None:
     """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
 

@@ -3,21 +3,16 @@
 import os
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, complain, examples
+from fairlead.cli.options import DEFAULT_FILE, FAILED, WRONG_INPUT, complain, config_file, examples
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config
     from fairlead.doctor.run import Check, Examination, Outcome
-
-
-_File = Annotated[
-    Path | None,
-    typer.Argument(metavar="[FILE]", help="The configuration that the installation runs with.", show_default=False),
-]
 
 
 @examples("""
@@ -29,7 +24,9 @@ Examples:
   fairlead doctor --list
 """)
 def doctor(
-    file: _File = None,
+    file: Annotated[
+        Path, typer.Argument(metavar="[FILE]", help="The configuration that the installation runs with.")
+    ] = DEFAULT_FILE,
     admin: Annotated[
         str,
         typer.Option(metavar="URL", help="Admin port of a running scheduler. Default: as configured, if it is there."),
@@ -52,6 +49,7 @@ def doctor(
 
     Exit codes: 0 nothing found (notes do not count), 1 something found or a check could not finish, 2 cannot run.
     """
+    from fairlead.compat.load import load
     from fairlead.doctor.checks import CHECKS
     from fairlead.doctor.report import as_json as json_of
     from fairlead.doctor.report import as_text, listed
@@ -61,33 +59,24 @@ def doctor(
         typer.echo(listed(checks))
         return
     urls = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
-    examination = _examined(_config(file), checks, urls, probe)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    typer.echo(json_of(examination) if as_json else as_text(examination, colour))
+    examination = _examined(load(config_file(file)), checks, urls, probe)
+    terminal = sys.stdout.isatty()
+    colour, width = terminal and not os.environ.get("NO_COLOR"), get_terminal_size().columns if terminal else 0
+    typer.echo(json_of(examination) if as_json else as_text(examination, colour, width))
     if not examination.well:
         raise typer.Exit(FAILED)
 
 
 def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
+    from fairlead.config.problems import suggestion
     from fairlead.core.errors import ConfigError
 
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     known = {check.name for check in checks}
     for name in wanted:
         if name not in known:
-            raise ConfigError(
-                f"there is no check '{name}'; there are {', '.join(check.name for check in checks)}", "--only"
-            )
+            raise ConfigError(f"there is no check '{name}'; {suggestion(name, known)}", "--only")
     return tuple(check for check in checks if not wanted or check.name in wanted)
-
-
-def _config(file: Path | None) -> "Config":
-    from fairlead.compat.load import load
-
-    if file is None:
-        complain("name the configuration: fairlead doctor FILE")
-        raise typer.Exit(WRONG_INPUT)
-    return load(file)
 
 
 def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str], probe: bool) -> "Examination":

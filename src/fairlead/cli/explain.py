@@ -1,110 +1,181 @@
 """An explanation as tables, for people."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, Policy, Set, change, echo_json, examples, exits, with_token
+from fairlead.cli.options import (
+    FAILED,
+    OTHER_PORT,
+    WRONG_INPUT,
+    Policy,
+    Set,
+    change,
+    echo_json,
+    examples,
+    exits,
+    with_token,
+)
+
+if TYPE_CHECKING:
+    from fairlead.core.explain import Candidate
+
+
+#: Characters of a table that is measured, not shown.
+_WIDEST = 10_000
 
 
 def show(explained: dict[str, Any], top: int) -> None:
     """Print it. `explained`: what `server.observe.decisions.explained` makes."""
-    console = Console(soft_wrap=False, highlight=False)
+    console = Console(highlight=False, markup=False)
     where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
-    console.print(
-        f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else ""),
-        f"→ [bold]{where}[/] by {explained['policy']}",
-    )
-    console.print(
-        f"  {explained['target_model'] or 'no model'}, {explained['api']}"
-        f"{', streamed' if explained['stream'] else ''}, "
-        f"{explained['prompt_tokens']:,} prompt tokens, priority {explained['priority']}; "
-        f"waited {explained['waited_ms']:.1f} ms, of it {explained['queued_ms']:.1f} ms queued"
+    name = f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else "")
+    console.print(Text.assemble(name, " → ", (where, "bold"), f" by {explained['policy']}"))
+    _say(
+        console,
+        f"{explained['target_model'] or 'no model'}, {explained['api']}{', streamed' if explained['stream'] else ''}, "
+        f"{explained['prompt_tokens']:,} prompt tokens, priority {explained['priority']}; {_delay(explained)}",
     )
     explanation = explained.get("explanation")
     if explanation is None:
-        console.print(f"  no terms: {explained.get('unexplained') or 'not recorded'}")
-        for line in (explained.get("waiting") or {"why": []})["why"]:
-            console.print(f"  {line}", soft_wrap=True)
+        _say(console, f"no costs to show: {explained.get('unexplained') or 'not recorded'}")
+        _say(console, *(explained.get("waiting") or {"why": []})["why"])
     else:
-        _candidates(console, explanation, top, "")
-    _prediction(console, explained)
+        _candidates(console, explanation, top)
+    _outcome(console, explained)
     instead = explained.get("instead")
     if instead is not None:
-        verdict = "the same endpoint" if instead["same"] else f"[bold]{instead['endpoint'] or 'nowhere'}[/]"
-        console.print(f"\n{instead['policy']} on the same numbers: {verdict}")
-        _candidates(console, instead, top, "")
+        verdict = "the same endpoint" if instead["same"] else instead["endpoint"] or "nowhere"
+        console.print(Text.assemble(f"\n{instead['policy']} on the same numbers: ", (verdict, "bold")))
+        _candidates(console, instead, top)
 
 
-def _candidates(console: Console, explanation: dict[str, Any], top: int, title: str) -> None:
-    candidates = explanation["candidates"]
-    names = list(candidates[0]["terms"]) if candidates else []
+def _say(console: Console, *lines: str) -> None:
+    """Indented, and broken between words where the terminal ends."""
+    for line in lines:
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
+
+
+def _delay(explained: dict[str, Any]) -> str:
+    queued = explained["queued_ms"]
+    if explained["waited_ms"] < 0.05:
+        return "decided at once"
+    return f"decided after {explained['waited_ms']:,.1f} ms" + (f", {queued:,.1f} ms queued" if queued else "")
+
+
+def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None:
+    """The reasons, then what each endpoint costs: a column for each term where the terminal is wide enough, else the
+    terms below each other."""
+    from msgspec import convert
+
+    from fairlead.core.explain import Candidate
+
+    candidates = convert(explanation["candidates"], list[Candidate])
     costs = explanation["unit"] == "ms"
-    sign = -1.0 if costs else 1.0
-    table = Table(box=box.SIMPLE_HEAD, title=title or None, pad_edge=False)
-    for name in ("endpoint", "cached", "queued", "running", "kv"):
-        table.add_column(name, justify="left" if name == "endpoint" else "right")
-    for name in names:
-        table.add_column(name, justify="right")
-    for name in (f"{'cost ms' if costs else 'total'}", "behind", "would tie with"):
-        table.add_column(name, justify="left" if name.startswith("would") else "right")
-    for candidate in candidates[:top]:
-        table.add_row(
-            ("* " if candidate["chosen"] else "  ") + candidate["endpoint"],
-            f"{candidate['cached_tokens']:,}",
-            f"{candidate['queued_tokens']:,.0f}",
-            f"{candidate['running_requests']:,.0f}",
-            f"{candidate['kv_usage']:.0%}",
-            *(f"{sign * candidate['terms'].get(name, 0.0):,.1f}" for name in names),
-            "-" if candidate["total"] is None else f"{sign * candidate['total']:,.1f}",
-            "" if candidate["behind"] is None else f"{candidate['behind']:,.1f}",
-            _tie(candidate),
-            style="bold" if candidate["chosen"] else "dim" if candidate["removed_by"] else None,
-        )
+    _say(console, *explanation["why"])
+    table = _wide(candidates[:top], costs)
+    if console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum > console.width:
+        table = _narrow(candidates[:top], costs)
     console.print(table)
     if len(candidates) > top:
-        console.print(f"  and {len(candidates) - top} more endpoints (--top)")
-    for line in explanation["why"]:
-        console.print(f"  {line}", soft_wrap=True)
+        _say(console, f"and {len(candidates) - top} more endpoints (--top)")
     if not explanation["reproduced"]:
-        console.print(
-            "  note: this policy remembers or draws; asked again it rates otherwise. Totals are the recorded."
+        _say(
+            console,
+            "note: this policy remembers or draws lots; asked again it rates otherwise. Totals are the recorded.",
         )
 
 
-def _tie(candidate: dict[str, Any]) -> str:
-    if candidate["removed_by"]:
-        return f"filtered out by {', '.join(candidate['removed_by'])}"
-    ways = []
-    if candidate["more_cached_tokens"]:
-        ways.append(f"{candidate['more_cached_tokens']:,} more cached")
-    if candidate["fewer_queued_tokens"]:
-        ways.append(f"{candidate['fewer_queued_tokens']:,.0f} fewer queued")
-    return " or ".join(ways) if ways or candidate["chosen"] else "nothing of these"
+def _table(costs: bool, *further: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("endpoint", overflow="fold", min_width=12)
+    for name in ("cost ms" if costs else "points", "behind"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in further:
+        table.add_column(name, justify="left" if name == further[-1] else "right", overflow="fold", min_width=len(name))
+    return table
 
 
-def _prediction(console: Console, explained: dict[str, Any]) -> None:
+def _row(table: Table, candidate: "Candidate", costs: bool, *further: str) -> None:
+    table.add_row(
+        Text(("* " if candidate.chosen else "  ") + candidate.endpoint),
+        "–" if candidate.total is None else f"{-candidate.total if costs else candidate.total:z,.1f}",
+        "" if candidate.behind is None else f"{candidate.behind:z,.1f}",
+        *map(Text, further),
+        style="bold" if candidate.chosen else "dim" if candidate.removed_by else None,
+    )
+
+
+def _wide(candidates: "Sequence[Candidate]", costs: bool) -> Table:
+    names = list(candidates[0].terms) if candidates else []
+    table = _table(costs, *names, "cached", "queued", "running", "KV", "needed to tie")
+    for candidate in candidates:
+        terms = [f"{-candidate.terms[name] if costs else candidate.terms[name]:z,.1f}" for name in names]
+        _row(table, candidate, costs, *terms, *_state(candidate), _tie(candidate))
+    return table
+
+
+def _narrow(candidates: "Sequence[Candidate]", costs: bool) -> Table:
+    table = _table(costs, "made up of")
+    for candidate in candidates:
+        terms = sorted(candidate.terms.items(), key=lambda term: -abs(term[1]))
+        parts = ", ".join(f"{name} {-value if costs else value:,.1f}" for name, value in terms if abs(value) >= 0.05)
+        cached, queued, running, kv = _state(candidate)
+        tie = _tie(candidate)
+        needed = f"\nto tie: {tie}" if tie and not candidate.removed_by else f"\n{tie}" if tie else ""
+        _row(table, candidate, costs, f"{parts}\n{cached} cached, {queued} queued, {running} running, KV {kv}{needed}")
+    return table
+
+
+def _state(candidate: "Candidate") -> tuple[str, str, str, str]:
+    """Cached tokens, queued tokens, running requests, KV cache in use."""
+    return (
+        f"{candidate.cached_tokens:,}",
+        f"{candidate.queued_tokens:,.0f}",
+        f"{candidate.running_requests:,.0f}",
+        f"{candidate.kv_usage:.0%}",
+    )
+
+
+def _tie(candidate: "Candidate") -> str:
+    from fairlead.core.explain import needed_to_tie
+
+    if candidate.removed_by:
+        return f"filtered out by {', '.join(candidate.removed_by)}"
+    if candidate.behind is None or candidate.behind <= 0.0:
+        return ""
+    return needed_to_tie(candidate) or "more cache or a shorter queue is not enough"
+
+
+def _outcome(console: Console, explained: dict[str, Any]) -> None:
     prediction, result = explained.get("prediction"), explained.get("result")
     if prediction is not None:
         ttft, tpot, cached = prediction["ttft_ms"], prediction["tpot_ms"], prediction["cached_tokens"]
         low, high = ttft["band"]
-        came = "?" if ttft["actual"] is None else f"{ttft['actual']:,.1f}"
         verdict = {True: ", within the band", False: ", outside the band", None: ""}[ttft["within"]]
-        queued = f" after {explained['queued_ms']:,.1f} ms in the queue" if explained["queued_ms"] else ""
-        span = f"{ttft['predicted']:,.1f} ms ({low:,.1f} to {high:,.1f})"
-        console.print(f"  TTFT forecast {span}{queued}, came {came}{verdict}")
-        actual = "?" if cached["actual"] is None else f"{cached['actual']:,}"
-        console.print(f"  cached tokens forecast {cached['predicted']:,}, reported {actual}; ", end="")
-        actual = "?" if tpot["actual"] is None else f"{tpot['actual']:,.1f}"
-        console.print(f"time per token forecast {tpot['predicted']:,.1f} ms, came {actual}")
-    if result is not None:
-        console.print(
-            f"  ended: {result['cause']}, status {result['status'] or '?'}, {result['duration_ms'] or 0:,.0f} ms"
+        after = " from when it left the queue" if explained["queued_ms"] else ""
+        span = f"{ttft['predicted']:,.1f} ms ({low:,.1f} to {high:,.1f}){after}"
+        _say(
+            console,
+            f"TTFT forecast {span}; {_measured(ttft['actual'])}{verdict}",
+            f"time per token forecast {tpot['predicted']:,.1f} ms; {_measured(tpot['actual'])}",
+            f"cached tokens forecast {cached['predicted']:,}; "
+            + ("not reported" if cached["actual"] is None else f"reported {cached['actual']:,}"),
         )
+    if result is not None:
+        duration = "" if result["duration_ms"] is None else f" after {result['duration_ms']:,.0f} ms"
+        _say(console, f"ended: {result['cause']}, status {result['status'] or 'unknown'}{duration}")
+
+
+def _measured(ms: float | None) -> str:
+    return "not measured" if ms is None else f"measured {ms:,.1f} ms"
 
 
 # `fairlead explain`: why a request went where it went.
@@ -171,7 +242,9 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
             answered: dict[str, Any] = msgspec.json.decode(answer.read())
             return answered
     except urllib.error.HTTPError as error:
-        raise ValueError(error.read(500).decode(errors="replace").strip() or str(error)) from None
+        said = error.read(500).decode(errors="replace").strip()
+        # The gateway and model servers answer 404 too, and say nothing of us.
+        raise ValueError(said if "airlead" in said or error.code != 404 else f"{url}: {OTHER_PORT}") from None
     except urllib.error.URLError as error:
         raise EngineError(
             url, f"does not answer ({error.reason}); is `fairlead serve` running, and is this its admin port?"

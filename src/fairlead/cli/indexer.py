@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.options import ConfigFile, examples
+from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples
 
 
 @examples("""
@@ -16,7 +16,7 @@ Examples:
   curl localhost:9090/snapshot --output index.kv
 """)
 def indexer(
-    file: ConfigFile,
+    file: ConfigFile = DEFAULT_FILE,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="HTTP address, port 0 = any. Default: `admin.host`, `admin.port`.")
     ] = "",

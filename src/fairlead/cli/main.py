@@ -11,10 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from msgspec import Struct
 from typer.core import TyperGroup
 
 from fairlead import __version__
@@ -22,7 +21,7 @@ from fairlead.cli.options import FAILED, INTERRUPTED, WRONG_INPUT, complain
 from fairlead.core.errors import ConfigError, FairleadError, PluginError
 
 
-class Command(Struct, frozen=True):
+class Command(NamedTuple):
     """Where a command lives."""
 
     module: str
@@ -33,9 +32,8 @@ class Command(Struct, frozen=True):
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command(
-        "fairlead.cli.serve", "serve", "Run the scheduler, with its embedded gateway unless told otherwise."
-    ),
+    "serve": Command("fairlead.cli.serve", "serve", "Run the scheduler and, by default, its embedded gateway."),
+    "init": Command("fairlead.cli.init", "init", "Look at model servers and write a configuration for them."),
     "epp": Command("fairlead.cli.epp", "epp", "Serve by the reference picker's command line.", raw=True),
     "indexer": Command("fairlead.cli.indexer", "indexer", "The prefix index alone, asked over HTTP."),
     "validate": Command("fairlead.cli.config", "validate", "Check a configuration and print every problem."),
@@ -44,17 +42,17 @@ COMMANDS: dict[str, Command] = {
     "schema": Command("fairlead.cli.config", "schema", "Print the JSON Schema of the configuration, for editors."),
     "key": Command("fairlead.cli.key", "key", "Make an API key for a client of the embedded gateway."),
     "envoy-config": Command("fairlead.cli.envoy_config", "envoy_config", "Print the gateway's Envoy configuration."),
-    "stub": Command("fairlead.cli.stub", "stub", "Run simulated model servers: the real API and metrics, no GPU."),
+    "stub": Command("fairlead.cli.stub", "stub", "Simulated model servers: the real API and metrics, no GPU."),
     "demo": Command("fairlead.cli.demo", "demo", "Gateway, scheduler, stubs and load in one process."),
     "bench": Command("fairlead.cli.bench", "bench", "Send load to a live OpenAI endpoint and measure it."),
-    "top": Command("fairlead.cli.top", "top", "A running scheduler in the terminal: endpoints, traffic, warnings."),
+    "top": Command("fairlead.cli.top", "top", "Watch a running scheduler: endpoints, traffic, warnings."),
     "explain": Command("fairlead.cli.explain", "explain", "Why a request went where it went, in milliseconds."),
     "replay": Command("fairlead.cli.replay", "replay", "Feed a journal through the scheduler again, or another one."),
     "capture": Command("fairlead.cli.capture", "capture", "Make a workload of a journal, without names and texts."),
     "simulate": Command("fairlead.cli.simulate", "simulate", "Run a policy on a workload in virtual time."),
     "workload": Command("fairlead.cli.workload", "workload", "Look at, convert and generate workloads."),
     "scheduler": Command(
-        "fairlead.cli.scheduler", "scheduler", "A scheduler of your own in another process: serve it, check it."
+        "fairlead.cli.scheduler", "scheduler", "Serve or check a scheduler of your own, in another process."
     ),
     "tune": Command("fairlead.cli.tune", "tune", "Fit a server's speed to a preset, and suggest parameters."),
     "compare": Command("fairlead.cli.compare", "compare", "Simulate policies x workloads x loads; table and report."),
@@ -115,15 +113,17 @@ def _root(
 
     \b
     Examples:
-      fairlead demo                              see what it does, on simulated replicas
-      fairlead serve fairlead.yaml               schedule for your own
+      fairlead demo             see what it does, on simulated replicas
+      fairlead init             a configuration for your own servers
+      fairlead serve            schedule for them
       fairlead compare -s agents -p default -p round-robin
-      fairlead COMMAND --help                    what a command takes, with examples
+      fairlead COMMAND --help   what a command takes, with examples
     """
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, epilog=EPILOG)
+    # The list of commands is plain text: drawing it would take three times as long.
+    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, epilog=EPILOG, rich_markup_mode=None)
     app.callback()(_root)
     for name, command in COMMANDS.items():
         app.command(name, help=command.help)(_root)  # a placeholder with the right help

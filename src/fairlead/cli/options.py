@@ -14,9 +14,28 @@ WRONG_INPUT = 2
 INTERRUPTED = 130
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: What `fairlead init` writes, and others read where no file is named.
+DEFAULT_FILE = Path("fairlead.yaml")
+
+
+#: Where something else answers than was expected.
+OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
+
+
+def config_file(file: Path) -> Path:
+    """Raises `ConfigError` where none was named and the usual one is not here."""
+    if file == DEFAULT_FILE and not file.exists():
+        from fairlead.core.errors import ConfigError
+
+        raise ConfigError("no such file here: name the configuration, or write one with `fairlead init`", str(file))
+    return file
+
+
 ConfigFile = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="Configuration, YAML or JSON. See docs/configuration.md.", show_default=False),
+    typer.Argument(
+        metavar="[FILE]", help="Configuration, YAML or JSON. See docs/configuration.md.", callback=config_file
+    ),
 ]
 
 
@@ -47,6 +66,16 @@ def examples(text: str) -> Callable[[F], F]:
         return command
 
     return add
+
+
+def wrapped(text: str, indent: int) -> str:
+    """Broken between words where the terminal ends."""
+    from shutil import get_terminal_size
+    from textwrap import fill
+
+    before = " " * indent
+    width = max(get_terminal_size().columns, 40)
+    return fill(text, width, initial_indent=before, subsequent_indent=before, break_on_hyphens=False)
 
 
 def echo_json(value: object) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fairlead.cli.options import ConfigFile, examples
+from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples
 from fairlead.core.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ Examples:
   curl localhost:9090/readyz ; curl localhost:9090/debug/endpoints
 """)
 def serve(
-    file: ConfigFile,
+    file: ConfigFile = DEFAULT_FILE,
     scheduler_only: Annotated[
         bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
     ] = False,
@@ -77,6 +77,7 @@ def serve(
         str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
     ] = "",
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where clients connect: `gateway.port`.")] = 0,
     pool_name: Annotated[str, typer.Option(help="InferencePool to serve: `kubernetes.pool`.")] = "",
     pool_namespace: Annotated[str, typer.Option(help="Its namespace: `kubernetes.namespace`.")] = "",
     pool_group: Annotated[str, typer.Option(help="Its API group: `kubernetes.group`.")] = "",
@@ -110,7 +111,12 @@ def serve(
             target_ports=endpoint_target_ports,
             kubeconfig=kubeconfig,
             leader_election=ha_enable_leader_election,
-            ports={"extProc.port": grpc_port, "extProc.healthPort": grpc_health_port, "admin.port": metrics_port},
+            ports={
+                "gateway.port": port,
+                "extProc.port": grpc_port,
+                "extProc.healthPort": grpc_health_port,
+                "admin.port": metrics_port,
+            },
         )
     serve_file(file, flags, scheduler_only, gateway_admin, gateway_pool)
 

@@ -18,7 +18,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead.cli.options import FAILED, complain, examples, with_token
+from fairlead.cli.options import FAILED, OTHER_PORT, complain, examples, with_token
+from fairlead.core.errors import ADMIN_PORT
 
 #: Seconds without a word after which a connection counts as lost; between two attempts.
 _SILENCE, _AGAIN = 5.0, 1.0
@@ -32,7 +33,7 @@ def snapshot(base: str) -> Told:
     with _open(f"{base}/dashboard/snapshot") as answer:
         message = msgspec.json.decode(answer.read(_MAX_LINE))
     if not isinstance(message, dict) or "now" not in message:
-        raise ValueError("this is no admin port of Fairlead")
+        raise ValueError(OTHER_PORT)
     begun = message["about"]
     return {"about": begun["about"], "now": message["now"]}
 
@@ -74,7 +75,8 @@ def _open(url: str) -> HTTPResponse:
     except urllib.error.HTTPError as error:
         words = error.read(300).decode(errors="replace").strip()
         if error.code == 404:
-            words = "it has no dashboard (is admin.debug off?)"
+            ours = words.startswith(ADMIN_PORT)
+            words = "it has no dashboard (is admin.debug off?)" if ours else OTHER_PORT
         raise OSError(words or f"status {error.code}") from None
     except urllib.error.URLError as error:
         said = error.reason.strerror if isinstance(error.reason, OSError) else ""
@@ -239,7 +241,10 @@ def _queues(queues: Row) -> Table:
 def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=name != "state", overflow="ellipsis")
+        # Names go on in the next line where there is no room; figures are never cut.
+        table.add_column(
+            name, justify="left" if i < left else "right", no_wrap=i > 0 and name != "state", overflow="fold"
+        )
     return table
 
 

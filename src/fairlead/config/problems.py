@@ -126,18 +126,22 @@ class Report:
 
     def unknown(self, place: Place, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
         """`name` is none of the `known` ones; unless there is a better hint, the nearest or all of them are named."""
-        known = sorted(known)
         if not hint and len(self.problems) < MAX_PROBLEMS:
-            lowered = {candidate.lower(): candidate for candidate in known}
-            nearest = get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
-            if nearest:
-                hint = f"did you mean '{lowered[nearest[0]]}'?"
-            elif known:
-                hint = f"known: {', '.join(known)}"
+            hint = suggestion(name, known)
         self.add(place, f"unknown {what} '{shorten(name)}'", hint)
 
     def _problem(self, place: Place, message: str, hint: str) -> Problem:
         return Problem(self.path(place), self.line(place), message, hint)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What `name`, which is none of the `known` ones, may have been meant to be: the nearest, else all of them."""
+    known = sorted(known)
+    lowered = {candidate.lower(): candidate for candidate in known}
+    nearest = get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    if nearest:
+        return f"did you mean '{lowered[nearest[0]]}'?"
+    return f"known: {', '.join(known)}" if known else ""
 
 
 def describe(node: object) -> str:

@@ -103,8 +103,11 @@ def parse_yaml(text: bytes | str) -> Tree:
             builder.take(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        last = len(raw.decode().splitlines())  # the parser may notice only behind the end
-        line = min(mark.line + 1, last) if mark else 0
+        lines = raw.decode().splitlines()
+        line = min(mark.line + 1, len(lines)) if mark else 0  # the parser may notice only behind the end
+        if mark and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
+            tab = "not valid YAML: a tab, where only spaces may indent"
+            raise YamlError(tab, line, "replace each tab with two spaces") from None
         raise YamlError(f"not valid YAML: {error.problem or error.context}", line) from None
     except yaml.reader.ReaderError as error:
         raise YamlError(f"not valid YAML: {error.reason}", raw[: error.position].count(b"\n") + 1) from None

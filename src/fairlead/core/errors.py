@@ -1,5 +1,8 @@
 """Errors are few and name who is at fault. A refused request is a value (`instructions.Reject`), never an exception."""
 
+#: How the admin port begins its answer to what it does not serve: clients that were pointed there recognise it.
+ADMIN_PORT = "this is Fairlead's admin port"
+
 
 class FairleadError(Exception):
     """Base of all errors that Fairlead raises on purpose."""

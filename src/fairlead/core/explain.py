@@ -109,30 +109,47 @@ def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
     if _gone(rival):
         held = f" although it holds {rival.cached_tokens - chosen.cached_tokens:,} more cached tokens"
         return f"{rival.endpoint} was filtered out by {', '.join(rival.removed_by)}{held}"
-    gains = {name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()}
-    better = ", ".join(f"{name} {gain:+,.1f}" for name, gain in _largest(gains) if gain > 0)
-    worse = ", ".join(f"{name} {gain:+,.1f}" for name, gain in _largest(gains) if gain < 0)
-    if rival.behind is not None and rival.behind < 0:
-        reason = "was not open" if rival.removed_by else "lost by lot or service level"
-        ending = f"{rival.endpoint} was rated {-rival.behind:,.1f} {unit} better, and {reason}"
-    else:
-        ending = f"{rival.endpoint} was {rival.behind or 0.0:,.1f} {unit} behind {chosen.endpoint}"
+    ahead = rival.behind is not None and rival.behind < 0
+    verb, comparative = ("costs", ("more", "less")) if unit == "ms" else ("scores", ("less", "more"))
+    text = f"{rival.endpoint} {verb} {abs(rival.behind or 0.0):,.1f} {unit} {comparative[ahead]}"
     more = rival.cached_tokens - chosen.cached_tokens
-    text = ending + (f" although it held {more:,} more cached tokens" if more > 0 else "")
-    parts = [f"for {chosen.endpoint} speak {better}" if better else "", f"against it {worse}" if worse else ""]
-    detail = "; ".join(part for part in parts if part)
-    taken = []
-    if rival.more_cached_tokens:
-        taken.append(f"{rival.more_cached_tokens:,} more cached tokens")
-    if rival.fewer_queued_tokens:
-        taken.append(f"{rival.fewer_queued_tokens:,.0f} fewer queued tokens")
-    tie = f"; with {' or '.join(taken)} it would have tied" if taken else ""
-    return f"{text}: {detail}{tie}" if detail else text + tie
+    text += f" {'and' if ahead else 'although it'} holds {more:,} more cached tokens" if more > 0 else ""
+    text += f": {detail}" if (detail := _differences(chosen, rival, unit, ahead)) else ""
+    if ahead:
+        reason = "it was not open" if rival.removed_by else "the policy drew lots or kept a service level"
+        return f"{text}. It was not chosen because {reason}"
+    tie = needed_to_tie(rival)
+    return f"{text}. It needed {tie} to tie" if tie else text
+
+
+def _differences(chosen: Candidate, rival: Candidate, unit: str, ahead: bool) -> str:
+    """By term, in the rival's cost or score (`loading +10.0`); what agrees with the verdict first."""
+    gains = _largest({name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()})
+    sign = 1.0 if unit == "ms" else -1.0
+    agree = [f"{name} {signed(sign * gain)}" for name, gain in gains if (gain < 0) is ahead]
+    differ = [f"{name} {signed(sign * gain)}" for name, gain in gains if (gain < 0) is not ahead]
+    if agree and differ:
+        differ[0] = f"{'less' if unit == 'ms' and not ahead else 'but'} {differ[0]}"
+    return ", ".join(agree + differ)
+
+
+def signed(value: float) -> str:
+    return f"{value:+,.1f}".replace("-", "\N{MINUS SIGN}")
+
+
+def needed_to_tie(candidate: Candidate) -> str:
+    """What it lacked, in words; empty = nothing of these would have helped."""
+    ways = []
+    if candidate.more_cached_tokens:
+        ways.append(f"{candidate.more_cached_tokens:,} more cached tokens")
+    if candidate.fewer_queued_tokens:
+        ways.append(f"{candidate.fewer_queued_tokens:,.0f} fewer queued tokens")
+    return " or ".join(ways)
 
 
 _KEPT_BY = {
-    "room": "there was no memory for its prompt",
-    "unable": "what was open could not serve it",
+    "room": "no open endpoint had memory for its prompt",
+    "unable": "no open endpoint could serve it",
 }
 
 
@@ -140,16 +157,17 @@ def why_waited(waited: Waited) -> list[str]:
     """The wait in words."""
     reasons = []
     if waited.closed_ms > 0.0:
-        reasons.append(f"for {waited.closed_ms:,.1f} ms no endpoint was open")
+        reasons.append(f"{waited.closed_ms:,.1f} ms because no endpoint was open")
     if waited.kept_ms > 0.0:
-        why = _KEPT_BY.get(waited.kept_by)
-        kept = "it was others' turn" if why is None else f"waiting was better: {why}"
-        reasons.append(f"for {waited.kept_ms:,.1f} ms {kept}")
-    reasons.append(f"{waited.sent} went meanwhile")
-    lines = [f"it waited: {'; '.join(reasons)}"]
+        kept = _KEPT_BY.get(waited.kept_by, "other requests went before it")
+        reasons.append(f"{waited.kept_ms:,.1f} ms because {kept}")
+    lines = [
+        f"it waited {' and '.join(reasons)}" if reasons else "it waited",
+        f"other requests sent meanwhile: {waited.sent}",
+    ]
     if waited.compared:
         lines.append(
-            f"it was compared with {waited.compared} that waited too, {waited.passed} of them before it in the order"
+            f"it was compared with {waited.compared} waiting requests; {waited.passed} of them were ahead of it"
         )
     return lines
 

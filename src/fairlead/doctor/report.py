@@ -1,6 +1,7 @@
 """An examination as text for people, and as JSON for machines."""
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 import msgspec
@@ -13,18 +14,25 @@ _MOST_PLACES = 5
 _COLOURS = {Severity.CRITICAL: "31;1", Severity.ERROR: "31", Severity.WARNING: "33", Severity.NOTE: "36"}
 
 
-def as_text(examination: Examination, colour: bool = False) -> str:
-    """Findings, the most harmful first, then one line of summary."""
-    return "\n".join([*_lines(examination.findings, colour), *_unable(examination), _summary(examination)])
+def as_text(examination: Examination, colour: bool = False, width: int = 0) -> str:
+    """Findings, the most harmful first, then one line of summary. `width`: characters of a line; 0 = no bound."""
+    return "\n".join([*_lines(examination.findings, colour, width), *_unable(examination), _summary(examination)])
 
 
-def _lines(findings: tuple[Finding, ...], colour: bool) -> Iterator[str]:
+def _lines(findings: tuple[Finding, ...], colour: bool, width: int) -> Iterator[str]:
     for finding in findings:
         word = f"{finding.severity.word:8}"
         yield f"{_painted(word, finding.severity) if colour else word}  {finding.code}: {finding.what}"
         details = {"where": _places(finding.where), "seen": finding.evidence, "do": finding.fix, "read": finding.docs}
-        yield from (f"          {name:6}{_plain(text)}" for name, text in details.items() if text)
+        yield from (_wrapped(f"          {name:6}", _plain(text), width) for name, text in details.items() if text)
         yield ""
+
+
+def _wrapped(heading: str, text: str, width: int) -> str:
+    """Broken between words, and indented under the heading."""
+    left = width - len(heading)
+    lines = wrap(text, left, break_long_words=False, break_on_hyphens=False) if left > 0 else [text]
+    return heading + f"\n{' ' * len(heading)}".join(lines)
 
 
 def _plain(text: str) -> str:

@@ -346,7 +346,8 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
             verdict = "[green]met   [/]" if goal.met else "[bold red]missed[/]"
             console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
     commands = prepare(plan)
-    plot = f" and {plan.out / 'demo.png'}" if find_spec("matplotlib") is not None else ""
+    drawn = find_spec("matplotlib") is not None
+    plot = f" and {plan.out / 'demo.png'}" if drawn else f"; {report.NO_PLOT}"
     console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
     console.print(
         f"By hand, the first two each in a terminal of its own, all in this directory:\n"
@@ -390,7 +391,7 @@ def _look(progress: LoadProgress, ratio: float) -> str:
 def _write(plan: Plan, summaries: dict[str, dict[str, Any]]) -> None:
     (plan.out / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
     if find_spec("matplotlib") is not None:
-        from fairlead.lab.load.report import plot
+        from fairlead.lab.load.plots import plot
 
         plot(list(summaries.values()), plan.out / "demo.png", "The same traffic through the same Envoy, two policies")
 

@@ -98,8 +98,9 @@ class Plain:
         self._params = params
 
 
-_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|us|s|m|h))+|0")
-_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|s|m|h)")
+_UNIT = "(?:ms|us|s|secs?|seconds?|m|mins?|minutes?|h|hours?)"
+_DURATION = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)? ?{_UNIT} ?)+|0")
+_PART = re.compile(r"([0-9.]+) ?(ms|us|[smh])")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGT])(i?))?B?")
 _POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -108,7 +109,7 @@ _POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 def duration(text: str) -> float:
     """Seconds. Raises `ValueError` for a text that is no duration."""
     if not _DURATION.fullmatch(text):
-        raise ValueError("expected a duration such as 250ms, 5s, 1m30s, or a number of seconds")
+        raise ValueError("expected a duration such as 250ms, 5s, 1m30s, 15min, or a number of seconds")
     value = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
     if value > 1e9:
         raise ValueError("expected a duration of less than 30 years")
@@ -155,7 +156,7 @@ class Quantity:
             raise PydanticCustomError("quantity", str(error)) from None
 
 
-DURATION = Quantity("duration", duration, r"^\s*(\d+(\.\d+)?(ms|us|s|m|h))+\s*$|^0$")
+DURATION = Quantity("duration", duration, rf"^(\d+(\.\d+)? ?{_UNIT} ?)+$|^0$")
 SIZE = Quantity("size", size, r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B?\s*$")
 
 #: Seconds in Python; in a file a number of seconds or a text such as `1m30s`.

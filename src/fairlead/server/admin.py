@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from fairlead.core.errors import ADMIN_PORT
 from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.gateway.tls import ServerTls
 from fairlead.server.dashboard import Dashboard, DashboardSources
@@ -246,6 +247,7 @@ class Admin(HttpPort):
             self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
+        app.router.add_route("*", "/{path:.*}", self._elsewhere)
         return app
 
     def _add(self, app: web.Application, path: str, handler: Handler) -> None:
@@ -285,6 +287,13 @@ class Admin(HttpPort):
             return self._dashboard.page(request)
         pages = _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
         return web.Response(text="fairlead\n\n" + "".join(f"{path:<26}{text}\n" for path, text in pages.items()))
+
+    async def _elsewhere(self, request: web.Request) -> web.Response:
+        """Requests of clients, most likely."""
+        text = (
+            f"{ADMIN_PORT}: it has no {request.path}. Send model requests to the gateway (gateway.port, default 8080)\n"
+        )
+        return web.Response(status=404, text=text)
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

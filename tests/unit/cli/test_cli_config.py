@@ -98,3 +98,49 @@ def test_a_configuration_that_does_not_load(tmp_path: Path, capsys: pytest.Captu
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("schema") == 0
     assert json.loads(capsys.readouterr().out)["title"] == "Fairlead configuration"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("scheduling.policy", "Name of a policy, or a mapping with its type and parameters. One of default, "),
+        ("gateway.retry", 'gateway.retry: connect, unanswered, hedge (default "hedge") When a request is sent to'),
+        ("$.flowControl.bands[3].priority", "flowControl.bands[].priority: whole number (needed)"),
+        ("als", "als.port: whole number"),
+        ("prefix-aware", "hashBlockSize: whole number"),
+        ("filters", "One of "),
+    ],
+)
+def test_explain_prints_what_the_reference_says(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["config", "explain", name])
+    assert stopped.value.code == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_explain_suggests_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["config", "explain", "gateway.retyr"])
+    assert stopped.value.code == 2
+    assert "did you mean 'gateway.retry'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["compare", "-s", "agenst", "-p", "default"], "agents"),
+        (["compare", "-s", "agents", "-p", "round-robbin"], "round-robin"),
+        (["simulate", "agent", "-p", "default"], "agents"),
+        (["simulate", "agents", "-p", "leest-requests"], "least-requests"),
+        (["bench", "127.0.0.1:1", "-w", "converstion"], "conversation"),
+        (["doctor", "f.yaml", "--only", "endpoint"], "endpoints"),
+    ],
+    ids=" ".join,
+)
+def test_names_that_are_nearly_right_are_suggested(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err

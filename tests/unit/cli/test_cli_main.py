@@ -1,5 +1,6 @@
 """The entry point: listing is light, commands load late, errors become a line and an exit code."""
 
+import os
 import subprocess
 import sys
 import types
@@ -42,12 +43,17 @@ try:
     main(["--help"])
 except SystemExit as stopped:
     assert not stopped.code, stopped.code
-heavy = [name for name in sys.modules if name.startswith(("fairlead.", "numpy", "aiohttp", "yaml", "asyncio", "grpc"))]
+slow = ("fairlead.", "numpy", "aiohttp", "yaml", "asyncio", "grpc", "rich", "pydantic", "msgspec")
+heavy = [name for name in sys.modules if name.startswith(slow)]
 print("LOADED", *sorted(heavy))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for name in cli.COMMANDS:
+    terminal = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], env=terminal, capture_output=True, text=True, check=True)
+    for name, command in cli.COMMANDS.items():
         assert f" {name} " in done.stdout
+        assert command.help in done.stdout, "it is not cut"
+    shown = done.stdout.split("LOADED")[0]
+    assert max(map(len, shown.splitlines())) <= 80
     assert "Exit codes: 0 success, 1 failed" in done.stdout
     loaded = done.stdout.split("LOADED ")[1].split()
     ours = {"fairlead.cli", "fairlead.cli.options", "fairlead.cli.main", "fairlead.core", "fairlead.core.errors"}

@@ -16,6 +16,7 @@ from fairlead.cli.main import COMMANDS, load_command
 UNKNOWN_FILE: dict[str, list[str] | None] = {
     "serve": ["serve", "nope.yaml"],
     "epp": ["epp", "--config-file", "nope.yaml"],
+    "init": ["init", "127.0.0.1:1", "--no-probe", "--out", "nope/f.yaml"],
     "indexer": ["indexer", "nope.yaml"],
     "validate": ["validate", "nope.yaml"],
     "config": ["config", "show", "nope.yaml"],
@@ -136,7 +137,7 @@ def test_no_color_means_no_escape_codes(arguments: list[str], tmp_path: Path) ->
 
 def test_a_terminal_gets_colours_and_a_bar() -> None:
     """So the test before this one can fail."""
-    assert b"\x1b[" in in_a_terminal(["--help"])
+    assert b"\x1b[" in in_a_terminal(["bench", "--help"])
     assert b"\x1b[" in in_a_terminal(["simulate", "agents", "--head", "200"])
 
 

@@ -23,13 +23,25 @@ def test_no_sizes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("250ms", 0.25), ("5s", 5), ("1m30s", 90), ("2h", 7200), ("0", 0), ("1.5s", 1.5)]
+    ("text", "expected"),
+    [
+        ("250ms", 0.25),
+        ("5s", 5),
+        ("1m30s", 90),
+        ("2h", 7200),
+        ("0", 0),
+        ("1.5s", 1.5),
+        ("15min", 900),
+        ("1 sec", 1),
+        ("2 hours 30 minutes", 9000),
+        ("3 m 1 s", 181),
+    ],
 )
 def test_durations(text: str, expected: float) -> None:
     assert duration(text) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["", "5", "s", "-5s", "5 s", "5d", "1e3s", "9" * 400 + "h", "99999999999s"])
+@pytest.mark.parametrize("text", ["", "5", "s", "-5s", "5  s", "5 seks", "5d", "1e3s", "9" * 400 + "h", "99999999999s"])
 def test_no_durations(text: str) -> None:
     with pytest.raises(ValueError, match="expected a duration"):
         duration(text)

@@ -137,11 +137,12 @@ def test_a_better_endpoint_that_was_not_open_is_named(fleet):
     found.trace.snapshot, found.trace.waited = Snapshots()(fleet, NOW), Waited(1500.0, 500.0, 1, 4, 3, "room")
     told = explain(CostModel, one.request, found.trace, "e2")
     assert told.reproduced
-    assert "better, and was not open: " in told.why[0]
+    assert " ms less: " in told.why[0] and told.why[0].endswith("It was not chosen because it was not open")
     assert told.why[1:] == (
         "2 of 3 endpoints were not open",
-        "it waited: for 1,500.0 ms no endpoint was open; for 500.0 ms waiting was better: there was no memory for its"
-        " prompt; 1 went meanwhile",
-        "it was compared with 4 that waited too, 3 of them before it in the order",
+        "it waited 1,500.0 ms because no endpoint was open and 500.0 ms because no open endpoint had memory for its"
+        " prompt",
+        "other requests sent meanwhile: 1",
+        "it was compared with 4 waiting requests; 3 of them were ahead of it",
     )
     assert [one.removed_by for one in told.candidates[1:]] == [("flow-control",)] * 2

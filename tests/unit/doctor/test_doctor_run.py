@@ -138,3 +138,9 @@ def test_the_json_has_everything() -> None:
     assert [one["severity"] for one in told["findings"]] == ["critical", "warning"]
     assert told["findings"][1]["where"] == [f"e{at}" for at in range(7)]
     assert told["checks"] == [{"check": "a", "state": "found", "seconds": 0.0, "detail": ""}]
+
+
+def test_long_lines_are_broken_between_words_where_a_terminal_ends() -> None:
+    text = as_text(examination(), width=40)
+    assert all(len(line) <= 40 or " " not in line[16:] for line in text.splitlines() if line.startswith(" "))
+    assert " ".join(text.split()) == " ".join(as_text(examination()).split())

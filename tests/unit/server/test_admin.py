@@ -117,7 +117,8 @@ async def test_the_index_lists_what_exists(visitor: Visitor) -> None:
     for path in ("/healthz", "/readyz", "/metrics", "/debug/endpoints", "/debug/decisions"):
         assert path in text
     assert (await visitor.get("/nothing")).status == 404
-    assert (await visitor.get("/metrics", "POST")).status == 405
+    lost = await visitor.get("/v1/chat/completions", "POST")
+    assert (lost.status, lost.text.startswith("this is Fairlead's admin port")) == (404, True)
 
 
 async def test_debug_pages_can_be_off() -> None:

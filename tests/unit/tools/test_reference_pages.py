@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from fairlead.cli.main import COMMANDS
+from fairlead.compat import reference
 from fairlead.config.builtins import BUILTINS
 from fairlead.config.check import fields
 from fairlead.config.schema import SECTIONS
@@ -72,12 +73,12 @@ class Outer(BaseModel):
     names: list[str] = []
 
 
-def test_a_struct_becomes_rows(tool: ModuleType) -> None:
-    assert [*tool._fields(Outer, "top")] == [
-        ("`top.inner.howFar`", "whole number ≥ 1", "`4`", "How far, in metres."),
-        ("`top.inner.needed`", "text", "needed", ""),
-        ("`top.byName`", "mapping", "none", ""),
-        ("`top.byName.NAME.howFar`", "whole number ≥ 1", "`4`", "How far, in metres."),
-        ("`top.byName.NAME.needed`", "text", "needed", ""),
-        ("`top.names`", "list of text", "none", ""),
+def test_a_struct_becomes_rows() -> None:
+    assert [*reference._fields(Outer, "top")] == [
+        ("top.inner.howFar", "whole number ≥ 1", "`4`", "How far, in metres."),
+        ("top.inner.needed", "text", "needed", ""),
+        ("top.byName", "mapping", "none", ""),
+        ("top.byName.NAME.howFar", "whole number ≥ 1", "`4`", "How far, in metres."),
+        ("top.byName.NAME.needed", "text", "needed", ""),
+        ("top.names", "list of text", "none", ""),
     ]

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.core.errors import ADMIN_PORT, ConfigError, FairleadError
 
 MODELS_PATH = "/v1/models"
 _MOST_BYTES = 1 << 20
@@ -61,6 +61,8 @@ def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0)
         raise ConfigError(str(error), "--header") from None
     finally:
         connection.close()
+    if body.startswith(ADMIN_PORT.encode()):
+        raise NoAnswer(f"{ADMIN_PORT}: {target}. Point it at the gateway instead (gateway.port, default 8080)")
     if not 200 <= answer.status < 300:
         return answer.status, []
     try:

@@ -15,8 +15,7 @@ Rules
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
@@ -27,6 +26,7 @@ Summary = dict[str, Any]
 Time = Literal["wall", "model"]
 
 LAG_MS = 20.0
+NO_PLOT = "no plot: it needs matplotlib (pip install 'fairlead[report]')"
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "body_error_503": "503"}
 
@@ -57,7 +57,7 @@ def summarise(
         "requests_per_s": _rate(len(good), duration),
         "ttft_ms": _spread([record.ttft() * ratio for record in good]),
         "e2e_ms": _spread([record.e2e() * ratio for record in good]),
-        "tpot_ms": _spread([tpot * ratio for record in good if (tpot := _tpot(record)) is not None]),
+        "tpot_ms": _spread([gap * ratio for record in good if (gap := tpot(record)) is not None]),
         "itl_ms": _gaps(result, ratio),
         **_tokens(good, duration),
         **_goodput(records, ratio, duration, slo_ttft_ms, slo_tpot_ms),
@@ -98,7 +98,7 @@ def _goodput(records: Sequence[Record], ratio: float, duration: float, ttft_ms: 
     """Share of all requests that succeeded within both levels; a response without a second token has no TPOT."""
     levels = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
     within = sum(
-        record.ttft() * ratio * 1000 <= ttft_ms and (_tpot(record) or 0.0) * ratio * 1000 <= tpot_ms
+        record.ttft() * ratio * 1000 <= ttft_ms and (tpot(record) or 0.0) * ratio * 1000 <= tpot_ms
         for record in records
         if not record.error
     )
@@ -118,7 +118,7 @@ def _rate(amount: int | None, duration: float) -> float | None:
     return amount / duration if amount is not None and duration > 0 else None
 
 
-def _tpot(record: Record) -> float | None:
+def tpot(record: Record) -> float | None:
     """Seconds per output token after the first; None for a response without a second one or not streamed."""
     if record.completion_tokens < 2 or not 0 < record.first_data < record.last_data:
         return None
@@ -166,10 +166,12 @@ def table(summaries: Sequence[Summary]) -> Table:
     if kinds == {"model"} and len(ratios) == 1:
         clock += f" (wall-clock x {ratios.pop():g})"
     out = Table(title=f"Load runs, {clock}", title_justify="left")
-    out.add_column("")
-    for summary in summaries:
-        out.add_column(summary["name"] or "run", justify="right")
-    for label, values in _rows(summaries):
+    rows = list(_rows(summaries))
+    out.add_column("", overflow="fold")
+    for index, summary in enumerate(summaries):
+        widest = max(len(values[index]) for _, values in rows)
+        out.add_column(summary["name"] or "run", justify="right", overflow="fold", min_width=widest)
+    for label, values in rows:
         out.add_row(label, *values)
     return out
 
@@ -214,123 +216,3 @@ def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
     if not all(summary["valid"] for summary in summaries):
         late = f"no: more than {LAG_MS:g} ms late"
         yield "valid", ["yes" if summary["valid"] else late for summary in summaries]
-
-
-# Several runs in one picture: who makes users wait, who gets work done, who reuses the cache, who drops requests.
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-#: Grey first: the first run is the one to beat.
-_COLOURS = ("#9aa7b4", "#e7a13b", "#2a78c2", "#1d9a83", "#c4553b", "#7c5aa8", "#b59f3b", "#4f5b66")
-_INK = "#2b3138"
-_FAINT = "#d9dee3"
-_plot_QUANTILES = ("p50", "p95", "p99")
-#: Below this, bars of a log axis have no length to show.
-_SHORTEST_MS = 0.01
-
-
-def plot(summaries: Sequence[Summary], path: str | Path, title: str = "") -> None:
-    """Draw at least one summary (all in the same `time`) into a PNG. Needs matplotlib: the extra `report`."""
-    if not summaries:
-        raise ValueError("nothing to plot")
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    with mpl.rc_context({"font.size": 11, "text.color": _INK, "axes.labelcolor": _INK, "font.family": "sans-serif"}):
-        canvas = Figure(figsize=(12, 7.6), dpi=110, facecolor="white")
-        FigureCanvasAgg(canvas)
-        canvas.set_layout_engine(ConstrainedLayoutEngine(hspace=0.06, wspace=0.04, h_pad=0.08, w_pad=0.1))
-        grid = canvas.add_gridspec(2, 3, height_ratios=(1.25, 1))
-        canvas.suptitle(title or "Load runs side by side", fontsize=16, fontweight="bold", x=0.012, ha="left")
-        waiting = canvas.add_subplot(grid[0, :])
-        _draw_ttft(waiting, summaries)
-        axes = canvas.add_subplot(grid[1, 0])
-        _draw_panel(axes, summaries, "output_tokens_per_s", lambda value: figure(value))
-        _finish(axes, "Output tokens per second")
-        _draw_shares(
-            canvas.add_subplot(grid[1, 1]), summaries, "Prefix hit rate (cached / prompt tokens)", "prefix_hit_rate"
-        )
-        _draw_shares(canvas.add_subplot(grid[1, 2]), summaries, "Requests that succeeded", "success_rate")
-        handles, labels = waiting.get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside lower left", ncols=min(4, len(labels)), frameon=False, fontsize=11)
-        canvas.text(0.988, 0.975, _clock(summaries), ha="right", va="top", fontsize=10, color="#6a747e")
-        canvas.savefig(path, format="png")
-
-
-def _draw_ttft(axes: "Axes", summaries: Sequence[Summary]) -> None:
-    """Groups are quantiles, so what is compared stands side by side."""
-    width = 0.82 / len(summaries)
-    size = 10 if len(summaries) <= 4 else 8
-    shown = [value for summary in summaries for name in _plot_QUANTILES if (value := summary["ttft_ms"][name])] or [
-        10.0
-    ]
-    # Bars of a log axis grow from its edge: leave the shortest one some length, the longest one its label.
-    floor, ceiling = max(min(shown) / 4, _SHORTEST_MS), max(shown) * 2.5
-    for index, summary in enumerate(summaries):
-        places = [group + (index - (len(summaries) - 1) / 2) * width for group in range(len(_plot_QUANTILES))]
-        values = [summary["ttft_ms"][name] for name in _plot_QUANTILES]
-        heights = [max(value or 0.0, floor) for value in values]
-        bars = axes.bar(places, heights, width * 0.92, color=_colour(index), label=_label(summary), zorder=2)
-        axes.bar_label(bars, [_duration(value) for value in values], padding=3, fontsize=size, color=_INK)
-    axes.set_yscale("log")
-    axes.set_ylim(floor, ceiling)
-    axes.set_xticks(
-        range(len(_plot_QUANTILES)),
-        ["p50 (half wait longer)", "p95 (1 in 20 waits longer)", "p99 (1 in 100 waits longer)"],
-    )
-    axes.yaxis.set_major_formatter(lambda value, _place: _duration(value))
-    axes.yaxis.set_minor_formatter("")
-    axes.grid(axis="y", color=_FAINT, linewidth=0.8, zorder=0)
-    _finish(axes, "Time to first token, log scale (lower is better)")
-
-
-def _draw_shares(axes: "Axes", summaries: Sequence[Summary], title: str, key: str) -> None:
-    _draw_panel(axes, summaries, key, percent)
-    axes.set_ylim(0, 1.12)
-    _finish(axes, title)
-
-
-def _draw_panel(axes: "Axes", summaries: Sequence[Summary], key: str, write: Callable[[float], str]) -> None:
-    values: list[Any] = [summary[key] for summary in summaries]
-    colours = [_colour(index) for index in range(len(summaries))]
-    bars = axes.bar(range(len(values)), [value or 0.0 for value in values], 0.7, color=colours, zorder=2)
-    labels = ["not reported" if value is None else write(value) for value in values]
-    axes.bar_label(bars, labels, padding=3, fontsize=10 if len(values) <= 4 else 8, color=_INK)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.margins(y=0.14)
-    axes.set_ylim(bottom=0)
-
-
-def _finish(axes: "Axes", title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, pad=8)
-    axes.tick_params(which="both", length=0, colors=_INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#8a949e")
-
-
-def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
-
-
-def _label(summary: Summary) -> str:
-    name = summary["name"] or "run"
-    return f"{name} ({summary['failed']:,} of {summary['requests']:,} failed)"
-
-
-def _duration(ms: float | None) -> str:
-    if ms is None:
-        return "none"
-    return f"{figure(ms / 1000)} s" if ms >= 1000 else f"{figure(ms)} ms"
-
-
-def _clock(summaries: Sequence[Summary]) -> str:
-    ratios = sorted({summary["time_ratio"] for summary in summaries})
-    shown = ", ".join(f"{ratio:g}" for ratio in ratios)
-    if all(summary["time"] == "model" for summary in summaries):
-        return f"model time = wall-clock × {shown}"
-    return "wall-clock time" if ratios == [1.0] else f"wall-clock time (servers run {shown} times faster than real)"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
+from fairlead.config.problems import suggestion
 from fairlead.lab.engine.presets import DEFAULT_PRESET, preset
 from fairlead.lab.simulator.scenarios import (
     ADVERSARIAL,
@@ -39,7 +40,7 @@ def read_workload(path: Path, format: str = "") -> Workload:
 def write_workload(workload: Workload, path: Path, format: str = "native") -> None:
     """Raises `TraceError` for an unknown format, `OSError`."""
     if format not in FORMATS:
-        raise TraceError(str(path), 0, "", f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+        raise TraceError(str(path), 0, "", f"unknown format {format!r}; {suggestion(format, FORMATS)}")
     path.write_bytes(FORMATS[format].write(workload))
 
 
@@ -120,6 +121,6 @@ def _base(spec: ScenarioSpec) -> Scenario:
             return known[spec.source]()
     path = Path(spec.source)
     if not path.is_file():
-        raise ValueError(f"{spec.source!r} is neither a scenario nor a file; scenarios: {', '.join(names())}")
+        raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {suggestion(spec.source, names())}")
     workload = read_workload(path, spec.format)
     return Scenario(name=spec.name, workload=workload, replicas=replicas(8, block_size=workload.block_size or 64))

@@ -1,84 +1,98 @@
 """Plots of a comparison. Needs matplotlib (the extra `report`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from textwrap import fill
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from fairlead.lab.load.plots import log_axis
+from fairlead.lab.load.report import NO_PLOT
 from fairlead.lab.simulator.grid import Cell, CellResult, Figures, mean_figures, regrets
 
+#: (file, figure, title, log axis)
 _PLOTS = (
     ("ttft", "ttft_mean_ms", "mean TTFT, ms (log)", True),
     ("ttft_p99", "ttft_p99_ms", "p99 TTFT, ms (log)", True),
     ("e2e", "e2e_mean_ms", "mean E2E, ms (log)", True),
     ("hit", "prefix_hit_rate", "share of prompt tokens hit", False),
 )
+_MARKS = "osD^vP*X<>"
 
 
 def draw(means: Mapping[str, Mapping[str, Figures]], out: Path) -> list[tuple[Path, str]]:
-    """One SVG per figure: bars per policy, grouped by scenario. Returns (path, title). Raises `ImportError`."""
+    """One SVG per figure: dots per policy, a line per scenario. Returns (path, what has no dot). Raises
+    `ImportError`."""
     import matplotlib
 
     matplotlib.use("svg")
     # Paths and ids that do not change from run to run.
     matplotlib.rcParams.update({"svg.hashsalt": "fairlead", "svg.fonttype": "none", "font.size": 9})
-    scenarios = list(means)
-    policies = list(dict.fromkeys(name for row in means.values() for name in row))
-    drawn = []
-    for stem, key, title, log in _PLOTS:
-        path = out / f"{stem}.svg"
-        _bars(means, scenarios, policies, key, title, log, path)
-        drawn.append((path, title))
-    return drawn
+    paths = [out / f"{stem}.svg" for stem, _, _, _ in _PLOTS]
+    return [
+        (path, _dots(means, key, title, log, path)) for path, (_, key, title, log) in zip(paths, _PLOTS, strict=True)
+    ]
 
 
-def _bars(
-    means: Mapping[str, Mapping[str, Figures]],
-    scenarios: Sequence[str],
-    policies: Sequence[str],
-    key: str,
-    title: str,
-    log: bool,
-    path: Path,
-) -> None:
+def _dots(means: Mapping[str, Mapping[str, Figures]], key: str, title: str, log: bool, path: Path) -> str:
+    """Narrow enough to be read on a phone."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(max(7.0, 1.3 * len(scenarios)), 3.8), layout="constrained")
-    width = 0.84 / max(len(policies), 1)
+    policies = list(dict.fromkeys(name for row in means.values() for name in row))
+    values = {
+        (policy, line): row.get(policy, {}).get(key, 0.0)
+        for policy in policies
+        for line, row in enumerate(means.values())
+    }
+    shown = {place: value for place, value in values.items() if value > 0.0 or not log}
+    height = 1.0 + len(means) * max(0.3, 0.09 * len(policies)) + 0.17 * len(policies)
+    figure, axes = pyplot.subplots(figsize=(4.6, height), layout="constrained")
     for index, policy in enumerate(policies):
-        places = [i + (index - (len(policies) - 1) / 2) * width for i in range(len(scenarios))]
-        values = [means[scenario].get(policy, {}).get(key, 0.0) for scenario in scenarios]
-        axes.bar(places, values, width, label=policy, color=pyplot.get_cmap("tab20")(index % 20))
-    if log:
-        axes.set_yscale("log")
-    axes.set_xticks(range(len(scenarios)), scenarios, rotation=20, ha="right")
-    axes.set_ylabel(title)
+        dots = [(value, line) for (name, line), value in shown.items() if name == policy]
+        beside = 0.8 * (index - (len(policies) - 1) / 2) / len(policies)
+        axes.plot(
+            [value for value, _ in dots], [line + beside for _, line in dots], _MARKS[index % len(_MARKS)],
+            label=policy, color=pyplot.get_cmap("tab20")(index % 20), markersize=5,
+        )  # fmt: skip
+    if not log:
+        axes.set_xlim(0, 1.05 * max(shown.values(), default=0.0) or 1.0)
+    elif shown:
+        log_axis(axes, "x", [*shown.values()], lambda value: f"{value:,g}")
+    axes.set_yticks(range(len(means)), [fill(name, 18) for name in means])
+    axes.set_ylim(len(means) - 0.5, -0.5)
+    axes.set_xlabel(title)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+    missing = [f"{policy} on {[*means][line]}" for policy, line in values if (policy, line) not in shown]
+    return f"No figure: {', '.join(missing)}" if missing else ""
 
 
 # A comparison for people: a table on the terminal, plots, and one HTML file that needs nothing else.
 
 #: (title, key, digits) of the columns.
 COLUMNS = (
-    ("TTFT mean", "ttft_mean_ms", 0), ("p50", "ttft_p50_ms", 0), ("p90", "ttft_p90_ms", 0), ("p99", "ttft_p99_ms", 0),
-    ("TPOT p50", "tpot_p50_ms", 1), ("p99", "tpot_p99_ms", 1),
-    ("E2E mean", "e2e_mean_ms", 0), ("p50", "e2e_p50_ms", 0), ("p99", "e2e_p99_ms", 0),
+    ("TTFT\nmean", "ttft_mean_ms", 0), ("TTFT\np50", "ttft_p50_ms", 0), ("TTFT\np90", "ttft_p90_ms", 0),
+    ("TTFT\np99", "ttft_p99_ms", 0), ("TPOT\np50", "tpot_p50_ms", 1), ("TPOT\np99", "tpot_p99_ms", 1),
+    ("E2E\nmean", "e2e_mean_ms", 0), ("E2E\np50", "e2e_p50_ms", 0), ("E2E\np99", "e2e_p99_ms", 0),
     ("tok/s", "output_tokens_per_s", 0), ("goodput", "goodput", 3), ("hit", "prefix_hit_rate", 3),
     ("balance", "balance", 2), ("shed", "shed", 0), ("failed", "failed", 0),
 )  # fmt: skip
+#: Characters of a table that is measured, not shown.
+_WIDEST = 10_000
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1rem}
+.wide{overflow-x:auto}h1,h2,h3,p{overflow-wrap:anywhere}
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #dde}
 th:first-child,td:first-child{text-align:left}
 .best{font-weight:700}.bad{color:#b00}
-figure{margin:1.5rem 0}img{max-width:100%}pre{background:#f4f5f7;padding:.6rem;overflow:auto}
+figure{margin:0}svg{max-width:100%;height:auto}pre{background:#f4f5f7;padding:.6rem;overflow:auto}
 @media(prefers-color-scheme:dark){body{background:#16181c;color:#e4e6ea}td,th{border-color:#333}pre{background:#22252b}
 .bad{color:#f77}}
 """
@@ -90,24 +104,46 @@ _NOTE = (
 
 def print_comparison(results: Sequence[CellResult]) -> None:
     """One table per scenario, and the regrets when there are several policies."""
-    console = Console(width=190)
+    console = Console()
     means = mean_figures(results)
     for scenario, policies in means.items():
-        table = Table(title=scenario)
-        for index, name in enumerate(("policy", *(title for title, _, _ in COLUMNS))):
-            table.add_column(name, justify="right" if index else "left")
-        for policy, figures in sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"]):
-            table.add_row(policy, *(_cell(figures, key, digits) for _, key, digits in COLUMNS))
-        console.print(table)
+        rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
+        for table in _tables(console, scenario, rows):
+            console.print(table)
     regret = regrets(means)
     if len(regret) > 1:
         console.print(_regret_table(regret))
 
 
+def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -> Iterator[Table]:
+    """One, or several where the terminal is too narrow for all columns: no figure is cut."""
+    options, begin = console.options.update(max_width=_WIDEST), 0
+    while begin < len(COLUMNS):
+        for end in range(len(COLUMNS), begin, -1):
+            table = _columns(title, rows, begin, end)
+            if console.measure(table, options=options).maximum <= console.width:
+                break
+        yield table
+        begin = end
+
+
+def _policy_column() -> Column:
+    return Column("policy", overflow="fold", max_width=32)
+
+
+def _columns(title: str, rows: Sequence[tuple[str, Figures]], begin: int, end: int) -> Table:
+    table = Table(_policy_column(), title=f"{title}, times in ms")
+    for name, _, _ in COLUMNS[begin:end]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy, figures in rows:
+        table.add_row(policy, *(_cell(figures, key, digits) for _, key, digits in COLUMNS[begin:end]))
+    return table
+
+
 def _regret_table(regret: dict[str, Figures]) -> Table:
-    table = Table(title="regret: geometric mean of value / best value (worst ratio)")
-    for index, name in enumerate(("policy", "mean TTFT", "p99 TTFT", "mean E2E", "shed", "failed")):
-        table.add_column(name, justify="right" if index else "left")
+    table = Table(_policy_column(), title="regret: geometric mean of value / best value (worst ratio)")
+    for name in ("TTFT\nmean", "TTFT\np99", "E2E\nmean", "shed", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for policy, row in sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"]):
         parts = [f"{row[f]:.2f} ({row[f + '_worst']:.1f})" for f in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
         table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")
@@ -136,7 +172,8 @@ def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path
 def _plots(means: dict[str, dict[str, Figures]], out: Path) -> list[tuple[Path, str]]:
     try:
         return draw(means, out)
-    except ImportError:  # no matplotlib: the tables say the same
+    except ImportError:
+        Console(stderr=True).print(NO_PLOT, markup=False, soft_wrap=True)
         return []
 
 
@@ -147,7 +184,8 @@ def _page(
     cells: Sequence[Cell],
 ) -> str:
     parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Fairlead comparison</title>',
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        "<title>Fairlead comparison</title>",
         f"<style>{_STYLE}</style><h1>Policies compared</h1><p>{_NOTE}</p>",
     ]
     if len(regret) > 1:
@@ -155,8 +193,8 @@ def _page(
         columns = [("mean TTFT", "ttft_mean_ms", 2), ("worst", "ttft_mean_ms_worst", 1), ("p99 TTFT", "ttft_p99_ms", 2)]
         columns += [("mean E2E", "e2e_mean_ms", 2), ("worst", "e2e_mean_ms_worst", 1), ("failed", "failed", 0)]
         parts.append("<h2>Regret: geometric mean of value / best value of any policy</h2>" + _table(rows, columns))
-    for path, title in plots:
-        parts.append(f"<figure>{_inline(path)}<figcaption>{escape(title)}</figcaption></figure>")
+    figures = [f"<figure>{_inline(path)}<figcaption>{escape(note)}</figcaption></figure>" for path, note in plots]
+    parts.append(f'<div class="plots">{"".join(figures)}</div>' if figures else f"<p>{NO_PLOT}</p>")
     for scenario, policies in means.items():
         rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
         parts.append(f"<h2>{escape(scenario)}</h2>" + _table(rows, COLUMNS))
@@ -179,7 +217,7 @@ def _table(rows: Sequence[tuple[str, Figures]], columns: Sequence[tuple[str, str
             kind = "best" if row[key] == lowest.get(key) else "bad" if key in ("shed", "failed") and row[key] else ""
             cells.append(f'<td class="{kind}">{_cell(row, key, digits)}')
         body.append(f"<tr><td>{escape(name)}{''.join(cells)}")
-    return f"<table><tr>{head}{''.join(body)}</table>"
+    return f'<div class="wide" tabindex="0"><table><tr>{head}{"".join(body)}</table></div>'
 
 
 def _cell(figures: Figures, key: str, digits: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fairlead.compat.load import load
 from fairlead.config.builtins import BUILTINS, POLICIES
+from fairlead.config.problems import suggestion
 from fairlead.config.registry import GROUP, Registry, build_policy, declared
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError, FairleadError
@@ -154,7 +155,7 @@ def policy_text(name: str) -> str:
         return texts[name]
     path = Path(name.partition("=")[2] or name)
     if not path.is_file():
-        raise ValueError(f"{name!r} is neither a policy nor a file; policies: {', '.join(texts)}")
+        raise ValueError(f"{name!r} is neither a policy nor a file; {suggestion(name, texts)}")
     if path.suffix == ".py":
         return source_text(path)
     policy_from(path)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from fairlead.config.problems import suggestion
 from fairlead.lab.workload import adversarial
 from fairlead.lab.workload.arrivals import Arrivals, bursty, constant, poisson, ramp
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
@@ -125,7 +126,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
             name=kind,
         )
     else:
-        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind {kind!r}; {suggestion(kind, KINDS)}")
     return msgspec.structs.replace(made, dispatch=pace.dispatch) if pace.dispatch else made
 
 

@@ -16,7 +16,7 @@ export async function explain(id) {
     if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
     body.replaceChildren(...parts(await answer.json()));
   } catch (error) {
-    body.replaceChildren(make("p", { class: "empty" }, `It could not be had: ${error.message}`));
+    body.replaceChildren(make("p", { class: "empty" }, `The scheduler did not answer: ${error.message}`));
   }
 }
 
@@ -47,7 +47,8 @@ function facts(found) {
     ["Model", found.target_model === found.model ? found.model || DASH : `${found.model} → ${found.target_model}`],
     ["Band, tenant", `${found.priority}, ${found.fairness_id || "none named"}`],
     ["Request", `${found.api}${found.stream ? ", streamed" : ""}, ${count(found.prompt_tokens)} prompt tokens`],
-    ["Waited", `${milliseconds(found.waited_ms)}, of it in the queue ${milliseconds(found.queued_ms)}`],
+    ["Decided", found.waited_ms < 0.05 ? "at once"
+      : `after ${milliseconds(found.waited_ms)}${found.queued_ms ? `, ${milliseconds(found.queued_ms)} queued` : ""}`],
   ];
   if (prediction) {
     const { ttft_ms: ttft, cached_tokens: cached } = prediction;
@@ -74,7 +75,7 @@ function candidates(explanation) {
   const terms = Object.keys(explanation.candidates[0]?.terms ?? {});
   const unit = costs ? "ms" : "points";
   const heads = ["Endpoint", "Cached tokens", "Queued tokens", "Running", "KV cache",
-    ...terms.map((term) => `${term}, ${unit}`), costs ? "Cost, ms" : "Total, points", `Behind, ${unit}`, "It would have tied with"];
+    ...terms.map((term) => `${term}, ${unit}`), costs ? "Cost, ms" : "Total, points", `Behind, ${unit}`, "Needed to tie"];
   const rows = explanation.candidates.slice(0, SHOWN).map((one) => row(one.chosen ? "chosen" : one.removed_by.length ? "removed" : "", [
     (one.chosen ? "● " : "") + one.endpoint,
     count(one.cached_tokens), count(one.queued_tokens), count(one.running_requests), percent(one.kv_usage),
@@ -105,10 +106,11 @@ function traced(trace) {
 function tie(one) {
   if (one.removed_by.length) return `was filtered out by ${one.removed_by.join(", ")}`;
   if (one.chosen) return "was chosen";
+  if (one.behind === null || one.behind <= 0) return "";
   const ways = [];
   if (one.more_cached_tokens !== null) ways.push(`${count(one.more_cached_tokens)} more cached tokens`);
   if (one.fewer_queued_tokens !== null) ways.push(`${count(one.fewer_queued_tokens)} fewer queued tokens`);
-  return ways.join(", or ") || "neither would do";
+  return ways.join(", or ") || "more cache or a shorter queue is not enough";
 }
 
 const row = (kind, values) => make("tr", { class: kind }, ...values.map((value, i) =>

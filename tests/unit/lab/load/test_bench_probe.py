@@ -64,6 +64,12 @@ def test_another_status_is_an_answer_too() -> None:
         assert ask_models(target, {}) == (404, [])
 
 
+def test_the_admin_port_is_no_target() -> None:
+    reply = http("404 Not Found", b"this is Fairlead's admin port: it has no /v1/models")
+    with answering(reply) as (target, _), pytest.raises(NoAnswer, match="Point it at the gateway"):
+        ask_models(target, {})
+
+
 @pytest.mark.parametrize("reply", [b"", b"\x00\x00\x1b[2Jhello\r\n\r\n", b"HTTP/1.1 2"])
 def test_what_speaks_no_http_does_not_answer(reply: bytes) -> None:
     with answering(reply) as (target, _), pytest.raises(NoAnswer, match="does not answer") as raised:

@@ -1,5 +1,6 @@
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from fairlead.core.errors import ConfigError
-from fairlead.lab.load.report import Summary, figure, percent, plot, summarise, table
+from fairlead.lab.load.plots import log_axis, plot, plot_run
+from fairlead.lab.load.report import Summary, figure, percent, summarise, table
 from fairlead.lab.load.spec import Histogram, Options, Record, RunResult
 
 
@@ -123,8 +125,17 @@ def test_one_token_has_no_time_per_output_token() -> None:
     assert summarise(result(record(0, 0.1, tokens=1)))["tpot_ms"]["p50"] is None
 
 
-def show(*summaries: Summary) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def test_a_narrow_terminal_cuts_no_figure() -> None:
+    runs = [
+        summarise(result(record(0, 1234.5), name=f"a run with a long name {i}", ratio=20.0), "model") for i in (1, 2)
+    ]
+    text = show(*runs, width=60)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 60
+    assert text.count("24,690,000") == 2 * 5  # TTFT: the mean and four quantiles
+
+
+def show(*summaries: Summary, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table(summaries))
     console.file.close()
     return console.export_text()
@@ -178,6 +189,26 @@ def test_the_plot_is_a_picture(tmp_path: Path, runs: int) -> None:
     picture = (tmp_path / "plot.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert int.from_bytes(picture[16:20], "big") >= 1000
+
+
+@pytest.mark.parametrize("records", [[record(i, 0.1 + i / 50) for i in range(20)] + failures(), failures(), []])
+def test_one_run_is_drawn_whatever_came_of_it(tmp_path: Path, records: list[Record]) -> None:
+    run = result(*records)
+    plot_run(run, summarise(run, slo_ttft_ms=200.0), tmp_path / "run.png", "A title")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("values", [[100.0, 112.0], [5.0], [3.0, 40_000.0], [0.001, 0.02]])
+def test_a_small_difference_looks_small(values: list[float]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    log_axis(axes, "y", values, str)
+    low, high = axes.get_ylim()
+    assert high / low >= 10 * (1 - 1e-9) and high > max(values)
+    share = (math.log(112) - math.log(100)) / math.log(high / low)
+    assert share < 0.06, "12 % more is no more than a twentieth of the picture's height"
+    assert "log" in axes.get_yscale() and len(axes.patches) == 0
 
 
 def test_nothing_cannot_be_plotted(tmp_path: Path) -> None:

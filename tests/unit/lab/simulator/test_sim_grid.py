@@ -1,5 +1,6 @@
 """Comparisons: every cell once, resumed where they stopped, and a report that needs nothing else."""
 
+import sys
 from statistics import fmean
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 from fairlead.lab.simulator import grid
 from fairlead.lab.simulator.build import ScenarioSpec, build, names
 from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
-from fairlead.lab.simulator.report import print_comparison, write_report
+from fairlead.lab.simulator.report import COLUMNS, print_comparison, write_report
 from fairlead.lab.simulator.run import known_policies, policy_text
 from fairlead.lab.simulator.scenarios import conversation_like
 from fairlead.lab.workload.describe import ideal_hit
@@ -143,11 +144,38 @@ def test_the_report_stands_alone(tmp_path, capsys):
     page = (tmp_path / "report.html").read_text()
     assert {path.name for path in paths} >= {"results.json", "report.html", "ttft.svg"}
     assert page.count("<svg") == 4
+    assert 'name="viewport"' in page
     assert "src=" not in page
     assert "policy: least-requests" in page
     document = msgspec.json.decode((tmp_path / "results.json").read_bytes())
     assert document["summary"]["paced-prefix"]["round-robin"]["requests"] == 6
     assert set(document["regret"]) == {"round-robin", "least-requests"}
+
+
+def test_a_narrow_terminal_gets_more_tables_and_every_figure(monkeypatch, capsys):
+    figures = {key: 10_000.0 + number for number, (_, key, _) in enumerate(COLUMNS)}
+    row = CellResult(key="", scenario="s", policy="a-policy-with-a-long-name-of-its-own", seed=0, figures=figures)
+    shown = {}
+    for width in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        print_comparison([row])
+        shown[width] = capsys.readouterr().out
+        assert max(map(len, shown[width].splitlines())) <= int(width)
+        assert "…" not in shown[width]
+        assert all(f" {10_000 + number:,}" in shown[width] for number in range(len(COLUMNS)))
+    assert shown["80"].count("s, times in ms") > shown["200"].count("s, times in ms") == 1
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path, capsys, monkeypatch):
+    row = run_cell(cells(1)[0])
+    shed = msgspec.structs.replace(row, policy="sheds-all", figures=row.figures | {"ttft_mean_ms": 0.0})
+    pytest.importorskip("matplotlib")
+    write_report([row, shed], [], tmp_path)
+    assert "No figure: sheds-all on paced-prefix" in (tmp_path / "report.html").read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_report([row], [], tmp_path)
+    assert "pip install 'fairlead[report]'" in capsys.readouterr().err
+    assert "pip install 'fairlead[report]'" in (tmp_path / "report.html").read_text()
 
 
 def test_names_cannot_break_out_of_the_report(tmp_path):

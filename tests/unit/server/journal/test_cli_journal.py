@@ -1,6 +1,7 @@
 """`explain`, `replay`, `capture` and the gate of `compare`, as a user calls them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from fairlead.cli.main import build_app
 from fairlead.core.records import DecisionRecord
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(build_app(), [str(argument) for argument in arguments])
+def call(*arguments: object, columns: int = 200) -> Any:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(build_app(), [str(argument) for argument in arguments])
 
 
 def test_replay(recorded: Any) -> None:
@@ -35,7 +36,7 @@ def test_explain(recorded: Any) -> None:
     record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord))
     done = call("explain", record.request.id, recorded.path)
     assert done.exit_code == 0, done.output
-    for word in (record.endpoint, "prefill", "interference", "would tie with", "TTFT forecast", "behind"):
+    for word in (record.endpoint, "prefill", "interference", "needed to tie", "TTFT forecast", "behind"):
         assert word in done.output
     shown = json.loads(call("explain", f"0000cafe.{record.request.id:016x}", recorded.path, "--json").output)
     for one in shown["explanation"]["candidates"]:
@@ -45,6 +46,23 @@ def test_explain(recorded: Any) -> None:
     )["instead"]
     assert instead["policy"] == "least-requests"
     assert "on the same numbers" in call("explain", record.request.id, recorded.path, "--set", "decode=1").output
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_explain_cuts_nothing_at_any_width(columns: int, recorded: Any) -> None:
+    record = [one for one in recorded.decisions if isinstance(one, DecisionRecord)][60]
+    asked = ("explain", record.request.id, recorded.path)
+    explanation = json.loads(call(*asked, "--json").output)["explanation"]
+    shown = call(*asked, columns=columns).output
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= columns
+    for one in explanation["candidates"]:
+        (row,) = [line for line in shown.splitlines() if re.match(rf" [* ] {one['endpoint']} ", line)]
+        assert f" {-one['total']:,.1f} " in row
+    words = " ".join(shown.split())
+    for name, value in explanation["candidates"][0]["terms"].items():
+        assert abs(value) < 0.05 or f"{name} {-value:,.1f}" in words or (columns == 200 and f" {-value:,.1f} " in shown)
+    (rival,) = [line for line in explanation["why"] if " costs " in line]
+    assert rival in words
 
 
 @pytest.mark.parametrize(

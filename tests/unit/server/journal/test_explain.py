@@ -163,7 +163,7 @@ def test_who_held_more_and_lost_is_named(record_run: Callable[..., Any], tmp_pat
         if best.cached_tokens > chosen.cached_tokens + 1000:
             line = next(line for line in found.why if line.startswith(best.endpoint))
             assert f"{best.cached_tokens - chosen.cached_tokens:,} more cached tokens" in line
-            assert "ms behind" in line or "better" in line
+            assert " ms more although it holds " in line or " ms less and holds " in line
             return
     pytest.fail("the run has no decision against the larger hit")
 

@@ -1,0 +1,190 @@
+"""`fairlead init`: looks at model servers and writes a configuration for them."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fairlead.cli.options import DEFAULT_FILE, FAILED, complain, examples
+
+if TYPE_CHECKING:
+    from fairlead.doctor.survey import Server
+
+_Servers = Annotated[
+    list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Model servers.", show_default=False)
+]
+_Prefill = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST:PORT", help="A server that only prefills; repeat. The others decode.", show_default=False
+    ),
+]
+_Pool = Annotated[
+    str, typer.Option(metavar="NAME", help="Kubernetes: the InferencePool to follow.", show_default=False)
+]
+_Namespace = Annotated[str, typer.Option(help="Kubernetes: its namespace.", show_default=False)]
+_KvEvents = Annotated[
+    bool | None, typer.Option("--kv-events/--no-kv-events", help="Know exactly what engines have cached.")
+]
+_Tokenizer = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR", help="For KV events: the model's tokenizer. Default: engines are asked.", show_default=False
+    ),
+]
+
+
+@examples("""
+\b
+Examples:
+  fairlead init                                  asks
+  fairlead init 10.0.0.1:8000 10.0.0.2:8000
+  fairlead init 10.0.0.1:8000 --prefill 10.0.0.9:8000 --kv-events
+  fairlead init --pool llama --namespace serving
+""")
+def init(
+    servers: _Servers = None,
+    prefill: _Prefill = None,
+    pool: _Pool = "",
+    namespace: _Namespace = "",
+    kv_events: _KvEvents = None,
+    tokenizer: _Tokenizer = "",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where clients connect.")] = 8080,
+    admin_port: Annotated[int, typer.Option(min=1, max=65535, help="Metrics, health and dashboard.")] = 9090,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The file to write.")] = DEFAULT_FILE,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    probe: Annotated[bool, typer.Option(help="Ask the servers what they are. Without it nothing is sent.")] = True,
+) -> None:
+    """Look at model servers and write a commented configuration for them; in a terminal, ask for what is not given.
+
+    Exit codes: 0 written, 1 a server does not answer, 2 wrong usage. Nothing is written then.
+    """
+    from fairlead.core.errors import ConfigError
+
+    if out.exists() and not force:
+        raise ConfigError("exists already: --force overwrites it, --out writes another", str(out))
+    asks = not (servers or prefill or pool) and sys.stdin.isatty()
+    servers, prefill = list(servers or ()), list(prefill or ())
+    if asks:
+        servers, prefill, pool, namespace = _ask()
+    if pool and (servers or prefill):
+        raise ConfigError("endpoints come from the InferencePool: leave out the servers, or --pool", "--pool")
+    if not (servers or prefill or pool):
+        raise ConfigError("name the model servers, e.g. fairlead init 10.0.0.1:8000, or --pool NAME", "HOST:PORT")
+    surveyed = _surveyed([*servers, *prefill], probe)
+    published = any(server.kv_events for server in surveyed)
+    if kv_events and surveyed and not published:
+        raise ConfigError("no server publishes KV events: see docs/kv-events.md#on-the-engine", "--kv-events")
+    if kv_events is None:
+        kv_events = published and (not asks or typer.confirm("Use KV events, to know exactly what is cached?", True))
+    silent = [server.address for server in surveyed if not server.kv_events]
+    if kv_events and silent:
+        typer.echo(f"note: no KV events at {', '.join(silent)}; `fairlead doctor` says how to switch them on")
+    lines = [*_endpoints(servers, prefill, surveyed), *_kubernetes(pool, namespace), *_settings(pool, port, admin_port)]
+    lines += _kv(kv_events, tokenizer)
+    _write(out, "\n".join(lines) + "\n", force)
+    named = "" if out == DEFAULT_FILE else f" {out}"
+    typer.echo(f"written: {out}\nnext: fairlead doctor{named} && fairlead serve{named}")
+
+
+def _ask() -> tuple[list[str], list[str], str, str]:
+    """(servers, those that only prefill, pool, namespace)"""
+    named = typer.prompt("Model servers, HOST:PORT each (none: pods of Kubernetes)", default="", show_default=False)
+    servers = named.replace(",", " ").split()
+    if not servers:
+        pool = typer.prompt("Name of the InferencePool")
+        return [], [], pool, typer.prompt("Its namespace", default="default")
+    named = typer.prompt("Servers that only prefill (none: all do both)", default="", show_default=False)
+    return servers, named.replace(",", " ").split(), "", ""
+
+
+def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
+    """What the servers say, printed too. Ends the command when one does not answer."""
+    if not addresses or not probe:
+        return []
+    import asyncio
+
+    from fairlead.cli.options import busy
+    from fairlead.doctor.survey import survey
+
+    with busy("asking the servers"):
+        surveyed = asyncio.run(survey(addresses))
+    for server in surveyed:
+        complain(str(server)) if server.problem else typer.echo(f"found {server}")
+    if any(server.problem for server in surveyed):
+        complain("nothing was written: start these servers, leave them out, or use --no-probe")
+        raise typer.Exit(FAILED)
+    typer.echo("How many requests an engine runs at once (its slots) is learned while it serves.")
+    if len({frozenset(server.models) for server in surveyed}) > 1:
+        typer.echo("note: the servers do not serve the same models; each request goes to those that have its model")
+    return surveyed
+
+
+def _endpoints(servers: list[str], prefill: list[str], surveyed: "list[Server]") -> list[str]:
+    if not (servers or prefill):
+        return []
+    said = {server.address: server for server in surveyed}
+    lines = ["# Model servers."]
+    lines += ["endpoints:"]
+    for address in [*servers, *prefill]:
+        role = ("prefill" if address in prefill else "decode") if prefill else ""
+        server = said.get(address)
+        engine = server.engine if server is not None and server.engine != "vllm" else ""
+        labels = [f"llm-d.ai/role: {role}"] * bool(role) + [f"llm-d.ai/engine-type: {engine}"] * bool(engine)
+        entry = f'{{address: "{address}", labels: {{{", ".join(labels)}}}}}' if labels else f'"{address}"'
+        lines.append(
+            f"  - {entry}" + (f"  # {', '.join(server.models)}" if server is not None and server.models else "")
+        )
+    if prefill:
+        lines += [
+            "",
+            "# A prompt is computed elsewhere than its answer where that saves time.",
+            "policy: prefill-decode",
+        ]
+    return [*lines, ""]
+
+
+def _kubernetes(pool: str, namespace: str) -> list[str]:
+    if not pool:
+        return []
+    inside = f"pool: {pool}" + (f", namespace: {namespace}" if namespace else "")
+    return ["# Endpoints are the ready pods of this InferencePool.", f"kubernetes: {{{inside}}}", ""]
+
+
+def _settings(pool: str, port: int, admin_port: int) -> list[str]:
+    behind = "; behind a gateway of your own: `gateway: none`, with extProc.tls" if pool else ""
+    return [
+        f"# Where clients connect: an Envoy that Fairlead starts{behind} (docs/gateway.md).",
+        f"gateway: {{port: {port}}}",
+        "",
+        f"# Metrics, health, decisions and the dashboard: http://127.0.0.1:{admin_port}/",
+        f"admin: {{port: {admin_port}}}",
+        "",
+        "# Keeps the numbers behind each decision in memory, for `fairlead explain`.",
+        "journal: {explain: true}",
+        "",
+    ]
+
+
+def _kv(wanted: bool, tokenizer: str) -> list[str]:
+    from json import dumps
+
+    model = f"modelPath: {dumps(tokenizer)}" if tokenizer else "render: engine"
+    lines = ["kvEvents: {enabled: true}", f'tokens: {{models: {{"*": {{{model}}}}}}}']
+    mark = "" if wanted else "# "
+    about = "# KV events: what each engine has cached, as it says itself (docs/kv-events.md)."
+    return [about, *(mark + line for line in lines)]
+
+
+def _write(out: Path, text: str, force: bool) -> None:
+    """Raises `ConfigError` for what would not load: the file is left as it is then."""
+    from fairlead.compat.load import load
+    from fairlead.core.errors import ConfigError
+
+    load(text)
+    try:
+        with out.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror or error}", str(out)) from None

@@ -1,0 +1,214 @@
+"""Every field of the configuration and every built-in plugin in words: the reference page, and `fairlead config
+explain`. All of it comes from the models that the loader uses.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+from msgspec import Struct
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from fairlead.compat.json_schema import json_schema
+from fairlead.config.builtins import BUILTINS, POLICIES
+from fairlead.config.check import fields
+from fairlead.config.plugin_reader import BAND_KINDS, FLOW_KINDS
+from fairlead.config.registry import Registry
+from fairlead.config.schema import SECTIONS, BandSettings, FlowSettings
+from fairlead.plugins.params import Quantity
+
+#: What a kind of plugin is called in the file, and where it stands.
+PLACES = {
+    "filter": "Filters, in `filters`",
+    "scorer": "Scorers, in `scorers`",
+    "picker": "Pickers, in `selection.picker`",
+    "policy": "Policies, in `policy`",
+    "metric-source": "Metric sources, in `metricSources`",
+    "parser": "Parsers, in `parsers`",
+    "fairness": "Fairness, in `flowControl.fairness`",
+    "ordering": "Orderings, in `flowControl.ordering`",
+    "saturation": "Saturation, in `flowControl.saturation`",
+    "ceiling": "Ceilings, in `flowControl.ceiling`",
+}
+#: What stands at the top of a file and is no section.
+TOP = {
+    "policy": "Name of a policy, or a mapping with its `type` and parameters.",
+    "filters": "List of filters.",
+    "scorers": "List of scorers, with `weight`.",
+    "selection": "`topK`, or `picker` with its `parameters`.",
+    "builtinFilters": "`false` leaves out the filters that are put before the list.",
+    "metricSources": "List of plugins that read further columns from metrics pages.",
+    "parsers": "List of plugins that understand request bodies of further paths.",
+    "flowControl": "Requests wait here while endpoints are busy; absent = they do not.",
+    "endpoints": "List of model servers, or a mapping with `file` and `watch`.",
+    "seed": "Whole number; the same seed gives the same random choices.",
+    "inferenceExtension": "As in the values of a chart: `pluginsCustomConfig` holds `filters`, `scorers`, `selection`.",
+    "router": "As in the values of a chart, with an EndpointPickerConfig.",
+}
+
+#: Where the short scheduling form may stand, beside the top of the file.
+_FORMS = ("scheduling.", "inferenceExtension.pluginsCustomConfig.")
+
+
+class Entry(Struct, frozen=True):
+    """A section, a plugin, or what stands at the top."""
+
+    #: `gateway`, `cost-model`; empty = the top.
+    name: str
+    about: str
+    #: (field, type, default, meaning); of the top (field, "", "", meaning).
+    rows: tuple[tuple[str, str, str, str], ...]
+    #: Of a plugin.
+    kind: str = ""
+
+
+def top() -> Entry:
+    properties = json_schema(Registry(list))["$defs"]["Fairlead"]["properties"]
+    return Entry("", "", tuple((key, "", "", TOP[key]) for key in properties if key not in SECTIONS))
+
+
+def sections() -> list[Entry]:
+    listed = [Entry(key, _about(kind), tuple(_fields(kind, key))) for key, kind in SECTIONS.items()]
+    return [*listed, Entry("flowControl", _about(FlowSettings), tuple(_fields(FlowSettings, "flowControl")))]
+
+
+def bands() -> Entry:
+    kinds = ", ".join(f"`{kind}`" for kind in FLOW_KINDS)
+    own = ", ".join(f"`{kind}`" for kind in BAND_KINDS)
+    about = (
+        f"Beside these: the plugins {kinds}, and `bands`, a list whose entries have the following fields and may\n"
+        f"have {own} of their own."
+    )
+    return Entry("flowControl.bands[]", about, tuple(_fields(BandSettings, "flowControl.bands[]")))
+
+
+def plugins() -> list[Entry]:
+    registry = Registry(list)
+    registered = ((kind, name, registry.find(kind, name)) for kind, known in BUILTINS.items() for name in known)
+    return [
+        Entry(name, _about(BUILTINS[kind][name]), tuple(_fields(plugin.params, "")), kind)
+        for kind, name, plugin in registered
+        if plugin is not None
+    ]
+
+
+def look_up(wanted: str) -> list[Entry]:
+    """What is said of a field (`gateway.port`, also with `$.` before it and an index), a section or a plugin. A field
+    comes as an entry with one row. Empty = nothing is called so."""
+    name = re.sub(r"\[[0-9]*\]", "[]", wanted.removeprefix("$."))
+    for form in _FORMS:
+        name = name.removeprefix(form)
+    everything = [top(), *sections(), bands(), *plugins()]
+    entries = [entry for entry in everything if name in (entry.name, f"{entry.kind}.{entry.name}")]
+    parts = [
+        Entry(
+            name, "", tuple(row for row in entry.rows if row[0] == name or row[0].startswith((f"{name}.", f"{name}[")))
+        )
+        for entry in everything
+        if not entry.kind and entry not in entries
+    ]
+    return entries + [part for part in parts if part.rows]
+
+
+def choices(field: str) -> list[str]:
+    """Names of the built-in plugins that may stand in a field at the top."""
+    ready = POLICIES if field == "policy" else ()
+    return [*ready, *(entry.name for entry in plugins() if PLACES[entry.kind].endswith(f"`{field}`"))]
+
+
+def names() -> list[str]:
+    """All that `look_up` knows."""
+    entries = [top(), *sections(), bands(), *plugins()]
+    rows = (row[0] for entry in entries if not entry.kind for row in entry.rows)
+    return [*filter(None, (entry.name for entry in entries)), *rows]
+
+
+def _about(cls: type) -> str:
+    """The first paragraph of the class's own docstring."""
+    text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+    first = " ".join(text.split("\n\n")[0].split())
+    return "" if first.startswith(cls.__name__ + "(") else first
+
+
+def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, str]]:
+    """Rows; a field that is a model itself is spread out, where it has defaults."""
+    for key, field in fields(model).items():
+        name = f"{path}.{key}" if path else key
+        said = field.description or ""
+        inner, many = _inner(field.annotation)
+        if inner is None:
+            yield name, _type(field), _default(field), said
+            continue
+        if many or said or _optional(field.annotation):
+            default = _default(field) if many or _optional(field.annotation) else ""
+            yield name, "list" if many == "[]" else "mapping", default, said
+        yield from _fields(inner, name + many)
+
+
+def _inner(kind: Any) -> tuple[type[BaseModel] | None, str]:
+    """The model that a field holds, and how it is reached: as it is, one of a list, one by name."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind, ""
+    for argument in get_args(kind):
+        inner, _ = _inner(argument)
+        if inner is not None:
+            origin = get_origin(kind)
+            return inner, "[]" if origin in (list, tuple) else ".NAME" if origin is dict else ""
+    return None, ""
+
+
+def _optional(kind: Any) -> bool:
+    return type(None) in get_args(kind)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "needed"
+    if isinstance(value, BaseModel):
+        return ""
+    plain = to_jsonable_python(value)
+    if _type(field) == "size" and isinstance(plain, int) and plain % (1 << 20) == 0:
+        return f"`{plain >> 20}Mi`"
+    if plain in ("", [], {}):
+        return "none"
+    return "none" if plain is None else f"`{json.dumps(plain, ensure_ascii=False, separators=(',', ':'))}`"
+
+
+def _type(field: FieldInfo) -> str:
+    units = [mark.unit for mark in _marks(field) if isinstance(mark, Quantity)]
+    if units:
+        return units[0]
+    annotated: Any = Annotated[field.annotation, None, *field.metadata]
+    return _shown(TypeAdapter(annotated).json_schema())
+
+
+def _marks(field: FieldInfo) -> Iterator[Any]:
+    """What is annotated, inside of unions too."""
+    yield from field.metadata
+    for argument in get_args(field.annotation):
+        if get_origin(argument) is Annotated:
+            yield from argument.__metadata__
+
+
+def _shown(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_shown(choice) for choice in schema["anyOf"] if choice.get("type") != "null")
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]) if value is not None)
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return "list of " + _shown(schema.get("items") or {}) if schema.get("items") else "list"
+    if kind == "object":
+        return "mapping"
+    limits = [
+        f"{sign} {schema[key]:,}"
+        for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+        if key in schema
+    ]
+    name = {"string": "text", "integer": "whole number", "boolean": "`true`, `false`"}.get(kind, str(kind))
+    return f"{name} {', '.join(limits)}".strip()

@@ -1,0 +1,104 @@
+"""A first look at model servers: what `fairlead init` writes a configuration from."""
+
+import asyncio
+
+from msgspec import Struct
+
+from fairlead.apis.engine_metrics import ENGINES, compile_engine
+from fairlead.apis.prometheus import read_page
+from fairlead.compat.load import load
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.errors import ADMIN_PORT
+from fairlead.doctor.http import Answer, Unreached
+from fairlead.doctor.site import Site
+from fairlead.pool.kv_events.discovery import ask
+
+
+class Server(Struct, frozen=True, kw_only=True):
+    """What one model server said of itself."""
+
+    #: `host:port`, as it was asked for.
+    address: str
+    #: Why no request can be sent there; empty = it answers.
+    problem: str = ""
+    #: A name of `engine_metrics.ENGINES`; empty = its metrics page is of none of them.
+    engine: str = ""
+    version: str = ""
+    models: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    sample: Sample = Sample()
+    #: Address where it publishes KV events; empty = it does not tell of one.
+    kv_events: str = ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.address}: {self.problem}"
+        sample = self.sample
+        said = [
+            f"{self.engine or 'unknown engine'} {self.version}".strip(),
+            ", ".join(self.models) or "no list of models",
+            f"{sample.num_blocks:,} KV blocks of {sample.block_size} tokens" if sample.num_blocks else "",
+            f"adapters {', '.join(self.adapters)}" if self.adapters else "",
+            f"{sample.max_adapters} adapter slots" if sample.max_adapters else "",
+            f"KV events at {self.kv_events}" if self.kv_events else "no KV events",
+        ]
+        return f"{self.address}: {'; '.join(filter(None, said))}"
+
+
+async def survey(addresses: list[str]) -> list[Server]:
+    """In their order. Raises `ConfigError` for what is no address."""
+    async with Site(load("{endpoints: [" + ", ".join(f'"{address}"' for address in addresses) + "]}")) as site:
+        known = {endpoint.id: endpoint for endpoint in site.endpoints}
+        looks = (_look(site, known[address]) for address in addresses if address in known)
+        servers = {server.address: server for server in await asyncio.gather(*looks)}
+        return [
+            servers.get(address) or Server(address=address, problem=site.nameless.get(address, "no such host"))
+            for address in addresses
+        ]
+
+
+async def _look(site: Site, endpoint: Endpoint) -> Server:
+    version, page, served, source = await asyncio.gather(
+        _page(site, endpoint, "/version"),
+        _page(site, endpoint, "/metrics"),
+        site.served(endpoint),
+        ask(site.client.session, endpoint.address, "", None),
+    )
+    if isinstance(page, Unreached) and isinstance(version, Unreached):
+        return Server(address=endpoint.id, problem=f"does not answer ({page})")
+    if isinstance(version, Answer) and version.body.startswith(ADMIN_PORT.encode()):
+        return Server(address=endpoint.id, problem=f"{ADMIN_PORT}, not a model server")
+    engine, sample = _engine(page.body) if isinstance(page, Answer) and page.status == 200 else ("", Sample())
+    return Server(
+        address=endpoint.id,
+        engine=engine,
+        version=_version(version),
+        models=tuple(name for name, adapter in served.items() if not adapter),
+        adapters=tuple(name for name, adapter in served.items() if adapter),
+        sample=sample,
+        kv_events=source.events if source is not None else "",
+    )
+
+
+async def _page(site: Site, endpoint: Endpoint, path: str) -> Answer | Unreached:
+    try:
+        return await site.ask(endpoint, path)
+    except Unreached as error:
+        return error
+
+
+def _engine(page: bytes) -> tuple[str, Sample]:
+    for name, metrics in ENGINES.items():
+        reading = read_page(page, compile_engine(metrics))
+        if not reading.empty:
+            return name, reading.sample
+    return "", Sample()
+
+
+def _version(answer: Answer | Unreached) -> str:
+    try:
+        said = answer.json() if isinstance(answer, Answer) and answer.status == 200 else None
+    except ValueError:
+        return ""
+    text = said.get("version") if isinstance(said, dict) else None
+    return text[:40] if isinstance(text, str) and text.isprintable() else ""
