@@ -68,7 +68,7 @@ def full_profile() -> Profile:
         ],
         scorers=[
             (PrefixAware(PrefixAwareParams()), 100.0),
-            (LoadAware(LoadAwareParams()), 50.0),
+            (LoadAware(LoadAwareParams(queue_weight_factor=0.7, active_requests_weight=0.3)), 50.0),
             (KvUtilization(none), 50.0),
             (InflightTokens(InflightTokensParams()), 100.0),
             (LoraAware(none), 100.0),

@@ -188,7 +188,7 @@ async def test_a_decision_that_is_no_longer_known(scheduler: Scheduler, browser:
     await page.press("Escape")
     await page.run("(() => { const b = document.querySelector('#decision-rows button'); "
                    "b.dataset.id = '12345'; b.click(); })()")  # fmt: skip
-    await page.until("document.querySelector('#why-body').textContent.includes('It could not be had')")
+    await page.until("document.querySelector('#why-body').textContent.includes('This decision cannot be shown')")
     assert "no decision '12345' among the last ones" in await text_of(page, "#why-body")
     await page.close()
 

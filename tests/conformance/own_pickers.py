@@ -45,7 +45,7 @@ async def ours(
                 async with _picker(pb, directory, transport, secure, config) as picker:
                     title = f"Fairlead, transport {transport}{', TLS' if secure else ''}{kind}"
                     found[title] = await judge(picker, cases)
-    found["Fairlead behind Envoy, as the reference's e2e test configures it"] = await _behind_envoy(directory)
+    found["Fairlead behind Envoy, full duplex, fail closed"] = await _behind_envoy(directory)
     return found
 
 

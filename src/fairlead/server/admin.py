@@ -113,6 +113,16 @@ class _Page(Struct, eq=False):
     readers: int = 0
 
 
+@web.middleware
+async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Who asks for what is not here is a client of models, most likely."""
+    if isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        where = "Send model requests to the gateway (gateway.port, default 8080)"
+        return web.Response(status=404, text=f"{ADMIN_PORT}: it has no {request.path}. {where}\n")
+    response: web.StreamResponse = await handler(request)
+    return response
+
+
 class SharedPage:
     """A page that is made once for all who asked before its making began, so that nobody sees an old one.
 
@@ -247,7 +257,7 @@ class Admin(HttpPort):
             self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
-        app.router.add_route("*", "/{path:.*}", self._elsewhere)
+        app.middlewares.append(_elsewhere)
         return app
 
     def _add(self, app: web.Application, path: str, handler: Handler) -> None:
@@ -287,13 +297,6 @@ class Admin(HttpPort):
             return self._dashboard.page(request)
         pages = _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
         return web.Response(text="fairlead\n\n" + "".join(f"{path:<26}{text}\n" for path, text in pages.items()))
-
-    async def _elsewhere(self, request: web.Request) -> web.Response:
-        """Requests of clients, most likely."""
-        text = (
-            f"{ADMIN_PORT}: it has no {request.path}. Send model requests to the gateway (gateway.port, default 8080)\n"
-        )
-        return web.Response(status=404, text=text)
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -43,7 +43,7 @@ scorers:
     assert found["$.policy"] == ("custom", "the lists of the file")
     assert found["$.scorers[0].weight"] == (7.0, "line 7")
     assert found["$.scorers[0].queueWeightFactor"] == (0.5, "line 9")
-    assert found["$.scorers[0].activeRequestsWeight"] == (0.3, "default")
+    assert found["$.scorers[0].activeRequestsWeight"] == (None, "default")
     assert found["$.filters[0].type"] == ("role", "built in")
     assert found["$.filters[4].maxQueueLength"] == (200, "default")
     assert found["$.selection.type"] == ("top-k", "default")

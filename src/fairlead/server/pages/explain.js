@@ -16,7 +16,7 @@ export async function explain(id) {
     if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
     body.replaceChildren(...parts(await answer.json()));
   } catch (error) {
-    body.replaceChildren(make("p", { class: "empty" }, `The scheduler did not answer: ${error.message}`));
+    body.replaceChildren(make("p", { class: "empty" }, `This decision cannot be shown: ${error.message}`));
   }
 }
 
