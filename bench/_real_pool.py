@@ -199,7 +199,7 @@ class Pool:
         """A few requests to each, so that no measured one is an engine's first."""
         for server in self.servers:
             for tokens, model in product((50, 700, 1500), (MODEL, *ADAPTERS) if self.lora else (MODEL,)):
-                body = {"model": model, "prompt": "warm " * tokens, "max_tokens": 16, "ignore_eos": True}
+                body = {"model": model, "prompt": [7] * tokens, "max_tokens": 16, "ignore_eos": True}
                 if server.post("/v1/completions", body) != 200:
                     raise SystemExit(f"server {server.name} does not answer a request")
 

@@ -41,8 +41,8 @@ SETTLED_S = 1.5
 
 
 class Case(Struct, frozen=True):
-    """What identifies a run. `policy` may end with `+events` (KV events), `+warm` (traffic before), or both; and with
-    `@REVISION`, whose sources are used."""
+    """What identifies a run. `policy` may end with `+events` (KV events), `+warm` (traffic before), `+at-once` (no flow
+    control), and with `@REVISION`, whose sources are used."""
 
     policy: str
     rate: float
@@ -90,7 +90,10 @@ class Gateway:
             "journal": {"path": str(self.journal)},
             "log": {"level": "warning"},
             "seed": case.seed,
+            "state": {"enabled": False},
         }
+        if "at-once" in options:
+            document["flowControl"] = {"enabled": False}
         if "events" in options:
             document["kvEvents"] = {"enabled": True}
             document["tokens"] = {"models": {"*": {"modelPath": str(home.model)}}}

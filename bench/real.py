@@ -9,8 +9,9 @@
 FAIRLEAD_REAL_HOME (or --home) names the folder with `venv` and `model`; default: ~/.cache/fairlead/real.
 Runs are kept as JSON lines in OUT/runs.jsonl, their journals under OUT/journals; what has been run with the same
 sources is not run again (--fresh does). A run whose load generator was more than 20 ms late (p99) is marked as
-invalid. Policies: any name, with `+events` for KV events, `+warm` for a scheduler that had traffic before, and at the
-end `@REVISION` for the sources of another revision: `default,default@v0.1` compares two in turns on the same servers.
+invalid. Policies: any name, with `+events` for KV events, `+warm` for a scheduler that had traffic before, `+at-once`
+for one without flow control, and at the end `@REVISION` for the sources of another revision: `default,default@v0.1`
+compares two in turns on the same servers.
 
 JSON: {"rows": [one object per run], "summary": {"runs", "invalid", "ratios": {"A / B": {"ttft_ms": [mean, low, high],
 "e2e_ms": …}}}, "simulated": [with --simulate: {"key", "problem", "ttft_ms": [real, simulated], "e2e_ms": …}]}.
