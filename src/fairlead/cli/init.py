@@ -125,8 +125,7 @@ def _endpoints(servers: list[str], prefill: list[str], surveyed: "list[Server]")
     if not (servers or prefill):
         return []
     said = {server.address: server for server in surveyed}
-    lines = ["# Model servers."]
-    lines += ["endpoints:"]
+    lines = ["# Model servers.", "endpoints:"]
     for address in [*servers, *prefill]:
         role = ("prefill" if address in prefill else "decode") if prefill else ""
         server = said.get(address)

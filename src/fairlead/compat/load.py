@@ -307,11 +307,9 @@ class _Assembly:
                 self._report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
                 return None
             node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` for `gateway: {mode: none}`
-        said = (
-            {**_LISTENS.get(key, {}), **self._translation.settings.values.get(key, {})} if self._translation else None
-        )
-        if key == "gateway" and node:
-            said = None
+        said: dict[str, object] = {}
+        if self._translation is not None and not (key == "gateway" and node):
+            said = {**_LISTENS.get(key, {}), **self._translation.settings.values.get(key, {})}
         if said and (node is None or isinstance(node, dict)):
             node = {**said, **(node or {})}
         if node is None or node == {}:

@@ -17,7 +17,7 @@ Rules
   whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
 * While nobody waits and all that is in flight is of one flow, there is nothing to share, and requests are not counted:
-  flow control costs a request one look at the endpoint that the policy chose (`calm`). What is in flight is counted
+  flow control costs a request one look at the endpoint that the policy chose (`alone`). What is in flight is counted
   when that ends (`count`).
 * Between flows (`core.fairness.Demand`): a light one's requests go at once unless a higher band waits, also where the
   worked-out gate says closed; those of heavy ones wait where they would slow it down.
@@ -218,8 +218,9 @@ class FlowControl:
 
     # ---- one flow alone ----
 
-    def calm(self, request: Request, fleet: Fleet) -> bool:
-        """Whether the request may go without being counted, if the gate admits it where the policy wants it."""
+    def alone(self, request: Request, fleet: Fleet) -> bool:
+        """Whether the request's flow is the only one, so that it goes uncounted if the gate admits it where the policy
+        wants it."""
         only = self.only
         if only is None or not fleet.table.count:
             return False

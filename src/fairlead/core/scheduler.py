@@ -220,7 +220,7 @@ class Pipeline:
         question = pick = None
         request, control, arrived = entry.request, flow.flow, ev.RequestArrived
         if control.only is not None and self.parking is None:
-            if control.calm(request, self.fleet):
+            if control.alone(request, self.fleet):
                 pick = self._choose(request, now)
                 if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
                     return self._send(entry, arrived, pick, now)

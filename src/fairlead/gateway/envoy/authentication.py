@@ -10,7 +10,6 @@ of Envoy compares hashes, so a few lines of Lua do. Envoy takes a new list from 
 """
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from msgspec import Struct
 
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import FAIRNESS_HEADERS
-from fairlead.gateway.envoy.options import Jwt, Options
+from fairlead.gateway.envoy.options import Jwt, Options, replace_watched
 
 Json = dict[str, Any]
 
@@ -252,6 +251,4 @@ class KeysFile:
         """Raises `OSError` when the disk does; then the old keys stay in force."""
         typed = {"@type": _LUA, "default_source_code": {"inline_string": script(keys, self._forward)}}
         resource = {"@type": _RESOURCE, "name": KEYS, "typed_config": typed}
-        aside = self._path.with_suffix(".new")
-        aside.write_text(json.dumps({"resources": [resource]}))
-        os.replace(aside, self._path)
+        replace_watched(self._path, json.dumps({"resources": [resource]}))

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.headers import FALLBACK, OWN_NAMESPACE
 from fairlead.gateway.envoy.authentication import JWKS
-from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint
+from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint, replace_watched
 from fairlead.gateway.ext_proc import DESTINATION, LB_NAMESPACE
 
 # The pool as a file that Envoy watches (endpoint discovery from a file, EDS).
@@ -68,10 +68,7 @@ class EndpointsFile:
         wanted = tuple(sorted(set(addresses)))
         if wanted == self._written:
             return False
-        text = render(wanted, self._version + 1)
-        aside = self.path.with_suffix(".new")
-        aside.write_text(text)
-        os.replace(aside, self.path)
+        replace_watched(self.path, render(wanted, self._version + 1))
         self._version += 1
         self._written = wanted
         return True

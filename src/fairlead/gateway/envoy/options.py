@@ -1,7 +1,9 @@
 """Everything about the gateway that can be chosen. `config.build` turns it into Envoy's bootstrap."""
 
+import os
 import re
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -202,3 +204,11 @@ def parse_endpoint(text: str, path: str = "$") -> Address:
     if address.path or not address.literal:
         raise ConfigError(f"expected a literal ip:port, got '{text}'", path)
     return address
+
+
+def replace_watched(path: Path, text: str) -> None:
+    """A new version of a file that Envoy watches: it looks only when one is moved there. Raises `OSError` when the disk
+    does; then the old one stays."""
+    aside = path.with_suffix(".new")
+    aside.write_text(text)
+    os.replace(aside, path)
