@@ -2,12 +2,14 @@
 
 * A link to a file beside `docs/` leads to a copy of that file, as plain text under `files/`: the site is complete
   without a server for the code. A link to a directory becomes its name.
+* Between `<!-- tabs -->` and `<!-- /tabs -->` each `**Title**` on a line of its own begins a tab.
 * The words behind a fence's language are for the tests (`sh run`, `yaml fragment`, `python file=mine.py`); only the
   name of a file is shown.
 """
 
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from mkdocs.structure.files import File
@@ -17,6 +19,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\]\\]|\\.)*)\]\((\.\./[^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<lang>[a-z]+)(?P<words> [^\n{]+)$", re.MULTILINE)
 #: A list right behind a line of text: GitHub begins a list there, Python-Markdown wants an empty line.
 _LIST = re.compile(r"^(?![ \t]*(?:[-*]|\d+\.) |[ \t]*$|\||    )(?P<text>.+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)
+_TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- /tabs -->$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"\bfile=(\S+)")
 
@@ -62,6 +65,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         title = f' title="{name[1]}"' if name else ""
         return f"{found['indent']}```{found['lang']}{title}"
 
+    def tabs(found: re.Match[str]) -> str:
+        return re.sub(r"^    \*\*(.+)\*\*$", r'=== "\1"', indent(found[1], "    "), flags=re.MULTILINE)
+
     parts = _CODE.split(_LINK.sub(link, markdown))
     parts[::2] = [_LIST.sub(r"\g<text>\n\n", part) for part in parts[::2]]
-    return _FENCE.sub(fence, "".join(parts))
+    return _TABS.sub(tabs, _FENCE.sub(fence, "".join(parts)))

@@ -1,7 +1,7 @@
-"""Writes docs/cli.md and docs/configuration-reference.md from the program itself: `python tools/write_reference.py`.
+"""Writes docs/cli.md, docs/configuration-reference.md and docs/findings.md from the program itself.
 
-Commands come from the app, fields and what they mean from the models that the loader uses. A test compares the pages
-with what would be written.
+Commands come from the app, fields and what they mean from the models that the loader uses, findings from the doctor's
+checks. A test compares the pages with what would be written. Run it with `python tools/write_reference.py`.
 """
 
 import inspect
@@ -16,6 +16,8 @@ from typing import Any, get_args, get_type_hints
 
 from fairlead.cli.main import COMMANDS, Command, load_command
 from fairlead.compat import reference
+from fairlead.doctor.checks import CHECKS
+from fairlead.doctor.run import Check
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE = "<!-- Written by tools/write_reference.py; change the program, not this page. -->"
@@ -29,7 +31,11 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Name in docs/ → text."""
-    return {"cli.md": cli_page(), "configuration-reference.md": configuration_page()}
+    return {
+        "cli.md": cli_page(),
+        "configuration-reference.md": configuration_page(),
+        "findings.md": findings_page(),
+    }
 
 
 def table(head: str, rows: Iterable[Iterable[str]]) -> str:
@@ -175,6 +181,45 @@ def _about(entry: reference.Entry) -> list[str]:
 def _rows(entry: reference.Entry, name: str = "field") -> str:
     rows = ((f"`{field}`", kind, default, _words(said)) for field, kind, default, said in entry.rows)
     return table(f"{name}|type|default|", rows)
+
+
+# ---- what the doctor finds ----
+
+FINDINGS = """# Findings of the doctor
+
+What [`fairlead doctor`](doctor.md) can find, by check, and what to do about it.
+
+| severity | |
+|---|---|
+| critical | requests fail, or the gateway can be abused |
+| error | decisions use wrong or missing knowledge |
+| warning | works, but wastes something or will break |
+| note | good to know |"""
+#: What a check needs, in words; the rest goes without saying.
+_NEEDED = {
+    "admin": "a running scheduler",
+    "gateway": "`--gateway`",
+    "any-gateway": "`--gateway` or `--gateway-admin`",
+    "probe": "`--probe`",
+    "events": "`kvEvents`",
+    "tokens": "`tokens`",
+    "embedded": "the embedded gateway",
+}
+
+
+def findings_page() -> str:
+    return "\n\n".join([MADE, FINDINGS, *map(_findings, CHECKS)]) + "\n"
+
+
+def _findings(check: Check) -> str:
+    needed = [_NEEDED[need] for need in check.needs if need in _NEEDED]
+    about = f"Checks that {check.about}." + (f" Needs {' and '.join(needed)}." if needed else "")
+    rows = ((f"`{kind.code}`", kind.severity.word, kind.what, _plain(kind.fix)) for kind in check.kinds)
+    return f"## {check.name}\n\n{about}\n\n{table('finding|severity|what|do', rows)}"
+
+
+def _plain(text: str) -> str:
+    return _words(text.replace("`", "").replace("*", "\\*"))
 
 
 if __name__ == "__main__":

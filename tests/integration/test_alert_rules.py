@@ -76,7 +76,8 @@ def test_each_alert_has_its_runbook_section_and_layer() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
-    assert anchors == {rule["annotations"]["runbook"].partition("#")[2] for rule in alerts()}
+    named = {rule["annotations"]["runbook"].partition("#")[2] for rule in alerts()}
+    assert anchors - named == {"load-is-uneven"}, "a symptom without an alert"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

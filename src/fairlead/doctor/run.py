@@ -83,7 +83,7 @@ class Check(Struct, frozen=True, kw_only=True):
     """`run` is called once, with what it `needs` at hand. `budget`: seconds after which it is given up."""
 
     name: str
-    #: Completes "looks whether …".
+    #: Completes "checks that …".
     about: str
     kinds: tuple[Kind, ...]
     run: Run

@@ -44,6 +44,10 @@ def test_the_navigation_names_every_page() -> None:
         ("Text:\n1. one\n2. two", "Text:\n\n1. one\n2. two"),
         ("- one\n- two", "- one\n- two"),
         ("```sh\nls\n- x\n```", "```sh\nls\n- x\n```"),
+        (
+            "<!-- tabs -->\n**pip**\n\n```sh run\nls\n```\n<!-- /tabs -->",
+            '=== "pip"\n\n    ```sh\n    ls\n    ```\n',
+        ),
     ],
 )
 def test_what_the_hooks_change(hooks: ModuleType, markdown: str, made: str) -> None:

@@ -21,7 +21,7 @@ from fairlead.pool.render import PROBES, RenderClient, compare
 
 _TOKENS = "docs/tokens.md"
 _SELF_CHECK = "docs/kv-events.md#the-self-check"
-_LOW_HITS = "docs/troubleshooting.md#the-hit-rate-is-low"
+_LOW_HITS = "docs/runbook.md#lowcachehitrate"
 
 _TEXT = "completion"
 #: Endpoints of one model that are asked.

@@ -25,7 +25,7 @@ from fairlead.gateway.envoy.config import render
 from fairlead.server.embedded import gateway_options
 
 _GATEWAY = "docs/gateway.md"
-_FAILING = "docs/troubleshooting.md#requests-fail"
+_FAILING = "docs/runbook.md#fairleaderrorshigh"
 
 
 NO_ENVOY = Kind(

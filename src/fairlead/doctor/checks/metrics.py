@@ -13,7 +13,7 @@ from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.memory import FEW_FILES
 
-_UNEVEN = "docs/troubleshooting.md#load-is-uneven"
+_UNEVEN = "docs/runbook.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
 
 #: Share of a limit from which on it is close.

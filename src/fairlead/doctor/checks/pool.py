@@ -13,7 +13,7 @@ from fairlead.gateway.tls import ServerTls
 from fairlead.plugins.filters.ability import ADAPTERS_LABEL, PREFILL_ONLY, ROLES, STAGES, RoleParams
 from fairlead.pool.models_file import check_models
 
-_FAILING = "docs/troubleshooting.md#requests-fail"
+_FAILING = "docs/runbook.md#fairleaderrorshigh"
 _POLICIES = "docs/policies.md"
 
 

@@ -14,15 +14,15 @@ from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Row, Site
 
 _RUNBOOK = "docs/runbook.md"
-_SLOWNESS = "docs/troubleshooting.md#scheduling-is-slow"
-_UNEVEN = "docs/troubleshooting.md#load-is-uneven"
-_LOW_HITS = "docs/troubleshooting.md#the-hit-rate-is-low"
+_SLOWNESS = "docs/runbook.md#epphighlatency"
+_UNEVEN = "docs/runbook.md#load-is-uneven"
+_LOW_HITS = "docs/runbook.md#lowcachehitrate"
 _SELF_CHECK = "docs/kv-events.md#the-self-check"
 
 
 NOT_READY = Kind(
     "scheduler.not-ready", Severity.CRITICAL, "the scheduler is not ready",
-    "the reasons say what it waits for", "docs/troubleshooting.md#requests-fail",
+    "the reasons say what it waits for", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
 OTHER_POOL = Kind(
     "scheduler.other-endpoints", Severity.ERROR, "the scheduler runs with other endpoints than the configuration lists",
