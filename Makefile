@@ -91,7 +91,7 @@ docs-serve: $(VENV)/.dev ## the documentation at http://127.0.0.1:PORT (default 
 test-kube: $(VENV)/.dev ## against a real kube-apiserver, which Go builds once (about six minutes); the Helm chart and the image
 	@$(BIN)/python tests/kube/support/kr_build.py --find-go || $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[kube]'
 	@$(call timed,API server,$(BIN)/python tests/kube/support/kr_build.py)
-	@$(call timed,tests against the API server,$(PYTEST) tests/kube || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests/kube; })
+	@$(call timed,tests against the API server,$(call tests,tests/kube))
 
 rollout: $(VENV)/.dev ## all model servers replaced one after the other under 20,000 requests: failures, and the share that finds its cache (two minutes)
 	FAIRLEAD_ROLLOUT_REQUESTS=20000 $(PYTEST) tests/kube/test_live_kube.py -k replaced_under_traffic -s -o faulthandler_timeout=1800

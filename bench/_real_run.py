@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -94,7 +95,8 @@ class Gateway:
         }
         if "at-once" in options:
             document["flowControl"] = {"enabled": False}
-        if "events" in options:
+        self._events, self._servers = "events" in options, len(pool.servers)
+        if self._events:
             document["kvEvents"] = {"enabled": True}
             document["tokens"] = {"models": {"*": {"modelPath": str(home.model)}}}
         (folder / "fairlead.json").write_text(json.dumps(document, indent=2))
@@ -115,10 +117,21 @@ class Gateway:
         set_group_nice(self._process.pid, FRONT_NICE)
         problem = wait_for(f"http://127.0.0.1:{self.admin}/readyz", self._look)
         problem = problem or wait_for(f"{self.url}/v1/models", self._look)
+        while not problem and self._events and not self._caught_up():
+            time.sleep(0.1)
         if problem:
             self.__exit__()
             raise SystemExit(f"fairlead serve was not ready in time ({problem}):\n{log.read_text()[-2000:]}")
         return self
+
+    def _caught_up(self) -> bool:
+        """Whether what engines published before is read: a start has to, and a run is not about that."""
+        self._look()
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        connected = [line.endswith(" 1") for line in lines if line.startswith("fairlead_kv_feed_connected{")]
+        behind = [line.endswith(" 1") for line in lines if line.startswith("fairlead_kv_feed_behind{")]
+        return len(connected) == self._servers and all(connected) and not any(behind)
 
     def cpu_s(self) -> float:
         return family_cpu_s(self._process.pid) if self._process else 0.0
