@@ -31,6 +31,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "idle": ("--endpoints 5 --seconds 1 --trials 1", ("endpoints", "page_kb", "cores")),
     "start": ("--rounds 1", ("here/first_200_ms", "here/parent_mb", "here/scheduler_mb")),
     "tuning": ("--head 10 --seeds 1", ("settings", "recognised")),
+    "configs": ("", ("same_meaning", "noted", "refused", "unlisted", "other")),
     "path": ("", ("bytecodes", "functions", "files", "parts/session", "parts/policy")),
     "tokens": ("--rounds 1", ("cold_100k_ms",)),
     "shadows": ("--count 40 --rounds 1", ("plain/p99_ms", "shadowed/p99_ms", "p99_ratio")),
@@ -51,7 +52,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 #: Those whose table is looked at too: the others would take as long once more.
-TABLES = ("extproc", "engines", "tuning", "journal", "decision", "metrics", "quality")
+TABLES = ("configs", "extproc", "engines", "tuning", "journal", "decision", "metrics", "quality")
 Run = subprocess.CompletedProcess[str]
 
 

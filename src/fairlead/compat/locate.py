@@ -15,6 +15,7 @@ ROUTER, EPP, EXTENSION = "router", "epp", "inferenceExtension"
 CUSTOM, FILE, INLINE = "pluginsCustomConfig", "pluginsConfigFile", "pluginsConfig"
 #: Fields that only such a document has at its top.
 _TELLING = ("schedulingProfiles", "apiVersion", "kind")
+OF_THE_CHART = "belongs to the Helm chart; it has no effect here"
 
 
 class Located(Struct):
@@ -41,7 +42,7 @@ def in_values(root: dict[str, Any], tree: Tree, report: Report) -> Located | Non
     if isinstance(root.get(ROUTER), dict):
         for key in root[ROUTER]:
             if key != EPP:
-                report.note((ROUTER, key), "belongs to the Helm chart; it has no effect here")
+                report.note((ROUTER, key), OF_THE_CHART)
         if isinstance(root[ROUTER].get(EPP), dict):
             return _in_chart(root[ROUTER][EPP], (ROUTER, EPP), tree, report)
     chart = root.get(EXTENSION)
@@ -57,7 +58,7 @@ def _is_named_texts(custom: object) -> bool:
 def _in_chart(chart: dict[str, Any], place: Place, tree: Tree, report: Report) -> Located | None:
     for key in chart:
         if key not in (CUSTOM, FILE, INLINE):
-            report.note((*place, key), "belongs to the Helm chart; it has no effect here")
+            report.note((*place, key), OF_THE_CHART)
     inline = chart.get(INLINE)
     if isinstance(inline, dict) and inline:
         at = (*place, INLINE)
