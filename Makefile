@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance lock dist image sbom audit states bench quality real docs docs-serve metrics-page clean
+.PHONY: help demo quick test check names prose unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance lock dist image sbom audit states bench quality real docs docs-serve metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -58,12 +58,17 @@ quick: $(VENV)/.dev ## format, types, and the unit tests that take no simulation
 
 test: check unit integration ## all checks and tests but those of test-kube (nine minutes on two cores)
 
-check: $(VENV)/.dev ## ruff, mypy, import contracts, names, what tests may read, the documentation as a site
+check: $(VENV)/.dev ## ruff, mypy, import contracts, names, the documentation's English (Vale, built once by Go) and its site
 	@$(call timed,format and lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
 	@$(call timed,types,$(BIN)/mypy)
 	@$(call timed,imports,$(BIN)/lint-imports)
 	@$(call timed,names,$(BIN)/python tools/names.py)
+	@$(call timed,English,$(BIN)/python tools/prose.py)
 	@$(call timed,documentation,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict)
+
+prose: $(VENV)/.dev ## the documentation's English by the rules in styles/Fairlead, its length and reading ease
+	@$(BIN)/python tools/prose.py
+	@$(BIN)/python tools/readability.py
 
 names: $(VENV)/.dev ## names in the sources that say nothing of what they stand for, where they are new (docs/glossary.md)
 	@$(BIN)/python tools/names.py

