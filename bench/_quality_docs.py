@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md that `quality.py` writes, between its markers. All else there is written by hand.
+"""The section of docs/benchmarks-policies.md that `quality.py` writes, between its markers.
 
 Tables and plots come from the summary alone. Why a rule beats the default, and what was tried, no summary knows:
 that is kept by hand in `quality_reasons.toml`, by scenario.
@@ -16,6 +16,7 @@ from _quality_report import Regrets, Summary, regrets_of
 from fairlead.lab.simulator.grid import COMPARED
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
+PAGE = "benchmarks-policies.md"
 BEGIN, END = "<!-- quality:begin (written by bench/quality.py) -->", "<!-- quality:end -->"
 REASONS = Path(__file__).with_name("quality_reasons.toml")
 #: Columns of the wide tables, as far as they took part; all policies are in the regrets.
@@ -40,12 +41,12 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 def write_section(docs: Path, summary: Summary, known: Summary, judged: Mapping[str, Regrets], run: Run) -> list[Path]:
-    """Replace what stands between the markers of `docs`/benchmarks.md, draw the plots. Returns what was written.
+    """Replace what stands between the markers of `PAGE` in `docs`, draw the plots. Returns what was written.
     `known`: where the truth was known from the beginning; `judged`: the regrets of each set.
 
     Raises `SystemExit` where the markers are missing: nothing written by hand may be lost.
     """
-    page = docs / "benchmarks.md"
+    page = docs / PAGE
     text = page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise SystemExit(f"error: {page} must contain once: {BEGIN} … {END}")

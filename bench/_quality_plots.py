@@ -1,4 +1,4 @@
-"""The plots of docs/benchmarks.md: how much worse than the best policy each one is, per scenario. Small SVG."""
+"""The plots of docs/benchmarks-policies.md: each policy over the best one, per scenario. Small SVG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -262,7 +262,7 @@ COLUMNS = (
 
 
 def summary_rows(found: dict[str, Any]) -> list[list[str]]:
-    """Of the shapes at which the default met other rules; the table of docs/benchmarks.md."""
+    """Of the shapes at which the default met other rules; the table of bench/NOTES.md."""
     made = []
     for name, shape in found["shapes"].items():
         if "regret_ttft" in shape:

@@ -9,7 +9,7 @@ The held-out set: docs/workloads.md.
     python bench/quality.py --set held_out     what nothing was tuned on: once per release, and reported as it comes
     python bench/quality.py --quick            a smaller version of each scenario, for a first look
     python bench/quality.py --policy default --scenario agents
-    python bench/quality.py --docs docs        all of it, and the tables and plots of docs/benchmarks.md
+    python bench/quality.py --docs docs        all of it, and the tables and plots of docs/benchmarks-policies.md
 
 The scheduler does not begin with the truth: its prior, and its bytes per token, are wrong by drawn factors of 0.5 to
 1.5, no request says how long its answer becomes, and servers are read once per second. Beside that stands what the
@@ -103,7 +103,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traces", default=os.environ.get("FAIRLEAD_TRACES", "traces"), help="directory of the traces")
     parser.add_argument("--out", default="out/quality")
     parser.add_argument(
-        "--docs", default="", help="write the section of benchmarks.md in this directory, and its plots"
+        "--docs", default="", help="write the section of benchmarks-policies.md in this directory, and its plots"
     )
     parser.add_argument("--fresh", action="store_true", help="do not take results of a former run")
     return parser.parse_args(arguments)

@@ -27,7 +27,7 @@ docs/cli.md docs/configuration-reference.md
 README.md docs/index.md docs/quickstart.md docs/concepts.md docs/configuration.md docs/gateway.md docs/operations.md
 docs/kubernetes.md docs/doctor.md docs/troubleshooting.md docs/runbook.md docs/security.md docs/faq.md docs/tuning.md
 docs/migration.md docs/dashboard.md docs/models.md
-docs/benchmarks.md docs/metrics.md docs/architecture.md docs/flow-control.md docs/simulator.md docs/policies.md
+docs/architecture.md docs/flow-control.md docs/simulator.md docs/policies.md
 docs/kv-events.md docs/plugins.md docs/tokens.md docs/journal.md docs/indexer.md docs/byte-safety.md docs/workloads.md
 docs/apis.md docs/replacement-scheduler.md docs/comparison.md docs/shadows.md
 docs/policy-tutorial.md docs/plugin-tutorial.md docs/api.md CONTRIBUTING.md
@@ -48,10 +48,10 @@ def find_vale() -> str:
         raise NoVale(f"FAIRLEAD_VALE={given} is no program")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairlead" / "vale"
     binary = cache / MODULE.rpartition("@")[2] / "vale"
-    return str(binary if binary.is_file() else _build(binary))
+    return str(binary if binary.is_file() else build(binary))
 
 
-def _build(binary: Path) -> Path:
+def build(binary: Path) -> Path:
     found = subprocess.run([sys.executable, FIND_GO, "--find-go"], capture_output=True, text=True)
     advice = "install Vale (https://vale.sh/docs/install) or set FAIRLEAD_VALE to it"
     if found.returncode != 0:

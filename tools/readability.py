@@ -62,6 +62,10 @@ def sentences(markdown: str) -> list[str]:
     return [part for text in plain for part in _SENTENCE_END.split(text) if _WORD.search(part)]
 
 
+def words(sentence: str) -> list[str]:
+    return _WORD.findall(sentence)
+
+
 def syllables(word: str) -> int:
     """By spelling: groups of vowels, less a silent e."""
     letters = re.sub(r"[^a-z]", "", word.lower())
@@ -72,11 +76,11 @@ def syllables(word: str) -> int:
 
 def figures(markdown: str) -> Figures:
     parts = sentences(markdown)
-    lengths = [len(_WORD.findall(part)) for part in parts]
+    lengths = [len(words(part)) for part in parts]
     generated = GENERATED in markdown[:400]
     if not lengths:
         return Figures(len(markdown.split()), 0, 0.0, 0.0, generated)
-    spoken = sum(syllables(word) for part in parts for word in _WORD.findall(part))
+    spoken = sum(syllables(word) for part in parts for word in words(part))
     ease = 206.835 - 1.015 * sum(lengths) / len(lengths) - 84.6 * spoken / sum(lengths)
     return Figures(len(markdown.split()), len(lengths), median(lengths), round(ease, 1), generated)
 
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in options.pages or pages()}
     rows = {str(path.resolve().relative_to(ROOT)): figures(text) for path, text in texts.items()}
     own = [text for text in texts.values() if not figures(text).generated]
-    lengths = [len(_WORD.findall(part)) for text in own for part in sentences(text)]
+    lengths = [len(words(part)) for text in own for part in sentences(text)]
     total = {
         "words": sum(len(text.split()) for text in own),
         "sentence_median": median(lengths or [0]),

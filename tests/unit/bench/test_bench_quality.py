@@ -24,7 +24,7 @@ def bench(monkeypatch):
 @pytest.fixture
 def page(bench, tmp_path):
     docs = bench("_quality_docs")
-    path = tmp_path / "docs" / "benchmarks.md"
+    path = tmp_path / "docs" / docs.PAGE
     path.parent.mkdir()
     path.write_text(PAGE.format(begin=docs.BEGIN, end=docs.END))
     return path
@@ -121,5 +121,5 @@ def test_a_page_without_markers_is_left_alone(bench, page):
 
 def test_the_page_has_the_markers(bench):
     docs = bench("_quality_docs")
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / docs.PAGE).read_text()
     assert (text.count(docs.BEGIN), text.count(docs.END)) == (1, 1)

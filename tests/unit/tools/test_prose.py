@@ -66,7 +66,7 @@ SENTENCES = [
 
 
 def test_the_rules_find_what_they_are_for(prose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prose, "_build", lambda binary: pytest.skip("Vale is not here; `make prose` builds it"))
+    monkeypatch.setattr(prose, "build", lambda binary: pytest.skip("Vale is not here; `make prose` builds it"))
     vale = prose.find_vale()
     page = tmp_path / "page.md"
     page.write_text("\n\n".join(sentence for sentence, _ in SENTENCES))

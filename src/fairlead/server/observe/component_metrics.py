@@ -48,11 +48,15 @@ class ChooserMetrics:
         registry.before(self._refresh)
         show = registry.show
         show("fairlead_scheduler_requests_total", "Requests of a scheduler in another process, by event.", self._sums)
-        show("fairlead_scheduler_fallbacks_total", "Requests decided by the policy behind it, by why.", self._fallbacks)
+        show("fairlead_scheduler_fallbacks_total", "Requests the fallback policy decided, by reason.", self._fallbacks)
         show("fairlead_scheduler_connected", "1 while the scheduler is connected.", self._connected)
-        show("fairlead_scheduler_breaker", "1 for the state that the circuit breaker is in.", self._breaker)
+        show("fairlead_scheduler_breaker", "1 for the current state of the circuit breaker.", self._breaker)
         show("fairlead_scheduler_breaker_opened_total", "How often the circuit breaker opened.", self._opened)
-        show("fairlead_scheduler_answer_seconds", "Time from question to answer, of answers in time.", self._took)
+        show(
+            "fairlead_scheduler_answer_seconds",
+            "Time from question to answer, within the budget.",
+            self._took,
+        )
         show("fairlead_canary_decisions_total", "Decisions made here, by the side that made them.", self._canary)
 
     def follow(self, remotes: Mapping[str, RemotePolicy], policy: Policy) -> None:
@@ -114,12 +118,12 @@ class ShadowMetrics:
         show("fairlead_shadow_decisions_total", text, self._decisions)
         text = "Reference cost of a shadow's choices above the lowest possible."
         show("fairlead_shadow_regret_milliseconds_total", text, self._regret)
-        text = "The same of the choices that were made."
+        text = "Reference cost of the choices that were made above the lowest possible."
         show("fairlead_shadow_primary_regret_milliseconds_total", text, self._primary)
         text = "Forecast TTFT where requests went, less that of the shadow's choice, by sign."
         show("fairlead_shadow_predicted_gain_milliseconds_total", text, self._gain)
         show("fairlead_shadow_seconds", "Time that a shadow took for a decision.", self._took)
-        show("fairlead_shadow_skipped_total", "Decisions that shadows were not shown, by why.", self._skipped)
+        show("fairlead_shadow_skipped_total", "Decisions that shadows were not shown, by reason.", self._skipped)
         show("fairlead_shadow_cut_off", "1 for a shadow that was cut off.", self._cut)
 
     def on_shadow(self, record: ShadowRecord) -> None:
@@ -177,7 +181,7 @@ class GatewayMetrics:
         #: What gateways that died had counted, and what this one has.
         self._before, self._last = self._kept()
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
-        text = "Requests that the embedded gateway balanced by itself, by its own count: also while no scheduler ran."
+        text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
         registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
         text = "Share of its heap limit that the embedded gateway has taken; large uploads are ended from 0.6 on."
         registry.show("fairlead_gateway_heap_ratio", text, self._heap)
@@ -219,7 +223,7 @@ class UploadMetrics:
         self._clients: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
         self._logged_at = -inf
-        text = "Uploads that the embedded gateway ended: memory (it was short of it), paused, slow."
+        text = "Uploads that the embedded gateway ended, by reason: memory (it ran short), paused, slow."
         registry.show("fairlead_uploads_ended_total", text, self._ended)
 
     def ended(self, client: str, received: int, reason: str) -> None:
@@ -261,10 +265,10 @@ def show_budget(registry: Registry, budget: ByteBudget) -> None:
         refused.child("slow").value = budget.cut
 
     registry.before(refresh)
-    registry.show("fairlead_buffered_bytes", "Of requests that are not whole, or wait with their bodies.", held)
-    registry.show("fairlead_buffered_limit_bytes", "The most that these may be.", most)
-    registry.show("fairlead_buffered_waiting", "Uploads that wait for room among them.", waiting)
-    text = "Streams that were ended for want of room: at their beginning (full), or too slow while others waited."
+    registry.show("fairlead_buffered_bytes", "Bytes of request bodies that are incomplete or wait here.", held)
+    registry.show("fairlead_buffered_limit_bytes", "The limit of the bytes of bodies that wait here.", most)
+    registry.show("fairlead_buffered_waiting", "Uploads that wait for room in the buffer.", waiting)
+    text = "Streams ended for lack of room: refused at the start (full), or too slow while others waited."
     registry.show("fairlead_buffered_refused_total", text, refused)
 
 
@@ -295,18 +299,18 @@ class KubeMetrics:
         self._writes = counters("pool")
         registry.before(self._refresh)
         registry.show("fairlead_kube_connected", "1 while the API server answers for this resource.", self._connected)
-        registry.show("fairlead_kube_objects", "Objects that are known.", self._objects)
+        registry.show("fairlead_kube_objects", "Objects currently known.", self._objects)
         helps = {
-            "lists": "Whole lists that were read.",
-            "watches": "Watches that were begun.",
-            "failures": "Requests that found no answer or were refused.",
-            "events": "Changes that were watched.",
+            "lists": "Full lists read.",
+            "watches": "Watches that were started.",
+            "failures": "Requests to the API server that failed or were refused.",
+            "events": "Changes received from watches.",
             "unreadable": "Objects that could not be read.",
         }
         for name, family in self._counts.items():
             registry.show(f"fairlead_kube_{name}_total", helps[name], family)
         registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
-        registry.show("fairlead_kube_status_writes_total", "Conditions that were written.", self._writes)
+        registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
 
     def follow(self, source: Callable[[], Mapping[str, Followed]]) -> None:
         """`source` says, by plural, what is listed and watched."""
@@ -347,15 +351,15 @@ class TokenMetrics:
         self._unread = counters("reason")
         registry.before(self._refresh)
         show = registry.show
-        text = "1 for the library and the template that a model's prompts are read with; none = they are not."
+        text = "1 for the library and the template that turn a model's prompts into tokens; none = there is none."
         show("fairlead_tokens_model", text, self._loaded)
-        text = "1 for whether an engine was found to make the same token ids of probes as we do."
+        text = "1 for the result of comparing token ids with an engine: agrees, differs, unknown."
         show("fairlead_tokens_parity", text, self._agreement)
-        show("fairlead_tokens_cache_bytes", "Pieces of prompts whose tokens are kept.", self._bytes)
-        show("fairlead_tokens_cache_asked_total", "Characters that were looked for among them.", self._asked)
-        show("fairlead_tokens_cache_found_total", "Characters that were found among them.", self._found)
+        show("fairlead_tokens_cache_bytes", "Size of the cache of tokens, in bytes.", self._bytes)
+        show("fairlead_tokens_cache_asked_total", "Characters looked up in the cache of tokens.", self._asked)
+        show("fairlead_tokens_cache_found_total", "Characters found in the cache of tokens.", self._found)
         if without is not None:
-            text = "Prompts whose token ids are not known, so that their tokens were estimated, by reason."
+            text = "Prompts without token ids, whose tokens were estimated, by reason."
             show("fairlead_tokens_missing_total", text, self._unread)
 
     def _refresh(self) -> None:
@@ -399,7 +403,7 @@ def show_journal(registry: Registry, counts: Counts) -> None:
     registry.show("fairlead_journal_records_total", "Records written to the journal.", written)
     registry.show("fairlead_journal_lost_total", "Records that are missing in the journal.", lost)
     registry.show("fairlead_journal_bytes_total", "Bytes written to the journal.", volume)
-    registry.show("fairlead_journal_segments_total", "Segments that were begun.", segments)
+    registry.show("fairlead_journal_segments_total", "Segments that were started.", segments)
     registry.show("fairlead_journal_errors_total", "Failures of the journal's disk.", errors)
     registry.show("fairlead_journal_size_bytes", "Bytes of all segments in the journal's directory.", size)
 

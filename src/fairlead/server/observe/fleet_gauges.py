@@ -142,7 +142,7 @@ class FleetGauges:
         ours = {"constant": {"producer_name": "fairlead"}}
         text = "[ALPHA] Requests in flight that are charged to an endpoint."
         registry.show("llm_d_epp_inflight_requests", text, self._inflight, **ours)
-        text = "[ALPHA] Their prompt tokens that are not computed yet."
+        text = "[ALPHA] Prompt tokens of requests in flight that are not computed yet."
         registry.show("llm_d_epp_inflight_tokens", text, self._tokens, **ours)
         source = {"labels": {}, "constant": {"source_type": "metrics-data-source"}}
         text = "[ALPHA] Scrapes of model servers that failed."
@@ -157,8 +157,8 @@ class FleetGauges:
         rows: tuple[tuple[str, str, Family[Gauge] | Family[Counter] | Readings], ...] = (
             ("index_size", "Entries of the prefix index.", self._index),
             ("fairlead_leases", "Requests in flight that are charged to an endpoint.", self._leases),
-            ("fairlead_endpoint_leases", "Of those, per endpoint.", self._endpoint_leases),
-            ("fairlead_endpoint_stale", "1 while an endpoint's metrics are too old to be believed.", self._stale),
+            ("fairlead_endpoint_leases", "Requests in flight that are charged to the endpoint.", self._endpoint_leases),
+            ("fairlead_endpoint_stale", "1 while an endpoint's metrics are too old to be used.", self._stale),
             ("fairlead_endpoint_age_seconds", "Time since an endpoint's last good scrape.", self._age),
             ("fairlead_endpoint_suspicion", "1 while an endpoint seems to hang, 2 while it does.", self._suspicion),
             ("fairlead_scrape_total", "Scrapes of metrics pages, by result.", self._scrapes),

@@ -142,8 +142,8 @@ class FlowMetrics:
             text = "[ALPHA] Time from a request's arrival at flow control to its outcome."
             show(prefix + "request_queue_duration_seconds", text, self._waits, **pool)
             show(prefix + "queue_size", "[ALPHA] Requests that wait, by flow.", self._size, **pool)
-            show(prefix + "queue_bytes", "[ALPHA] Bytes of their bodies, by flow.", self._bytes, **pool)
-            text = "[ALPHA] 1 = no endpoint may be sent one more request; above, oversubscribed."
+            show(prefix + "queue_bytes", "[ALPHA] Body bytes of waiting requests, by flow.", self._bytes, **pool)
+            text = "[ALPHA] 1 = no endpoint can take one more request; above 1 = oversubscribed."
             show(prefix + "pool_saturation", text, self._saturation, **pool)
         prefix = _PREFIXES[0]
         show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
@@ -152,7 +152,7 @@ class FlowMetrics:
             show(f"{prefix}capacity_utilization_{kind}", text, self._used[kind], **pool)
             text = f"[ALPHA] Share of the global limit of {kind} that is used."
             show(f"{prefix}global_capacity_utilization_{kind}", text, self._used_all[kind], labels={}, **pool)
-        text = "[ALPHA] Endpoints whose metrics are too old to be believed."
+        text = "[ALPHA] Endpoints whose metrics are too old to be used."
         show(f"{prefix}stale_endpoints", text, self._stale, labels={}, constant={"detector": "fairlead"})
         text = "Age of the request that waits longest, by band."
         show("fairlead_flow_head_age_seconds", text, self._age)
@@ -162,10 +162,10 @@ class FlowMetrics:
         show("fairlead_flow_fairness_index", text, self._jain)
         text = "How long the queue will take at the pace of the last dispatches."
         show("fairlead_flow_delay_seconds", text, self._delay, labels={})
-        text = "The same of those of a band and the bands above: what Retry-After says."
+        text = "How long the queue of a band and the bands above will take: the Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
         show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
-        text = "Endpoints with which requests would wait no longer than the target."
+        text = "Number of endpoints at which requests would wait no longer than the target."
         show("fairlead_desired_replicas", text, self._wanted, labels={})
 
 

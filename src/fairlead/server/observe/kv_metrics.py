@@ -43,8 +43,8 @@ _COUNTERS = (
     ("bad_events", "KV events that could not be read.", "bad"),
     ("lost_batches", "Batches that were missed for good.", "lost"),
     ("gaps", "Times that batches were missing.", "gaps"),
-    ("restarts", "Times that an engine was found to be another one.", "restarts"),
-    ("replays", "Replays that were begun.", "replays"),
+    ("restarts", "Restarts of engines that were detected.", "restarts"),
+    ("replays", "Replays that were started.", "replays"),
     ("failed_replays", "Replays that brought nothing, or not all.", "failed_replays"),
 )
 _GAUGES = (
@@ -141,23 +141,27 @@ class KvMetrics:
         for name, text, field in _GAUGES:
             show(f"fairlead_kv_feed_{name}", text, self._gauges[field])
         show("fairlead_kv_trust", "Share of the last compared answers whose prediction came true.", self._trust)
-        text = "1 for how far an endpoint's events are relied on: learned = not at all, exact = in everything."
+        text = "1 for how far an endpoint's events are trusted: learned = not at all, exact = fully."
         show("fairlead_kv_source", text, self._source)
         text = "Answers whose reported cached tokens were compared with the prediction from KV events."
         show("fairlead_kv_checked_total", text, self._checked)
-        show("fairlead_kv_checked_tokens_total", "Their cached tokens, predicted and reported.", self._tokens)
+        show(
+            "fairlead_kv_checked_tokens_total",
+            "Cached tokens in compared answers, by who says so.",
+            self._tokens,
+        )
         text = "Answers whose prediction was wrong, by likely cause."
         show("fairlead_kv_disagreements_total", text, self._causes)
         show(
             "fairlead_kv_index", "The index of KV blocks: copies, bytes, blocks without a parent, leases.", self._index
         )
-        text = "Prompts whose token ids are not known, so that learned knowledge served them, by reason."
+        text = "Prompts without token ids, scheduled by learned prefixes, by reason."
         show("fairlead_kv_prompts_without_tokens_total", text, self._unread)
         text = "[ALPHA] Publishers of KV events that are connected."
         show("llm_d_epp_kv_cache_events_active_subscribers", text, self._subscribers)
         text = "[ALPHA] Batches of KV events, by publisher."
         show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
-        show("fairlead_kv_rejected_batches_total", "Batches of publishers that are not of the pool.", self._refused)
+        show("fairlead_kv_rejected_batches_total", "Batches from publishers outside the pool.", self._refused)
 
 
 # Asking an indexer, and being one, on the metrics page.
@@ -180,7 +184,7 @@ class QueryMetrics:
         text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
         registry.show("fairlead_indexer_questions_total", text, self._ends)
         registry.show("fairlead_indexer_up", "1 while the indexer answers.", self._up)
-        registry.show("fairlead_indexer_answer_seconds", "How long answers of the indexer took.", self._seconds)
+        registry.show("fairlead_indexer_answer_seconds", "Time until the indexer answered.", self._seconds)
 
     def watch(self, asker: "IndexClient") -> None:
         self._asker = asker

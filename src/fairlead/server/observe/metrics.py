@@ -182,7 +182,7 @@ class SchedulerMetrics:
         families.show(self.registry)
         self.registry.before(self._refresh)
         self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
-        text = "Sets of request labels that are told apart because a request with them was answered 2xx."
+        text = "Sets of request labels with their own series because a request with them was answered 2xx."
         self._label_sets = gauges()
         self.registry.show("fairlead_metrics_label_sets", text, self._label_sets)
         self._folds = Readings("counter", "metric")

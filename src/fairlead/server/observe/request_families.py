@@ -158,7 +158,7 @@ class RequestFamilies:
             show(_LLMD + name, "[ALPHA] " + text, family)
             show(_OBJECTIVE + twin, "[ALPHA] " + text, family, labels=_MODEL)
         show("kv_cache_lookup_total", "Prompt tokens of routed requests, looked up in the prefix index.", self.lookups)
-        show("kv_cache_hit_total", "Of those, tokens predicted to be cached at the chosen endpoint.", self.hits)
+        show("kv_cache_hit_total", "Prompt tokens predicted to be cached at the chosen endpoint.", self.hits)
         text = (
             "Predicted times to first token, by where the observed one was in the 90 % band; since requests were sent."
         )
@@ -177,7 +177,7 @@ class RequestFamilies:
         for prefix in (_LLMD, _EXTENSION):
             name = prefix + "scheduler_e2e_duration_seconds"
             show(name, "[ALPHA] " + text, self.scheduling, bounds=buckets.SCHEDULING)
-        text = "[ALPHA] Time to decide about a request, by the policy that did."
+        text = "[ALPHA] Time to decide about a request, by policy."
         show(_LLMD + "plugin_duration_seconds", text, self.plugin)
         show(_EXTENSION + "plugin_duration_seconds", text, self.plugin)
         text = "[ALPHA] Decisions, by their result and the endpoint."
@@ -192,7 +192,7 @@ class RequestFamilies:
         show(_LLMD + "request_predicted_ttft_seconds", text, self.predicted_ttft, **by)
         text = "[ALPHA] Predicted time per output token, of streamed responses."
         show(_LLMD + "request_predicted_tpot_seconds", text, self.predicted_tpot, **by)
-        text = "[ALPHA] Responses that missed the time that their request's headers asked for, by which."
+        text = "[ALPHA] Responses that missed a latency objective of their request's headers, by objective."
         show(_LLMD + "request_slo_violation_total", text, self.slo_violations, **by)
         text = "[ALPHA] Requests routed by a policy that splits prefill from decode, by what it did."
         names = {label: label for label in self.pairs.labels}
@@ -210,9 +210,9 @@ class RequestFamilies:
         text = "Instructions of the scheduler that could not be carried out, a defect. Their requests were ended."
         show("fairlead_failed_instructions_total", text, self.failed_instructions)
         show("fairlead_all_overloaded_total", "Decisions with every candidate overloaded.", self.overloaded)
-        show("fairlead_lease_expired_total", "Requests whose end was never told.", self.expired)
+        show("fairlead_lease_expired_total", "Requests whose end was never reported.", self.expired)
         show("fairlead_fallback_requests_total", "Requests the gateway served without asking.", self.fallbacks)
         text = "Requests answered elsewhere because this endpoint could not be reached, broke off or was overdue."
         show("fairlead_repeated_total", text, self.repeated)
-        show("fairlead_stalls_total", "Times that an endpoint was found to hang, or to move again.", self.stalls)
+        show("fairlead_stalls_total", "Times that an endpoint began to hang, or recovered.", self.stalls)
         show("fairlead_loop_lag_seconds", "How late timers of the event loop fire.", self.loop_lag)

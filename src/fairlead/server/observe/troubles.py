@@ -33,7 +33,7 @@ class Troubles:
         self.present: dict[str, str] = {}
         self._shown = Readings("gauge", "what")
         registry.before(self._refresh)
-        registry.show("fairlead_trouble", "1 for what this process cannot do now; the log says why.", self._shown)
+        registry.show("fairlead_trouble", "1 for what this process cannot do now; see the log.", self._shown)
 
     def watch(self, what: str, check: Check) -> None:
         """`check` gives a reason while it cannot be done, else an empty text."""
