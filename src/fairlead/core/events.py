@@ -147,6 +147,27 @@ class Restored(Struct, frozen=True):
     age_s: float
 
 
+class PeerHeard(Struct, frozen=True, gc=False):
+    """Another scheduler of the pool told what it did since its last message (`fairlead.core.facts.Batch`). `origin`:
+    whose it is, another name after each start; never our own."""
+
+    origin: str
+    payload: bytes
+
+
+class PeerSnapshot(Struct, frozen=True, gc=False):
+    """It told all that it has running (`fairlead.core.facts.Snapshot`)."""
+
+    origin: str
+    payload: bytes
+
+
+class PeerLost(Struct, frozen=True, gc=False):
+    """It ended, or nobody hears of it any more."""
+
+    origin: str
+
+
 class RemoteUp(Struct, frozen=True, gc=False):
     """A scheduler in another process is connected and may be asked."""
 
@@ -197,6 +218,9 @@ Event = (
     | ModelsChanged
     | Reconfigured
     | Restored
+    | PeerHeard
+    | PeerSnapshot
+    | PeerLost
     | RemoteUp
     | RemoteDown
     | RemotePicked

@@ -46,11 +46,12 @@ class Fleet:
         max_prefix_entries: int = 2_000_000,
         exact: ExactKnowledge | None = None,
         prior: StepModel = PRIOR,
+        ledger: type[Ledger] = Ledger,
     ) -> None:
         """`prior`: what engines are believed to take before anything is learned of them."""
         self._prior = prior
         self.table = EndpointTable()
-        self.ledger = Ledger(self.table, lease_ttl)
+        self.ledger = ledger(self.table, lease_ttl)
         #: What first tokens will take, learned from those that came.
         self.predictor = Predictor(self.table, prior)
         self.adapters = Adapters(self.table, self.ledger.starting)

@@ -72,6 +72,8 @@ class Lease(Struct, eq=False, gc=False):
     #: The LoRA adapter that it needs; empty = none, or none that is known. What it met where it was not running.
     adapter: str = ""
     cold: Cold | None = None
+    #: Under which others are told of it (`fairlead.core.reports`); 0 = they are not.
+    number: int = 0
 
 
 # One endpoint's load: what it said last, corrected by what we sent it and saw of it since.

@@ -47,6 +47,7 @@ from fairlead.core.ledger import Lease
 from fairlead.core.models import Catalogue, Refusal, applied, unnamed
 from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
+from fairlead.core.peers import Peers
 from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
 from fairlead.core.profile import runner_up
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
@@ -146,6 +147,7 @@ class Pipeline:
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
         self._build = build
+        self.peers = Peers(clock, fleet)
         #: All requests that are here.
         self.requests = Requests()
         self._endings = Endings(clock, self._over)
@@ -164,9 +166,8 @@ class Pipeline:
             ev.ModelsChanged: self._models_changed,
             ev.Reconfigured: self._reconfigured,
             ev.Restored: self._restored,
-            ev.RemoteUp: self._remote,
-            ev.RemoteDown: self._remote,
-            ev.RemotePicked: self._remote,
+            **dict.fromkeys((ev.PeerHeard, ev.PeerSnapshot, ev.PeerLost), self._peer),
+            **dict.fromkeys((ev.RemoteUp, ev.RemoteDown, ev.RemotePicked), self._remote),
             ev.ShadowsJudged: lambda event: [Record(record) for record in event.records],
             ev.StopAsked: self._stop_asked,
             ev.TimerFired: self._timer_fired,
@@ -604,7 +605,9 @@ class Pipeline:
     # ---- the fleet ----
 
     def _endpoint_up(self, event: ev.EndpointUp) -> list[Instruction]:
-        return self._abandoned(self.fleet.up(event.endpoint))
+        abandoned = self._abandoned(self.fleet.up(event.endpoint))
+        self.peers.joined(event.endpoint.id)
+        return abandoned
 
     def _endpoint_down(self, event: ev.EndpointDown) -> list[Instruction]:
         return self._abandoned(self.fleet.down(event.endpoint_id))
@@ -621,6 +624,7 @@ class Pipeline:
 
     def _metrics_sampled(self, event: ev.MetricsSampled) -> list[Instruction]:
         now = self._clock.time()
+        self.peers.sampled(event.endpoint_id, event.started)
         held_no_more = self.fleet.sampled(event.endpoint_id, event.started, now, event.sample)
         if now >= self.fleet.stalls.due:
             self.fleet.stalls.look(now)
@@ -667,6 +671,15 @@ class Pipeline:
         self.fleet.restore(event.part, event.age_s, self._clock.time())
         return []
 
+    def _peer(self, event: ev.PeerHeard | ev.PeerSnapshot | ev.PeerLost) -> list[Instruction]:
+        if isinstance(event, ev.PeerHeard):
+            self.peers.batch(event.origin, event.payload)
+        elif isinstance(event, ev.PeerSnapshot):
+            self.peers.snapshot(event.origin, event.payload)
+        else:
+            self.peers.lost(event.origin)
+        return []
+
     def _stop_asked(self, event: ev.StopAsked) -> list[Instruction]:
         flow, now = self.flow_controller, self._clock.time()
         return self._sent_away(flow.flow.stop(now), T.STOPPED, now) if flow is not None else []
@@ -682,6 +695,7 @@ class Pipeline:
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)
         if self.flow_controller is not None:
             self.flow_controller.flow.relax()
+        self.peers.expire(now)
         expired = self.fleet.ledger.expired(now, MOST)
         next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD
         return [*self._endings.add(self._entries(expired), T.EXPIRED), SetTimer(EXPIRY_TIMER, next_expiry)]
@@ -712,4 +726,4 @@ class Pipeline:
             self.parking.validate()
             assert set(self.parking.questions) == set(questions)
         held = {lease for lease in leases if lease is not None and lease.held}
-        assert held == set(self.fleet.ledger), "a lease is on the books that no request has"
+        assert held | self.peers.leases == set(self.fleet.ledger), "a lease is on the books that no request has"

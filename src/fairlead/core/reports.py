@@ -1,0 +1,244 @@
+"""What this scheduler did and saw itself, for others that serve the same pool (`fairlead.core.facts`).
+
+Rules
+* Facts are taken down where they happen, as references, and become bytes once per batch. A `Fleet` takes down nothing:
+  a scheduler that is alone pays nothing.
+* Memory is bounded. Who does not fetch batches loses them; the gap in the sequence tells the others.
+* A reservation is not told: it lasts for milliseconds, and the lease that follows is.
+"""
+
+from collections import deque
+from typing import Any
+
+from fairlead.core.facts import (
+    AGE_UNIT,
+    BROKEN,
+    VERSION,
+    Batch,
+    Blocks,
+    Charged,
+    Ended,
+    FirstToken,
+    Sent,
+    Snapshot,
+    encode,
+)
+from fairlead.core.fleet import Fleet
+from fairlead.core.ledger import Lease, Ledger
+from fairlead.core.request import PrefixChain, Request
+
+#: Facts that wait for somebody to fetch them.
+MOST_FACTS = 65_536
+#: Blocks told since the dictionary began. Then it begins anew, which costs each live chain one telling in full.
+DICTIONARY = 32_768
+#: Prompts in a snapshot: those sent last.
+RECENT = 512
+
+
+class Reports:
+    """`batch` and `snapshot` are for the transport. Neither changes what decides."""
+
+    def __init__(self, ledger: "ReportingLedger") -> None:
+        self._ledger = ledger
+        #: Of the last batch.
+        self.sequence = 0
+        self._next = 1
+        self._charged: list[Lease] = []
+        self._first_tokens: list[tuple[int, float]] = []
+        self._ended: dict[int, int] = {}
+        #: Blocks that others know since the dictionary began.
+        self._known: set[int] = set()
+        self._generation = 1
+        self._recent: deque[tuple[str, PrefixChain]] = deque(maxlen=RECENT)
+
+    # ---- taken down ----
+
+    def charged(self, lease: Lease) -> None:
+        lease.number = self._next
+        self._next += 1
+        self._charged.append(lease)
+        if len(self._charged) > MOST_FACTS:
+            self._drop()
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        self._first_tokens.append((lease.number, now))
+        if len(self._first_tokens) > MOST_FACTS:
+            self._drop()
+
+    def ended(self, lease: Lease, tokens: int = BROKEN) -> None:
+        self._ended[lease.number] = tokens
+        if len(self._ended) > MOST_FACTS:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Nobody fetches: what waits becomes a gap, and whoever listens again asks for a snapshot."""
+        self.sequence += 1
+        self._forget()
+        self._begin_dictionary()
+
+    def _forget(self) -> None:
+        self._charged, self._first_tokens, self._ended = [], [], {}
+
+    def _begin_dictionary(self) -> None:
+        self._known.clear()
+        self._generation += 1
+
+    # ---- told ----
+
+    def batch(self, now: float) -> bytes:
+        """What is new since the last batch; `b""` = nothing. `now`: clock seconds."""
+        if not (self._charged or self._first_tokens or self._ended):
+            return b""
+        if len(self._known) > DICTIONARY:
+            self._begin_dictionary()
+        self.sequence += 1
+        names = _Names()
+        prompts = _Prompts(names, self._known)
+        charged = []
+        for lease in self._charged:
+            charged.append(_charge(lease, names))
+            prefix = lease.request.prefix
+            if prefix.hashes:
+                prompts.add(lease.endpoint_id, prefix)
+                self._recent.append((lease.endpoint_id, prefix))
+        message = Batch(
+            VERSION,
+            self.sequence,
+            self._generation,
+            tuple(names),
+            self._next - len(charged),
+            tuple(charged),
+            tuple([FirstToken(number, _age(now - seen)) for number, seen in self._first_tokens]),
+            tuple([Ended(*fact) for fact in self._ended.items()]),
+            tuple(prompts.sent),
+            prompts.blocks(),
+        )
+        self._forget()
+        return encode(message)
+
+    def snapshot(self) -> bytes:
+        """What somebody needs who has missed batches, or all of them."""
+        names = _Names()
+        prompts = _Prompts(names, set())
+        for endpoint_id, prefix in self._recent:
+            prompts.add(endpoint_id, prefix)
+        leases = [lease for lease in self._ledger if lease.number]
+        charged = tuple([_charge(lease, names) for lease in leases])
+        self._begin_dictionary()
+        message = Snapshot(
+            VERSION,
+            self.sequence,
+            tuple(names),
+            self._next,
+            tuple([lease.number for lease in leases]),
+            charged,
+            tuple([lease.number for lease in leases if lease.pending]),
+            tuple(prompts.sent),
+            prompts.blocks(),
+        )
+        return encode(message)
+
+
+class _Names(dict[str, int]):
+    """Endpoint id → position."""
+
+    def __missing__(self, name: str) -> int:
+        position = self[name] = len(self)
+        return position
+
+
+class _Prompts:
+    """The chains of one message. `known`: blocks told before; those told now are added."""
+
+    def __init__(self, names: _Names, known: set[int]) -> None:
+        self._names = names
+        self._known = known
+        self.sent: list[Sent] = []
+        self._hashes: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, endpoint_id: str, prefix: PrefixChain) -> None:
+        hashes, known = prefix.hashes, self._known
+        depth = len(hashes)
+        while depth and hashes[depth - 1] not in known:
+            depth -= 1
+        fresh = hashes[depth:]
+        if fresh:
+            known.update(fresh)
+            self._hashes += fresh
+            self._ends += prefix.ends[depth:]
+        self.sent.append(Sent(self._names[endpoint_id], hashes[depth - 1] if depth else 0, len(fresh)))
+
+    def blocks(self) -> Blocks:
+        return Blocks.of(self._hashes, self._ends) if self._hashes else Blocks()
+
+
+def _charge(lease: Lease, names: _Names) -> Charged:
+    return Charged(
+        names[lease.endpoint_id],
+        int(lease.uncached_tokens),
+        int(lease.kv_tokens),
+        int(lease.growth_tokens),
+        int(lease.work_us),
+        lease.request.stream,
+        lease.adapter,
+    )
+
+
+def _age(seconds: float) -> int:
+    return max(int(seconds / AGE_UNIT), 0)
+
+
+class ReportingLedger(Ledger):
+    """Leases of others have no number, and nothing is told of them."""
+
+    reports: Reports
+
+    def first_token(self, lease: Lease, now: float | None = None) -> bool:
+        seen = super().first_token(lease, now)
+        if seen and lease.number:
+            self.reports.first_token(lease, lease.charged_at if now is None else now)
+        return seen
+
+    def release(self, lease: Lease) -> None:
+        if lease.held and lease.number:
+            self.reports.ended(lease)
+        super().release(lease)
+
+    def abandon(self, slot: int) -> list[Lease]:
+        leases = super().abandon(slot)
+        for lease in leases:
+            if lease.number:
+                self.reports.ended(lease)
+        return leases
+
+
+class SharedFleet(Fleet):
+    """A fleet that others schedule for too: what happens to own leases is taken down in `reports`."""
+
+    ledger: ReportingLedger
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "ledger": ReportingLedger})
+        self.reports = self.ledger.reports = Reports(self.ledger)
+
+    def charge(
+        self,
+        request: Request,
+        slot: int,
+        now: float,
+        hit_tokens: int,
+        expected_output: float,
+        *,
+        auxiliary: bool = False,
+        reserved: bool = False,
+    ) -> Lease:
+        lease = super().charge(request, slot, now, hit_tokens, expected_output, auxiliary=auxiliary, reserved=reserved)
+        if not reserved:
+            self.reports.charged(lease)
+        return lease
+
+    def completed(self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0) -> None:
+        super().completed(lease, now, completion_tokens, ttft_ms)
+        if lease.number:
+            self.reports.ended(lease, completion_tokens)

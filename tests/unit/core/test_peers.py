@@ -1,0 +1,308 @@
+"""What schedulers of one pool tell each other: the same load and prompts everywhere, and nothing from nonsense."""
+
+from random import Random
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import (
+    EndpointDown,
+    EndpointUp,
+    FirstTokenSeen,
+    MetricsSampled,
+    PeerHeard,
+    PeerLost,
+    PeerSnapshot,
+    RequestArrived,
+    ResponseEnded,
+    TimerFired,
+)
+from fairlead.core.facts import Batch, Blocks, Snapshot, read_batch
+from fairlead.core.fleet import Fleet
+from fairlead.core.policy import Picked
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.reports import MOST_FACTS, RECENT, SharedFleet
+from fairlead.core.request import Request, Usage
+from fairlead.core.scheduler import EXPIRY_TIMER, Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.testing import SimClock
+
+HASHER = ChainHasher()
+SYSTEM = Random(1).randbytes(16_000)
+
+
+class First:
+    """A policy that takes the first endpoint, with the second one for the prompt if it has the name of a pair."""
+
+    def __init__(self, pairs=False):
+        self.name, self.pairs = "first", pairs
+
+    def choose(self, request, fleet, context):
+        return Picked(0, prefill_slot=1 if self.pairs else -1)
+
+
+class Scheduler:
+    def __init__(self, clock, endpoints=2, fleet=SharedFleet, pairs=False):
+        self.clock = clock
+        self.pipeline = Pipeline(clock, Random(1), fleet(lease_ttl=60.0), First(pairs), TokenEstimator())
+        for number in range(endpoints):
+            self.feed(EndpointUp(Endpoint(f"e{number}", f"10.0.0.{number}:8000")))
+
+    def feed(self, event):
+        instructions = self.pipeline.handle(event)
+        self.pipeline.validate()
+        return instructions
+
+    def send(self, number, prompt=SYSTEM, stream=True):
+        chain = HASHER.chain(b"m", prompt)
+        self.feed(RequestArrived(Request(number, 0.0, prompt_tokens=4000, stream=stream, prefix=chain)))
+
+    def batch(self):
+        return self.pipeline.fleet.reports.batch(self.clock.time())
+
+    def column(self, name):
+        return getattr(self.pipeline.fleet.table, name).tolist()
+
+    def view(self):
+        return self.pipeline.peers.views["a"]
+
+
+@pytest.fixture
+def clock():
+    return SimClock()
+
+
+@pytest.fixture
+def pair(clock):
+    return Scheduler(clock), Scheduler(clock)
+
+
+def test_a_lease_counts_at_the_peer_from_its_charge_to_its_end(pair, clock):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("queue") == one.column("queue") == [1, 0]
+    assert other.column("kv_tokens") == one.column("kv_tokens")
+    assert other.pipeline.fleet.match(Request(9, 0.0, prompt_bytes=16_000, prefix=HASHER.chain(b"m", SYSTEM)))[0] > 0.9
+    clock.advance(0.05)
+    one.feed(FirstTokenSeen(1))
+    clock.advance(0.01)
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("active") == [1, 0] and other.column("pending") == [0, 0]
+    one.feed(ResponseEnded(request_id=1, status=200, usage=Usage(completion_tokens=100)))
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("inflight") == [0, 0] and not len(other.pipeline.fleet.ledger)
+    assert one.batch() == b""
+
+
+def test_what_a_peer_tells_is_not_told_on(pair):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    one.feed(FirstTokenSeen(1))
+    one.feed(ResponseEnded(request_id=1, status=200))
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.batch() == b""
+
+
+def test_a_fleet_of_one_scheduler_takes_nothing_down(clock):
+    alone = Scheduler(clock, fleet=Fleet)
+    alone.send(1)
+    assert [lease.number for lease in alone.pipeline.fleet.ledger] == [0]
+
+
+def test_a_batch_that_came_already_changes_nothing(pair):
+    one, other = pair
+    one.send(1)
+    first = one.batch()
+    one.feed(ResponseEnded(request_id=1, status=200))
+    for payload in (first, first, one.batch(), first):
+        other.feed(PeerHeard("a", payload))
+    assert other.column("inflight") == [0, 0] and not other.view().gap
+
+
+def test_a_batch_that_is_missing_is_a_gap_until_it_comes_or_a_snapshot_does(pair):
+    one, other = pair
+    one.send(1)
+    first = one.batch()
+    one.feed(ResponseEnded(request_id=1, status=200))
+    one.send(2, SYSTEM[:4000])
+    late = one.batch()
+    other.feed(PeerHeard("a", late))
+    assert other.view().gap and other.column("inflight") == [1, 0]
+    # It refers to blocks that were told in the first batch.
+    assert other.pipeline.fleet.match(Request(9, 0.0, prefix=HASHER.chain(b"m", SYSTEM))) is None
+    other.feed(PeerHeard("a", first))
+    assert other.column("inflight") == [1, 0], "the first one's end was known before its charge"
+    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    assert not other.view().gap and other.column("inflight") == [1, 0]
+    assert other.pipeline.fleet.match(Request(9, 0.0, prefix=HASHER.chain(b"m", SYSTEM)))[0] > 0.2
+
+
+def test_a_snapshot_is_all_that_a_joiner_needs(pair, clock):
+    one, other = pair
+    for number in range(1, RECENT + 10):
+        one.send(number, SYSTEM + b"%d" % number * 1000)
+        one.feed(FirstTokenSeen(number))
+        if number > 5:
+            one.feed(ResponseEnded(request_id=number, status=200))
+        one.batch()
+    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    assert other.column("active") == [5, 0] and other.column("kv_tokens") == one.column("kv_tokens")
+    one.send(9999)
+    other.feed(PeerHeard("a", one.batch()))
+    assert not other.view().gap and other.column("inflight") == [6, 0]
+
+
+def test_an_older_snapshot_changes_nothing(pair):
+    one, other = pair
+    one.send(1)
+    old = one.pipeline.fleet.reports.snapshot()
+    other.feed(PeerHeard("a", one.batch()))
+    one.feed(ResponseEnded(request_id=1, status=200))
+    other.feed(PeerHeard("a", one.batch()))
+    other.feed(PeerSnapshot("a", old))
+    assert other.column("inflight") == [0, 0]
+
+
+GOOD = Batch(1, 1, 1, ("e0",), 1, (), (), (), (), Blocks())
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (b"", "truncated"),
+        (b"\xff\x00nonsense", "Expected"),
+        (msgspec.msgpack.encode(GOOD)[:-3], "truncated"),
+        (msgspec.msgpack.encode(replace(GOOD, version=2)), "version 2"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((3, 1, 1, 1, 1, True, ""),))), "does not name"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((0, -1, 1, 1, 1, True, ""),))), ">= 0"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((0, 1e30, 1, 1, 1, True, ""),))), "int"),
+        (msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),))), "other blocks"),
+        (msgspec.msgpack.encode(replace(GOOD, ended=((1, -7),))), ">= -2"),
+        (msgspec.msgpack.encode(Snapshot(1, 1, (), 1, (1,), (), (), (), Blocks())), "at least length"),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_refused_with_a_reason(clock, payload, why):
+    scheduler = Scheduler(clock)
+    before = scheduler.pipeline.fleet.table.floats.copy()
+    assert scheduler.feed(PeerHeard("a", payload)) == []
+    view = scheduler.view()
+    assert (view.refused, view.messages, view.sequence) == (1, 0, 0) and why in view.problem
+    assert view.gap, "what it should have said is asked for"
+    assert (scheduler.pipeline.fleet.table.floats == before).all()
+
+
+def test_blocks_in_a_wrong_order_are_not_believed(clock):
+    scheduler = Scheduler(clock)
+    payload = msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),), blocks=Blocks.of([1, 2], [512, 256])))
+    scheduler.feed(PeerHeard("a", payload))
+    assert scheduler.view().gap and not scheduler.pipeline.fleet.prefix.entries
+
+
+def test_what_a_lost_peer_left_stays_until_a_scrape_shows_it(pair, clock):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    clock.advance(1.0)
+    other.feed(PeerLost("a"))
+    assert other.column("queue") == [1, 0]
+    other.feed(MetricsSampled("e0", clock.time() - 0.5, Sample(waiting=0.0, running=1.0)))
+    assert other.column("inflight") == [1, 0], "that scrape was sent before"
+    clock.advance(0.1)
+    other.feed(MetricsSampled("e0", clock.time(), Sample(waiting=0.0, running=1.0)))
+    assert other.column("inflight") == [0, 0] and other.column("active") == [1, 0]
+
+
+def test_a_peer_that_comes_back_is_believed_where_it_stopped(pair, clock):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    other.feed(PeerLost("a"))
+    one.send(2)
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.view().gap and other.column("queue") == [2, 0]
+    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    assert not other.view().gap and other.column("queue") == [2, 0]
+
+
+def test_scrapes_take_peers_requests_for_what_they_are(pair, clock):
+    one, other = pair
+    one.send(1)
+    other.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    clock.advance(0.1)
+    other.feed(MetricsSampled("e0", clock.time(), Sample(waiting=2.0, running=0.0)))
+    assert other.column("queue") == [2, 0]
+    one.feed(ResponseEnded(request_id=1, status=200))
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("queue") == [1, 0], "nothing is left of it as the load of strangers"
+
+
+def test_leases_of_a_silent_peer_end_with_their_time(pair, clock):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    clock.advance(61.0)
+    other.feed(TimerFired(EXPIRY_TIMER))
+    assert other.column("inflight") == [0, 0]
+
+
+def test_an_endpoint_that_is_not_here_yet_is_asked_for_when_it_comes(clock):
+    one, other = Scheduler(clock), Scheduler(clock, endpoints=0)
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(EndpointUp(Endpoint("e0", "10.0.0.0:8000")))
+    assert other.pipeline.peers.gaps() == ["a"]
+    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    assert other.column("queue") == [1] and other.pipeline.peers.gaps() == []
+
+
+def test_an_endpoint_that_leaves_takes_what_peers_have_there(pair):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    other.feed(EndpointDown("e0"))
+    one.feed(EndpointDown("e0"))
+    other.feed(PeerHeard("a", one.batch()))
+    assert not len(other.pipeline.fleet.ledger) and not other.view().leases
+
+
+def test_both_parts_of_a_pair_are_told(clock):
+    one, other = Scheduler(clock, pairs=True), Scheduler(clock)
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("inflight") == one.column("inflight") == [1, 1]
+    one.feed(FirstTokenSeen(1))
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("inflight") == one.column("inflight") == [1, 0]
+
+
+def test_who_fetches_nothing_loses_it_and_others_see_the_gap(pair):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    reports = one.pipeline.fleet.reports
+    lease = next(iter(one.pipeline.fleet.ledger))
+    for _ in range(MOST_FACTS + 1):
+        reports.first_token(lease, 0.0)
+    reports.first_token(lease, 0.0)
+    payload = one.batch()
+    assert len(read_batch(payload).first_tokens) == 1
+    other.feed(PeerHeard("a", payload))
+    assert other.view().gap
+
+
+def test_a_growing_conversation_costs_only_what_is_new(pair):
+    one, other = pair
+    sizes = []
+    for turn in range(1, 40):
+        one.send(turn, SYSTEM + b"x" * 1500 * turn)
+        sizes.append(len(payload := one.batch()))
+        other.feed(PeerHeard("a", payload))
+    assert sum(sizes[1:]) / len(sizes[1:]) < 120
+    own, theirs = (scheduler.pipeline.fleet.prefix.newest(0, 10_000) for scheduler in pair)
+    assert own == theirs
