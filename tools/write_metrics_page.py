@@ -100,7 +100,7 @@ def scheduler_registry() -> Registry:
     QueryMetrics(registry)
     show_journal(registry, _NoJournal())
     show_state(registry, StateCounts())
-    GatewayMetrics(registry, None)
+    GatewayMetrics(registry, None, 1)
     show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry
 

@@ -26,6 +26,8 @@ from fairlead.gateway.ext_proc import CONTINUE, DESTINATION, LEASE_KEY, BodyMode
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import EXT_PROC, HealthService
 from fairlead.gateway.stream import HandlerFactory, ServerStream
+from fairlead.server.live.scheduler import watch_gateway
+from fairlead.server.observe.exposition import Registry
 
 pytestmark = pytest.mark.envoy
 
@@ -410,6 +412,52 @@ async def test_a_crashed_envoy_comes_back_where_it_was() -> None:
         w.gateway.set_endpoints([w.upstreams[0].address])
         await w.picker.server.close()
         await w.until({w.upstreams[0].address})
+
+
+async def test_of_two_envoys_one_dies_and_nobody_else_notices(tmp_path: Path) -> None:
+    """And no count of either is lost or counted twice."""
+    async with Upstream() as upstream, aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+        options = Options(port=free_port(), ext_proc="127.0.0.1:1", paths=("/*",), envoys=2)
+        plan = prepare(options, [upstream.address], directory=tmp_path)
+        process, registry = GatewayProcess(**structs.asdict(plan)), Registry()
+        refresh = watch_gateway(plan.admins, tmp_path / "counts.json", registry)
+        assert refresh is not None
+        sent = 0
+
+        async def post() -> int:
+            nonlocal sent
+            async with http.post(f"http://{process.address}/", data=b"x") as response:
+                sent += 1
+                return response.status
+
+        async def shown() -> float:
+            await refresh()
+            return float(registry.render().partition(b"\nfairlead_unscheduled_requests_total ")[2].split()[0])
+
+        try:
+            await process.start()
+            first, second = process.supervisors
+            assert {await post() for _ in range(40)} == {200}
+            counts = [vitals and vitals.unscheduled for vitals in [await admin.vitals() for admin in process.admins]]
+            assert all(counts), "both take from the one port"
+            assert await shown() == sent
+            other = second.pid
+            os.kill(first.pid, signal.SIGKILL)
+            async with asyncio.timeout(20):
+                while not (first.restarts and first.pid and await first.admin.listens()):
+                    try:
+                        assert await post() == 200
+                    except aiohttp.ClientConnectorError:
+                        raise
+                    except aiohttp.ClientError:
+                        assert not first.restarts, "only those of the dead one"
+            for _ in range(40):
+                assert await post() == 200
+                assert await shown() == sent
+            assert (second.pid, second.restarts) == (other, 0)
+        finally:
+            await process.stop(0.5)
+        assert not any(tmp_path.glob("fairlead-*"))
 
 
 async def test_clients_are_listened_to_once_the_scheduler_answers(tmp_path: Path) -> None:

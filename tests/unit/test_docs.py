@@ -218,7 +218,7 @@ def test_every_metric_that_is_named_exists() -> None:
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
     show_state(watch.metrics.registry, StateCounts())
-    GatewayMetrics(watch.metrics.registry, None)
+    GatewayMetrics(watch.metrics.registry, None, 1)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     QueryMetrics(watch.metrics.registry)
     indexer = Registry()  # of another process

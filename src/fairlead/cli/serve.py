@@ -71,8 +71,9 @@ def serve(
         bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
     ] = False,
     gateway_admin: Annotated[
-        str, typer.Option("--gateway-admin", help="Where the embedded gateway's admin page is.", hidden=True)
-    ] = "",
+        list[str] | None,
+        typer.Option("--gateway-admin", help="Where the admin page of an embedded Envoy is.", hidden=True),
+    ] = None,
     gateway_pool: Annotated[
         str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
     ] = "",
@@ -118,14 +119,14 @@ def serve(
                 "admin.port": metrics_port,
             },
         )
-    serve_file(file, flags, scheduler_only, gateway_admin, gateway_pool)
+    serve_file(file, flags, scheduler_only, gateway_admin or (), gateway_pool)
 
 
 def serve_file(
     file: Path,
     flags: Mapping[str, Any],
     scheduler_only: bool = False,
-    gateway_admin: str = "",
+    gateway_admin: Sequence[str] = (),
     gateway_pool: str = "",
     notes: Sequence[tuple[str, str]] = (),
 ) -> None:
@@ -146,7 +147,7 @@ def serve_file(
         from fairlead.server.embedded import serve_embedded
 
         plan = serve_embedded(config, file)
-        gateway_admin, gateway_pool = plan.admin_at, str(plan.endpoints_file)
+        gateway_admin, gateway_pool = plan.admins, str(plan.endpoints_file)
     from fairlead.server.live import Live
 
     gc.enable()

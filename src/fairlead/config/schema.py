@@ -113,6 +113,13 @@ class Gateway(Section):
         "By default half of what the cgroup or the machine has, at most 4 GiB.",
     )
     max_connections: int = Field(default=20_000, ge=1, description="Client connections at once.")
+    envoys: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Envoys behind the one port: what dies takes only its own connections along. They share heap, "
+        "connections and threads; the second one's `adminPort` is the next one.",
+    )
     wait_for_scheduler: Seconds = Field(
         default=30.0, description="At the start clients are listened to once the scheduler answers, or after this."
     )

@@ -83,7 +83,8 @@ def _become_parent(config: Config, file: Path, plan: Plan, scheduler: int) -> No
 def scheduler_command(config: Config, file: Path, plan: Plan) -> list[str]:
     """Of a scheduler that takes over."""
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
-    fairlead += ["--gateway-admin", plan.admin_at, "--gateway-pool", str(plan.endpoints_file)]
+    fairlead += [f"--gateway-admin={where}" for where in plan.admins]
+    fairlead += ["--gateway-pool", str(plan.endpoints_file)]
     return [*fairlead, "--flags", json.dumps(pinned(config))]
 
 
@@ -138,6 +139,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         keys_file=KEYS if gateway.keys else "",
         jwt=_jwt(gateway.jwt) if gateway.jwt else None,
         concurrency=gateway.concurrency or os.cpu_count() or 1,
+        envoys=gateway.envoys,
         decision_header=config.journal.header,
         upstream_http2=http2,
     )

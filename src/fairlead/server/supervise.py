@@ -43,8 +43,8 @@ class SchedulerFailed(FairleadError):
 class Outage:
     """Counts the requests that the gateway balances from a scheduler's death until another one is asked again."""
 
-    def __init__(self, admin: EnvoyAdmin) -> None:
-        self._admin = admin
+    def __init__(self, admins: list[EnvoyAdmin]) -> None:
+        self._admins = admins
         self._before: int | None = None
 
     async def begin(self) -> None:
@@ -71,8 +71,8 @@ class Outage:
         self._before = None
 
     async def _unscheduled(self) -> int | None:
-        vitals = await self._admin.vitals()
-        return vitals.unscheduled if vitals is not None else None
+        vitals = await asyncio.gather(*(admin.vitals() for admin in self._admins))
+        return None if None in vitals else sum(each.unscheduled for each in vitals if each is not None)
 
 
 class Child:
@@ -151,7 +151,7 @@ class Parent:
         too, for the file may have changed since: then the gateway goes on without, until one can be started."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
-        outage = Outage(self._gateway.admin)
+        outage = Outage(self._gateway.admins)
         first = True
         while True:
             started = loop.time()

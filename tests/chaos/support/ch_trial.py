@@ -108,7 +108,7 @@ class _Memory:
         self.peak = (0.0, 0.0)
 
     def look(self) -> tuple[float, float]:
-        self.now = resident(self._serve.scheduler_pid()), resident(self._serve.envoy_pid())
+        self.now = resident(self._serve.scheduler_pid()), sum(map(resident, self._serve.envoy_pids()))
         self.peak = max(self.peak[0], self.now[0]), max(self.peak[1], self.now[1])
         return self.now
 

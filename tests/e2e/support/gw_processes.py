@@ -230,22 +230,27 @@ class Serve(Child):
         """The admin page of the embedded Envoy."""
         return EnvoyAdmin(port=int(self.config["gateway"]["adminPort"]))
 
+    def envoy_pids(self) -> list[int]:
+        """Of the embedded Envoys that run."""
+        return self._children(lambda line: any("envoy" in part for part in line) and "serve" not in line)
+
     def envoy_pid(self) -> int:
         """Of the embedded Envoy; 0 while there is none."""
-        return self._child(lambda line: any("envoy" in part for part in line) and "serve" not in line)
+        return next(iter(self.envoy_pids()), 0)
 
     def scheduler_pid(self) -> int:
         """Of the process that schedules: this one, or with the embedded gateway its child; 0 while there is none."""
-        return self._child(lambda line: "serve" in line) if self.embedded else self.pid
+        return next(iter(self._children(lambda line: "serve" in line)), 0) if self.embedded else self.pid
 
-    def _child(self, wanted: Callable[[list[str]], bool]) -> int:
-        """The child whose command line is wanted, and which is what it says (no launcher any more); 0 = none."""
+    def _children(self, wanted: Callable[[list[str]], bool]) -> list[int]:
+        """Those whose command line is wanted, and which are what it says (no launcher any more)."""
+        found = []
         for number in children_of(self.pid):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{number}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 if not any("launcher" in part for part in line) and wanted(line):
-                    return number
-        return 0
+                    found.append(number)
+        return found
 
     def end(self, gently: bool = True) -> None:
         if self._process is not None and self.code is None and self.embedded:

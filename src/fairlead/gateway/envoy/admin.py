@@ -49,6 +49,11 @@ class EnvoyAdmin:
         self._path = path
         self._port = port
 
+    @classmethod
+    def from_address(cls, where: str) -> "EnvoyAdmin":
+        """`where`: a socket's path or a port of 127.0.0.1."""
+        return cls(port=int(where)) if where.isdigit() else cls(where)
+
     async def ready(self) -> bool:
         """Envoy serves: clusters are warm, listeners are open."""
         return (await self._ask("GET", "/ready"))[0] == 200

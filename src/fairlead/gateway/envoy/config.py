@@ -262,7 +262,7 @@ def _listener(options: Options) -> Json:
         "name": LISTENER,
         "address": {"socket_address": address},
         # With one worker SO_REUSEPORT brings nothing, but lets a second gateway take half of the connections unseen.
-        "enable_reuse_port": options.concurrency != 1,
+        "enable_reuse_port": options.concurrency != 1 or options.envoys > 1,
         "per_connection_buffer_limit_bytes": _CONNECTION_BUFFER,
         "filter_chains": [{"filters": [_connection_manager(options)]}],
     }

@@ -40,17 +40,13 @@ class Plan(Struct, frozen=True):
     """What `GatewayProcess` starts: plain values, so that another process can."""
 
     directory: str
-    command: list[str]
-    admin_port: int
+    #: How each Envoy is started, and where its admin page is: a socket's path, or a port of 127.0.0.1.
+    commands: list[list[str]]
+    admins: list[str]
     last_log: float
     start_timeout: float
     #: Seconds to wait for the scheduler before clients are listened to.
     scheduler_timeout: float = 0.0
-
-    @property
-    def admin_at(self) -> str:
-        """Where the admin page is: a socket's path, or a port of 127.0.0.1."""
-        return str(self.admin_port) if self.admin_port else str(Path(self.directory, ADMIN_SOCKET))
 
     @property
     def endpoints_file(self) -> Path:
@@ -83,28 +79,34 @@ def prepare(
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
         keys = str(own / options.keys_file) if options.keys_file else ""
-        options = structs.replace(
-            options, admin_path=str(own / ADMIN_SOCKET), endpoints_file=str(pool.path), keys_file=keys
-        )
-        bootstrap = build(options)
-        # Clients are listened to later: Envoy takes this listener over when the file is moved over the empty one.
-        listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}
-        source = {"path": str(own / LISTENERS)}
-        bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
-        for name, listeners in ((LISTENERS, []), (LISTENERS_LATER, [listener])):
-            (own / name).write_text(json.dumps({"resources": listeners}))
-        (own / BOOTSTRAP).write_text(json.dumps(bootstrap))
+        options = structs.replace(options, endpoints_file=str(pool.path), keys_file=keys)
+        each = [options.each(number, str(own / ADMIN_SOCKET.format(number))) for number in range(options.envoys)]
+        commands = [_write(own, number, binary, own_options) for number, own_options in enumerate(each)]
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
         raise
     return Plan(
         directory=str(own),
-        command=command(binary, own / BOOTSTRAP, options.concurrency),
-        admin_port=options.admin_port,
+        commands=commands,
+        admins=[str(own_options.admin_port or own_options.admin_path) for own_options in each],
         last_log=2 * options.als_interval if options.als else 0.0,
         start_timeout=start_timeout,
         scheduler_timeout=scheduler_timeout,
     )
+
+
+def _write(directory: Path, number: int, binary: str, options: Options) -> list[str]:
+    """The files of one Envoy, of which all share the listener. Returns its command."""
+    bootstrap = build(options)
+    # Clients are listened to later: Envoy takes this listener over when the file is moved over the empty one.
+    listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}
+    source = {"path": str(directory / LISTENERS)}
+    bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
+    for name, listeners in ((LISTENERS, []), (LISTENERS_LATER, [listener])):
+        (directory / name).write_text(json.dumps({"resources": listeners}))
+    file = directory / BOOTSTRAP.format(number)
+    file.write_text(json.dumps(bootstrap))
+    return command(binary, file, options.concurrency)
 
 
 class Gateway:
@@ -144,18 +146,19 @@ class Gateway:
 
     @property
     def pid(self) -> int:
-        """0 while no Envoy runs."""
-        return self._process.pid if self._process is not None else 0
+        """Of the first Envoy; 0 while it does not run."""
+        return self._process.supervisors[0].pid if self._process is not None else 0
 
     @property
     def restarts(self) -> int:
-        return self._process.restarts if self._process is not None else 0
+        return sum(envoy.restarts for envoy in self._process.supervisors) if self._process is not None else 0
 
     @property
     def admin(self) -> EnvoyAdmin:
+        """Of the first Envoy."""
         if self._process is None:
             raise GatewayError("the gateway is not running")
-        return self._process.admin
+        return self._process.supervisors[0].admin
 
     async def start(self) -> None:
         """Returns when requests are served. Raises `GatewayError`: no Envoy, port taken, and so on."""

@@ -9,13 +9,10 @@ may be gone before the call: hence the look at its id afterwards.
 
 import ctypes
 import os
-import resource
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-#: Two descriptors a request is what a gateway needs; most systems start processes with 1,024.
-_FILES = 1 << 20
 
 
 def main(parent: int, command: list[str]) -> None:
@@ -23,10 +20,6 @@ def main(parent: int, command: list[str]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the parent is gone")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     try:
         os.execv(command[0], command)
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from fairlead.core.errors import ConfigError
 
@@ -133,6 +133,21 @@ class Options(Struct, frozen=True, kw_only=True):
     decision_header: str = ""
     #: Worker threads; 0 = one per CPU. Not part of the bootstrap: Envoy takes it as an argument.
     concurrency: int = 1
+    #: Processes behind the one port, for whom heap, connections and threads above are meant together. What one of them
+    #: serves is all that its death costs.
+    envoys: int = 1
+
+    def each(self, number: int, admin_path: str) -> "Options":
+        """Of one of the processes; the first has number 0. `admin_path`: where its admin page is if not on a port."""
+        several = self.envoys
+        return replace(
+            self,
+            admin_path=admin_path,
+            admin_port=self.admin_port and self.admin_port + number,
+            max_heap=self.max_heap // several,
+            max_connections=-(-self.max_connections // several),
+            concurrency=-(-(self.concurrency or os.cpu_count() or 1) // several),
+        )
 
     def check(self) -> None:
         """Raises `ConfigError` with a path such as `$.als` for what Envoy would refuse less clearly, or not at all."""
@@ -144,7 +159,7 @@ class Options(Struct, frozen=True, kw_only=True):
             parse_endpoint(endpoint, f"$.endpoints[{i}]")
         positive = ("message_timeout", "queue_timeout", "upstream_idle_timeout", "stream_idle_timeout", "receive_idle")
         values = asdict(self)
-        for name in (*positive, "als_interval", "body_limit", "max_streams", "max_connections"):
+        for name in (*positive, "als_interval", "body_limit", "max_streams", "max_connections", "envoys"):
             if not values[name] > 0:
                 raise ConfigError("must be above 0", f"$.{name}")
         if self.body_limit >= 1 << 32:
@@ -166,11 +181,14 @@ def _check_listener(options: Options) -> None:
     except ValueError:
         cure = "; write 127.0.0.1" if options.host == "localhost" else ""
         raise ConfigError(f"expected an IP address, got '{options.host}'{cure}", "$.host") from None
-    for name, port in (("port", options.port), ("admin_port", options.admin_port)):
+    last = options.admin_port and options.admin_port + options.envoys - 1
+    for name, port in (("port", options.port), ("admin_port", options.admin_port), ("admin_port", last)):
         if not 0 <= port <= 65535:
             raise ConfigError("expected a port from 0 to 65535", f"$.{name}")
-    if options.port and options.port == options.admin_port:
+    if options.port and options.admin_port <= options.port <= last:
         raise ConfigError("is the port of the gateway itself", "$.admin_port")
+    if options.envoys > 1 and not options.port:
+        raise ConfigError("several Envoys need a port that they share: name one", "$.port")
 
 
 def _check_tls(tls: Tls) -> None:

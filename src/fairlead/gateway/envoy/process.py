@@ -9,63 +9,67 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Coroutine, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fairlead.gateway.envoy.admin import LISTENER, EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.supervisor import Supervisor
+from fairlead.gateway.memory import raise_file_limit
 
 log = logging.getLogger("fairlead.gateway")
 
-#: Files in the gateway's directory.
-ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS, KEYS = "admin.sock", "bootstrap.json", "endpoints.json", "keys.json"
+#: Files in the gateway's directory; of the first two each Envoy has its own, by number.
+ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS, KEYS = "admin-{}.sock", "bootstrap-{}.json", "endpoints.json", "keys.json"
 #: What Envoy listens to, and what it is to listen to once clients may come.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 #: Of the metrics of the listener that clients connect to.
 STAT_PREFIX = LISTENER
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
 _POLL = 0.05
+_T = TypeVar("_T")
 
 
 class GatewayProcess:
-    """A running Envoy between `start` and `stop`. Belongs to one event loop."""
+    """One or several running Envoys between `start` and `stop`, behind one port, which all of them accept from
+    (SO_REUSEPORT). Belongs to one event loop."""
 
     def __init__(
         self,
         directory: str,
-        command: list[str],
-        admin_port: int,
+        commands: list[list[str]],
+        admins: list[str],
         last_log: float,
         start_timeout: float,
         scheduler_timeout: float = 0.0,
     ) -> None:
-        """`directory` is removed at the end. `admin_port` 0 = the socket in it. `last_log`: seconds after which the
-        access log's last entries are out. `scheduler_timeout`: seconds to wait for the scheduler before clients are
-        listened to."""
+        """`directory` is removed at the end. `admins`: for each of `commands`, see `EnvoyAdmin.from_address`.
+        `last_log`: seconds after which the access log's last entries are out. `scheduler_timeout`: seconds to wait for
+        the scheduler before clients are listened to."""
         self._directory = Path(directory)
         self._last_log = last_log
         self._start_timeout, self._scheduler_timeout = start_timeout, scheduler_timeout
-        socket = self._directory / ADMIN_SOCKET
-        self.admin = EnvoyAdmin("" if admin_port else str(socket), admin_port)
-        self._supervisor = Supervisor(
-            command, self.admin, start_timeout=start_timeout, on_restart=lambda: socket.unlink(missing_ok=True)
-        )
+        self.admins = [EnvoyAdmin.from_address(where) for where in admins]
+        alone = len(commands) == 1
+        self.supervisors = [
+            Supervisor(
+                command,
+                admin,
+                name="the gateway" if alone else f"Envoy {number + 1} of {len(commands)}",
+                start_timeout=start_timeout,
+                on_restart=partial((self._directory / ADMIN_SOCKET.format(number)).unlink, missing_ok=True),
+            )
+            for number, (command, admin) in enumerate(zip(commands, self.admins, strict=True))
+        ]
         #: Where clients connect, `127.0.0.1:8080`; empty before `start`.
         self.address = ""
 
-    @property
-    def pid(self) -> int:
-        """0 while no Envoy runs."""
-        return self._supervisor.pid
-
-    @property
-    def restarts(self) -> int:
-        return self._supervisor.restarts
-
     async def start(self) -> None:
         """Returns when requests are served. Raises `GatewayError`."""
+        raise_file_limit()  # which Envoy inherits: two descriptors a request are what it needs
         try:
-            await self._supervisor.start()
+            await _all(envoy.start() for envoy in self.supervisors)
             if self._scheduler_timeout:
                 await self._wait_for_scheduler()
             host, port = await self._listen()
@@ -76,27 +80,32 @@ class GatewayProcess:
             raise
         self._keep_port(port)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        log.info("the gateway listens on %s, pid %d", self.address, self.pid)
+        log.info(
+            "the gateway listens on %s, pid %s", self.address, ", ".join(str(envoy.pid) for envoy in self.supervisors)
+        )
 
     async def _wait_for_scheduler(self) -> None:
         """Until Envoy would ask it: before, models would go by names that no server knows, and rules would not hold."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._scheduler_timeout):
-                while not await self.admin.asks_scheduler():
+                while not all([await admin.asks_scheduler() for admin in self.admins]):
                     await asyncio.sleep(_POLL)
                 return
         log.warning("the scheduler does not answer after %g s: serving without it", self._scheduler_timeout)
 
     async def _listen(self) -> tuple[str, int]:
         os.replace(self._directory / LISTENERS_LATER, self._directory / LISTENERS)
+        return (await _all(self._listens(envoy) for envoy in self.supervisors))[0]
+
+    async def _listens(self, envoy: Supervisor) -> tuple[str, int]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._start_timeout):
                 while True:
-                    where = await self.admin.address(LISTENER)
+                    where = await envoy.admin.address(LISTENER)
                     if where is not None:
                         return where
                     await asyncio.sleep(_POLL)
-        raise GatewayError(self._supervisor.explain())
+        raise GatewayError(envoy.explain())
 
     def _keep_port(self, port: int) -> None:
         """A restart must come back where it was, also where any free port was asked for. Envoy heeds files that are
@@ -110,20 +119,32 @@ class GatewayProcess:
 
     async def stop(self, grace: float = 30.0) -> None:
         """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
-        if grace > 0 and self.pid:
-            with contextlib.suppress(OSError, TimeoutError):
-                await self._drain(grace)
-        await self._supervisor.stop()
+        await _all(self._stop(envoy, grace) for envoy in self.supervisors)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _drain(self, grace: float) -> None:
-        await self.admin.post("/healthcheck/fail")  # from now on answers say `connection: close`
-        await self.admin.post("/drain_listeners")
+    async def _stop(self, envoy: Supervisor, grace: float) -> None:
+        if grace > 0 and envoy.pid:
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._drain(envoy.admin, grace)
+        await envoy.stop()
+
+    async def _drain(self, admin: EnvoyAdmin, grace: float) -> None:
+        await admin.post("/healthcheck/fail")  # from now on answers say `connection: close`
+        await admin.post("/drain_listeners")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                while any((await self.admin.stats(_ACTIVE)).values()):
+                while any((await admin.stats(_ACTIVE)).values()):
                     await asyncio.sleep(_POLL)
         await asyncio.sleep(self._last_log)
+
+
+async def _all(ones: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What they return, once all of them are over. Raises the first error."""
+    results = await asyncio.gather(*ones, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]
 
 
 def tie_to_parent(parent: int) -> None:

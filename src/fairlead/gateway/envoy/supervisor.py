@@ -39,14 +39,16 @@ class Supervisor:
         command: Sequence[str],
         admin: EnvoyAdmin,
         *,
+        name: str = "the gateway",
         start_timeout: float = 20.0,
         kill_after: float = _KILL_AFTER,
         on_restart: Callable[[], None],
     ) -> None:
-        """`kill_after`: seconds that it has to end by itself. `on_restart` is called after each death that nobody asked
-        for, before the next start."""
+        """`name`: in the log. `kill_after`: seconds that it has to end by itself. `on_restart` is called after each
+        death that nobody asked for, before the next start."""
         self.command = tuple(command)
         self.admin = admin
+        self._name = name
         self._start_timeout = start_timeout
         self._kill_after = kill_after
         self._on_restart = on_restart
@@ -165,15 +167,15 @@ class Supervisor:
                 delay = BACKOFF_FIRST
             self.restarts += 1
             self._on_restart()
-            log.error("the gateway died, restarting it in %.1f s: %s", delay, explain((), code))
+            log.error("%s died, restarting it in %.1f s: %s", self._name, delay, explain((), code))
             await asyncio.sleep(delay)
             delay = min(2 * delay, BACKOFF_CAP)
             try:
                 await self._spawn_whole()
                 await self._wait_ready()
-                log.warning("the gateway is back, pid %d", self.pid)
+                log.warning("%s is back, pid %d", self._name, self.pid)
             except GatewayError as error:
-                log.error("the gateway does not come back: %s", error)
+                log.error("%s does not come back: %s", self._name, error)
                 await self._end(0.0)
 
     def _logged(self, line: str) -> None:

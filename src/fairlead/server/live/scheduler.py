@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,10 @@ _MOST_BUFFERED = 128 << 20
 
 class Live:
     """A scheduler in this process: `await run()` returns after `stop()` or a signal. `gateway`: where the embedded
-    gateway's admin page is, if one runs beside us (see `watch_gateway`); `pool`: the file with the endpoints that it
+    gateway's admin pages are, if one runs beside us (see `watch_gateway`); `pool`: the file with the endpoints that it
     balances over by itself."""
 
-    def __init__(self, config: Config, gateway: str = "", pool: str = "") -> None:
+    def __init__(self, config: Config, gateway: Sequence[str] = (), pool: str = "") -> None:
         self.config = config
         self._gateway = gateway
         self._pool = PoolWriter(Path(pool)) if pool else None
@@ -111,7 +111,9 @@ class Live:
             self._set_ready("start", "")
             _log_notes(self.config)
             if self._gateway:
-                waiting = asyncio.create_task(self._wait_for_gateway(gateway_admin(self._gateway)))
+                waiting = asyncio.create_task(
+                    self._wait_for_gateway([EnvoyAdmin.from_address(where) for where in self._gateway])
+                )
                 stack.callback(waiting.cancel)
             else:
                 self._announce()
@@ -372,11 +374,12 @@ class Live:
             reasons.append("the embedded gateway has not asked yet")
         return reasons
 
-    async def _wait_for_gateway(self, admin: EnvoyAdmin) -> None:
+    async def _wait_for_gateway(self, admins: list[EnvoyAdmin]) -> None:
         """A busy machine may answer Envoy's health check too late, and then Envoy asks nothing until the next one. Only
         then does it listen: who is told that we are ready sends requests at once."""
-        while not (await admin.asks_scheduler() and await admin.listens()):
-            await asyncio.sleep(_POLL)
+        for admin in admins:
+            while not (await admin.asks_scheduler() and await admin.listens()):
+                await asyncio.sleep(_POLL)
         self._is_asked = True
         self._announce()
 
@@ -417,12 +420,7 @@ def _buffered(config: Config) -> int:
     return config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED)
 
 
-def gateway_admin(where: str) -> EnvoyAdmin:
-    """`where`: a socket's path or a port of 127.0.0.1."""
-    return EnvoyAdmin(port=int(where)) if where.isdigit() else EnvoyAdmin(where)
-
-
-def watch_gateway(where: str, keep: Path | None, registry: Registry) -> Callable[[], Awaitable[None]] | None:
+def watch_gateway(where: Sequence[str], keep: Path | None, registry: Registry) -> Callable[[], Awaitable[None]] | None:
     """Show how many requests the embedded gateway balanced by itself, by its own count, and its memory. Returns what to
     await before the metrics page is made; `None` = nothing to ask.
 
@@ -430,16 +428,14 @@ def watch_gateway(where: str, keep: Path | None, registry: Registry) -> Callable
     scheduler was there to be told. Envoy counts them all, and a scheduler that dies takes nothing of that along; what
     an Envoy that died had counted is in the file `keep`.
 
-    `where`: the gateway's admin page, a socket's path or a port of 127.0.0.1; empty = it is not ours.
+    `where`: the admin page of each of its Envoys, a socket's path or a port of 127.0.0.1; empty = it is not ours.
     """
     if not where:
         return None
-    admin = gateway_admin(where)
-    shown = GatewayMetrics(registry, keep)
+    admins = [EnvoyAdmin.from_address(each) for each in where]
+    shown = GatewayMetrics(registry, keep, len(admins))
 
     async def ask() -> None:
-        vitals = await admin.vitals()
-        if vitals is not None:
-            shown.take(vitals)
+        shown.take(await asyncio.gather(*(admin.vitals() for admin in admins)))
 
     return ask

@@ -3,7 +3,7 @@
 Gauges and sums are set at each rendering.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -174,34 +174,42 @@ def _kind(verdict: ShadowVerdict) -> str:
 
 
 class GatewayMetrics:
-    """Of what the gateway counts. `keep`: the file that outlives schedulers; one that takes over goes on from there."""
+    """Of what the gateway's Envoys count. `keep`: the file that outlives schedulers; one that takes over goes on from
+    there."""
 
-    def __init__(self, registry: Registry, keep: Path | None) -> None:
+    def __init__(self, registry: Registry, keep: Path | None, envoys: int) -> None:
         self._keep = keep
-        #: What gateways that died had counted, and what this one has.
-        self._before, self._last = self._kept()
+        #: What Envoys that died had counted, and what each of these has.
+        self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
         text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
         registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
         text = "Share of its heap limit that the embedded gateway has taken; large uploads are ended from 0.6 on."
         registry.show("fairlead_gateway_heap_ratio", text, self._heap)
 
-    def take(self, vitals: Vitals) -> None:
-        if vitals.unscheduled < self._last:  # another Envoy
-            self._before += self._last
-        if vitals.unscheduled != self._last:
-            self._last = vitals.unscheduled
+    def take(self, vitals: Sequence[Vitals | None]) -> None:
+        """Of each Envoy; `None` = it does not answer."""
+        known = {number: each for number, each in enumerate(vitals) if each is not None}
+        if not known:
+            return
+        counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]
+        if counts != self._last:
+            # One that counts less is another Envoy.
+            self._before += sum(last for count, last in zip(counts, self._last, strict=True) if count < last)
+            self._last = counts
             if self._keep is not None:
                 with suppress(OSError):
-                    self._keep.write_bytes(encode((self._before, self._last)))
-        self._unscheduled.take({(): self._before + self._last})
-        self._heap.take({(): vitals.heap})
+                    self._keep.write_bytes(encode((self._before, counts)))
+        self._unscheduled.take({(): self._before + sum(counts)})
+        self._heap.take({(): max(each.heap for each in known.values())})
 
-    def _kept(self) -> tuple[int, int]:
+    def _kept(self, envoys: int) -> tuple[int, list[int]]:
         if self._keep is not None:
             with suppress(OSError, DecodeError):
-                return decode(self._keep.read_bytes(), type=tuple[int, int])
-        return 0, 0
+                before, last = decode(self._keep.read_bytes(), type=tuple[int, list[int]])
+                if len(last) == envoys:
+                    return before, last
+        return 0, [0] * envoys
 
 
 # Uploads that the gateway ended.

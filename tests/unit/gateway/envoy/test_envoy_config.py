@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec import structs
 
+from fairlead.core.errors import ConfigError
 from fairlead.core.headers import (
     ACCESS_LOG_METADATA,
     CONTROL_HEADERS,
@@ -220,6 +222,25 @@ def test_envoy_takes_every_combination(
         concurrency=number % 3,
     )
     validate(render(options))
+
+
+def test_several_envoys_share_what_one_would_have() -> None:
+    options = Options(port=80, admin_port=9901, max_heap=1 << 30, max_connections=5, concurrency=3, envoys=2)
+    options.check()
+    first, second = options.each(0, "/a"), options.each(1, "/b")
+    assert (first.admin_port, first.admin_path, second.admin_port, second.admin_path) == (9901, "/a", 9902, "/b")
+    assert second.max_heap == 1 << 29 and (second.max_connections, second.concurrency) == (3, 2)
+    assert Options(port=80, envoys=2).each(1, "/b").admin_port == 0
+    listener = build(structs.replace(second, concurrency=1))["static_resources"]["listeners"][0]
+    assert listener["enable_reuse_port"], "one accepts beside the other"
+    for wrong, path in (
+        (Options(port=0, envoys=2), r"\$.port: .*name one"),
+        (Options(port=80, admin_port=79, envoys=2), r"\$.admin_port"),
+        (Options(port=80, admin_port=65535, envoys=2), r"\$.admin_port"),
+        (Options(envoys=0), r"\$.envoys"),
+    ):
+        with pytest.raises(ConfigError, match=path):
+            wrong.check()
 
 
 @pytest.mark.envoy

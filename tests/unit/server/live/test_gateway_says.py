@@ -52,7 +52,7 @@ class Gateway:
 
 async def test_both_clusters_count_and_the_last_count_stays_while_it_is_away(tmp_path: Path) -> None:
     gateway, registry, path = Gateway(), Registry(), tmp_path / "admin.sock"
-    refresh = watch_gateway(str(path), None, registry)
+    refresh = watch_gateway([str(path)], None, registry)
     assert refresh is not None
     await refresh()
     assert b"\n" + NAME + b" " not in registry.render(), "nobody has told yet"
@@ -75,7 +75,7 @@ async def test_the_count_does_not_fall_back_when_the_gateway_or_a_scheduler_dies
 
     async def shown(registry: Registry, count: int) -> bytes:
         gateway.text = f"cluster.all_endpoints.upstream_rq_total: {count}\n{PRESSURE}: 40\n"
-        refresh = watch_gateway(str(path), keep, registry)
+        refresh = watch_gateway([str(path)], keep, registry)
         assert refresh is not None
         await refresh()
         page = registry.render()
@@ -106,7 +106,7 @@ async def test_other_answers_are_no_counts(tmp_path: Path, text: str) -> None:
 
 def test_who_has_no_gateway_shows_nothing() -> None:
     registry = Registry()
-    assert watch_gateway("", None, registry) is None
+    assert watch_gateway((), None, registry) is None
     assert NAME not in registry.render()
 
 
@@ -141,7 +141,7 @@ async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> 
     gateway = Gateway()
     gateway.text, gateway.listens = HEALTHY.replace("1", "0"), False
     await gateway.serve(tmp_path / "admin.sock")
-    live = Live(load(file), str(tmp_path / "admin.sock"))
+    live = Live(load(file), [str(tmp_path / "admin.sock")])
     running = asyncio.create_task(live.run())
 
     async def until(text: str) -> None:

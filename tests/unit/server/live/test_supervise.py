@@ -23,7 +23,7 @@ class Gateway:
     def __init__(self) -> None:
         self.started = False
         self.stopped: list[float] = []
-        self.admin: Any = self
+        self.admins: list[Any] = [self]
 
     async def start(self) -> None:
         self.started = True
