@@ -175,7 +175,7 @@ def _session_note(params: ref.SessionAffinity) -> str:
     )
 
 
-_PREDICTED = "no prediction service is asked: the latency model in this process predicts, and learns as it runs"
+_PREDICTED = "no prediction service: the latency model in this process predicts and learns"
 _LEVELS = "host, rack and zone are not known here; pin pods with label-selector-filter"
 
 FILTERS: Table = {
@@ -197,7 +197,7 @@ FILTERS: Table = {
         ConcurrencyParams,
         ref.ConcurrencyDetector,
         also="saturation",
-        note="as a filter it fails open here: when all endpoints are full, one of them is taken in turn",
+        note="as a filter it fails open here: when all endpoints are full, they take turns",
     ),
     "endpoint-attribute-filter": Entry(
         "profile",
@@ -281,7 +281,7 @@ HANDLERS: Table = {
     "prefill-header-handler": Entry("control", "built in", status="deprecated"),
     "always-disagg-pd-decider": Entry("decider", "always"),
     "always-disagg-multimodal-decider": Entry(
-        "decider", "accepted", note="encoding is not handed to endpoints of its own: who decodes encodes itself"
+        "decider", "accepted", note="encoding is not handed to endpoints of its own: the decoding endpoint also encodes"
     ),
     "prefix-based-pd-decider": Entry("decider", "always, nonCachedTokens, promptTokens", ref.PrefixDecider),
 }
@@ -381,7 +381,7 @@ PRODUCERS: Table = {
         "producer",
         "built in: latency model",
         ref.PredictedLatency,
-        note="prediction and training services are not asked: the latency model in this process predicts, and learns",
+        note="no prediction or training services: the latency model in this process predicts and learns",
     ),
     "mm-embeddings-cache-producer": Entry(
         "producer",
@@ -391,7 +391,7 @@ PRODUCERS: Table = {
     ),
     "session-id-producer": Entry("producer", "built in: session headers", ref.SessionIdProducer, refused=_session_id),
     "burst-prefix-cache-producer": _refused(
-        "producer", "leave it out: a prefix counts from the decision on, also in a burst"
+        "producer", "leave it out: a prefix counts from the decision on, in a burst too"
     ),
     "p2p-source-producer": _refused("producer", "leave it out: KV blocks are not moved between endpoints"),
     "multicluster-approx-prefix-cache-producer": _refused("producer", "use approx-prefix-cache-producer"),
