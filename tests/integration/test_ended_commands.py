@@ -35,12 +35,12 @@ def others_of(session: int) -> list[int]:
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    "command", [("compare", "-s", "deep-research", "-p", "default", "-p", "random", "--seeds", "40"), ("demo",)]
+    "command", [("sim", "compare", "-w", "deep-research", "-p", "default", "-p", "random", "--seeds", "40"), ("demo",)]
 )
 def test_a_command_that_is_ended_takes_its_children_with_it(
     tmp_path: Path, command: tuple[str, ...], asked: signal.Signals
 ) -> None:
-    out = ("--out", str(tmp_path / "out")) if command[0] == "compare" else ()
+    out = ("--out", str(tmp_path / "out")) if command[0] == "sim" else ()
     process = subprocess.Popen(
         [sys.executable, "-m", "fairlead", *command, *out],
         stdout=subprocess.DEVNULL,

@@ -73,7 +73,7 @@ def answers(url: str) -> bool:
 def stub(folder: Path, name: str, *options: str) -> Iterator[list[str]]:
     """Addresses of its replicas."""
     file = folder / f"{name}.yaml"
-    with running(folder, "stub", "--port", "0", "--time-ratio", "50", "--write-endpoints", str(file), *options) as it:
+    with running(folder, "stub", "--port", "0", "--time-ratio", "50", "--out", str(file), *options) as it:
         until(lambda: file.exists() or it.poll() is not None, folder)
         addresses = [entry.endpoint.address for entry in parse_endpoints_text(file.read_bytes()).entries]
         until(lambda: all(answers(f"http://{address}/health") for address in addresses), folder)
@@ -120,7 +120,7 @@ def test_from_nothing_to_an_answer(stubs: list[str], tmp_path: Path) -> None:
     examined = run(tmp_path, "doctor")
     assert (examined.returncode, "nothing found" in examined.stdout) == (0, True), examined.stdout + examined.stderr
     gateway, admin, ext_proc = free_ports(3)
-    ports = ("--port", str(gateway), "--metrics-port", str(admin), "--grpc-port", str(ext_proc))
+    ports = ("--port", str(gateway), "--admin-port", str(admin), "--grpc-port", str(ext_proc))
     with running(tmp_path, "serve", *ports):
         until(lambda: answers(f"http://127.0.0.1:{admin}/readyz"), tmp_path)
         body = {"model": "Qwen/Qwen3-32B", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
@@ -131,7 +131,7 @@ def test_from_nothing_to_an_answer(stubs: list[str], tmp_path: Path) -> None:
         )
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             assert json.load(answer)["choices"]
-        assert "→" in run(tmp_path, "explain", "1", f"http://127.0.0.1:{admin}").stdout
+        assert "→" in run(tmp_path, "explain", "1", "--admin", f"http://127.0.0.1:{admin}").stdout
 
 
 def test_flags_alone_are_enough(stubs: list[str], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
     for one in page["explanation"]["candidates"]:
         assert sum(one["terms"].values()) == pytest.approx(one["total"], rel=1e-9)
     assert page["explanation"]["reproduced"]
-    shown = await asyncio.to_thread(call, "explain", ids[30], running.admin)
+    shown = await asyncio.to_thread(call, "explain", ids[30], "--admin", running.admin)
     assert "to tie" in shown.output
     run = one_run(running.journal)
     result = replay(run)
@@ -113,7 +113,7 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
     found = {item.decision.request.external_id: item for item in decisions(run)}
     assert set(found) == {f"mine-{number}" for number in range(REQUESTS)}
     file = tmp_path / "capture.jsonl"
-    assert call("capture", running.journal, file).exit_code == 0
+    assert call("journal", "capture", running.journal, "--out", file).exit_code == 0
     everything = b"".join(repr(item).encode() for item in run.items()) + file.read_bytes()
     everything += b"".join(path.read_bytes() for path in running.journal.iterdir())
     for word in CANARY.split():

@@ -67,7 +67,7 @@ async def call(*arguments: str, width: int = 150) -> Any:
 
 
 async def test_one_moment_as_text(port: Port) -> None:
-    done = await call(f"127.0.0.1:{port.number}", "--once")
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
     assert done.exit_code == 0, done.output
     names = [line.split()[0] for line in done.output.splitlines() if line.strip().startswith("server-")]
     assert names == ["server-1", "server-2", "server-10"]
@@ -82,7 +82,7 @@ async def test_an_outage_is_said_with_its_time_and_what_to_do(port: Port) -> Non
         port.watch.on_silence(f"server-{i}", "cannot connect: Connection refused")
         for _ in range(3):
             port.fleet.scrape_failed(f"server-{i}", port.now())
-    done = await call(f"127.0.0.1:{port.number}", "--once", width=80)
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once", width=80)
     words = " ".join(done.output.split())
     said = (
         r"! 2 of 3 endpoints \(server-10, server-2\) have been out of use since .*\d\d:\d\d: they refuse connections\. "
@@ -93,7 +93,7 @@ async def test_an_outage_is_said_with_its_time_and_what_to_do(port: Port) -> Non
 
 
 async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:
-    done = await call(f"127.0.0.1:{port.number}", "--once", "--sort", "waiting", width=80)
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once", "--sort", "waiting", width=80)
     lines = done.output.splitlines()
     assert next(line.split()[0] for line in lines if line.strip().startswith("server-")) == "server-10"
     assert max(map(len, lines)) <= 80
@@ -106,13 +106,13 @@ async def test_long_names_cut_no_figure(port: Port) -> None:
     port.watch.fleet.up(Endpoint(name, "10.0.0.7:80"))
     port.watch.fleet.sampled(name, now, now, Sample(waiting=12_345, running=23_456, kv_usage=0.87))
     for width in (60, 80, 100):
-        done = await call(f"127.0.0.1:{port.number}", "--once", width=width)
+        done = await call("--admin", f"127.0.0.1:{port.number}", "--once", width=width)
         assert max(map(len, done.output.splitlines())) <= width
         assert {"12,345", "23,456", "87%"} <= {*done.output.split()} and "…" not in done.output
 
 
 async def test_one_moment_as_json(port: Port) -> None:
-    done = await call(f"http://127.0.0.1:{port.number}/", "--once", "--json")
+    done = await call("--admin", f"http://127.0.0.1:{port.number}/", "--once", "--json")
     told = json.loads(done.output)
     assert told["now"]["totals"]["requests"] == 5
     assert [row["id"] for row in told["now"]["endpoints"]] == ["server-10", "server-2", "server-1"]
@@ -120,11 +120,11 @@ async def test_one_moment_as_json(port: Port) -> None:
 
 async def test_what_does_not_answer_is_said(port: Port) -> None:
     await port.admin.close()
-    done = await call(f"127.0.0.1:{port.number}", "--once")
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
     assert (done.exit_code, done.stdout) == (1, "")
     assert f"error: http://127.0.0.1:{port.number} does not answer: " in done.stderr
     await port.start(debug=False)
-    done = await call(f"127.0.0.1:{port.number}", "--once")
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
     assert (done.exit_code, "it has no dashboard (is admin.debug off?)" in done.stderr) == (1, True)
 
 

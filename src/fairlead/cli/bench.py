@@ -15,38 +15,52 @@ if TYPE_CHECKING:
 
 
 _Url = Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT of a gateway or model server.")]
+
+
+def _workloads(incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    from fairlead.cli.bench_load import KINDS
+
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
 _Workload = Annotated[
     str,
-    typer.Option("--workload", "-w", help="shared-prefix, conversation, chat, a kind of docs/workloads.md, or a FILE."),
+    typer.Option(
+        "--workload",
+        "-w",
+        metavar="KIND|FILE",
+        help="shared-prefix, conversation, chat, another kind (docs/workloads.md) or a file.",
+        autocompletion=_workloads,
+    ),
 ]
-_Rate = Annotated[
-    float, typer.Option(min=0, help="Requests per second. Default: 5; a file's own times.", show_default=False)
-]
+_Rate = Annotated[float, typer.Option(min=0, help="Requests per second.", show_default="5, or the file's own times")]
 _Arrivals = Annotated[
-    str, typer.Option(help="poisson, constant, bursty (with --cv) or ramp (to --to-rate).", show_default="poisson")
+    str,
+    typer.Option(metavar="KIND", help="poisson, constant, bursty (--cv) or ramp (--to-rate).", show_default="poisson"),
 ]
 _Closed = Annotated[
-    int, typer.Option(min=0, help="Closed loop: so many clients, each waits for its answer.", show_default=False)
+    int, typer.Option(metavar="N", min=0, help="Closed loop: N clients wait for their answers.", show_default=False)
 ]
 _Requests = Annotated[
-    int, typer.Option("--requests", "-n", min=0, help="How many. Default: 200; all of a file.", show_default=False)
+    int, typer.Option("--requests", "-n", metavar="N", min=0, help="How many.", show_default="200, or all of the file")
 ]
-_Seconds = Annotated[float, typer.Option(min=0, help="Send for so long.", show_default=False)]
-_Speedup = Annotated[float, typer.Option(min=0, help="Replay a file so many times as fast.", show_default="1")]
-_Model = Annotated[str, typer.Option(help="Default: the file's, else the first of /v1/models.", show_default=False)]
-_Output = Annotated[int, typer.Option(min=0, help="max_tokens of every request.", show_default="the workload's")]
+_Seconds = Annotated[float, typer.Option(min=0, help="Send for this long.", show_default=False)]
+_Speedup = Annotated[float, typer.Option(metavar="N", min=0, help="Replay a file N times as fast.", show_default="1")]
+_Model = Annotated[
+    str, typer.Option(metavar="NAME", help="The model.", show_default="the file's, or the first of /v1/models")
+]
+_Output = Annotated[int, typer.Option(metavar="N", min=0, help="max_tokens.", show_default="the workload's")]
 _Header = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="NAME=VALUE, sent with every request; repeat.", metavar="K=V")
+    list[str] | None, typer.Option("--header", "-H", help="Sent with every request; repeat.", metavar="NAME=VALUE")
 ]
 _Set = Annotated[
-    list[str] | None, typer.Option(help="A parameter of the workload; a wrong name lists them.", metavar="K=V")
+    list[str] | None, typer.Option(help="A parameter of the workload; a wrong name lists them.", metavar="NAME=VALUE")
 ]
-_Extra = Annotated[str, typer.Option(help="JSON object of further fields for every request.", show_default=False)]
-_Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds from the send to the end of an answer.")]
-_MaxInFlight = Annotated[int, typer.Option(min=1, help="Requests that are open at a time; further ones wait.")]
-_Out = Annotated[
-    Path | None, typer.Option(help="Folder for summary.json and bench.png.", file_okay=False, show_default=False)
-]
+_Extra = Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.", show_default=False)]
+_Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.001, help="From the send to the end of an answer.")]
+_MaxInFlight = Annotated[int, typer.Option(metavar="N", min=1, help="Open requests; more wait here.")]
+_Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Where summary.json and bench.png go.", file_okay=False)]
 
 
 @examples("""
@@ -64,15 +78,13 @@ The workload of most published figures on prefix-aware routing:
     --set groups=150 --set prompts=5 \\
     --set system_tokens=6000 --set question_tokens=1200
 \b
-A real vLLM stops where the model likes; for answers of the length asked for:
+A real vLLM stops when the model does. For answers of full length:
   fairlead bench localhost:8000 --extra '{"ignore_eos": true}'
-\b
-Latencies count from the moment a request was due, not from when it was sent:
-a server that stalls cannot hide it. Look at "send lag" first: a run
-with a p99 above 20 ms is not valid, for this machine was the bottleneck.
-\b
-Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage.
-More: docs/bench.md.
+
+Latencies count from when a request was due, not from when it was sent, so a stalled server cannot hide. Look at
+"send lag" first: with a p99 above 20 ms the run is not valid, because this machine was the bottleneck.
+
+Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage. More: docs/bench.md.
 """)
 def bench(
     url: _Url,
@@ -83,22 +95,24 @@ def bench(
     requests: _Requests = 0,
     seconds: _Seconds = 0.0,
     speedup: _Speedup = 0.0,
-    cv: Annotated[float, typer.Option(min=0.01, help="Of bursty arrivals: 1 is Poisson, more comes in clumps.")] = 3.0,
-    to_rate: Annotated[float, typer.Option(min=0, help="Of a ramp: the last rate.", show_default=False)] = 0.0,
+    cv: Annotated[float, typer.Option(min=0.01, help="Bursty arrivals: 1 is Poisson, more is burstier.")] = 3.0,
+    to_rate: Annotated[
+        float, typer.Option(metavar="RATE", min=0, help="Ramp: the last rate.", show_default=False)
+    ] = 0.0,
     model: _Model = "",
     output_tokens: _Output = 0,
     set: _Set = None,
     extra: _Extra = "",
     header: _Header = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and texts; another seed asks what no cache holds.")] = 0,
-    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Good service, for goodput; 0 = any.")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=0, help="Good service, for goodput; 0 = any.")] = 50.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals and texts; a new seed misses all caches.")] = 0,
+    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="For goodput; 0 = any.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="For goodput; 0 = any.")] = 50.0,
     timeout: _Timeout = 300.0,
     max_in_flight: _MaxInFlight = 2000,
     out: _Out = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
 ) -> None:
-    """Send load to a live OpenAI endpoint; TTFT, TPOT, E2E, tokens/s, goodput, prefix hits, failures.
+    """Send load to an OpenAI endpoint and measure TTFT, TPOT, E2E, tokens/s, goodput, prefix hits and failures.
 
     Requests leave when they are due, whether or not earlier ones were answered (open loop).
     """

@@ -1,11 +1,11 @@
-"""`fairlead capture`: a journal becomes a workload that can be simulated, sent, and given away."""
+"""`fairlead journal capture`: a journal becomes a workload that can be simulated, sent, and given away."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fairlead.cli.options import WRONG_INPUT, echo_json, examples, exits
+from fairlead.cli.options import WRONG_INPUT, echo_json, examples, exits, needed_out
 from fairlead.cli.replay import Journal, Run
 from fairlead.config.problems import suggestion
 
@@ -13,36 +13,41 @@ from fairlead.config.problems import suggestion
 _SIZES = {"mooncake": 512, "bailian": 16}
 
 
+_BlockSize = Annotated[
+    int, typer.Option(metavar="TOKENS", min=0, max=65536, help="Per block id.", show_default="64, or the format's")
+]
+_Salt = Annotated[
+    str,
+    typer.Option(envvar="FAIRLEAD_SALT", help="Same salt, same ids [env: FAIRLEAD_SALT].", show_default="random"),
+]
+
+
 @examples("""
 \b
 Examples:
-  fairlead capture journal/ traffic.jsonl
-  fairlead capture journal/ traffic.mooncake.jsonl --format mooncake
-  fairlead simulate traffic.jsonl --policy round-robin
+  fairlead journal capture journal/ --out traffic.jsonl
+  fairlead journal capture journal/ --out mooncake.jsonl --format mooncake
+  fairlead sim run traffic.jsonl --policy round-robin
   fairlead bench localhost:8080 -w traffic.jsonl
 """)
 def capture(
     journal: Journal,
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="The workload.")],
-    format: Annotated[str, typer.Option(help="native (everything) or any of `fairlead workload kinds`.")] = "native",
+    old_out: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The workload to write. Needed.")] = None,
+    format: Annotated[str, typer.Option(help="See `fairlead sim workload kinds`.")] = "native",
     run: Run = "",
-    block_size: Annotated[
-        int, typer.Option(min=0, max=65536, help="Tokens per block id; default: 64, or what the format demands.")
-    ] = 0,
-    salt: Annotated[
-        str,
-        typer.Option(envvar="FAIRLEAD_SALT", help="Same salt, same ids: captures fit together. Default: a new one."),
-    ] = "",
+    block_size: _BlockSize = 0,
+    salt: _Salt = "",
     time_ratio: Annotated[
-        float, typer.Option(min=0.001, help="Of stubs that ran faster than real servers: times are multiplied by it.")
+        float, typer.Option(metavar="N", min=0.001, help="Multiply times, if stubs ran faster than real servers.")
     ] = 1.0,
-    refused: Annotated[bool, typer.Option(help="Keep requests that were refused.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="Keep requests that were refused.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
-    """Make a workload of a journal: times, lengths, which prompts begin alike, sessions, limits, outcomes.
+    """Turn a journal into a workload: times, lengths, shared prefixes, sessions, limits and outcomes.
 
-    No text is in a journal. Ids of blocks, sessions and tenants are hashed again under a salt, so that nobody can tell
-    a known prompt by its hash; endpoints lose their names. Names of models stay.
+    A journal holds no text. Ids of blocks, sessions and tenants are hashed again with a salt, so that nobody can find a
+    known prompt by its hash. Endpoints lose their names; models keep theirs.
     """
     import secrets
 
@@ -54,18 +59,19 @@ def capture(
     with exits(WRONG_INPUT, JournalError, OSError, ValueError):
         if format not in FORMATS:
             raise ValueError(f"unknown format {format!r}; {suggestion(format, FORMATS)}")
+        target = needed_out(out, old_out)
         key = salt.encode() or secrets.token_bytes(32)
         size = block_size or _SIZES.get(format, 64)
         with busy(f"reading {journal}"):
             there = one_run(journal, run)
-            made = take(there, key=key, block_size=size, stretch=time_ratio, name=out.stem, refused=refused)
+            made = take(there, key=key, block_size=size, stretch=time_ratio, name=target.stem, refused=refused)
         if not made.workload.records:
             raise ValueError(f"{journal} holds no request that could be repeated")
-        out.write_bytes(FORMATS[format].write(made.workload))
+        target.write_bytes(FORMATS[format].write(made.workload))
     records = made.workload.records
     if as_json:
         figures = {
-            "file": str(out),
+            "file": str(target),
             "requests": len(records),
             "duration_s": made.workload.duration_s,
             "block_size": size,
@@ -74,7 +80,7 @@ def capture(
         }
         echo_json(figures)
         return
-    typer.echo(f"{out}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
+    typer.echo(f"{target}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
     typer.echo(
         f"  estimated: {made.estimated_prompts:,} prompt lengths, {made.estimated_answers:,} answer lengths "
         "(the others were reported)"

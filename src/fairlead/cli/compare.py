@@ -1,4 +1,4 @@
-"""`fairlead compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
+"""`fairlead sim compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,13 +11,19 @@ import typer
 from fairlead.cli.options import (
     FAILED,
     WRONG_INPUT,
+    Prefill,
+    Preset,
+    Speeds,
+    Traces,
     change,
     complain,
     echo_json,
     examples,
     exits,
     numbers,
+    policies,
     preset_argument,
+    scenarios,
 )
 from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, version
 
@@ -27,15 +33,18 @@ if TYPE_CHECKING:
 Against = Annotated[
     Path | None,
     typer.Option(
-        help="A journal: simulate its traffic under its policy and under --policy, side by side.", show_default=False
+        metavar="JOURNAL", help="Simulate its traffic under its own policy and under --policy.", show_default=False
     ),
 ]
 Other = Annotated[
-    Path | None, typer.Option("--journal", help="With --against: what this one measured instead.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--journal", metavar="JOURNAL", help="With --against: compare two measured journals.", show_default=False
+    ),
 ]
 FailIf = Annotated[
     list[str] | None,
-    typer.Option(help="With --against: exit with 1 if e.g. 'ttft_p95 > +5%'; repeat.", metavar="CONDITION"),
+    typer.Option(help="With --against: exit code 1 if this holds; repeat.", metavar="CONDITION"),
 ]
 
 
@@ -181,41 +190,62 @@ def _run(dask: Any, client: Any, cells: Sequence[tuple[Cell, str]]) -> Iterator[
             yield CellResult(key=key, scenario=name, policy=cell.policy, seed=cell.seed, error=text)
 
 
-# `fairlead compare`: policies × workloads × loads, simulated in parallel, as a table and a report.
+# `fairlead sim compare`: policies × workloads × loads, simulated in parallel, as a table and a report.
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell, CellResult
 
 
+_Workload = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload",
+        "-w",
+        metavar="NAME|FILE",
+        help="Scenario or workload file; repeat.",
+        autocompletion=scenarios,
+        show_default="all for quality",
+    ),
+]
+_Policy = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        "-p",
+        metavar="NAME|FILE",
+        help="Policy, FILE (.yaml or .py) or NAME=FILE; repeat.",
+        autocompletion=policies,
+        show_default="all",
+    ),
+]
+_Requests = Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N of each.")]
+_Replicas = Annotated[int, typer.Option(metavar="N", min=0, help="Model servers.", show_default="the scenario's")]
+
+
 @examples("""
 \b
 Examples:
-  fairlead compare -s agents -p default -p round-robin
-  fairlead compare -s traffic.jsonl -p default -p mine=mine.yaml --load 0.5,1,2
-  fairlead compare -s agents -p default -p my_policy.py
-  fairlead compare --against journal/ -p mine.yaml --fail-if 'ttft_p95 > +5%'
+  fairlead sim compare -w agents -p default -p round-robin
+  fairlead sim compare -w traffic.jsonl -p default -p mine.yaml --load 0.5,1,2
+  fairlead sim compare -w agents -p default -p my_policy.py
+  fairlead sim compare --against journal/ -p mine.yaml \\
+    --fail-if 'ttft_p95 > +5%'
 """)
 def compare(
-    scenario: Annotated[
-        list[str] | None,
-        typer.Option("--scenario", "-s", help="Built-in scenario or workload file; repeat for more.", metavar="NAME"),
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", help="Policy, FILE (.yaml or .py) or NAME=FILE; repeat.", metavar="NAME"),
-    ] = None,
-    load: Annotated[str, typer.Option(help="Speedups of each scenario, e.g. 0.5,1,2.")] = "1",
-    seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds.")] = 1,
-    traces: Annotated[str, typer.Option(envvar="FAIRLEAD_TRACES", help="Directory of the published traces.")] = "",
-    head: Annotated[int, typer.Option(min=0, help="Only the first so many requests of each.")] = 0,
-    servers: Annotated[int, typer.Option(min=0, help="Model servers; default: the scenario's own.")] = 0,
-    speeds: Annotated[str, typer.Option(help="Relative speeds of the servers, e.g. 1,1,0.4.")] = "",
-    preset: Annotated[str, typer.Option(help="Model and hardware: a name, or a FILE of `fairlead tune`.")] = "",
-    prefill: Annotated[int, typer.Option(min=0, help="So many servers only prefill, the others decode.")] = 0,
-    out: Annotated[Path, typer.Option(help="Directory of results and report.")] = Path("out/compare"),
-    processes: Annotated[int, typer.Option(min=0, help="0 = one per processor.")] = 0,
-    cluster: Annotated[str, typer.Option(help="Address of a running Dask scheduler, e.g. tcp://host:8786.")] = "",
-    fresh: Annotated[bool, typer.Option(help="Do not take results of a former, interrupted run.")] = False,
+    workload: _Workload = None,
+    policy: _Policy = None,
+    load: Annotated[str, typer.Option(metavar="N,...", help="How many times as fast, e.g. 0.5,1,2.")] = "1",
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
+    traces: Traces = "",
+    requests: _Requests = 0,
+    replicas: _Replicas = 0,
+    speeds: Speeds = "",
+    preset: Preset = "",
+    prefill: Prefill = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results and report go.")] = Path("out/compare"),
+    processes: Annotated[int, typer.Option(metavar="N", min=0, help="Processes.", show_default="one per core")] = 0,
+    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="A Dask scheduler, e.g. tcp://host:8786.")] = "",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     against: Against = None,
     journal: Other = None,
     fail_if: FailIf = None,
@@ -223,11 +253,10 @@ def compare(
 ) -> None:
     """Simulate every policy on every workload at every load.
 
-    Writes results.json, plots and a self-contained report.html to the output directory. A run that was interrupted
-    goes on where it stopped when it is started again.
+    Writes results.json, plots and a self-contained report.html. An interrupted run resumes when it is started again.
     """
     if against is not None:
-        gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, preset=preset, head=head)
+        gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, preset=preset, head=requests)
         return
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
@@ -235,7 +264,16 @@ def compare(
 
     with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         cells = _cells(
-            scenario or [], policy or [], load, seeds, traces, head, servers, speeds, prefill, preset_argument(preset)
+            workload or [],
+            policy or [],
+            load,
+            seeds,
+            traces,
+            requests,
+            replicas,
+            speeds,
+            prefill,
+            preset_argument(preset),
         )
         out.mkdir(parents=True, exist_ok=True)
         kept = out / "cells.jsonl"

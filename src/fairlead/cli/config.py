@@ -1,21 +1,24 @@
-"""`fairlead validate`, `config show`, `schema`: what is wrong with a configuration, what it is, what it may say."""
+"""`fairlead validate` and `fairlead config`: what is wrong with a configuration, what it is, what it may say."""
 
-import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, config_file, echo_json, wrapped
+from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, echo_json, wrapped
 
 
 def schema() -> None:
     """Print the JSON Schema (draft 2020-12) of the configuration, installed plugins included.
 
     \b
-    Examples: completion and checks in an editor with the YAML language server:
-      fairlead schema > fairlead.schema.json
-      # yaml-language-server: $schema=fairlead.schema.json     (first line of the configuration)
+    Examples:
+      fairlead config schema > fairlead.schema.json
+
+    For completion and checks in an editor with the YAML language server, begin the configuration with this line:
+
+    \b
+      # yaml-language-server: $schema=fairlead.schema.json
     """
     import json
 
@@ -24,38 +27,52 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-# `fairlead config show FILE`: what a configuration amounts to.
+def _reference_names(incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    from fairlead.compat.reference import names
+
+    return [name for name in names() if name.startswith(incomplete)]
 
 
-class Action(enum.StrEnum):
-    SHOW = "show"
-    EXPLAIN = "explain"
-
-
-def config(
-    action: Annotated[Action, typer.Argument(metavar="ACTION", help="`show` or `explain`", show_default=False)],
-    what: Annotated[
-        str, typer.Argument(metavar="[FILE|NAME]", help="show: a configuration. explain: a field, section or plugin.")
-    ] = str(DEFAULT_FILE),
+def show(
+    file: ConfigFile = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per value.")] = False,
 ) -> None:
-    """`show`: every value of the effective configuration and its origin: a line of the file, a default, a shorthand.
-    `explain`: what the reference says of a field, a section or a plugin.
+    """Print every value that is in effect and where it comes from: a line of the file, a default, a shorthand.
 
     \b
     Examples:
       fairlead config show examples/minimal.yaml
+      fairlead config show --json | jq 'select(.origin != "default")'
+    """
+    import json
+
+    from fairlead.compat.load import load, read_bytes
+    from fairlead.compat.show import effective
+    from fairlead.config.yaml import parse_yaml
+
+    values = effective(load(file, need_endpoints=False), parse_yaml(read_bytes(file)))
+    width = max(len(value.path) for value in values)
+    for value in values:
+        shown = json.dumps(value.value, default=str)
+        if as_json:
+            typer.echo(json.dumps({"path": value.path, "value": value.value, "origin": value.origin}, default=str))
+        else:
+            typer.echo(f"{value.path:<{width}}  {shown}  # {value.origin}")
+
+
+def explain(
+    name: Annotated[str, typer.Argument(help="A field, a section or a plugin.", autocompletion=_reference_names)],
+    as_json: Annotated[bool, typer.Option("--json", help="The entries as JSON.")] = False,
+) -> None:
+    """Print what the reference says about a field, a section or a plugin.
+
+    \b
+    Examples:
       fairlead config explain gateway.retry
       fairlead config explain scheduling.policy
       fairlead config explain prefix-aware
     """
-    if action is Action.EXPLAIN:
-        _explain(what, as_json)
-    else:
-        _show(config_file(Path(what)), as_json)
-
-
-def _explain(name: str, as_json: bool) -> None:
     from fairlead.compat.reference import PLACES, choices, look_up, names
     from fairlead.config.problems import suggestion
     from fairlead.core.errors import ConfigError
@@ -77,23 +94,6 @@ def _explain(name: str, as_json: bool) -> None:
             known = choices(field)
             lines += [wrapped(f"One of {', '.join(known)}.", 2)] if known else []
         typer.echo("\n".join(lines).replace("`", ""))
-
-
-def _show(file: Path, as_json: bool) -> None:
-    import json
-
-    from fairlead.compat.load import load, read_bytes
-    from fairlead.compat.show import effective
-    from fairlead.config.yaml import parse_yaml
-
-    values = effective(load(file, need_endpoints=False), parse_yaml(read_bytes(file)))
-    width = max(len(value.path) for value in values)
-    for value in values:
-        shown = json.dumps(value.value, default=str)
-        if as_json:
-            typer.echo(json.dumps({"path": value.path, "value": value.value, "origin": value.origin}, default=str))
-        else:
-            typer.echo(f"{value.path:<{width}}  {shown}  # {value.origin}")
 
 
 if TYPE_CHECKING:

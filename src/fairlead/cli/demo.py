@@ -18,28 +18,30 @@ Examples:
   fairlead demo --json > demo.json
 """)
 def demo(
-    requests: Annotated[int, typer.Option(min=1, help="Requests per policy.")] = 4500,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second of model time.")] = 13.8,
-    time_ratio: Annotated[float, typer.Option(min=0.1, help="How many times faster than real replicas.")] = 8.0,
-    replicas: Annotated[int, typer.Option(min=1, max=64, help="Stub replicas.")] = 8,
-    port: Annotated[int, typer.Option(min=1, max=65000, help="The gateway's; 1, 2 and 10.. above it are used too.")] = (
-        8080
-    ),
-    out: Annotated[Path, typer.Option(help="Folder for summary.json and demo.png.", file_okay=False)] = Path(
-        "out/demo"
-    ),
-    seed: Annotated[int, typer.Option(help="Of arrivals, texts and random choices.")] = 1,
+    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=1, help="Requests per policy.")] = 4500,
+    rate: Annotated[float, typer.Option(metavar="N", min=0.01, help="Requests per second of model time.")] = 13.8,
+    time_ratio: Annotated[
+        float, typer.Option(metavar="N", min=0.1, help="How many times faster than real time.")
+    ] = 8.0,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Stub replicas.")] = 8,
+    port: Annotated[
+        int, typer.Option(min=1, max=65000, help="Of the gateway. Uses the next two, and 10 and more above it, too.")
+    ] = (8080),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where summary.json and demo.png go.", file_okay=False)
+    ] = Path("out/demo"),
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 1,
     check: Annotated[bool, typer.Option("--check", help="Exit with code 1 when a goal is missed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summaries as JSON, all else on stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Summaries as JSON; all else goes to stderr.")] = False,
 ) -> None:
     """Compare round robin with Fairlead: same traffic, same Envoy, simulated replicas.
 
-    Starts a pool of stub model servers (Qwen3-32B on H100), the embedded Envoy and the scheduler, and sends open-loop
-    traffic of 150 groups of prompts that share a long system prompt. Ends with a table, summary.json and a plot.
+    Starts stub model servers (Qwen3-32B on H100), the embedded Envoy and the scheduler, and sends open-loop traffic:
+    150 groups of prompts, each group with a long system prompt of its own. Prints a table; writes summary.json and a
+    plot.
 
-    Its goals: TTFT p50 at least 10 times and p95 at least 5 times lower than round robin's, prefix hit rate at least
-    80%, no failed request. With the default settings, or with --check, it says which of them this run met. Exit code 1:
-    requests failed, or with --check a goal was missed.
+    Goals: TTFT p50 at most a tenth and p95 at most a fifth of round robin's, a prefix hit rate of 80% or more, no
+    failed request. Exit code 1 means that requests failed or, with --check, that a goal was missed.
     """
     import asyncio
     from json import dumps

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from fairlead.doctor.run import Check, Examination, Outcome
 
 
+def _checks(incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    from fairlead.doctor.checks import CHECKS
+
+    return [check.name for check in CHECKS if check.name.startswith(incomplete)]
+
+
 @examples("""
 \b
 Examples:
@@ -24,28 +31,24 @@ Examples:
   fairlead doctor --list
 """)
 def doctor(
-    file: Annotated[
-        Path, typer.Argument(metavar="[FILE]", help="The configuration that the installation runs with.")
-    ] = DEFAULT_FILE,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration of the installation.")] = DEFAULT_FILE,
     admin: Annotated[
         str,
-        typer.Option(metavar="URL", help="Admin port of a running scheduler. Default: as configured, if it is there."),
+        typer.Option(metavar="URL", help="Admin port of a scheduler.", show_default="as configured, if it answers"),
     ] = "",
-    gateway: Annotated[
-        str, typer.Option(metavar="URL", help="Where clients connect: requests are sent through it.")
-    ] = "",
+    gateway: Annotated[str, typer.Option(metavar="URL", help="Send requests through this gateway.")] = "",
     gateway_admin: Annotated[
-        str, typer.Option(metavar="URL", help="Admin page of its Envoy: its configuration is looked through.")
+        str, typer.Option(metavar="URL", help="Admin page of its Envoy: check its configuration.")
     ] = "",
     probe: Annotated[bool, typer.Option("--probe", help="Send small requests to model servers too.")] = False,
-    only: Annotated[str, typer.Option(metavar="CHECK,...", help="Run only these.")] = "",
-    list_checks: Annotated[bool, typer.Option("--list", help="Show all checks and what they can find.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON, for machines.")] = False,
+    only: Annotated[str, typer.Option(metavar="CHECK,...", help="Run only these checks.", autocompletion=_checks)] = "",
+    list_checks: Annotated[bool, typer.Option("--list", help="List all checks and what they find.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:
-    """Check a configuration, its endpoints and, if one runs, the scheduler and gateway; print findings by harm.
+    """Check a configuration, its endpoints and the running scheduler; print what is wrong, worst first.
 
-    Each finding says what was seen, what to do, and where to read on. Nothing is changed anywhere; only --probe and
-    --gateway send requests that a model server has to compute, of one output token each.
+    Each finding says what was seen, what to do and where to read more. Nothing is changed. Only --probe and --gateway
+    make model servers compute anything: one output token per request.
 
     Exit codes: 0 nothing found (notes do not count), 1 something found or a check could not finish, 2 cannot run.
     """

@@ -1,12 +1,15 @@
-"""`fairlead envoy-config`: the gateway's configuration, for an Envoy that somebody else runs."""
+"""`fairlead envoy config`: the gateway's configuration, for an Envoy that somebody else runs."""
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fairlead.cli.options import examples
+
+if TYPE_CHECKING:
+    from fairlead.gateway.envoy.options import Options
 
 
 class RequestMode(StrEnum):
@@ -31,72 +34,129 @@ class Retry(StrEnum):
     hedge = "hedge"
 
 
+_File = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="A configuration: what its embedded gateway would use.")
+]
+_ExtProc = Annotated[str, typer.Option(metavar="ADDRESS", help="The scheduler: HOST:PORT or unix:/PATH.")]
+_Als = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Its access log service; none = no log.", show_default="--ext-proc")
+]
+_Endpoint = Annotated[list[str] | None, typer.Option(metavar="IP:PORT", help="A model server to fall back to; repeat.")]
+_EndpointsFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="An EDS file with the model servers, which Envoy follows.")
+]
+_RequestMode = Annotated[
+    RequestMode, typer.Option(metavar="|".join(RequestMode), help="How requests reach the scheduler.")
+]
+_ResponseMode = Annotated[ResponseMode, typer.Option(metavar="|".join(ResponseMode), help="What it sees of responses.")]
+_Retry = Annotated[Retry, typer.Option(metavar="|".join(Retry), help="When a second endpoint is tried.")]
+_MessageTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="A scheduler silent for longer counts as hung.")
+]
+_QueueTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a request may wait in the scheduler.")]
+_FailOpen = Annotated[bool, typer.Option("--fail-open/--fail-closed", help="Without a scheduler: round robin, or 503.")]
+_TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS to the scheduler: its certificate authority.")]
+
+
 @examples("""
 \b
 Examples:
-  fairlead envoy-config --endpoint 10.0.0.1:8000 > envoy.yaml
-  fairlead envoy-config --endpoints-file eds.json --listen 0.0.0.0:80
-  fairlead envoy-config --ext-proc unix:/run/fairlead.sock --validate
+  fairlead envoy config fairlead.yaml > envoy.yaml
+  fairlead envoy config fairlead.yaml --ext-proc 10.0.0.5:9002
+  fairlead envoy config --endpoint 10.0.0.1:8000 --endpoint 10.0.0.2:8000
+  fairlead envoy config --ext-proc unix:/run/fairlead.sock --validate
 """)
 def envoy_config(
-    listen: Annotated[str, typer.Option(help="Where clients connect, ip:port.")] = "127.0.0.1:8080",
-    ext_proc: Annotated[str, typer.Option(help="The scheduler: host:port or unix:/path.")] = "127.0.0.1:9002",
-    als: Annotated[str, typer.Option(help="Its access log service; empty = the same port, 'none' = no log.")] = "",
-    endpoint: Annotated[
-        list[str] | None, typer.Option(help="ip:port of a model server, for requests nobody scheduled. Repeatable.")
-    ] = None,
-    endpoints_file: Annotated[
-        Path | None, typer.Option(help="An EDS file with the model servers instead; Envoy follows it.")
-    ] = None,
-    admin_port: Annotated[int, typer.Option(help="Envoy's admin page on 127.0.0.1; 0 = none.")] = 0,
-    request_mode: Annotated[RequestMode, typer.Option(help="See docs/gateway.md.")] = RequestMode.whole,
-    response_mode: Annotated[ResponseMode, typer.Option(help="What the scheduler sees.")] = ResponseMode.first_chunk,
-    retry: Annotated[Retry, typer.Option(help="When a second choice is tried; see docs/gateway.md.")] = Retry.hedge,
-    body_limit: Annotated[int, typer.Option(help="Bytes; larger request bodies get 413.")] = 64 << 20,
-    message_timeout: Annotated[float, typer.Option(help="Seconds until a silent scheduler is taken for hung.")] = 1.0,
-    queue_timeout: Annotated[float, typer.Option(help="Seconds a request may wait in the scheduler.")] = 600.0,
-    fail_open: Annotated[
-        bool, typer.Option("--fail-open/--fail-closed", help="Without a scheduler: round robin, or 503.")
-    ] = True,
-    access_log: Annotated[str, typer.Option(help="A JSON line per request into this file; - = stdout.")] = "",
-    tls_ca: Annotated[Path | None, typer.Option(help="TLS to the scheduler: who signed its certificate.")] = None,
-    tls_server_name: Annotated[str, typer.Option(help="TLS to the scheduler: the name it must have.")] = "",
-    validate: Annotated[bool, typer.Option("--validate", help="Have Envoy check it first.")] = False,
+    ctx: typer.Context,
+    file: _File = None,
+    listen: Annotated[str, typer.Option(metavar="ADDRESS", help="Where clients connect.")] = "127.0.0.1:8080",
+    ext_proc: _ExtProc = "127.0.0.1:9002",
+    als: _Als = "",
+    endpoint: _Endpoint = None,
+    endpoints_file: _EndpointsFile = None,
+    admin_port: Annotated[int, typer.Option(metavar="PORT", help="Envoy's admin page on 127.0.0.1; 0 = none.")] = 0,
+    request_mode: _RequestMode = RequestMode.whole,
+    response_mode: _ResponseMode = ResponseMode.first_chunk,
+    retry: _Retry = Retry.hedge,
+    body_limit: Annotated[int, typer.Option(metavar="BYTES", help="Larger requests get 413.")] = 64 << 20,
+    message_timeout: _MessageTimeout = 1.0,
+    queue_timeout: _QueueTimeout = 600.0,
+    fail_open: _FailOpen = True,
+    access_log: Annotated[str, typer.Option(metavar="FILE", help="Write a JSON line per request; - = stdout.")] = "",
+    tls_ca: _TlsCa = None,
+    tls_server_name: Annotated[str, typer.Option(metavar="NAME", help="TLS to the scheduler: its name.")] = "",
+    validate: Annotated[bool, typer.Option("--validate", help="Let Envoy check it first.")] = False,
 ) -> None:
-    """Print Envoy's configuration (YAML): the one that the embedded gateway runs with, for the options given."""
+    """Print an Envoy configuration (YAML) for an Envoy that you run yourself.
+
+    With FILE it is that of the embedded gateway, and the options given here override it. docs/gateway.md explains the
+    modes.
+    """
+    from msgspec.structs import replace
+
     from fairlead.core.errors import ConfigError
-    from fairlead.gateway.envoy.binary import validate as check
-    from fairlead.gateway.envoy.config import render
     from fairlead.gateway.envoy.options import Options, Tls, parse_address
 
     if tls_ca is not None and not tls_ca.is_file():
         raise ConfigError(f"{tls_ca} is no file", "--tls-ca")
     address = parse_address(listen, "--listen")
-    options = Options(
-        host=address.host,
-        port=address.port,
-        admin_port=admin_port,
-        ext_proc=ext_proc,
-        als="" if als == "none" else als or ext_proc,
-        tls=Tls(ca_file=str(tls_ca), server_name=tls_server_name) if tls_ca else None,
-        endpoints=tuple(endpoint or ()),
-        endpoints_file=str(endpoints_file) if endpoints_file else "",
-        request_mode=request_mode.value,
-        response_mode=response_mode.value,
-        retry=retry.value,
-        body_limit=body_limit,
-        message_timeout=message_timeout,
-        queue_timeout=queue_timeout,
-        fail_open=fail_open,
-        access_log=access_log,
-    )
+    said: dict[str, dict[str, object]] = {
+        "listen": {"host": address.host, "port": address.port},
+        "admin_port": {"admin_port": admin_port},
+        "ext_proc": {"ext_proc": ext_proc},
+        "als": {"als": "" if als == "none" else als or ext_proc},
+        "tls_ca": {"tls": Tls(ca_file=str(tls_ca), server_name=tls_server_name) if tls_ca else None},
+        "endpoint": {"endpoints": tuple(endpoint or ())},
+        "endpoints_file": {"endpoints_file": str(endpoints_file) if endpoints_file else ""},
+        "request_mode": {"request_mode": request_mode.value},
+        "response_mode": {"response_mode": response_mode.value},
+        "retry": {"retry": retry.value},
+        "body_limit": {"body_limit": body_limit},
+        "message_timeout": {"message_timeout": message_timeout},
+        "queue_timeout": {"queue_timeout": queue_timeout},
+        "fail_open": {"fail_open": fail_open},
+        "access_log": {"access_log": access_log},
+    }
+    options = _of_file(file) if file is not None else Options()
+    for name, fields in said.items():
+        source = ctx.get_parameter_source(name)
+        if file is None or (source is not None and source.name == "COMMANDLINE"):
+            options = replace(options, **fields)
+    typer.echo(_rendered(options, validate), nl=False)
+
+
+def _rendered(options: "Options", validate: bool) -> str:
+    """Raises `ConfigError` that names the flag."""
+    from fairlead.core.errors import ConfigError
+    from fairlead.gateway.envoy.binary import validate as check
+    from fairlead.gateway.envoy.config import render
+
     try:
         text = render(options)
     except ConfigError as error:
         raise ConfigError(error.message, _flag(error.path)) from None
     if validate:
         check(text)
-    typer.echo(text, nl=False)
+    return text
+
+
+def _of_file(file: Path) -> "Options":
+    """Of the gateway that would be started for this configuration. Raises `ConfigError`."""
+    import asyncio
+
+    from msgspec.structs import replace
+
+    from fairlead.compat.load import load
+    from fairlead.core.errors import ConfigError
+    from fairlead.server.embedded import first_pool, gateway_options
+
+    config = load(file)
+    if config.gateway.keys:
+        raise ConfigError(
+            "only the embedded gateway follows a file of keys; leave it out, or use gateway.jwt", "gateway.keys"
+        )
+    pool, http2 = asyncio.run(first_pool(config))
+    return replace(gateway_options(config, http2), endpoints=tuple(pool))
 
 
 def _flag(path: str) -> str:

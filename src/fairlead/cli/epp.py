@@ -26,19 +26,19 @@ _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"
 @examples("""
 \b
 Examples:
-  fairlead epp --config-file config.yaml --pool-name llama --pool-namespace prod --zap-encoder json
+  fairlead epp --config-file config.yaml --pool-name llama --zap-encoder json
   fairlead epp --pool-name llama --secure-serving=false -v 4
 """)
 def epp(
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="As the reference's; see docs/migration.md.")
+        list[str] | None, typer.Argument(metavar="FLAG", help="A flag of the reference; see docs/migration.md.")
     ] = None,
 ) -> None:
-    """Serve as the reference picker would by the same flags: no gateway of its own, ext_proc on port 9002 with TLS,
-    health on 9003, metrics on 9090.
+    """Serve with the reference endpoint picker's flags: no gateway, ext_proc on port 9002 with TLS, health on 9003,
+    metrics on 9090.
 
-    The image runs this when its first argument is a flag. What has no effect here is named in the log. The flags count
-    before the configuration.
+    The image runs this when its first argument is a flag. The log names flags that have no effect. Flags override the
+    configuration.
     """
     from fairlead.cli.serve import serve_file
     from fairlead.compat.command_line import parse, without_effect

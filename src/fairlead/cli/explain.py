@@ -15,8 +15,10 @@ from fairlead.cli.options import (
     FAILED,
     OTHER_PORT,
     WRONG_INPUT,
+    Admin,
     Policy,
     Set,
+    admin_url,
     change,
     echo_json,
     examples,
@@ -184,41 +186,43 @@ def _measured(ms: float | None) -> str:
 @examples("""
 \b
 Examples:
-  fairlead explain 94 journal/
-  fairlead explain 3f2a9c01.000000000000005e journal/    (the response header's id)
-  fairlead explain 94 http://localhost:9090
+  fairlead explain 94                       asks the scheduler on this host
+  fairlead explain 94 --admin http://10.0.0.5:9090
+  fairlead explain 3f2a9c01.000000000000005e journal/
   fairlead explain 94 journal/ --policy round-robin
   fairlead explain 94 journal/ --set interference=0
 """)
 def explain(
     request: Annotated[
-        str, typer.Argument(metavar="ID", help="A decision id, our number of a request, or a client's x-request-id.")
+        str, typer.Argument(metavar="ID", help="A decision's id or number, or the client's x-request-id.")
     ],
-    source: Annotated[
-        str, typer.Argument(metavar="JOURNAL|URL", help="Directory of a journal, or an admin port.")
-    ] = "http://localhost:9090",
+    journal: Annotated[str, typer.Argument(metavar="JOURNAL", help="Directory of a journal.", show_default=False)] = "",
+    admin: Admin = "",
     policy: Policy = "",
     setting: Set = None,
-    run: Annotated[str, typer.Option("--run", help="Of which process; default: the newest that knows it.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON.")] = False,
-    top: Annotated[int, typer.Option(min=1, help="Endpoints to show.")] = 12,
+    run: Annotated[
+        str, typer.Option("--run", metavar="ID", help="Which process.", show_default="the newest that knows it")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Endpoints to show.")] = 12,
 ) -> None:
-    """Why this endpoint, why not the others, what it would have taken, and how good the forecast was.
+    """Show why a request went to its endpoint, what the others would have cost, and how good the forecast was.
 
-    Terms are those of the policy: milliseconds of the cost model, or weighted scores; they add up to the total. With
-    --policy or --set another policy is asked on the very same numbers (a journal is needed).
+    Terms are the policy's: milliseconds of the cost model, or weighted scores. They add up to the total. --policy and
+    --set ask another policy with the same numbers; they need a journal.
     """
     from fairlead.core.errors import FairleadError
 
     with exits(FAILED, FairleadError), exits(WRONG_INPUT, ValueError, OSError):
-        if source.startswith(("http://", "https://")):
+        is_url = journal.startswith(("http://", "https://"))
+        if admin and journal:
+            raise ValueError("give a journal or --admin, not both")
+        if is_url or not journal:
             if policy or setting:
-                raise ValueError(
-                    "another policy needs a journal: the admin port tells what was decided, not the numbers"
-                )
-            explained_decision = _fetch(source, request)
+                raise ValueError("--policy and --set need a journal: the admin port does not keep the numbers")
+            explained_decision = _fetch(admin_url(admin, journal), request)
         else:
-            explained_decision = _search(Path(source), request, run, policy, setting)
+            explained_decision = _search(Path(journal), request, run, policy, setting)
     if as_json:
         echo_json(explained_decision)
         return

@@ -12,31 +12,31 @@ from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples
 Examples:
   fairlead indexer fairlead.yaml
   fairlead indexer fairlead.yaml --bind tcp://*:5555 --listen 0.0.0.0:9090
-  curl localhost:9090/query --json '{"prompt_hash": [123, 456, 789], "pods": ["pod1", "pod2"]}'
+  curl localhost:9090/query --json '{"prompt_hash": [123], "pods": ["pod1"]}'
   curl localhost:9090/snapshot --output index.kv
 """)
 def indexer(
     file: ConfigFile = DEFAULT_FILE,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="HTTP address, port 0 = any. Default: `admin.host`, `admin.port`.")
+        str, typer.Option(metavar="HOST:PORT", help="HTTP address, port 0 = any.", show_default="admin.host:admin.port")
     ] = "",
     bind: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Let engines dial in, e.g. tcp://*:5555: `kvEvents.bind`.")
+        str, typer.Option(metavar="ADDRESS", help="Let engines dial in, e.g. tcp://*:5555: kvEvents.bind.")
     ] = "",
     snapshot: Annotated[
-        str, typer.Option(metavar="FILE", help="Keeps the index over restarts: `kvEvents.snapshot`.")
+        str, typer.Option(metavar="FILE", help="Keeps the index across restarts: kvEvents.snapshot.")
     ] = "",
     warm_from: Annotated[
-        str, typer.Option(metavar="URL", help="Begin with the index of another indexer: `kvEvents.indexer.warmFrom`.")
+        str, typer.Option(metavar="URL", help="Start with the index of another indexer: kvEvents.indexer.warmFrom.")
     ] = "",
     accept_snapshots: Annotated[
-        bool, typer.Option("--accept-snapshots", help="Take snapshots in at PUT /snapshot; whoever reaches it may.")
+        bool, typer.Option("--accept-snapshots", help="Accept PUT /snapshot from anybody who can reach it.")
     ] = False,
 ) -> None:
-    """Follow the KV events of a pool and tell over HTTP which endpoint holds how much of a prompt.
+    """Follow the KV events of a pool and answer, over HTTP, how much of a prompt each endpoint has cached.
 
-    The configuration is that of `fairlead serve`; endpoints, kubernetes, kvEvents, tokens and log count. Logs go to
-    stderr. SIGTERM or Ctrl-C ends it.
+    Reads the configuration of `fairlead serve`: endpoints, kubernetes, kvEvents, tokens and log. Logs go to stderr.
+    SIGTERM or Ctrl-C stops it.
     """
     import asyncio
 

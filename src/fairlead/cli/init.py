@@ -12,26 +12,20 @@ if TYPE_CHECKING:
     from fairlead.doctor.survey import Server
 
 _Servers = Annotated[
-    list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Model servers.", show_default=False)
+    list[str] | None, typer.Argument(metavar="HOST:PORT", help="A model server; repeat.", show_default=False)
 ]
 _Prefill = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="HOST:PORT", help="A server that only prefills; repeat. The others decode.", show_default=False
-    ),
+    typer.Option(metavar="HOST:PORT", help="A server that only prefills; repeat. Others decode.", show_default=False),
 ]
 _Pool = Annotated[
     str, typer.Option(metavar="NAME", help="Kubernetes: the InferencePool to follow.", show_default=False)
 ]
-_Namespace = Annotated[str, typer.Option(help="Kubernetes: its namespace.", show_default=False)]
-_KvEvents = Annotated[
-    bool | None, typer.Option("--kv-events/--no-kv-events", help="Know exactly what engines have cached.")
-]
+_Namespace = Annotated[str, typer.Option(metavar="NAME", help="Kubernetes: its namespace.", show_default=False)]
+_KvEvents = Annotated[bool | None, typer.Option("--kv-events/--no-kv-events", help="Follow what engines have cached.")]
 _Tokenizer = Annotated[
     str,
-    typer.Option(
-        metavar="DIR", help="For KV events: the model's tokenizer. Default: engines are asked.", show_default=False
-    ),
+    typer.Option(metavar="DIR", help="For KV events: the model's tokenizer.", show_default="ask the engines"),
 ]
 
 
@@ -51,14 +45,16 @@ def init(
     kv_events: _KvEvents = None,
     tokenizer: _Tokenizer = "",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where clients connect.")] = 8080,
-    admin_port: Annotated[int, typer.Option(min=1, max=65535, help="Metrics, health and dashboard.")] = 9090,
-    out: Annotated[Path, typer.Option(dir_okay=False, help="The file to write.")] = DEFAULT_FILE,
+    admin_port: Annotated[
+        int, typer.Option(metavar="PORT", min=1, max=65535, help="Metrics, health and dashboard.")
+    ] = 9090,
+    out: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="The file to write.")] = DEFAULT_FILE,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    probe: Annotated[bool, typer.Option(help="Ask the servers what they are. Without it nothing is sent.")] = True,
+    probe: Annotated[bool, typer.Option(help="Ask the servers what they serve.")] = True,
 ) -> None:
-    """Look at model servers and write a commented configuration for them; in a terminal, ask for what is not given.
+    """Probe model servers and write a commented configuration for them. In a terminal it asks for what is missing.
 
-    Exit codes: 0 written, 1 a server does not answer, 2 wrong usage. Nothing is written then.
+    Exit codes: 0 written, 1 a server does not answer, 2 wrong usage. Nothing is written unless all is well.
     """
     from fairlead.core.errors import ConfigError
 

@@ -9,17 +9,17 @@ from fairlead.cli.options import examples
 
 @examples("""
 \b
-Examples: the key is for the client, the line for the file that gateway.keys names
+Examples:
   fairlead key team-a >> keys.txt
   fairlead key team-b --expires 2030-01-31 >> keys.txt
 """)
 def key(
-    tenant: Annotated[str, typer.Argument(help="Whom the key names: letters, digits and . _ : @ / + -")],
+    tenant: Annotated[str, typer.Argument(help="Who gets the key: letters, digits and . _ : @ / + -")],
     expires: Annotated[str, typer.Option(metavar="TIME", help="2030-01-31, or 2030-01-31T12:00:00Z; UTC.")] = "",
 ) -> None:
-    """Make an API key. The key goes to stderr, this once, and the line for the file to stdout.
+    """Create an API key for a client of the embedded gateway.
 
-    The line holds the key's SHA-256, from which nobody can tell the key.
+    The key goes to stderr, once. The line for the file of keys goes to stdout; it holds only the key's SHA-256.
     """
     from fairlead.gateway.envoy.authentication import new_key
 

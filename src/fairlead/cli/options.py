@@ -33,9 +33,7 @@ def config_file(file: Path) -> Path:
 
 ConfigFile = Annotated[
     Path,
-    typer.Argument(
-        metavar="[FILE]", help="Configuration, YAML or JSON. See docs/configuration.md.", callback=config_file
-    ),
+    typer.Argument(metavar="FILE", help="Configuration, YAML or JSON.", callback=config_file),
 ]
 
 
@@ -46,6 +44,43 @@ def complain(problem: str | Exception) -> None:
         message = f"{problem.filename}: {problem.strerror}"
     for line in message.splitlines():
         typer.echo(f"error: {line}", err=True)
+
+
+def note_renamed(old: str, new: str) -> None:
+    """One line on stderr for a name that is about to go."""
+    typer.echo(f"note: `{old}` is now `{new}`; the old name goes in 0.3", err=True)
+
+
+def needed_out(out: Path | None, old: Path | None) -> Path:
+    """What `--out` names. `old`: the second argument, as it was before 0.2. Raises `ConfigError`."""
+    if old is not None:
+        note_renamed("IN OUT", "IN --out OUT")
+    if (path := out or old) is None:
+        from fairlead.core.errors import ConfigError
+
+        raise ConfigError("name the file to write", "--out")
+    return path
+
+
+# What the shell completes.
+
+
+def policies(incomplete: str) -> list[str]:
+    from fairlead.lab.simulator.run import known_policies
+
+    return [name for name in known_policies() if name.startswith(incomplete)]
+
+
+def scenarios(incomplete: str) -> list[str]:
+    from fairlead.lab.simulator.build import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+def presets(incomplete: str) -> list[str]:
+    from fairlead.lab.engine.presets import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 @contextmanager
@@ -116,10 +151,27 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 # Limits of a model server, where they are not to be the preset's.
-MaxNumSeqs = Annotated[int, typer.Option(min=0, help="Requests in one batch. 0 = the preset's.")]
-MaxModelLen = Annotated[int, typer.Option(min=0, help="Prompt plus output tokens. 0 = the preset's.")]
-KvTokens = Annotated[int, typer.Option(min=0, help="KV cache of one server, in tokens. 0 = the preset's.")]
-BlockSize = Annotated[int, typer.Option(min=0, help="Tokens per KV block. 0 = the preset's.")]
+MaxNumSeqs = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Requests in one batch.", show_default="the preset's")
+]
+MaxModelLen = Annotated[
+    int, typer.Option(metavar="TOKENS", min=0, help="Prompt plus output.", show_default="the preset's")
+]
+KvTokens = Annotated[
+    int, typer.Option(metavar="TOKENS", min=0, help="KV cache of one replica.", show_default="the preset's")
+]
+BlockSize = Annotated[
+    int, typer.Option(metavar="TOKENS", min=0, help="Size of a KV block.", show_default="the preset's")
+]
+Preset = Annotated[
+    str,
+    typer.Option(metavar="NAME|FILE", help="Model and GPU; a FILE is one of `fairlead tune`.", autocompletion=presets),
+]
+Traces = Annotated[
+    str, typer.Option(metavar="DIR", envvar="FAIRLEAD_TRACES", help="The published traces [env: FAIRLEAD_TRACES].")
+]
+Speeds = Annotated[str, typer.Option(metavar="N,...", help="Relative speeds of the replicas, e.g. 1,1,0.4.")]
+Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replicas prefill, the others decode.")]
 
 
 def preset_argument(value: str) -> str:
@@ -134,6 +186,21 @@ def preset_argument(value: str) -> str:
     return text + "\n"
 
 
+DEFAULT_ADMIN = "http://localhost:9090"
+
+
+def admin_url(given: str, old: str = "") -> str:
+    """Of the admin port, with its scheme. `old`: what stood where an argument was before 0.2."""
+    if old:
+        note_renamed("URL", "--admin URL")
+    url = given or old or DEFAULT_ADMIN
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
+Admin = Annotated[
+    str, typer.Option("--admin", metavar="URL", help="Admin port of a scheduler.", show_default=DEFAULT_ADMIN)
+]
+
 # Options that replace a recorded policy: `--policy NAME|FILE` and `--set NAME=VALUE`.
 
 if TYPE_CHECKING:
@@ -142,13 +209,18 @@ if TYPE_CHECKING:
     from fairlead.config.schema import Config
 
 Policy = Annotated[
-    str, typer.Option("--policy", "-p", help="Another policy: its name, or a configuration file whose policy is used.")
+    str,
+    typer.Option(
+        "--policy",
+        "-p",
+        metavar="NAME|FILE",
+        help="Another policy: its name, or a configuration that has it.",
+        autocompletion=policies,
+    ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", help="SCORER=WEIGHT, PARAMETER=VALUE or PLUGIN.PARAMETER=VALUE; repeat.", metavar="NAME=VALUE"
-    ),
+    typer.Option("--set", help="A scorer's weight, a parameter, or PLUGIN.PARAMETER; repeat.", metavar="NAME=VALUE"),
 ]
 
 

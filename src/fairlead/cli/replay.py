@@ -1,4 +1,4 @@
-"""`fairlead replay`: a journal's events through the scheduler again."""
+"""`fairlead journal replay`: a journal's events through the scheduler again."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 
 
 Journal = Annotated[Path, typer.Argument(metavar="JOURNAL", help="Directory of a journal, or one segment.")]
-Run = Annotated[str, typer.Option("--run", help="Of which process; default: the last one in the journal.")]
+Run = Annotated[str, typer.Option("--run", metavar="ID", help="Which process.", show_default="the last one")]
 
 
 @examples("""
 \b
 Examples:
-  fairlead replay journal/
-  fairlead replay journal/ --set interference=0.5
-  fairlead replay journal/ --policy round-robin --changes 50
-\b
-Exit codes: 0 as recorded (or compared), 1 the decisions differ from the recorded
-ones although nothing is missing, 2 wrong usage or no journal.
+  fairlead journal replay journal/
+  fairlead journal replay journal/ --set interference=0.5
+  fairlead journal replay journal/ --policy round-robin --changes 50
+
+Exit codes: 0 as recorded (or compared), 1 the decisions differ although nothing is missing, 2 wrong usage or no
+journal.
 """)
 def replay(
     journal: Journal,
     policy: Policy = "",
     setting: Set = None,
     run: Run = "",
-    changes: Annotated[int, typer.Option(min=0, max=1000, help="Changed decisions to show.")] = 10,
+    changes: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help="Changed decisions to show.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
-    """Feed a journal's events through the scheduler again, and see that it decides the same.
+    """Run a journal's events through the scheduler again and check that it decides the same.
 
-    With --policy or --set: which decisions would be others, and why. What happened stays what happened (first tokens
-    and ends come when they came); what another policy would have made of it, `fairlead simulate` says.
+    With --policy or --set it shows which decisions change and why. First tokens and ends stay where they were recorded;
+    use `fairlead sim run` to see what another policy would have made of the traffic.
     """
     from fairlead.cli.options import busy
     from fairlead.lab.simulator import replay as same

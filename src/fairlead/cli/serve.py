@@ -58,46 +58,61 @@ def _numbers(text: str) -> list[int]:
 # `fairlead serve`: the scheduler.
 
 
+_SchedulerOnly = Annotated[
+    bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
+]
+_GatewayAdmin = Annotated[
+    list[str] | None,
+    typer.Option("--gateway-admin", help="Where the admin page of an embedded Envoy is.", hidden=True),
+]
+_GatewayPool = Annotated[
+    str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
+]
+
+
 @examples("""
 \b
 Examples:
-  fairlead serve examples/minimal.yaml
-  fairlead validate fairlead.yaml && fairlead serve fairlead.yaml
-  curl localhost:9090/readyz ; curl localhost:9090/debug/endpoints
+  fairlead serve                        reads fairlead.yaml
+  fairlead serve examples/minimal.yaml --port 8081
+  curl localhost:9090/readyz            is it ready?
 """)
 def serve(
     file: ConfigFile = DEFAULT_FILE,
-    scheduler_only: Annotated[
-        bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
-    ] = False,
-    gateway_admin: Annotated[
-        list[str] | None,
-        typer.Option("--gateway-admin", help="Where the admin page of an embedded Envoy is.", hidden=True),
-    ] = None,
-    gateway_pool: Annotated[
-        str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
-    ] = "",
+    scheduler_only: _SchedulerOnly = False,
+    gateway_admin: _GatewayAdmin = None,
+    gateway_pool: _GatewayPool = "",
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where clients connect: `gateway.port`.")] = 0,
-    pool_name: Annotated[str, typer.Option(help="InferencePool to serve: `kubernetes.pool`.")] = "",
-    pool_namespace: Annotated[str, typer.Option(help="Its namespace: `kubernetes.namespace`.")] = "",
-    pool_group: Annotated[str, typer.Option(help="Its API group: `kubernetes.group`.")] = "",
+    port: Annotated[
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="Where clients connect: gateway.port."),
+    ] = 0,
+    admin_port: Annotated[
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="Dashboard and metrics: admin.port."),
+    ] = 0,
+    grpc_port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="For Envoy: extProc.port.")
+    ] = 0,
+    grpc_health_port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="gRPC health: extProc.healthPort.")
+    ] = 0,
+    pool_name: Annotated[str, typer.Option(metavar="NAME", help="InferencePool: kubernetes.pool.")] = "",
+    pool_namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace: kubernetes.namespace.")] = "",
+    pool_group: Annotated[str, typer.Option(metavar="GROUP", help="Its API group: kubernetes.group.")] = "",
     endpoint_selector: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="Labels of pods, without an InferencePool.")
+        str, typer.Option(metavar="KEY=VALUE,...", help="Labels of the pods, if there is no InferencePool.")
     ] = "",
-    endpoint_target_ports: Annotated[str, typer.Option(metavar="PORT,...", help="The ports of these pods.")] = "",
-    kubeconfig: Annotated[str, typer.Option(metavar="PATH", help="`kubernetes.kubeconfig`.")] = "",
+    endpoint_target_ports: Annotated[str, typer.Option(metavar="PORT,...", help="Ports of those pods.")] = "",
+    kubeconfig: Annotated[str, typer.Option(metavar="FILE", help="kubernetes.kubeconfig.")] = "",
     ha_enable_leader_election: Annotated[
-        bool, typer.Option("--ha-enable-leader-election", help="Of several replicas one is ready, the others stand by.")
+        bool, typer.Option("--ha-enable-leader-election", help="One replica is ready; the others stand by.")
     ] = False,
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="`extProc.port`.")] = 0,
-    grpc_health_port: Annotated[int, typer.Option(min=0, max=65535, help="`extProc.healthPort`.")] = 0,
-    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="`admin.port`.")] = 0,
 ) -> None:
-    """Run the scheduler, with its embedded gateway unless the configuration says `gateway: none`.
+    """Run the scheduler and, unless the configuration says `gateway: none`, its embedded gateway.
 
-    Logs go to stderr, one event per line. SIGTERM or Ctrl-C drains: requests in flight get up to 30 seconds. Exit code
-    2 means that the configuration cannot be used.
+    Logs go to stderr, one event per line. On SIGTERM or Ctrl-C, requests in flight get up to 30 seconds to finish.
+    Options override the configuration. Exit code 2 means that the configuration cannot be used.
     """
     import json
 
@@ -116,7 +131,7 @@ def serve(
                 "gateway.port": port,
                 "extProc.port": grpc_port,
                 "extProc.healthPort": grpc_health_port,
-                "admin.port": metrics_port,
+                "admin.port": admin_port,
             },
         )
     serve_file(file, flags, scheduler_only, gateway_admin or (), gateway_pool)

@@ -1,4 +1,4 @@
-"""`fairlead simulate`: one policy on one workload, in virtual time."""
+"""`fairlead sim run`: one policy on one workload, in virtual time."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,62 +11,79 @@ from fairlead.cli.options import (
     KvTokens,
     MaxModelLen,
     MaxNumSeqs,
+    Prefill,
+    Preset,
+    Speeds,
+    Traces,
     complain,
     echo_json,
     examples,
     exits,
     numbers,
+    policies,
     preset_argument,
+    scenarios,
 )
 
-Source = Annotated[
-    str, typer.Argument(metavar="SCENARIO|FILE", help="A built-in scenario (--list), or a workload file.")
+Workload = Annotated[
+    str,
+    typer.Argument(metavar="WORKLOAD", help="A scenario (see --list) or a workload file.", autocompletion=scenarios),
 ]
 Policy = Annotated[
     str,
     typer.Option(
-        "--policy", "-p", help="A policy's name, a configuration whose scheduling part is used, or a .py file."
+        "--policy",
+        "-p",
+        metavar="NAME|FILE",
+        help="A policy, a configuration that has one, or a .py file.",
+        autocompletion=policies,
     ),
 ]
+
+
+_Replicas = Annotated[
+    int, typer.Option(metavar="N", min=0, max=1000, help="Model servers.", show_default="the scenario's")
+]
+_KvLagMs = Annotated[float, typer.Option(metavar="MS", help="KV events arrive this late.", show_default="no KV events")]
 
 
 @examples("""
 \b
 Examples:
-  fairlead simulate --list
-  fairlead simulate shared-prefix-14
-  fairlead simulate agents --policy mine.yaml --servers 4 --seed 1
-  fairlead simulate traffic.jsonl --speeds 1,1,0.4 --json
-  fairlead simulate traffic.jsonl --servers 2 --like http://localhost:8000
+  fairlead sim run --list
+  fairlead sim run shared-prefix-14
+  fairlead sim run agents --policy mine.yaml --replicas 4 --seed 1
+  fairlead sim run traffic.jsonl --speeds 1,1,0.4 --json
+  fairlead sim run traffic.jsonl --replicas 2 --like http://localhost:8000
 """)
 def simulate(
-    source: Source = "",
+    workload: Workload = "",
     policy: Policy = "default",
-    traces: Annotated[str, typer.Option(envvar="FAIRLEAD_TRACES", help="Directory of the published traces.")] = "",
-    format: Annotated[str, typer.Option(help="Of a workload file; default: by its content.")] = "",
-    speedup: Annotated[float, typer.Option(min=0.001, help="Timestamps are divided by it.")] = 1.0,
-    head: Annotated[int, typer.Option(min=0, help="Only the first so many requests.")] = 0,
-    servers: Annotated[int, typer.Option(min=0, max=1000, help="Model servers; default: the scenario's own.")] = 0,
-    preset: Annotated[str, typer.Option(help="Model and hardware: a name, or a FILE of `fairlead tune`.")] = "",
-    like: Annotated[str, typer.Option(help="http://HOST:PORT of an idle server to imitate: a minute of probes.")] = "",
+    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N.")] = 0,
+    replicas: _Replicas = 0,
+    speedup: Annotated[float, typer.Option(metavar="N", min=0.001, help="Send N times as fast.")] = 1.0,
+    format: Annotated[str, typer.Option(help="Of a workload file.", show_default="by its content")] = "",
+    traces: Traces = "",
+    preset: Preset = "",
+    like: Annotated[str, typer.Option(metavar="URL", help="Imitate this idle server: one minute of probes.")] = "",
     kv_tokens: KvTokens = 0,
     block_size: BlockSize = 0,
     max_num_seqs: MaxNumSeqs = 0,
     max_model_len: MaxModelLen = 0,
-    speeds: Annotated[str, typer.Option(help="Relative speeds of the servers, e.g. 1,1,0.4; repeated in turn.")] = "",
-    prefill: Annotated[int, typer.Option(min=0, help="So many servers only prefill, the others decode.")] = 0,
-    kv_lag_ms: Annotated[float, typer.Option(help="KV events that are so late; -1 = there are none.")] = -1,
-    dispatch: Annotated[str, typer.Option(help="timestamp or think; default: the workload's own.")] = "",
-    seed: Annotated[int, typer.Option(help="Of everything that is left to chance.")] = 0,
-    validate: Annotated[bool, typer.Option(help="Check every invariant after every event (slow).")] = False,
+    speeds: Speeds = "",
+    prefill: Prefill = 0,
+    kv_lag_ms: _KvLagMs = -1,
+    dispatch: Annotated[str, typer.Option(help="timestamp or think.", show_default="the workload's")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    validate: Annotated[bool, typer.Option("--validate", help="Check all invariants after each event (slow).")] = False,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one line per request to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
-    requests: Annotated[Path | None, typer.Option(help="Write one line of CSV per request to this file.")] = None,
-    list: Annotated[bool, typer.Option("--list", help="Name the built-in scenarios and policies.")] = False,
+    list: Annotated[bool, typer.Option("--list", help="List the scenarios and policies.")] = False,
 ) -> None:
-    """Run a policy against simulated model servers: an hour of traffic of eight replicas takes some seconds.
+    """Simulate one policy on one workload. An hour of traffic on eight replicas takes seconds.
 
-    The same scheduler as in `fairlead serve` decides, fed with the same events; see docs/simulator.md for what is
-    simulated and how well it agrees with measured servers.
+    The scheduler is the one that `fairlead serve` runs. docs/simulator.md says what is simulated and how well it agrees
+    with measured servers.
     """
     from fairlead.lab.simulator.build import ScenarioSpec, names
     from fairlead.lab.simulator.run import known_policies, policy_text
@@ -76,18 +93,18 @@ def simulate(
         typer.echo("scenarios: " + ", ".join(names()))
         typer.echo("policies:  " + ", ".join(known_policies()))
         return
-    if not source:
-        complain("name a scenario or a workload file; --list names the built-in ones")
+    if not workload:
+        complain("name a scenario or a workload file; --list shows the scenarios")
         raise typer.Exit(WRONG_INPUT)
     with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         spec = ScenarioSpec(
-            name=source if source in names() else Path(source).stem,
-            source=source,
+            name=workload if workload in names() else Path(workload).stem,
+            source=workload,
             traces=traces,
             format=format,
             speedup=speedup,
-            head=head,
-            servers=servers,
+            head=requests,
+            servers=replicas,
             preset=_preset(preset, like),
             kv_tokens=kv_tokens,
             block_size=block_size,
@@ -98,7 +115,7 @@ def simulate(
             prefill=prefill,
             kv_lag_ms=kv_lag_ms,
         )
-        _run(spec, policy_text(policy), policy, seed, validate, json, requests)
+        _run(spec, policy_text(policy), policy, seed, validate, json, csv)
 
 
 def _preset(preset: str, like: str) -> str:
@@ -110,7 +127,7 @@ def _preset(preset: str, like: str) -> str:
     return preset_like(like) if like else preset_argument(preset)
 
 
-def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_json: bool, requests: Path | None) -> None:
+def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_json: bool, csv: Path | None) -> None:
     from time import perf_counter
 
     import msgspec
@@ -131,8 +148,8 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
         simulation = Simulation(scenario, config, seed, watch=watch, validate=validate, registry=registry)
         simulation.run()
     took = perf_counter() - begun
-    if requests is not None:
-        requests.write_bytes(request_table(simulation))
+    if csv is not None:
+        csv.write_bytes(request_table(simulation))
     figures = summarise(simulation).as_dict()
     if as_json:
         configuration = msgspec.to_builtins(spec) | {"policy": policy, "seed": seed, "text": text}

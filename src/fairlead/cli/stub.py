@@ -19,6 +19,7 @@ from fairlead.cli.options import (
     examples,
     exits,
     preset_argument,
+    presets,
 )
 
 if TYPE_CHECKING:
@@ -65,61 +66,61 @@ _KV_PORT, _KV_BUFFER = 5557, 10_000
 _Preset = Annotated[
     str,
     typer.Option(
-        help="Model and GPU whose speed and memory are imitated; `list` shows them. Or a FILE of `fairlead tune`."
+        metavar="NAME|FILE",
+        help="Model and GPU to imitate; `list` shows them. A FILE is one of `fairlead tune`.",
+        autocompletion=presets,
     ),
 ]
-_Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="First port; replicas take this one and those after it. 0 = any.")
-]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first replica; the others follow. 0 = any.")]
 _MaxLoras = Annotated[
-    int, typer.Option(min=0, help="Adapters in one batch. Default: 1 with --lora, else off.", show_default=False)
+    int, typer.Option(metavar="N", min=0, help="Adapters in one batch.", show_default="1 with --lora")
 ]
 _OutputTokens = Annotated[
-    int, typer.Option(min=0, help="Mean answer length when the client sets no limit; 0 = up to the model length.")
+    int, typer.Option(metavar="N", min=0, help="Mean answer without a limit; 0 = up to the model length.")
 ]
 _KvEvents = Annotated[bool, typer.Option("--kv-events", help="Publish KV-cache events over ZMQ, as vLLM does.")]
 _KvPort = Annotated[
     int,
     typer.Option(
+        metavar="PORT",
         min=0,
         max=65535,
-        help="First port of KV events. Each replica takes two, events and replays, on the address of --host. 0 = any.",
+        help="First port of KV events; each replica takes two. 0 = any.",
     ),
 ]
 _KvConnect = Annotated[
-    str, typer.Option(help="Dial this subscriber, tcp://host:port, instead of listening.", show_default=False)
+    str, typer.Option(metavar="ADDRESS", help="Dial this subscriber, tcp://host:port, instead of listening.")
 ]
 _KvEncoding = Annotated[
     list[KvEncoding] | None,
     typer.Option(
-        help="How KV events are written; repeat it to combine. map (default): vLLM since 0.24. array: before, and"
-        " SGLang. v0.9 to v0.23: arrays with the fields of that vLLM, and its replays. bin: each event in a byte"
-        " string, as llm-d's storage back end. signed, bytes: the hashes.",
-        show_default=False,
+        metavar="NAME",
+        help="Format of KV events; repeat to combine. map: vLLM since 0.24. array: before, and SGLang. v0.9, v0.11,"
+        " v0.16, v0.18, v0.20, v0.23: as that vLLM. bin: as llm-d's storage back end. signed, bytes: the hashes."
+        " map-batch, no-rank: the batch.",
+        show_default="map",
     ),
 ]
 _KvHash = Annotated[
     str,
     typer.Option(
-        help="Tell block hashes as a vLLM with this algorithm would: sha256, sha256_cbor, xxhash, xxhash_cbor.",
+        metavar="NAME",
+        help="Block hashes of vLLM by sha256, sha256_cbor, xxhash or xxhash_cbor.",
         show_default=False,
     ),
 ]
-_KvHashSeed = Annotated[str, typer.Option(help="Its PYTHONHASHSEED. Default: not set.", show_default=False)]
-_KvBuffer = Annotated[int, typer.Option(min=0, help="Batches that each replica keeps for replays.")]
-_WriteEndpoints = Annotated[
-    Path | None, typer.Option(help="Write the replicas as a YAML endpoints file.", dir_okay=False)
-]
+_KvHashSeed = Annotated[str, typer.Option(metavar="SEED", help="Its PYTHONHASHSEED.")]
+_KvBuffer = Annotated[int, typer.Option(metavar="N", min=0, help="Batches that each replica keeps for replays.")]
+_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the replicas to this endpoints file.")]
 
 
 @examples("""
-Each replica batches, queues, caches prefixes and takes its time as the real server of the chosen preset would, and
-exposes the same API, metrics and errors. Faults are set at run time through POST /fault, those of KV events through
-POST /fault/kv_events. Ctrl-C or SIGTERM ends it.
+Each replica batches, queues, caches prefixes and takes as long as the real server of the preset would, and has the
+same API, metrics and errors. POST /fault and POST /fault/kv_events inject faults. Ctrl-C or SIGTERM stops it.
 
 \b
 Examples:
-  fairlead stub --replicas 8 --write-endpoints endpoints.yaml
+  fairlead stub --replicas 8 --out endpoints.yaml
   fairlead stub --preset llama-8b-l40s --time-ratio 20
   fairlead stub --lora sql --lora chat --max-loras 1
   curl localhost:8000/fault --json '{"slow_factor": 5}'
@@ -131,22 +132,24 @@ Examples:
 """)
 def stub(
     port: _Port = 8000,
-    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Model servers in this process.")] = 1,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Model servers.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    model: Annotated[str, typer.Option(help="Served model name. Default: the preset's.", show_default=False)] = "",
+    model: Annotated[str, typer.Option(metavar="NAME", help="Served model.", show_default="the preset's")] = "",
     preset: _Preset = "qwen3-32b-h100",
-    time_ratio: Annotated[float, typer.Option(help="1 = as slow as the real one, 20 = twenty times faster.")] = 1.0,
-    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per streamed event.")] = 1,
+    time_ratio: Annotated[float, typer.Option(metavar="N", help="How many times faster than real time.")] = 1.0,
+    stream_interval: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per streamed event.")] = 1,
     max_num_seqs: MaxNumSeqs = 0,
     max_model_len: MaxModelLen = 0,
     kv_tokens: KvTokens = 0,
     block_size: BlockSize = 0,
-    max_queued: Annotated[int, typer.Option(min=0, help="Waiting requests before 503; 0 = no limit.")] = 0,
-    lora: Annotated[list[str] | None, typer.Option(help="Adapter loaded at start; can be repeated.")] = None,
+    max_queued: Annotated[int, typer.Option(metavar="N", min=0, help="Waiting requests before 503; 0 = no limit.")] = 0,
+    lora: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Adapter loaded at start; repeat.")] = None,
     max_loras: _MaxLoras = 0,
     output_tokens: _OutputTokens = 256,
-    identity_headers: Annotated[bool, typer.Option(help="Send x-inference-pod and x-inference-port.")] = False,
-    request_id_headers: Annotated[bool, typer.Option(help="Send x-request-id.")] = False,
+    identity_headers: Annotated[
+        bool, typer.Option("--identity-headers", help="Send x-inference-pod and x-inference-port.")
+    ] = False,
+    request_id_headers: Annotated[bool, typer.Option("--request-id-headers", help="Send x-request-id.")] = False,
     kv_events: _KvEvents = False,
     kv_events_port: _KvPort = _KV_PORT,
     kv_events_connect: _KvConnect = "",
@@ -154,8 +157,8 @@ def stub(
     kv_buffer_steps: _KvBuffer = _KV_BUFFER,
     kv_hash: _KvHash = "",
     kv_hash_seed: _KvHashSeed = "",
-    seed: Annotated[int, typer.Option(help="Of ids and of random faults.")] = 0,
-    write_endpoints: _WriteEndpoints = None,
+    seed: Annotated[int, typer.Option(help="Seed of ids and random faults.")] = 0,
+    out: _Out = None,
 ) -> None:
     """Serve stub model servers that speak and behave like vLLM 0.32."""
     from fairlead.lab.stub.config import StubConfig
@@ -184,7 +187,7 @@ def stub(
             kv_events=_hashed(events, kv_hash, kv_hash_seed),
             seed=seed,
         )
-    _end(run(config, replicas, host, port, write_endpoints, typer.echo))
+    _end(run(config, replicas, host, port, out, typer.echo))
 
 
 def _events(

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead.cli.options import FAILED, OTHER_PORT, complain, examples, with_token
+from fairlead.cli.options import FAILED, OTHER_PORT, Admin, admin_url, complain, examples, with_token
 from fairlead.core.errors import ADMIN_PORT
 
 #: Seconds without a word after which a connection counts as lost; between two attempts.
@@ -279,31 +279,35 @@ def _seconds(value: float) -> str:
 # `fairlead top`: a running scheduler in a terminal.
 
 
+def _sorts(incomplete: str) -> list[str]:
+    return [name for name in SORTS if name.startswith(incomplete)]
+
+
 @examples("""
 \b
 Examples:
   fairlead top
-  fairlead top http://localhost:9090 --sort waiting
+  fairlead top --admin http://10.0.0.5:9090 --sort waiting
   fairlead top --once
   fairlead top --once --json | jq '.now.totals'
 """)
 def top(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The admin port.")] = "http://localhost:9090",
-    once: Annotated[bool, typer.Option("--once", help="Print one moment and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON: one line per moment.")] = False,
+    old_url: Annotated[str, typer.Argument(hidden=True)] = "",
+    admin: Admin = "",
+    once: Annotated[bool, typer.Option("--once", help="Print the current state once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per update.")] = False,
     sort: Annotated[
-        str, typer.Option(help="Column to sort endpoints by: name, waiting, running, kv, sent, hits, ttft.")
+        str, typer.Option(metavar="COLUMN", help=f"Order of endpoints: {', '.join(SORTS)}.", autocompletion=_sorts)
     ] = "name",
-    every: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two moments.")] = 1.0,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=60.0, help="Time between updates.")] = 1.0,
 ) -> None:
-    """The pool at a glance: endpoints, traffic, queues and warnings, once a second, until Ctrl-C.
+    """Watch a running scheduler: endpoints, traffic, queues and warnings, until Ctrl-C.
 
-    It reads what the dashboard reads. NO_COLOR switches colours off. Exit code 1: nothing answers (with --once).
+    It shows what the dashboard shows. NO_COLOR turns colours off. With --once, exit code 1 means that nothing answers.
     """
-
     if sort not in SORTS:
         raise typer.BadParameter(f"{sort!r} is none of {', '.join(SORTS)}", param_hint="--sort")
-    address = (url if "://" in url else f"http://{url}").rstrip("/")
+    address = admin_url(admin, old_url)
     if not once:
         (_top_stream if as_json else _live)(address, sort, every)
         return

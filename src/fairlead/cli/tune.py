@@ -24,27 +24,36 @@ if TYPE_CHECKING:
     from fairlead.lab.load.tune import Advice, Facts, Fitted, Measured, Observation
     from fairlead.lab.load.tune_probe import Ask
 
-_Url = Annotated[
-    str, typer.Argument(metavar="URL", help="http://HOST:PORT of one model server that has nothing else to do.")
-]
+_Url = Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT of one idle model server.")]
 _Observations = Annotated[
     Path | None,
     typer.Option(
-        help="Fit JSON lines instead: prompt_tokens, cached_tokens, completion_tokens, ttft_ms, e2e_ms, batch.",
+        metavar="FILE",
+        help="Fit these JSON lines: prompt_tokens, cached_tokens, completion_tokens, ttft_ms, e2e_ms, batch.",
         dir_okay=False,
     ),
 ]
 _Neighbour = Annotated[
-    str, typer.Option(help="http://HOST:PORT of a server on the same machine: kept busy, to see what that costs.")
+    str, typer.Option(metavar="URL", help="Keep this server of the same machine busy, to see what that costs.")
 ]
 _HitRate = Annotated[
-    float, typer.Option(min=-1, max=1, help="Your traffic: share of prompt tokens in caches. -1 = as FILE or server.")
+    float,
+    typer.Option(metavar="SHARE", min=-1, max=1, help="Your traffic: cached prompt tokens.", show_default="as seen"),
 ]
 _MaxNumSeqs = Annotated[
-    int, typer.Option(min=0, help="The engine's limit of requests in one batch. 0 = as it says or shows, or 256.")
+    int, typer.Option(metavar="N", min=0, help="Requests in one batch.", show_default="as seen, or 256")
 ]
 _Header = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="NAME=VALUE, sent with every request; repeat.", metavar="K=V")
+    list[str] | None, typer.Option("--header", "-H", help="Sent with every request; repeat.", metavar="NAME=VALUE")
+]
+
+
+_Save = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the observations to this file.", dir_okay=False)
+]
+_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the preset to this file.", dir_okay=False)]
+_PromptTokens = Annotated[
+    float, typer.Option(metavar="N", min=0, help="Your traffic: mean prompt.", show_default="as seen, or 4000")
 ]
 
 
@@ -52,38 +61,38 @@ _Header = Annotated[
 \b
 Examples:
   fairlead tune http://localhost:8000 --out mine.yaml
-  fairlead tune http://localhost:8000 --neighbour http://localhost:8001 --out mine.yaml
+  fairlead tune http://localhost:8000 --neighbour http://localhost:8001
   fairlead tune --observations answers.jsonl --json
-  fairlead simulate agents --preset mine.yaml
+  fairlead sim run agents --preset mine.yaml
 """)
 def tune(
     url: _Url = "",
     observations: _Observations = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write observations, as they come, as JSON.", dir_okay=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the preset to this file.", dir_okay=False)] = None,
-    model: Annotated[str, typer.Option(help="Default: the first of /v1/models.")] = "",
-    name: Annotated[str, typer.Option(help="Of the preset.")] = "fitted",
+    save: _Save = None,
+    out: _Out = None,
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model.", show_default="the first of /v1/models")] = "",
+    name: Annotated[str, typer.Option(help="Name of the preset.")] = "fitted",
     neighbour: _Neighbour = "",
-    seconds: Annotated[float, typer.Option(min=1, help="Probing ends after so many seconds.")] = 180.0,
-    time_ratio: Annotated[float, typer.Option(min=0.001, help="Of a stub: model seconds per second.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Stop probing after this long.")] = 180.0,
+    time_ratio: Annotated[float, typer.Option(metavar="N", min=0.001, help="That of the stub, if it is one.")] = 1.0,
     header: _Header = None,
-    extra: Annotated[str, typer.Option(help="JSON object of further fields of each request.")] = '{"ignore_eos": true}',
-    seed: Annotated[int, typer.Option(help="Of the prompts; another seed asks what no cache holds.")] = 0,
-    prompt_tokens: Annotated[float, typer.Option(min=0, help="Your traffic: mean prompt. 0 = as FILE, or 4000.")] = 0,
-    output_tokens: Annotated[float, typer.Option(min=0, help="Your traffic: mean answer. 0 = as FILE, or 300.")] = 0,
+    extra: Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.")] = '{"ignore_eos": true}',
+    seed: Annotated[int, typer.Option(help="Of the prompts; a new seed misses all caches.")] = 0,
+    prompt_tokens: _PromptTokens = 0,
+    output_tokens: Annotated[
+        float, typer.Option(metavar="N", min=0, help="Your traffic: mean answer.", show_default="as seen, or 300")
+    ] = 0,
     hit_rate: _HitRate = -1,
-    slo_ttft_ms: Annotated[float, typer.Option(min=1, help="Wanted time to the first token.")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=1, help="Wanted time per further token.")] = 50.0,
+    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Your objective.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Your objective.")] = 50.0,
     max_num_seqs: _MaxNumSeqs = 0,
-    json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
-    """Fit a server's step times and limits from some 300 short requests, and suggest parameters.
+    """Measure a model server with about 300 short requests, fit a preset to it, and suggest parameters.
 
-    The preset goes into the simulator and the stub: --preset FILE. Probe one idle server, not the gateway: other
-    traffic is measured as slowness. What is asked follows the server's limits. Ctrl-C, or the end of --seconds, ends
-    the probing, and what was seen by then is fitted. The default policy needs none of this; it learns while it works.
+    The simulator and the stub take the preset (--preset FILE). Probe one idle server, not the gateway: other traffic
+    looks like slowness. Ctrl-C stops the probing and fits what was seen. The default policy does not need this; it
+    learns while it serves.
     """
     from msgspec.structs import replace
 

@@ -1,108 +1,125 @@
-"""`fairlead workload`: look at, convert and generate workloads."""
+"""`fairlead sim workload`: look at, convert and generate workloads."""
 
-from enum import StrEnum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import WRONG_INPUT, echo_json, exits
+from fairlead.cli.options import WRONG_INPUT, echo_json, examples, exits, needed_out, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.workload.record import Dispatch, Workload
 
 
-class Action(StrEnum):
-    """What to do."""
+def _kinds(incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    from fairlead.lab.workload.generate import KINDS
 
-    show = "show"
-    convert = "convert"
-    generate = "generate"
-    kinds = "kinds"
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
-def workload(
-    action: Annotated[Action, typer.Argument(help="show FILE, convert FILE OUT, generate KIND OUT, or kinds.")],
-    source: Annotated[str, typer.Argument(metavar="FILE|KIND", help="A workload file, or what to generate.")] = "",
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Where to write.")] = None,
-    format: Annotated[str, typer.Option("--from", help="Format of FILE; default: by its content.")] = "",
-    to: Annotated[str, typer.Option(help="Format of OUT.")] = "native",
-    rate: Annotated[float, typer.Option(help="Requests (or sessions) per second.")] = 10.0,
-    count: Annotated[int, typer.Option(min=0, help="So many requests (or sessions).")] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Arrivals of so many seconds.")] = 0.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, constant, bursty or ramp.")] = "poisson",
-    cv: Annotated[float, typer.Option(help="Of bursty arrivals: coefficient of variation.")] = 3.0,
-    to_rate: Annotated[float, typer.Option(help="Of ramp arrivals: the last rate.")] = 0.0,
-    dispatch: Annotated[str, typer.Option(help="timestamp or think.")] = "",
-    seed: Annotated[int, typer.Option(help="Of everything that is left to chance.")] = 0,
-    set: Annotated[list[str] | None, typer.Option(help="A parameter of the kind, e.g. --set groups=20.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
+_File = Annotated[Path, typer.Argument(metavar="FILE", help="A workload file.")]
+_From = Annotated[str, typer.Option("--from", metavar="FORMAT", help="Format of FILE. Default: by its content.")]
+_To = Annotated[str, typer.Option(metavar="FORMAT", help="Format to write.")]
+_Json = Annotated[bool, typer.Option("--json", help="Figures as JSON.")]
+#: Where it was before 0.2.
+_OldOut = Annotated[Path | None, typer.Argument(hidden=True)]
+
+
+@examples("""
+\b
+Examples:
+  fairlead sim workload show traffic.jsonl
+  fairlead sim workload show trace.csv --json
+""")
+def show(file: _File, format: _From = "", as_json: _Json = False) -> None:
+    """Describe a workload file: requests, lengths, rates, how much of the prompts is shared."""
+    from fairlead.lab.simulator.build import read_workload
+
+    with _problems():
+        _describe(read_workload(file, format), as_json)
+
+
+@examples("""
+\b
+Examples:
+  fairlead sim workload convert trace.csv --out traffic.jsonl
+  fairlead sim workload convert traffic.jsonl --to vidur --out vidur.csv
+""")
+def convert(
+    file: _File,
+    old_out: _OldOut = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file to write. Needed.")] = None,
+    format: _From = "",
+    to: _To = "native",
+    as_json: _Json = False,
 ) -> None:
-    """Look at, convert and generate workloads. Formats and kinds are described in docs/workloads.md.
-
-    \b
-    Examples:
-      fairlead workload kinds
-      fairlead workload show traffic.jsonl
-      fairlead workload convert trace.csv traffic.jsonl
-      fairlead workload generate interactive-chat chat.jsonl --seconds 600 --rate 4
-    """
+    """Convert a workload file to another format."""
     from fairlead.lab.simulator.build import read_workload, write_workload
-    from fairlead.lab.workload.formats import TraceError
-    from fairlead.lab.workload.generate import Pace, generate
 
-    if action is Action.kinds:
-        _print_kinds()
-        return
-    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
-        _need(source, out, action)
-        if action is Action.generate:
-            pace = Pace(
-                rate=rate,
-                count=count,
-                seconds=seconds,
-                arrivals=arrivals,
-                cv=cv,
-                to_rate=to_rate,
-                dispatch=_dispatch(dispatch),
-                seed=seed,
-            )
-            made = generate(source, pace, _parameters(set or []))
-        else:
-            made = read_workload(Path(source), format)
-        if out is not None:
-            write_workload(made, out, to)
+    with _problems():
+        target = needed_out(out, old_out)
+        made = read_workload(file, format)
+        write_workload(made, target, to)
         _describe(made, as_json)
 
 
-def _need(source: str, out: Path | None, action: Action) -> None:
-    if not source:
-        raise ValueError(f"{action.value} needs a {'kind' if action is Action.generate else 'file'}")
-    if out is None and action is Action.convert:
-        raise ValueError("convert needs a second file to write to")
+@examples("""
+\b
+Examples:
+  fairlead sim workload generate rag-summaries --seconds 600 --out rag.jsonl
+  fairlead sim workload generate shared-prefix --requests 500 --set groups=20
+  fairlead sim workload kinds
+""")
+def generate(
+    kind: Annotated[str, typer.Argument(help="See `fairlead sim workload kinds`.", autocompletion=_kinds)],
+    old_out: _OldOut = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the workload to this file.")] = None,
+    to: _To = "native",
+    rate: Annotated[float, typer.Option(help="Requests (or sessions) per second.")] = 10.0,
+    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="How many requests.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Requests arrive for this long.")] = 0.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, constant, bursty or ramp.")] = "poisson",
+    cv: Annotated[float, typer.Option(help="Bursty arrivals: coefficient of variation.")] = 3.0,
+    to_rate: Annotated[float, typer.Option(metavar="RATE", help="Ramp arrivals: the last rate.")] = 0.0,
+    dispatch: Annotated[str, typer.Option(help="timestamp or think.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    set: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the kind; repeat.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Generate a workload of some kind, and describe it."""
+    from fairlead.lab.simulator.build import write_workload
+    from fairlead.lab.workload.generate import Pace
+    from fairlead.lab.workload.generate import generate as make
+
+    with _problems():
+        pace = Pace(
+            rate=rate,
+            count=requests,
+            seconds=seconds,
+            arrivals=arrivals,
+            cv=cv,
+            to_rate=to_rate,
+            dispatch=_dispatch(dispatch),
+            seed=seed,
+        )
+        made = make(kind, pace, pairs(set, "--set", underscores=True))
+        if out is not None or old_out is not None:
+            write_workload(made, needed_out(out, old_out), to)
+        _describe(made, as_json)
 
 
-def _dispatch(text: str) -> "Dispatch | None":
-    if text == "timestamp":
-        return "timestamp"
-    if text == "think":
-        return "think"
-    if not text:
-        return None
-    raise ValueError(f"unknown dispatch {text!r}; known: timestamp, think")
+def kinds() -> None:
+    """List the kinds that can be generated and the formats that can be read and written.
 
-
-def _parameters(settings: list[str]) -> dict[str, str]:
-    parameters = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"expected NAME=VALUE, got {setting!r}")
-        parameters[name.strip().replace("-", "_")] = value.strip()
-    return parameters
-
-
-def _print_kinds() -> None:
+    \b
+    Examples:
+      fairlead sim workload kinds
+    """
     from fairlead.lab.workload.formats import FORMATS
     from fairlead.lab.workload.generate import CATALOGUE, KINDS
 
@@ -114,6 +131,25 @@ def _print_kinds() -> None:
     typer.echo("formats:")
     for name, format in FORMATS.items():
         typer.echo(f"  {name:18} {format.help}")
+
+
+@contextmanager
+def _problems() -> Iterator[None]:
+    from fairlead.core.errors import ConfigError
+    from fairlead.lab.workload.formats import TraceError
+
+    with exits(WRONG_INPUT, ConfigError, TraceError, ValueError, OSError):
+        yield
+
+
+def _dispatch(text: str) -> "Dispatch | None":
+    if text == "timestamp":
+        return "timestamp"
+    if text == "think":
+        return "think"
+    if not text:
+        return None
+    raise ValueError(f"unknown dispatch {text!r}; known: timestamp, think")
 
 
 def _describe(made: "Workload", as_json: bool) -> None:

@@ -217,7 +217,7 @@ def prepare(plan: Plan) -> Commands:
     url = f"http://{HOST}:{gateway}/v1/chat/completions"
     curl = ("curl", url, "-H", "content-type: application/json", "-d", json.dumps(body))
     return Commands(
-        stub=shlex.join((*fairlead, *stub, f"--write-endpoints={endpoints}")),
+        stub=shlex.join((*fairlead, *stub, f"--out={endpoints}")),
         serve=shlex.join((*fairlead, "serve", str(config))),
         curl=shlex.join(curl),
         dashboard=f"http://{HOST}:{admin}/",
@@ -372,7 +372,7 @@ async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], No
             f"--preset={plan.preset}",
             f"--time-ratio={plan.time_ratio}",
             f"--stream-interval={plan.stream_interval}",
-            f"--write-endpoints={endpoints}",
+            f"--out={endpoints}",
         )
         async with stub:
             await stub.ready(f"http://{HOST}:{ports[-1]}/health")

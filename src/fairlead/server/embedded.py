@@ -54,7 +54,7 @@ def serve_embedded(config: Config, file: Path) -> Plan:
     """
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
-    pool, http2 = asyncio.run(_first_pool(config))
+    pool, http2 = asyncio.run(first_pool(config))
     plan = prepare(gateway_options(config, http2), pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         KeysFile(plan.keys_file, keys.forward).write(known)
@@ -88,7 +88,7 @@ def scheduler_command(config: Config, file: Path, plan: Plan) -> list[str]:
     return [*fairlead, "--flags", json.dumps(pinned(config))]
 
 
-async def _first_pool(config: Config) -> tuple[list[str], bool]:
+async def first_pool(config: Config) -> tuple[list[str], bool]:
     """The endpoints as they are now, and whether they speak HTTP/2: what Envoy begins with. Raises `ConfigError`."""
     pool: dict[str, str] = {}
 

@@ -150,7 +150,7 @@ class Stub(Child):
         listed.unlink(missing_ok=True)
         self.spawn(
             sys.executable, "-m", "fairlead", "stub", "--port", "0", "--replicas", str(replicas), *arguments,
-            "--write-endpoints", str(listed),
+            "--out", str(listed),
         )  # fmt: skip
         text = self.poll_until(lambda: listed.exists() and listed.read_text())
         self.ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", text)]

@@ -23,7 +23,7 @@ def test_the_newcomers_path_is_marked(runnable: Callable[[str], list[Any]]) -> N
     """README → a configuration → serving → load → a policy of one's own in the table."""
     text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md", "docs/policy-tutorial.md"))
     bodies = "".join(block.body for block in runnable(text))
-    for step in ("fairlead validate", "fairlead serve", "fairlead explain", "fairlead bench", "fairlead compare"):
+    for step in ("fairlead validate", "fairlead serve", "fairlead explain", "fairlead bench", "fairlead sim compare"):
         assert step in bodies
     assert re.search(r"-p \w+\.py", bodies)
 

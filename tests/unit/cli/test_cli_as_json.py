@@ -40,9 +40,9 @@ def test_validate_looks_at_models_too(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "w.jsonl"
-    code, made = run(capsys, "workload", "generate", "interactive-chat", str(file), "--count", "30")
+    code, made = run(capsys, "sim", "workload", "generate", "interactive-chat", "--out", str(file), "--requests", "30")
     assert (code, made["sessions"]) == (0, 30)
-    code, shown = run(capsys, "workload", "show", str(file))
+    code, shown = run(capsys, "sim", "workload", "show", str(file))
     assert (code, shown["in_tokens"]) == (0, made["in_tokens"])
     assert shown["in_tokens"]["max"] >= shown["in_tokens"]["p50"] > 0
 
@@ -63,7 +63,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--out",
         str(tmp_path),
     ]
-    code, found = run(capsys, "compare", *arguments)
+    code, found = run(capsys, "sim", "compare", *arguments)
     assert code == 0
     assert {*found["summary"]["agents"]} == {*found["regret"]} == {"random", "lpwl"}
     assert (tmp_path / "report.html").is_file()

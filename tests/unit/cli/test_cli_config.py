@@ -1,4 +1,4 @@
-"""`fairlead config show` and `fairlead schema`."""
+"""`fairlead config show` and `fairlead config schema`."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_a_configuration_that_does_not_load(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("schema") == 0
+    assert run("config", "schema") == 0
     assert json.loads(capsys.readouterr().out)["title"] == "Fairlead configuration"
 
 
@@ -128,10 +128,10 @@ def test_explain_suggests_the_nearest_name(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
-        (["compare", "-s", "agenst", "-p", "default"], "agents"),
-        (["compare", "-s", "agents", "-p", "round-robbin"], "round-robin"),
-        (["simulate", "agent", "-p", "default"], "agents"),
-        (["simulate", "agents", "-p", "leest-requests"], "least-requests"),
+        (["sim", "compare", "-w", "agenst", "-p", "default"], "agents"),
+        (["sim", "compare", "-w", "agents", "-p", "round-robbin"], "round-robin"),
+        (["sim", "run", "agent", "-p", "default"], "agents"),
+        (["sim", "run", "agents", "-p", "leest-requests"], "least-requests"),
         (["bench", "127.0.0.1:1", "-w", "converstion"], "conversation"),
         (["doctor", "f.yaml", "--only", "endpoint"], "endpoints"),
     ],

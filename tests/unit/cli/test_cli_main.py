@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -12,6 +13,7 @@ import typer
 
 from fairlead import __version__
 from fairlead.cli import main as cli
+from fairlead.cli.help import RENAMED_OPTIONS, with_new_names
 from fairlead.core.errors import ConfigError, EngineError
 
 
@@ -49,11 +51,13 @@ print("LOADED", *sorted(heavy))
 """
     terminal = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", code], env=terminal, capture_output=True, text=True, check=True)
-    for name, command in cli.COMMANDS.items():
-        assert f" {name} " in done.stdout
-        assert command.help in done.stdout, "it is not cut"
+    for path, command in cli.COMMANDS.items():
+        name = path.split()[0]
+        assert f"  {name} " in done.stdout
+        assert (command.help if path == name else cli.GROUPS[name]) in done.stdout, "it is not cut"
     shown = done.stdout.split("LOADED")[0]
     assert max(map(len, shown.splitlines())) <= 80
+    assert len(shown.splitlines()) <= 40, "one screen"
     assert "Exit codes: 0 success, 1 failed" in done.stdout
     loaded = done.stdout.split("LOADED ")[1].split()
     ours = {"fairlead.cli", "fairlead.cli.options", "fairlead.cli.main", "fairlead.core", "fairlead.core.errors"}
@@ -152,3 +156,86 @@ def test_a_module_without_the_function(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setitem(cli.COMMANDS, "serve", cli.Command("fairlead.cli.config", "nope", ""))
     assert run("serve") == 1
     assert "is broken: fairlead.cli.config has no nope" in capsys.readouterr().err
+
+
+def test_every_command_has_its_place_in_the_help() -> None:
+    listed = [name for names in cli.SECTIONS.values() for name in names]
+    assert {path.split()[0] for path in cli.COMMANDS} <= {*listed}
+    groups = {path.rpartition(" ")[0] for path in cli.COMMANDS} - {""}
+    assert {*cli.GROUPS} >= groups
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("servee", "serve"), ("convert", "sim workload convert"), ("doktor", "doctor")]
+)
+def test_the_nearest_command_is_suggested(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(typed) == 2
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_the_nearest_option_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sim", "run", "agents", "--polic", "x") == 2
+    assert "--policy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("old", "new"), cli.RENAMED.items())
+def test_an_old_command_runs_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(old, "--help") == 0
+    shown = capsys.readouterr()
+    assert f"Usage: fairlead {new}" in shown.out
+    assert shown.err == f"note: `fairlead {old}` is now `fairlead {new}`; the old name goes in 0.3\n"
+    assert run("--help") == 0
+    assert f"  {old} " not in capsys.readouterr().out
+
+
+def test_old_options_are_the_new_ones(
+    command: Callable[[Callable[..., object]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+
+    def serve(admin_port: int = 0) -> None:
+        """Serve."""
+        seen.append(admin_port)
+
+    command(serve)
+    assert (
+        run("serve", "--metrics-port", "7")
+        == run("serve", "--metrics-port=8")
+        == run("serve", "--admin-port", "9")
+        == 0
+    )
+    assert seen == [7, 8, 9]
+    assert capsys.readouterr().err == "note: `--metrics-port` is now `--admin-port`; the old name goes in 0.3\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["agents", "--head", "5"], ["agents", "--requests", "5"]),
+        (["--requests", "rows.csv"], ["--csv", "rows.csv"]),
+        (["--requests=rows.csv"], ["--csv=rows.csv"]),
+        (["--requests", "5"], ["--requests", "5"]),
+        (["--requests=5", "--servers", "2"], ["--requests=5", "--replicas", "2"]),
+        (["--", "--head"], ["--", "--head"]),
+    ],
+)
+def test_an_option_that_has_another_meaning_now(typed: list[str], read: list[str]) -> None:
+    assert [*with_new_names(typed, RENAMED_OPTIONS["sim run"])] == read
+
+
+def test_what_was_an_argument_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "chat.jsonl"
+    assert run("workload", "generate", "interactive-chat", str(out), "--count", "3") == 0
+    assert out.exists()
+    assert "note: `IN OUT` is now `IN --out OUT`" in capsys.readouterr().err
+    assert run("top", "http://127.0.0.1:1", "--once") == 1
+    assert "note: `URL` is now `--admin URL`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", cli.COMMANDS)
+def test_help_fits_80_columns(path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*path.split(), "--help") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<bool>" not in shown and "int range" not in shown

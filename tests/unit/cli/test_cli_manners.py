@@ -19,35 +19,41 @@ UNKNOWN_FILE: dict[str, list[str] | None] = {
     "init": ["init", "127.0.0.1:1", "--no-probe", "--out", "nope/f.yaml"],
     "indexer": ["indexer", "nope.yaml"],
     "validate": ["validate", "nope.yaml"],
-    "config": ["config", "show", "nope.yaml"],
-    "schema": None,
+    "config show": ["config", "show", "nope.yaml"],
+    "config explain": None,
+    "config schema": None,
     "key": None,
-    "envoy-config": ["envoy-config", "--tls-ca", "nope.pem"],
+    "envoy config": ["envoy", "config", "nope.yaml"],
     "stub": ["stub", "--preset", "nope.yaml"],
     "demo": None,
     "bench": ["bench", "localhost:1", "--workload", "nope.jsonl"],
     "explain": ["explain", "1", "nope"],
-    "replay": ["replay", "nope"],
-    "capture": ["capture", "nope", "out.jsonl"],
-    "simulate": ["simulate", "nope.jsonl"],
-    "workload": ["workload", "show", "nope.jsonl"],
-    "scheduler": ["scheduler", "serve", "nope.yaml"],
+    "journal replay": ["journal", "replay", "nope"],
+    "journal capture": ["journal", "capture", "nope", "--out", "out.jsonl"],
+    "sim run": ["sim", "run", "nope.jsonl"],
+    "sim workload show": ["sim", "workload", "show", "nope.jsonl"],
+    "sim workload convert": ["sim", "workload", "convert", "nope.jsonl", "--out", "out.jsonl"],
+    "sim workload generate": None,
+    "sim workload kinds": None,
+    "scheduler serve": ["scheduler", "serve", "nope.yaml"],
+    "scheduler check": None,
+    "scheduler proto": None,
     "tune": ["tune", "--observations", "nope.jsonl"],
-    "compare": ["compare", "--scenario", "nope.jsonl"],
+    "sim compare": ["sim", "compare", "--workload", "nope.jsonl"],
     "top": None,
     "doctor": ["doctor", "nope.yaml"],
 }
 #: More ways to name one.
 MORE = [
     ["validate", "nope.yaml", "--json"],
-    ["simulate", "agents", "--policy", "nope.yaml"],
-    ["simulate", "agents", "--policy", "nope.py"],
-    ["compare", "--against", "nope", "--policy", "default"],
-    ["compare", "--scenario", "agents", "--policy", "nope.py"],
-    ["workload", "convert", "nope.jsonl", "out.jsonl"],
+    ["sim", "run", "agents", "--policy", "nope.yaml"],
+    ["sim", "run", "agents", "--policy", "nope.py"],
+    ["sim", "compare", "--against", "nope", "--policy", "default"],
+    ["sim", "compare", "--workload", "agents", "--policy", "nope.py"],
+    ["envoy", "config", "--tls-ca", "nope.pem"],
     ["scheduler", "serve", "nope:Policy"],
 ]
-CASES = [arguments for arguments in (*UNKNOWN_FILE.values(), *MORE) if arguments and arguments[0] in COMMANDS]
+CASES = [arguments for arguments in (*UNKNOWN_FILE.values(), *MORE) if arguments]
 
 
 def run(arguments: list[str]) -> int:
@@ -58,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([name, "--help"]) == 0
+    assert run([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert "Usage: fairlead" in shown
     text = shown[shown.index("Example") :]
@@ -119,9 +125,9 @@ TALKATIVE = [
     ["--help"],
     ["bench", "--help"],
     ["servee"],
-    pytest.param(["simulate", "agents", "--head", "20"], marks=pytest.mark.simulation),
+    pytest.param(["sim", "run", "agents", "--requests", "20"], marks=pytest.mark.simulation),
     pytest.param(
-        ["compare", "-s", "agents", "-p", "round-robin", "-p", "random", "--head", "20", "--processes", "1"],
+        ["sim", "compare", "-w", "agents", "-p", "round-robin", "-p", "random", "--requests", "20", "--processes", "1"],
         marks=pytest.mark.simulation,
     ),
 ]
@@ -129,16 +135,15 @@ TALKATIVE = [
 
 @pytest.mark.parametrize("arguments", TALKATIVE, ids=" ".join)
 def test_no_color_means_no_escape_codes(arguments: list[str], tmp_path: Path) -> None:
-    out = ["--out", str(tmp_path)] if arguments[0] == "compare" else []
+    out = ["--out", str(tmp_path)] if arguments[:2] == ["sim", "compare"] else []
     plain = in_a_terminal([*arguments, *out], NO_COLOR="1")
     assert plain and b"\x1b" not in plain
     assert b"\x1b" not in in_a_terminal([*arguments, *out], NO_COLOR="1", FORCE_COLOR="1")
 
 
-def test_a_terminal_gets_colours_and_a_bar() -> None:
+def test_a_terminal_gets_a_bar() -> None:
     """So the test before this one can fail."""
-    assert b"\x1b[" in in_a_terminal(["bench", "--help"])
-    assert b"\x1b[" in in_a_terminal(["simulate", "agents", "--head", "200"])
+    assert b"\x1b[" in in_a_terminal(["sim", "run", "agents", "--requests", "200"])
 
 
 def complete(words: str) -> list[str]:
@@ -154,9 +159,26 @@ def complete(words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_completion_knows_commands_and_options() -> None:
-    assert {"simulate", "schema", "stub"} <= {*complete("fairlead s")}
-    assert "--kv-lag-ms" in complete("fairlead simulate --kv")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("fairlead s", "sim"),
+        ("fairlead sim workload ge", "generate"),
+        ("fairlead sim run --kv", "--kv-lag-ms"),
+        ("fairlead sim run ag", "agents"),
+        ("fairlead sim compare -w ag", "agents"),
+        ("fairlead sim run agents --policy round-", "round-robin"),
+        ("fairlead sim run agents --preset llama-8b-l", "llama-8b-l40s"),
+        ("fairlead sim workload generate inter", "interactive-chat"),
+        ("fairlead bench localhost:1 --workload conv", "conversation"),
+        ("fairlead config explain gateway.re", "gateway.retry"),
+        ("fairlead doctor --only endp", "endpoints"),
+        ("fairlead top --sort wai", "waiting"),
+        ("fairlead envoy config --retry he", "hedge"),
+    ],
+)
+def test_completion(typed: str, offered: str) -> None:
+    assert offered in complete(typed)
 
 
 def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None:

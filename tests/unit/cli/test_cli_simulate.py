@@ -18,15 +18,17 @@ def call(*arguments):
 
 def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):
     made, table = tmp_path / "chat.jsonl", tmp_path / "chat.csv"
-    done = call("workload", "generate", "interactive-chat", made, "--count", 4, "--rate", 2, "--seed", 3)
+    done = call(
+        "sim", "workload", "generate", "interactive-chat", "--out", made, "--requests", 4, "--rate", 2, "--seed", 3
+    )
     assert done.exit_code == 0, done.output
     assert "4 sessions" in done.output
-    again = call("workload", "show", made)
+    again = call("sim", "workload", "show", made)
     assert again.output == done.output
-    assert call("workload", "convert", made, table, "--to", "vidur").exit_code == 0
+    assert call("sim", "workload", "convert", made, "--out", table, "--to", "vidur").exit_code == 0
     assert table.read_text().startswith("arrived_at,")
     requests = tmp_path / "requests.csv"
-    ran = call("simulate", made, "--policy", "round-robin", "--servers", 2, "--json", "--requests", requests)
+    ran = call("sim", "run", made, "--policy", "round-robin", "--replicas", 2, "--json", "--csv", requests)
     assert ran.exit_code == 0, ran.output
     document = json.loads(ran.output)
     rows = list(csv.DictReader(io.StringIO(requests.read_text())))
@@ -44,34 +46,47 @@ def test_limits_of_a_server_come_from_its_preset_or_from_options(tmp_path):
     mine.write_text("latency: {c0_ms: 14}\nkv_tokens: 12288\nmax_model_len: 4096\nmax_num_seqs: 1\nblock_size: 32\n")
 
     def figures(*options):
-        done = call("simulate", made, "--servers", 1, "--preset", mine, "--json", *options)
+        done = call("sim", "run", made, "--replicas", 1, "--preset", mine, "--json", *options)
         assert done.exit_code == 0, done.output
         return json.loads(done.output)["figures"]
 
     assert figures()["ttft_mean_ms"] > 5 * figures("--max-num-seqs", 64)["ttft_mean_ms"]
     assert figures("--max-model-len", 519)["failed"] == 20
-    refused = call("simulate", made, "--preset", mine, "--kv-tokens", 100)
+    refused = call("sim", "run", made, "--preset", mine, "--kv-tokens", 100)
     assert refused.exit_code == 2 and "does not fit into a KV cache of 100 tokens" in refused.output
 
 
 def test_a_built_in_scenario_is_simulated_for_people():
-    done = call("simulate", "paced-prefix", "--head", 5)
+    done = call("sim", "run", "paced-prefix", "--requests", 5)
     assert done.exit_code == 0, done.output
     assert "5: 5 done, 0 shed, 0 failed" in done.output
     assert "TTFT ms" in done.output
 
 
 def test_what_there_is_can_be_listed():
-    listed = call("simulate", "--list").output
+    listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed
     assert "round-robin" in listed
-    kinds = call("workload", "kinds").output
+    kinds = call("sim", "workload", "kinds").output
     assert "deep-research" in kinds
     assert "burstgpt" in kinds
 
 
 def test_policies_are_compared_and_reported(tmp_path):
-    arguments = ["compare", "-s", "paced-prefix", "-p", "default", "-p", "round-robin", "--head", "4", "--load", "1,2"]
+    arguments = [
+        "sim",
+        "compare",
+        "-w",
+        "paced-prefix",
+        "-p",
+        "default",
+        "-p",
+        "round-robin",
+        "--requests",
+        "4",
+        "--load",
+        "1,2",
+    ]
     arguments += ["--out", str(tmp_path), "--processes", "1"]
     done = call(*arguments)
     assert done.exit_code == 0, done.output
@@ -84,21 +99,21 @@ def test_policies_are_compared_and_reported(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("simulate",), "name a scenario"),
-        (("simulate", "nothing"), "neither a scenario nor a file"),
-        (("simulate", "agents", "--policy", "nothing"), "neither a policy nor a file"),
-        (("simulate", "agents", "--speeds", "1,fast"), "could not convert"),
-        (("simulate", "agents", "--preset", "abacus"), "unknown preset"),
-        (("simulate", "agents", "--preset", "x", "--like", "http://127.0.0.1:1"), "not both"),
-        (("workload", "show"), "show needs a file"),
-        (("workload", "show", "no-such-file"), "No such file"),
-        (("workload", "convert", "x"), "second file"),
-        (("workload", "generate", "magic", "out"), "count or seconds"),
-        (("workload", "generate", "magic", "out", "--count", "1"), "unknown kind"),
-        (("workload", "generate", "overload", "--set", "rate"), "expected NAME=VALUE"),
-        (("workload", "generate", "overload", "--dispatch", "never"), "unknown dispatch"),
-        (("compare", "-s", "nothing"), "neither a scenario nor a file"),
-        (("compare", "-s", "agents", "--load", "0"), "above 0"),
+        (("sim", "run"), "name a scenario"),
+        (("sim", "run", "nothing"), "neither a scenario nor a file"),
+        (("sim", "run", "agents", "--policy", "nothing"), "neither a policy nor a file"),
+        (("sim", "run", "agents", "--speeds", "1,fast"), "could not convert"),
+        (("sim", "run", "agents", "--preset", "abacus"), "unknown preset"),
+        (("sim", "run", "agents", "--preset", "x", "--like", "http://127.0.0.1:1"), "not both"),
+        (("sim", "workload", "show"), "Missing argument"),
+        (("sim", "workload", "show", "no-such-file"), "No such file"),
+        (("sim", "workload", "convert", "x"), "name the file to write"),
+        (("sim", "workload", "generate", "magic", "--out", "out"), "count or seconds"),
+        (("sim", "workload", "generate", "magic", "--out", "out", "--requests", "1"), "unknown kind"),
+        (("sim", "workload", "generate", "overload", "--set", "rate"), "expected NAME=VALUE"),
+        (("sim", "workload", "generate", "overload", "--dispatch", "never"), "unknown dispatch"),
+        (("sim", "compare", "-w", "nothing"), "neither a scenario nor a file"),
+        (("sim", "compare", "-w", "agents", "--load", "0"), "above 0"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message):
@@ -111,7 +126,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, message):
 def test_a_bad_trace_names_its_line_and_field(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"input_length": 5, "output_length": 5}\n{"input_length": 5}\n')
-    done = call("workload", "show", path)
+    done = call("sim", "workload", "show", path)
     assert done.exit_code == 2
     assert "bad.jsonl:2: output_length" in done.output
 
@@ -120,6 +135,6 @@ def test_a_cluster_needs_its_library(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "distributed", None)
-    done = call("compare", "-s", "agents", "-p", "default", "--cluster", "tcp://127.0.0.1:1", "--out", tmp_path)
+    done = call("sim", "compare", "-w", "agents", "-p", "default", "--cluster", "tcp://127.0.0.1:1", "--out", tmp_path)
     assert done.exit_code == 2
     assert "pip install distributed" in done.output

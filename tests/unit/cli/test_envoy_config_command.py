@@ -1,16 +1,19 @@
-"""`fairlead envoy-config`."""
+"""`fairlead envoy config`."""
 
 from pathlib import Path
 
 import pytest
 import typer
 import yaml
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from fairlead.cli.envoy_config import envoy_config
+from fairlead.compat.load import load
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options
+from fairlead.server.embedded import gateway_options
 
 app = typer.Typer()
 app.command()(envoy_config)
@@ -67,3 +70,21 @@ def test_validate_asks_envoy() -> None:
 def test_wrong_options_are_named(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, ConfigError) and said in str(done.exception)
+
+
+def test_a_file_says_what_its_gateway_would_use(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: ['10.0.0.1:1', '10.0.0.2:1']\ngateway: {port: 81, retry: connect, bodyLimit: 1Mi}\n")
+    done = CliRunner().invoke(app, [str(file), "--ext-proc", "10.0.0.9:9002", "--retry", "hedge"])
+    assert done.exit_code == 0, done.output
+    options = gateway_options(load(file))
+    assert (options.port, options.body_limit, options.retry) == (81, 1 << 20, "connect")
+    expected = replace(options, ext_proc="10.0.0.9:9002", retry="hedge", endpoints=("10.0.0.1:1", "10.0.0.2:1"))
+    assert yaml.safe_load(done.stdout) == build(expected)
+
+
+def test_a_file_of_keys_is_for_the_embedded_gateway(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"endpoints: ['10.0.0.1:1']\ngateway: {{keys: {{file: {tmp_path}/keys.txt}}}}\n")
+    done = CliRunner().invoke(app, [str(file)])
+    assert isinstance(done.exception, ConfigError) and "only the embedded gateway" in str(done.exception)

@@ -135,11 +135,11 @@ _PATIENCE = 0.5
 OBEYED = Kind(
     "headers.obeyed", Severity.CRITICAL, "the gateway sends requests wherever a header of the client says",
     "take the control headers off in front of ext_proc (early_header_mutation of the connection manager):"
-    " `fairlead envoy-config` prints how; the header must then be set by the scheduler alone", _GATEWAY,
+    " `fairlead envoy config` prints how; the header must then be set by the scheduler alone", _GATEWAY,
 )  # fmt: skip
 NOT_STRIPPED = Kind(
     "headers.not-stripped", Severity.ERROR, "the gateway does not take control headers off what clients send",
-    "remove them in early_header_mutation_extensions of the connection manager: `fairlead envoy-config` prints how;"
+    "remove them in early_header_mutation_extensions of the connection manager: `fairlead envoy config` prints how;"
     " sidecars of model servers obey some of them", _GATEWAY,
 )  # fmt: skip
 

@@ -62,7 +62,7 @@ CATALOGUE: Mapping[str, Kind] = {
     ),
 }  # fmt: skip
 
-# Generators by name: what `fairlead workload generate` makes, from parameters given as words.
+# Generators by name: what `fairlead sim workload generate` makes, from parameters given as words.
 
 #: The adversarial set; each has its own parameters.
 ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {

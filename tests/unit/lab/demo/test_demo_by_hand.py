@@ -61,7 +61,7 @@ def test_the_configuration_is_one_and_its_ports_do_not_clash(here: Path) -> None
     assert (config.gateway.mode, config.gateway.port) == ("embedded", 23000)
     assert config.endpoints.watch
     stub = dict(option[2:].split("=", 1) for option in shlex.split(commands.stub) if option.startswith("--"))
-    assert config.endpoints.file == stub["write-endpoints"]
+    assert config.endpoints.file == stub["out"]
     first, count = int(stub["port"]), int(stub["replicas"])
     replicas = set(range(first, first + count))
     assert replicas.isdisjoint({config.gateway.port, config.ext_proc.port, config.admin.port})

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -9,25 +10,22 @@ import sys
 import pytest
 import yaml
 
-_RUN = "import typer; from fairlead.cli.stub import stub; typer.run(stub)"
-
 
 async def _start(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        "-c",
-        _RUN,
+        *("-m", "fairlead", "stub"),
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={"COLUMNS": "200", "NO_COLOR": "1"},
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"},
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_replicas_serve_until_a_signal(http, tmp_path, number):
     file = tmp_path / "endpoints.yaml"
-    process = await _start("--port", "0", "--replicas", "2", "--model", "tiny", "--write-endpoints", str(file))
+    process = await _start("--port", "0", "--replicas", "2", "--model", "tiny", "--out", str(file))
     assert process.stdout is not None
     lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(3)]
     assert lines[0].startswith("tiny (qwen3-32b-h100): KV cache 270,000 tokens")
@@ -62,7 +60,7 @@ async def test_a_taken_port_is_a_clear_error():
     ("arguments", "status", "says"),
     [
         (["--preset", "list"], 0, "llama-8b-l40s"),
-        (["--help"], 0, "fairlead stub --replicas 8 --write-endpoints endpoints.yaml"),
+        (["--help"], 0, "fairlead stub --replicas 8 --out endpoints.yaml"),
         (["--preset", "abacus"], 2, "unknown preset 'abacus'"),
         (["--time-ratio", "0"], 2, "time_ratio must be above 0"),
         (["--time-ratio", "inf"], 2, "time_ratio must be above 0"),
@@ -81,7 +79,7 @@ async def test_a_taken_port_is_a_clear_error():
             "--kv-events-connect is an address as tcp://",
         ),
         (["--port", "0", "--kv-events", "--host", "::1"], 1, "must be an IPv4 address"),
-        (["--port", "0", "--write-endpoints", "/nonexistent/x.yaml"], 1, "cannot write /nonexistent/x.yaml"),
+        (["--port", "0", "--out", "/nonexistent/x.yaml"], 1, "cannot write /nonexistent/x.yaml"),
     ],
 )
 async def test_options_explain_themselves(arguments, status, says):

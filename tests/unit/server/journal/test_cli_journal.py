@@ -17,17 +17,17 @@ def call(*arguments: object, columns: int = 200) -> Any:
 
 
 def test_replay(recorded: Any) -> None:
-    done = call("replay", recorded.path)
+    done = call("journal", "replay", recorded.path)
     assert done.exit_code == 0, done.output
     assert "identical" in done.output
-    figures = json.loads(call("replay", recorded.path, "--json").output)
+    figures = json.loads(call("journal", "replay", recorded.path, "--json").output)
     assert figures["identical"]
     assert figures["recorded"] == figures["replayed"]
-    changed = call("replay", recorded.path, "--set", "interference=3", "--changes", 2)
+    changed = call("journal", "replay", recorded.path, "--set", "interference=3", "--changes", 2)
     assert changed.exit_code == 0, changed.output
     assert "decisions change" in changed.output
     assert "and" in changed.output
-    other = json.loads(call("replay", recorded.path, "--policy", "round-robin", "--json").output)
+    other = json.loads(call("journal", "replay", recorded.path, "--policy", "round-robin", "--json").output)
     assert other["policy"] == "round-robin"
     assert 0 < other["changed"] <= other["decisions"]
 
@@ -69,13 +69,13 @@ def test_explain_cuts_nothing_at_any_width(columns: int, recorded: Any) -> None:
     ("arguments", "words"),
     [
         (("explain", "99999", "JOURNAL"), "no decision '99999'"),
-        (("explain", "1", "http://127.0.0.1:1", "--policy", "random"), "needs a journal"),
-        (("explain", "1", "http://127.0.0.1:1"), "refused"),
-        (("replay", "/nowhere"), "No such file"),
-        (("replay", "JOURNAL", "--set", "x=1"), "no setting 'x'"),
-        (("replay", "JOURNAL", "--policy", "nobody"), "neither a policy nor a file"),
-        (("replay", "JOURNAL", "--run", "other"), "0000cafe"),
-        (("capture", "JOURNAL", "OUT", "--format", "tape"), "unknown format"),
+        (("explain", "1", "--admin", "http://127.0.0.1:1", "--policy", "random"), "need a journal"),
+        (("explain", "1", "--admin", "http://127.0.0.1:1"), "refused"),
+        (("journal", "replay", "/nowhere"), "No such file"),
+        (("journal", "replay", "JOURNAL", "--set", "x=1"), "no setting 'x'"),
+        (("journal", "replay", "JOURNAL", "--policy", "nobody"), "neither a policy nor a file"),
+        (("journal", "replay", "JOURNAL", "--run", "other"), "0000cafe"),
+        (("journal", "capture", "JOURNAL", "--out", "OUT", "--format", "tape"), "unknown format"),
     ],
 )
 def test_what_goes_wrong_is_said(arguments: tuple[str, ...], words: str, recorded: Any, tmp_path: Path) -> None:
@@ -88,23 +88,25 @@ def test_what_goes_wrong_is_said(arguments: tuple[str, ...], words: str, recorde
 
 def test_capture_and_simulate(recorded: Any, tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
-    done = call("capture", recorded.path, file, "--salt", "s", "--block-size", 80)
+    done = call("journal", "capture", recorded.path, "--out", file, "--salt", "s", "--block-size", 80)
     assert done.exit_code == 0, done.output
     assert "blocks of 80 tokens" in done.output
-    ran = call("simulate", file, "--servers", 4, "--json")
+    ran = call("sim", "run", file, "--replicas", 4, "--json")
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.output)["figures"]["done"] > 50
     table = tmp_path / "mooncake.jsonl"
-    assert call("capture", recorded.path, table, "--format", "mooncake").exit_code == 0
+    assert call("journal", "capture", recorded.path, "--out", table, "--format", "mooncake").exit_code == 0
     assert b'"input_length"' in table.read_bytes()
 
 
 def test_the_gate(recorded: Any) -> None:
-    good = call("compare", "--against", recorded.path, "--policy", "default", "--fail-if", "ttft_p95 > +5%")
+    good = call("sim", "compare", "--against", recorded.path, "--policy", "default", "--fail-if", "ttft_p95 > +5%")
     assert good.exit_code == 0, good.output
-    bad = call("compare", "--against", recorded.path, "--policy", "round-robin", "--fail-if", "hit_rate < -5%")
+    bad = call("sim", "compare", "--against", recorded.path, "--policy", "round-robin", "--fail-if", "hit_rate < -5%")
     assert bad.exit_code == 1, bad.output
     assert "hit_rate is" in bad.output
-    same = call("compare", "--against", recorded.path, "--journal", recorded.path, "--fail-if", "ttft_p50 > +0.1%")
+    same = call(
+        "sim", "compare", "--against", recorded.path, "--journal", recorded.path, "--fail-if", "ttft_p50 > +0.1%"
+    )
     assert same.exit_code == 0, same.output
-    assert call("compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
+    assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
