@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from fairlead.apis.tokens import PromptTokeniser
-from fairlead.cli.main import COMMANDS, load_command
+from fairlead.cli.help import RENAMED_OPTIONS
+from fairlead.cli.main import COMMANDS, GROUPS, RENAMED, load_command
 from fairlead.compat.command_line import parse
 from fairlead.compat.load import FIELDS, load
 from fairlead.config.endpoint_list import parse_endpoints_text
@@ -107,12 +108,18 @@ def test_every_fairlead_command_exists(words: list[str]) -> None:
     if name == "COMMAND" or name.startswith("--"):
         assert name in ("COMMAND", "--help", "--version", "--install-completion", "--show-completion")
         return
-    assert name in COMMANDS
-    if COMMANDS[name].raw:
+    words = [*RENAMED.get(name, name).split(), *arguments]
+    path = max((path for path in (*COMMANDS, *GROUPS) if path.split() == words[: len(path.split())]), key=len)
+    arguments = words[len(path.split()) :]
+    if path in GROUPS:
+        assert arguments == []
+        return
+    if COMMANDS[path].raw:
         parse(arguments)
         return
-    parameters = load_command(name, COMMANDS[name]).params
+    parameters = load_command(path, COMMANDS[path]).params
     known = {"--help", *(option for one in parameters for option in (*one.opts, *one.secondary_opts))}
+    known |= {*RENAMED_OPTIONS.get(path, ())}
     assert [word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known] == []
     takes_file = any(one.param_type_name == "argument" for one in parameters)
     files = [word for word in arguments if word.startswith("examples/")]

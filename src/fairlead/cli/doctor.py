@@ -47,8 +47,8 @@ def doctor(
 ) -> None:
     """Check a configuration, its endpoints and the running scheduler; print what is wrong, worst first.
 
-    Each finding says what was seen, what to do and where to read more. Nothing is changed. Only --probe and --gateway
-    make model servers compute anything: one output token per request.
+    Each finding says what was seen, what to do and where to read more. Nothing is changed. Model servers
+    compute only for --probe and --gateway: one output token per request.
 
     Exit codes: 0 nothing found (notes do not count), 1 something found or a check could not finish, 2 cannot run.
     """
