@@ -23,9 +23,9 @@ MODULE = "github.com/errata-ai/vale/v3/cmd/vale@v3.15.2"
 FIND_GO = ROOT / "tests" / "kube" / "support" / "kr_build.py"
 #: Pages that are still to be edited; the check skips them.
 PENDING_PAGES = """
-docs/cli.md docs/configuration-reference.md docs/findings.md docs/vms.md
-README.md docs/index.md docs/quickstart.md docs/concepts.md docs/configuration.md docs/gateway.md docs/operations.md
-docs/kubernetes.md docs/doctor.md docs/troubleshooting.md docs/runbook.md docs/security.md docs/faq.md docs/tuning.md
+docs/cli.md docs/configuration-reference.md docs/findings.md
+docs/operations.md
+docs/security.md docs/faq.md docs/tuning.md
 docs/migration.md docs/dashboard.md docs/models.md
 docs/policies.md
 docs/tokens.md docs/journal.md docs/indexer.md docs/byte-safety.md docs/workloads.md

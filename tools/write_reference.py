@@ -197,12 +197,13 @@ def findings_page() -> str:
 def _findings(check: Check) -> str:
     needed = [_NEEDED[need] for need in check.needs if need in _NEEDED]
     about = f"Checks that {check.about}." + (f" Needs {' and '.join(needed)}." if needed else "")
-    rows = ((f"`{kind.code}`", kind.severity.word, kind.what, _plain(kind.fix)) for kind in check.kinds)
+    rows = ((f"`{kind.code}`", kind.severity.word, _marked(kind.what), _marked(kind.fix)) for kind in check.kinds)
     return f"## {check.name}\n\n{about}\n\n{table('finding|severity|what|do', rows)}"
 
 
-def _plain(text: str) -> str:
-    return _words(text.replace("`", "").replace("*", "\\*"))
+def _marked(text: str) -> str:
+    """A sentence for the terminal with what is code in it marked as such."""
+    return _words(re.sub(r"--[\w-]+|\b[a-z]+[A-Z_][\w.…]*\b|\b\w+(?:\.[\w…]+)+\b", r"`\g<0>`", text.replace("`", "")))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from fairlead.compat.json_schema import json_schema
-from fairlead.config.builtins import BUILTINS, POLICIES
+from fairlead.config.builtins import ALIASES, BUILTINS, POLICIES, Kind
 from fairlead.config.check import fields
 from fairlead.config.plugin_reader import BAND_KINDS, FLOW_KINDS
 from fairlead.config.registry import Registry
@@ -37,14 +37,17 @@ PLACES = {
 #: What stands at the top of a file and is no section.
 TOP = {
     "policy": "Name of a policy, or a mapping with its `type` and parameters.",
-    "filters": "List of filters.",
-    "scorers": "List of scorers, with `weight`.",
-    "selection": "`topK`, or `picker` with its `parameters`.",
-    "builtinFilters": "`false` leaves out the filters that are put before the list.",
-    "metricSources": "List of plugins that read further columns from metrics pages.",
-    "parsers": "List of plugins that understand request bodies of further paths.",
-    "flowControl": "Requests wait here while endpoints are busy; absent = they do not.",
-    "endpoints": "List of model servers, or a mapping with `file` and `watch`.",
+    "filters": "List of filters; `[]` = none. Default: none, or `queue-depth` 200 with `scorers` or `selection`.",
+    "scorers": "List of scorers, with `weight`; `[]` = none.",
+    "selection": "`topK` (1 = `max-score`), or `picker` with its `parameters`. Default: `max-score`; `topK: 3` with "
+    "`scorers`.",
+    "builtinFilters": "`false` leaves out `role`, `subset`, `model-compatibility` and `health`, which otherwise come "
+    "first unless listed.",
+    "metricSources": "List of plugins that read more columns from metrics pages.",
+    "parsers": "List of plugins that understand request bodies of more paths.",
+    "flowControl": "Requests wait here while endpoints are busy. Default: on with the default policy and the embedded "
+    "gateway.",
+    "endpoints": "List of model servers, or a mapping with `file`, `watch` and `allowEmpty`.",
     "seed": "Whole number; the same seed gives the same random choices.",
     "inferenceExtension": "As in the values of a chart: `pluginsCustomConfig` holds `filters`, `scorers`, `selection`.",
     "router": "As in the values of a chart, with an EndpointPickerConfig.",
@@ -90,7 +93,7 @@ def plugins() -> list[Entry]:
     registry = Registry(list)
     registered = ((kind, name, registry.find(kind, name)) for kind, known in BUILTINS.items() for name in known)
     return [
-        Entry(name, _about(BUILTINS[kind][name]), tuple(_fields(plugin.params, "")), kind)
+        Entry(name, _plugin(kind, name), tuple(_fields(plugin.params, "")), kind)
         for kind, name, plugin in registered
         if plugin is not None
     ]
@@ -125,6 +128,13 @@ def names() -> list[str]:
     entries = [top(), *sections(), bands(), *plugins()]
     rows = (row[0] for entry in entries if not entry.kind for row in entry.rows)
     return [*filter(None, (entry.name for entry in entries)), *rows]
+
+
+def _plugin(kind: Kind, name: str) -> str:
+    cls = BUILTINS[kind][name]
+    aliases = ", ".join(f"`{alias}`" for alias, (target, _) in ALIASES[kind].items() if target == name)
+    weight = f"Default weight {cls.weight:g}." if kind == "scorer" else ""
+    return " ".join(filter(None, (_about(cls), weight, f"Also called {aliases}." if aliases else "")))
 
 
 def _about(cls: type) -> str:

@@ -47,32 +47,32 @@ RelativePath = Annotated[str, RELATIVE]
 
 
 class ApiKeys(Section):
-    """Clients have to show an API key, which names their tenant."""
+    """Clients must show an API key, which names their tenant."""
 
     file: Annotated[str, Field(min_length=1), RELATIVE] = Field(
-        description="A line for each key, made by `fairlead key`: its SHA-256, a tenant, and if you like when it "
-        "expires. Followed while running.",
+        description="One line per key, made by `fairlead key`: its SHA-256, a tenant and optionally an expiry date. "
+        "Followed while running."
     )
-    forward: bool = Field(default=False, description="Model servers get the key too.")
+    forward: bool = Field(default=False, description="Also pass the key to model servers.")
 
 
 class JwtSettings(Section):
-    """Clients have to show a JSON Web Token, or a key where both are set. A claim of it names their tenant."""
+    """Clients must show a JSON Web Token, or a key where both are set. A claim names their tenant."""
 
-    issuer: Name = Field(description="What the claim `iss` has to be.")
-    audiences: tuple[Name, ...] = Field(default=(), description="One of them has to be in `aud`; empty = any.")
+    issuer: Name = Field(description="Required value of the claim `iss`.")
+    audiences: tuple[Name, ...] = Field(default=(), description="`aud` must contain one of them; empty = any.")
     jwks_uri: str = Field(
         default="",
         pattern="^(https://.+|http://(localhost|127\\.[0-9.]+|\\[::1\\])(:[0-9]+)?/.*)?$",
-        description="Where the issuer's keys are fetched, again every five minutes; without TLS from this machine "
-        "only.",
+        description="Where to fetch the issuer's keys, every five minutes. Plain HTTP only from this machine.",
     )
     jwks_file: RelativePath = Field(default="", description="Or a file with them (JWKS), read at the start.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for `jwksUri`; empty = the system's.")
     tenant_claim: Name = Field(
-        default="sub", description="Names the tenant; dots lead into nested claims. A token without it is refused."
+        default="sub",
+        description="The claim that names the tenant; dots lead into nested claims. A token without it is refused.",
     )
-    forward: bool = Field(default=False, description="Model servers get the token too.")
+    forward: bool = Field(default=False, description="Also pass the token to model servers.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -84,50 +84,57 @@ class JwtSettings(Section):
 class Gateway(Section):
     """The embedded Envoy. `none`: a gateway of your own speaks to `extProc`."""
 
-    mode: Literal["embedded", "none"] = "embedded"
-    host: Name = Field(default="127.0.0.1", description="Where clients connect.")
-    port: Port = 8080
+    mode: Literal["embedded", "none"] = Field(
+        default="embedded",
+        description="`embedded`: Fairlead starts an Envoy. `none`: your own gateway talks to `extProc`.",
+    )
+    host: Name = Field(default="127.0.0.1", description="Where clients connect; `0.0.0.0` serves other machines.")
+    port: Port = Field(default=8080, description="The port for clients.")
     admin_port: Port = Field(default=0, description="Envoy's admin page, on 127.0.0.1; 0 = off.")
     response_mode: Literal["streamed", "none"] = Field(
         default="streamed",
-        description="What Envoy shows of responses: the body until the first chunk was seen, or nothing (TTFT comes "
-        "with the log).",
+        description="What the scheduler sees of responses. `streamed`: up to the first chunk, so TTFT is known at "
+        "once. `none`: nothing, TTFT comes with the access log.",
     )
     retry: Literal["connect", "unanswered", "hedge"] = Field(
         default="hedge",
-        description="When a request is sent to its second choice: if no connection to the first came about; also if "
-        "that broke off before the first byte of an answer; also if that byte is overdue (the first one to answer "
-        "wins).",
+        description="When a request goes to its second choice. `connect`: the first cannot be reached. `unanswered`: "
+        "also if it breaks off before the first byte of the answer. `hedge`: also if that byte is "
+        "overdue; the first to answer wins.",
     )
-    body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies are answered 413.")
+    body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies get 413.")
     concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
     paths: tuple[str, ...] = Field(
         default=(),
-        description="Let in besides the paths of inference, e.g. `/cohere/v2/chat`; `*` at the end stands for "
-        "anything, so `/*` lets everything in. Where models are defined, bodies for such paths are refused all the "
-        "same.",
+        description="Paths to let in besides those of inference, e.g. `/cohere/v2/chat`. `*` at the end stands for "
+        "anything, so `/*` lets in everything. Where models are defined, bodies for such paths are still "
+        "refused.",
     )
     max_heap: Bytes | None = Field(
         default=None,
-        description="Of Envoy: large uploads are ended below it, the largest first, and requests refused close to it. "
-        "By default half of what the cgroup or the machine has, at most 4 GiB.",
+        description="Envoy's heap limit. The largest uploads are ended well below it; close to it all requests are "
+        "refused. Default: half of the cgroup's or machine's memory, at most 4 GiB.",
     )
-    max_connections: int = Field(default=20_000, ge=1, description="Client connections at once.")
+    max_connections: int = Field(default=20_000, ge=1, description="Client connections at the same time.")
     envoys: int = Field(
         default=1,
         ge=1,
         le=16,
-        description="Envoys behind the one port: what dies takes only its own connections along. They share heap, "
-        "connections and threads; the second one's `adminPort` is the next one.",
+        description="Envoys behind the one port; one that dies takes only its own connections along. They share "
+        "`maxHeap`, `maxConnections` and `concurrency`; the second one's `adminPort` is the next one.",
     )
     wait_for_scheduler: Seconds = Field(
-        default=30.0, description="At the start clients are listened to once the scheduler answers, or after this."
+        default=30.0,
+        description="At the start, listen to clients once the scheduler answers, or after this time without it. 0 = "
+        "at once.",
     )
     receive_idle: PositiveSeconds = Field(
-        default=15.0, description="A request body may pause this long; a tenth of it when memory is short."
+        default=15.0, description="How long a request body may pause; a tenth of it when memory is short."
     )
-    keys: ApiKeys | None = None
-    jwt: JwtSettings | None = None
+    keys: ApiKeys | None = Field(default=None, description="Clients must show an API key, which names their tenant.")
+    jwt: JwtSettings | None = Field(
+        default=None, description="Clients must show a JSON Web Token, or a key where both are set."
+    )
 
     @property
     def asks(self) -> bool:
@@ -143,40 +150,44 @@ class ExtProc(Section):
     """The endpoint picker's gRPC port."""
 
     host: str = Field(default="", description="Empty = 127.0.0.1 with the embedded gateway, else 0.0.0.0.")
-    port: Port = 9002
-    transport: Literal["http2", "grpc-aio"] = "http2"
-    health_port: Port = Field(default=0, description="gRPC health service on a port of its own; 0 = none.")
-    tls: Tls | None = None
+    port: Port = Field(default=9002, description="The gRPC port.")
+    transport: Literal["http2", "grpc-aio"] = Field(
+        default="http2", description="`grpc-aio` is slower and exists as a reference."
+    )
+    health_port: Port = Field(
+        default=0, description="A separate port for the gRPC health service, usually 9003; 0 = none."
+    )
+    tls: Tls | None = Field(default=None, description="Serve TLS.")
 
 
 class Als(Section):
-    """Envoy's gRPC access log service: how ends of requests come back."""
+    """Envoy's gRPC access log service, which reports how requests ended."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="Accept the access log.")
     port: Port = Field(default=0, description="0 = the port of `extProc`.")
 
 
 class Admin(Section):
     """Metrics, health and debug pages over HTTP."""
 
-    host: Name = "127.0.0.1"
-    port: Port = 9090
-    debug: bool = Field(default=True, description="The pages that show endpoints and decisions.")
-    metrics_host: str = Field(default="", description="Empty = `host`.")
-    metrics_port: Port = Field(
-        default=0, description="Metrics and health, and nothing else, on a port of their own as well; 0 = none."
+    host: Name = Field(default="127.0.0.1", description="Where the port listens; `0.0.0.0` opens it to the network.")
+    port: Port = Field(default=9090, description="0 = any free port.")
+    debug: bool = Field(
+        default=True, description="Serve the dashboard and the pages that show endpoints and decisions."
     )
+    metrics_host: str = Field(default="", description="Empty = `host`.")
+    metrics_port: Port = Field(default=0, description="A separate port for metrics and health only; 0 = none.")
     hosts: list[Name] = Field(
         default_factory=list,
-        description="Names under which the port may be asked, beside addresses, `localhost` and the machine's own "
-        "name; `.example.com` stands for all that end so.",
+        description="Names by which clients may address the port, besides addresses, `localhost` and the machine's "
+        "own name. `.example.com` covers all names that end so.",
     )
     token_file: str = Field(
         default="",
-        description="Bearer tokens, a line each, one of which everything but `/healthz` and `/readyz` asks for; "
-        "browsers give it as password. Empty = none.",
+        description="Bearer tokens, one per line, required for everything but `/healthz` and `/readyz`. Browsers send"
+        " one as password. Read again when it changes. Empty = none.",
     )
-    tls: Tls | None = None
+    tls: Tls | None = Field(default=None, description="Serve TLS.")
 
 
 # ---- the pool ----
@@ -185,7 +196,7 @@ class Admin(Section):
 class FileSource(Section):
     file: str = Field(min_length=1)
     watch: bool = True
-    allow_empty: bool = Field(default=False, description="A list that has become empty takes all endpoints away.")
+    allow_empty: bool = Field(default=False, description="Let an empty list take all endpoints away.")
 
 
 class ScrapeTls(Section):
@@ -196,64 +207,93 @@ class ScrapeTls(Section):
 class EngineNames(Section):
     """Metric names of one engine; what is absent keeps the built-in names. See `fairlead.apis.engine_metrics`."""
 
-    waiting: str | list[str] | None = None
-    running: str | list[str] | None = None
-    kv_usage: str | list[str] | None = None
-    lora: str | list[str] | None = None
-    cache_info: str | list[str] | None = None
-    block_size_label: str | None = None
-    num_blocks_label: str | None = None
-    block_size: str | list[str] | None = None
-    num_blocks: str | list[str] | None = None
-    prefix_queries: str | list[str] | None = None
-    prefix_hits: str | list[str] | None = None
-    generation_tokens: str | list[str] | None = None
-    started: str | list[str] | None = None
-    extra: dict[str, str] = {}
+    waiting: str | list[str] | None = Field(
+        default=None,
+        description="Gauge of waiting requests. Here and below: a metric, `name{label=value}`, or a list of "
+        "spellings; the first on the page counts.",
+    )
+    running: str | list[str] | None = Field(default=None, description="Gauge of running requests.")
+    kv_usage: str | list[str] | None = Field(default=None, description="Gauge of the share of KV blocks in use.")
+    lora: str | list[str] | None = Field(
+        default=None, description="Gauge whose labels name running and waiting adapters."
+    )
+    cache_info: str | list[str] | None = Field(
+        default=None, description="Gauge whose labels tell block size and number of blocks."
+    )
+    block_size_label: str | None = Field(default=None, description="Label of `cacheInfo` with the block size.")
+    num_blocks_label: str | None = Field(default=None, description="Label of `cacheInfo` with the number of blocks.")
+    block_size: str | list[str] | None = Field(
+        default=None, description="Gauge of the block size in tokens, where no label tells it."
+    )
+    num_blocks: str | list[str] | None = Field(
+        default=None, description="Gauge of the number of blocks, where no label tells it."
+    )
+    prefix_queries: str | list[str] | None = Field(
+        default=None, description="Counter of tokens looked up in the prefix cache."
+    )
+    prefix_hits: str | list[str] | None = Field(default=None, description="Counter of tokens found there.")
+    generation_tokens: str | list[str] | None = Field(default=None, description="Counter of generated tokens.")
+    started: str | list[str] | None = Field(default=None, description="Start time of the process.")
+    extra: dict[str, str] = Field(
+        default={}, description="More gauges by name, for the plugins `metric` and `metric-limit`."
+    )
 
 
 class Metrics(Section):
     """How model servers are scraped."""
 
-    interval: PositiveSeconds = Field(default=0.2, description="For endpoints with work, and for all others.")
-    idle_interval: PositiveSeconds = 0.2
-    timeout: PositiveSeconds = 1.0
+    interval: PositiveSeconds = Field(default=0.2, description="Between scrapes of an endpoint with work.")
+    idle_interval: PositiveSeconds = Field(default=0.2, description="Between scrapes of an idle endpoint.")
+    timeout: PositiveSeconds = Field(default=1.0, description="For one scrape.")
     staleness: PositiveSeconds = Field(
-        default=2.0, description="Older readings no longer count; the own ledger does then."
+        default=2.0, description="Older readings do not count; at least `idleInterval` + 1s."
     )
     backoff_cap: PositiveSeconds = Field(default=2.0, description="Failures double an endpoint's interval up to this.")
     max_rate: float = Field(
-        default=1000.0, gt=0, description="Scrapes per second over all endpoints; above it all intervals are stretched."
+        default=1000.0, gt=0, description="Scrapes per second over all endpoints; above it all intervals grow."
     )
-    max_page_bytes: Bytes = 4 << 20
+    max_page_bytes: Bytes = Field(default=4 << 20, description="A larger page is a failed scrape.")
     models_interval: Seconds = Field(
-        default=30.0, description="How often `/v1/models` is read, which says what adapters are loaded; 0 = never."
+        default=30.0, description="How often `/v1/models` is read for loaded adapters; 0 = never."
     )
-    token_file: str = Field(default="", description="Bearer token, read again when the file changes.")
+    token_file: str = Field(
+        default="",
+        description="Bearer token, read again when the file changes. Also sent to `/v1/models` if that is at the same"
+        " address.",
+    )
     tls: ScrapeTls = Field(default_factory=ScrapeTls.model_construct)
-    default_engine: Name = Field(default="vllm", description="For endpoints without the label `llm-d.ai/engine-type`.")
-    engines: dict[str, EngineNames] = {}
+    default_engine: Name = Field(
+        default="vllm",
+        description="Engine of endpoints without the label `llm-d.ai/engine-type`, or with an unknown one.",
+    )
+    engines: dict[str, EngineNames] = Field(
+        default={},
+        description="Changes to the built-in metric names of `vllm`, `sglang`, `trtllm-serve`, `triton-tensorrt-llm` "
+        "and `triton`, or an engine of your own.",
+    )
 
 
 class LeaderElection(Section):
-    """One of several replicas answers, the others stand by."""
+    """One of several replicas answers; the others stand by."""
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="Only one of several replicas answers.")
     lease_name: KubeName = Field(default="", description="Empty = `epp-NAMESPACE-POOL.fairlead`.")
-    lease_duration: PositiveSeconds = Field(default=10.0, description="A replica that dies is replaced after this.")
+    lease_duration: PositiveSeconds = Field(default=10.0, description="How long until a dead leader is replaced.")
     renew_deadline: PositiveSeconds = Field(
-        default=7.0, description="A leader whose renewals are refused for so long stops leading."
+        default=7.0,
+        description="A leader steps down when its renewals are refused for this long. While the API server does not "
+        "answer at all, it keeps leading.",
     )
-    retry_period: PositiveSeconds = 2.0
+    retry_period: PositiveSeconds = Field(default=2.0, description="Between two renewals.")
     overlap: Seconds = Field(
         default=5.0,
-        description="A leader that ends answers beside its successor for so long: gateways must find that one before "
-        "they lose it.",
+        description="How long an ending leader answers beside its successor. Gateways that use health checks need two"
+        " check intervals and one second.",
     )
     service: KubeName = Field(
         default="",
-        description="A Service without a selector that leads to the leader; needs $POD_IP. Empty = gateways go by "
-        "readiness.",
+        description="A Service without a selector, with numeric ports; the leader keeps the EndpointSlice that leads "
+        "to itself. Needs $POD_IP, better also $POD_NAME and $NODE_NAME. Empty = gateways use readiness.",
     )
 
 
@@ -266,21 +306,21 @@ class Kubernetes(Section):
         description="Empty = $NAMESPACE, else that of the service account or of the kubeconfig's context, else "
         "`default`.",
     )
-    group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = "inference.networking.k8s.io"
-    selector: dict[str, str] = Field(
-        default={}, description="Without an InferencePool object: labels of the pods, and their ports."
+    group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = Field(
+        default="inference.networking.k8s.io", description="API group of the InferencePool."
     )
+    selector: dict[str, str] = Field(default={}, description="Without an InferencePool: labels that pods must have.")
     target_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = Field(
-        default=(), json_schema_extra={"maxItems": MAX_PORTS}
+        default=(), json_schema_extra={"maxItems": MAX_PORTS}, description="With `selector`: the ports of these pods."
     )
     models: bool = Field(
-        default=True, description="Follow InferenceModels, InferenceObjectives and InferenceModelRewrites too."
+        default=True, description="Follow InferenceModels, InferenceObjectives and InferenceModelRewrites."
     )
-    status: bool = Field(default=True, description="Write conditions to their status.")
+    status: bool = Field(default=True, description="Write the condition `Accepted` to them; only the leader does.")
     kubeconfig: str = Field(
         default="", description="Empty = the service account in a pod, else $KUBECONFIG, else ~/.kube/config."
     )
-    context: str = ""
+    context: str = Field(default="", description="Context in the kubeconfig; empty = the current one.")
     leader_election: LeaderElection = Field(default_factory=LeaderElection.model_construct)
 
     @property
@@ -291,11 +331,11 @@ class Kubernetes(Section):
 class KvCurve(Section):
     """CurveZMQ. Keys are Z85 text of 40 characters."""
 
-    public_key_file: RelativePath = Field(description="Files with our own keys.")
-    secret_key_file: RelativePath
-    server_key: str = Field(default="", description="The publishers' public key, where we connect to them.")
+    public_key_file: RelativePath = Field(description="File with our public key.")
+    secret_key_file: RelativePath = Field(description="File with our secret key.")
+    server_key: str = Field(default="", description="The publishers' public key, when we connect to them.")
     clients_file: RelativePath = Field(
-        default="", description="Public keys of publishers that may dial in, one a line."
+        default="", description="Public keys of publishers that may dial in, one per line."
     )
 
 
@@ -304,60 +344,59 @@ class KvIndexer(Section):
 
     url: str = Field(
         default="",
-        description="Ask it instead of listening here, e.g. `http://kv-cache-indexer:9090`; empty = the index is in "
-        "this process.",
+        description="Ask the indexer at this URL instead of listening here, e.g. `http://kv-cache-indexer:9090`; "
+        "empty = the index is in this process.",
     )
     budget: PositiveSeconds = Field(
-        default=0.005, description="How long a request waits for its answer; then learned prefixes count."
+        default=0.005, description="How long a request waits for the indexer; then learned prefixes count."
     )
     warm_from: str = Field(
         default="",
-        description="Begin with the index of another one, e.g. `http://other:9090`; empty = with that of `snapshot`, "
+        description="Start with the index of another one, e.g. `http://other:9090`; empty = with that of `snapshot`, "
         "if any.",
     )
 
 
 class KvEvents(Section):
-    """Off unless `enabled`: prefixes are then known from own decisions only."""
+    """Off unless `enabled`: then prefixes are learned from our own decisions only."""
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="Listen to KV events.")
     port: Port = Field(
         default=0,
-        description="Of rank 0 at every endpoint; 0 = each engine is asked (`GET /kv_event_sources`). Rank n has "
-        "ports n higher.",
+        description="Port of rank 0 at every endpoint, rank n on ports n higher. 0 = ask each engine (`GET "
+        "/kv_event_sources`).",
     )
-    replay_port: Port = Field(default=0, description="Beside `port`: where missed events can be fetched; 0 = nowhere.")
-    ranks: int = Field(default=1, ge=1, le=256)
+    replay_port: Port = Field(default=0, description="With `port`: where to fetch missed events; 0 = nowhere.")
+    ranks: int = Field(default=1, ge=1, le=256, description="Data-parallel ranks per endpoint.")
     bind: str = Field(
         default="",
-        description="Let publishers dial in here instead, e.g. `tcp://0.0.0.0:5555`. Those of the pool's endpoints "
-        "are believed.",
+        description="Let publishers dial in here instead, e.g. `tcp://0.0.0.0:5555`. Only the pool's endpoints are "
+        "believed.",
     )
-    curve: KvCurve | None = None
+    curve: KvCurve | None = Field(default=None, description="Encrypt and authenticate by CurveZMQ.")
     snapshot: RelativePath = Field(default="", description="File that keeps the index over restarts; empty = none.")
-    snapshot_interval: PositiveSeconds = 60.0
+    snapshot_interval: PositiveSeconds = Field(default=60.0, description="How often it is written.")
     max_blocks: int = Field(
-        default=4_000_000,
-        ge=10_000,
-        le=200_000_000,
-        description="Copies of blocks that are remembered, at about 50 bytes each.",
+        default=4_000_000, ge=10_000, le=200_000_000, description="Block copies to remember, at about 50 bytes each."
     )
     keys: Literal["own", "engine"] = Field(
         default="own",
-        description="`own`: by token ids, nothing need be known of the engine's hashes. `engine`: by the engine's own.",
+        description="How to match blocks. `own`: by token ids, no matter how the engine hashes. `engine`: by the "
+        "engine's hashes.",
     )
     hash_algorithm: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = Field(
-        default="sha256",
-        description="Of the engine, with `keys: engine`: its hash algorithm and PYTHONHASHSEED (`null` = not set).",
+        default="sha256", description="With `keys: engine`: the engine's hash algorithm."
     )
-    hash_seed: str | None = None
+    hash_seed: str | None = Field(
+        default=None, description="With `keys: engine`: the engine's PYTHONHASHSEED; `null` = not set."
+    )
     block_size: int = Field(default=0, ge=0, le=4096, description="Tokens per block; 0 = as the events say.")
     check: float = Field(
         default=0.05,
         ge=0,
         le=1,
-        description="Share of answers whose cached tokens are compared with the prediction, once an endpoint has "
-        "proved itself.",
+        description="Share of unstreamed answers whose cached tokens are compared with the prediction, once an "
+        "endpoint has proved itself.",
     )
     indexer: KvIndexer = Field(default_factory=KvIndexer.model_construct)
 
@@ -366,33 +405,27 @@ class ModelTokens(Section):
     """Of one model name."""
 
     model_path: RelativePath = Field(
-        default="", description="Directory with `tokenizer.json` and what belongs to it, as the engine loads it."
+        default="", description="Directory with `tokenizer.json` and the rest, as the engine loads it."
     )
-    tokenizer_file: RelativePath = Field(default="", description="A `tokenizer.json`, instead of the directory's.")
+    tokenizer_file: RelativePath = Field(default="", description="Another `tokenizer.json` than the directory's.")
     chat_template: RelativePath = Field(
-        default="",
-        description="A Jinja template, instead of the model's own: what the engine was started with as `--chat-"
-        "template`.",
+        default="", description="Another Jinja template than the model's: the engine's `--chat-template`."
     )
     template_kwargs: dict[str, Any] = Field(
-        default={},
-        description="Variables for every rendering: what the engine was started with as `--default-chat-template-"
-        "kwargs`.",
+        default={}, description="Variables for every rendering: the engine's `--default-chat-template-kwargs`."
     )
     render: Literal["local", "engine"] = Field(
-        default="local", description="`local`: in this process. `engine`: an endpoint is asked for the ids."
+        default="local", description="`local`: in this process. `engine`: ask an endpoint for the token ids."
     )
 
 
 class Tokens(Section):
-    """Off without `models`: prompts are then matched by their bytes."""
+    """Off without `models`: then prompts are matched by their bytes."""
 
     models: dict[str, ModelTokens] = Field(default={}, description="By model name; `*` = every other one.")
-    cache_bytes: Bytes = Field(
-        default=256 << 20, description="For pieces of prompts that were encoded before, over all models."
-    )
+    cache_bytes: Bytes = Field(default=256 << 20, description="Cache for encoded pieces of prompts, over all models.")
     engine_timeout: PositiveSeconds = Field(
-        default=0.2, description="With `render: engine`: a request goes on without ids after this."
+        default=0.2, description="With `render: engine`: a request continues without token ids after this."
     )
 
 
@@ -401,7 +434,7 @@ class Tokens(Section):
 
 class LedgerSettings(Section):
     lease_ttl: PositiveSeconds = Field(
-        default=900.0, description="A request whose end nobody reports stops counting after this."
+        default=900.0, description="A request stops counting after this if nobody reports its end."
     )
 
 
@@ -409,9 +442,8 @@ class Parsing(Section):
     max_body_bytes: Bytes = Field(default=64 << 20, description="Larger request bodies are refused.")
     max_buffered_bytes: Bytes = Field(
         default=0,
-        description="Of all requests that are not whole yet, or that wait and whose bodies are kept, together; 0 = an "
-        "eighth of the memory that the cgroup or the machine has, at most 128 MiB. More waits without flow-control "
-        "credit.",
+        description="Memory for all incomplete requests, and bodies kept while they wait. More waits without flow-"
+        "control credit. 0 = an eighth of the cgroup's or machine's memory, at most 128 MiB.",
     )
     conversations: bool = Field(
         default=True,
@@ -424,113 +456,130 @@ class Models(Section):
 
     file: RelativePath = Field(
         default="",
-        description="A file, or a directory of files; empty = nothing is defined. Relative to the configuration.",
+        description="A manifest file, or a directory of `.yaml`, `.yml` and `.json` files, relative to the "
+        "configuration. Empty = names mean what the model servers say.",
     )
     watch: bool = Field(default=True, description="Read it again when it changes.")
-    pool: str = Field(default="", description="Only objects for this pool, or of this namespace, count; empty = all.")
-    namespace: str = ""
+    pool: str = Field(default="", description="Only objects for this pool count; empty = all.")
+    namespace: str = Field(default="", description="Only objects of this namespace count; empty = all.")
     unmatched: Literal["reject", "pass"] = Field(
-        default="reject", description="Requests for a name that nobody defined, once an InferenceModel is defined."
+        default="reject",
+        description="What to do with undefined names once an InferenceModel is defined: `reject` (404) or `pass`.",
     )
     sticky: Literal["none", "session"] = Field(
-        default="none", description="`session`: requests of one session keep their target of a split."
+        default="none", description="`session`: all requests of a session keep their target of a traffic split."
     )
 
 
 class Headers(Section):
     trust: tuple[Trust, ...] = Field(
         default=("objective", "fairness", "slo", "session", "model-rewrite"),
-        description="Which of a client's headers are listened to; see `fairlead.core.headers.TRUST`.",
+        description="Which of a client's headers count; the page on model names lists them. `test-selection` is for "
+        "conformance tests only.",
     )
 
 
 class Inspect(Section):
     usage_sampling: Share = Field(
-        default=0.01, description="Share of responses that are followed to their end to read the token counts."
+        default=0.01, description="Share of responses followed to their end to read token counts."
     )
 
 
 class QueueLimit(Section):
     """What may wait at most; `None` = any number."""
 
-    requests: Count | None = None
-    bytes: Bytes | None = None
+    requests: Count | None = Field(default=None, description="Requests that may wait; none = any number.")
+    bytes: Bytes | None = Field(default=None, description="Bytes of bodies that may wait.")
 
 
 class QueueLimits(Section):
-    total: QueueLimit = Field(default_factory=QueueLimit.model_construct)
+    total: QueueLimit = Field(
+        default_factory=QueueLimit.model_construct,
+        description="In all. At the limit, the last of a lower band give way to a higher one.",
+    )
     band: QueueLimit = Field(
         default_factory=lambda: QueueLimit.model_construct(requests=5000, bytes=1_000_000_000),
         description="Of one priority.",
     )
     flow: QueueLimit = Field(
-        default_factory=QueueLimit.model_construct, description="Of one model and one tenant in a band."
+        default_factory=QueueLimit.model_construct, description="Of one model and tenant in a band."
     )
 
 
 class BandSettings(Section):
     """Of one entry of `flowControl.bands`, what is no plugin. What is `None` is as for all bands."""
 
-    priority: int
-    ttl: Wait | None = None
-    limits: QueueLimit | None = None
+    priority: int = Field(description="Which priority this is about.")
+    ttl: Wait | None = Field(default=None, description="As `flowControl.ttl`, for this band.")
+    limits: QueueLimit | None = Field(default=None, description="As `flowControl.limits.band`, for this band.")
     share: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the work that the band gets at least while it waits; 0 = what higher ones leave.",
+        description="Minimum share of the work while the band waits; 0 = what higher bands leave.",
     )
 
 
 class FlowRules(Section):
     """An entry of `flowControl.flows`: of which flows it speaks, and what it says. The first that fits counts."""
 
-    model: str | None = Field(default=None, description="`None` = any.")
-    fairness_id: str | None = None
-    ttl: Wait | None = None
-    limits: QueueLimit | None = None
+    model: str | None = Field(default=None, description="Absent = any.")
+    fairness_id: str | None = Field(default=None, description="The tenant; absent = any.")
+    ttl: Wait | None = Field(default=None, description="As `flowControl.ttl`, for these flows.")
+    limits: QueueLimit | None = Field(default=None, description="As `flowControl.limits.flow`, for these flows.")
     weight: float = Field(
-        default=1.0, ge=1, le=1000, description="Its part of the band's work is this over the sum of those that wait."
+        default=1.0,
+        ge=1,
+        le=1000,
+        description="Its part of the band's work, against the weights of the others that wait.",
     )
 
 
 class Shedding(Section):
     """Requests below priority 0 are refused with probability min(saturation^power · scale, 1)."""
 
-    power: float = Field(default=5.0, gt=0, le=100)
-    scale: float = Field(default=300.0, gt=0, le=1e9)
+    power: float = Field(default=5.0, gt=0, le=100, description="The exponent.")
+    scale: float = Field(default=300.0, gt=0, le=1e9, description="The factor.")
 
 
 class Evicting(Section):
     """Requests below priority 0 that run make way for higher ones."""
 
-    after: PositiveSeconds = Field(default=0.25, description="Which have waited for so long.")
+    after: PositiveSeconds = Field(default=0.25, description="How long a higher request must have waited.")
 
 
 class FlowSettings(Section):
     """Of `flowControl`, what is neither a plugin nor a band."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="`false` = requests never wait here.")
     ttl: Wait = Field(
         default=60.0,
-        description="How long a request may wait, unless it says otherwise itself; the latter while the pool is empty.",
+        description="How long a request may wait, at most 590 s, unless its header `x-fairlead-ttl-ms` says "
+        "otherwise. 590 s where flow control is on by default.",
     )
     no_endpoint_ttl: Annotated[float, Field(ge=0, le=LONGEST_WAIT), DURATION] = Field(
-        default=60.0, description="0 = a request that finds no endpoint is refused."
+        default=60.0,
+        description="The same while the pool has no endpoint. 0 = refuse at once, which holds where flow control is "
+        "on by default.",
     )
     window: int = Field(
         default=256,
         ge=1,
         le=1024,
-        description="Requests of the flow in turn among which the pair (request, endpoint) is chosen.",
+        description="Requests of the flow in turn among which the pair of request and endpoint is chosen.",
     )
     limits: QueueLimits = Field(default_factory=QueueLimits.model_construct)
     target_delay: PositiveSeconds = Field(
-        default=1.0, description="Waiting for longer than this means that more replicas are wanted."
+        default=1.0, description="Waiting longer than this means that more replicas are wanted."
     )
-    flows: tuple[FlowRules, ...] = ()
-    early_shedding: Shedding | None = Field(default=None, description="`None` = off.")
-    eviction: Evicting | None = None
+    flows: tuple[FlowRules, ...] = Field(default=(), description="Rules for single flows; the first that fits counts.")
+    early_shedding: Shedding | None = Field(
+        default=None,
+        description="Refuse requests below priority 0 with probability min(saturation^power · scale, 1). Absent = off.",
+    )
+    eviction: Evicting | None = Field(
+        default=None, description="End running requests below priority 0 when a higher one waits. Absent = off."
+    )
 
 
 # ---- who decides beside the policy: another process, for some requests, on trial ----
@@ -539,10 +588,10 @@ class FlowSettings(Section):
 class SchedulerTls(Section):
     """TLS to a scheduler. PEM files; empty = the system's authorities, no certificate of our own."""
 
-    ca_file: str = ""
+    ca_file: str = Field(default="", description="PEM bundle; empty = the system's.")
     verify: bool = Field(default=True, description="False accepts any certificate.")
     server_name: str = Field(default="", description="Name in its certificate; empty = the host of `address`.")
-    cert_dir: str = Field(default="", description="Directory with `tls.crt` and `tls.key` that we show.")
+    cert_dir: str = Field(default="", description="Directory with our own `tls.crt` and `tls.key`.")
 
 
 class BreakerSettings(Section):
@@ -550,9 +599,9 @@ class BreakerSettings(Section):
         default=5,
         ge=1,
         le=10_000,
-        description="Late or unusable answers in a row after which the scheduler is left alone.",
+        description="Late or unusable answers in a row after which the scheduler is not asked.",
     )
-    cooldown: PositiveSeconds = 1.0
+    cooldown: PositiveSeconds = Field(default=1.0, description="For how long; then it is tried again.")
 
 
 class SchedulerSettings(Section):
@@ -562,7 +611,7 @@ class SchedulerSettings(Section):
     budget: PositiveSeconds = Field(
         default=0.005, description="How long a request waits for its answer; then the built-in policy decides."
     )
-    tls: SchedulerTls | None = None
+    tls: SchedulerTls | None = Field(default=None, description="Use TLS; absent = plaintext.")
     breaker: BreakerSettings = Field(default_factory=BreakerSettings.model_construct)
 
     @model_validator(mode="after")
@@ -582,9 +631,9 @@ class SchedulerSettings(Section):
 class Canary(Section):
     """Another policy, or a scheduler, decides a share of the requests; those of one session go one way."""
 
-    policy: PolicyEntry = ""
-    scheduler: SchedulerSettings | None = None
-    percent: Percent = 0.0
+    policy: PolicyEntry = Field(default="", description="Name of a policy, or a mapping with `type` and parameters.")
+    scheduler: SchedulerSettings | None = Field(default=None, description="Or a scheduler in another process.")
+    percent: Percent = Field(default=0.0, description="Share of the requests, in percent.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -595,9 +644,9 @@ class Canary(Section):
 class Shadow(Section):
     """Decides the same requests, and nothing comes of it but figures."""
 
-    name: str = Field(default="", max_length=100, description="In metrics and records; empty = that of the policy.")
-    policy: PolicyEntry = ""
-    scheduler: SchedulerSettings | None = None
+    name: str = Field(default="", max_length=100, description="In metrics and records; empty = the policy's name.")
+    policy: PolicyEntry = Field(default="", description="Name of a policy, or a mapping with `type` and parameters.")
+    scheduler: SchedulerSettings | None = Field(default=None, description="Or a scheduler in another process.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -616,13 +665,10 @@ class Shadow(Section):
 class Shadows(Section):
     sample: float = Field(default=1.0, ge=0, le=1, description="Share of the decisions that shadows see.")
     cpu: float = Field(
-        default=0.2,
-        gt=0,
-        le=1,
-        description="Share of one CPU that all of them may use; decisions beyond it are left out.",
+        default=0.2, gt=0, le=1, description="Share of one CPU for all of them; they skip decisions beyond it."
     )
     limit: PositiveSeconds = Field(default=0.1, description="A shadow that takes longer for one decision is cut off.")
-    policies: tuple[Shadow, ...] = ()
+    policies: tuple[Shadow, ...] = Field(default=(), description="Policies on trial.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -646,8 +692,10 @@ def _one_of(policy: PolicyEntry, scheduler: SchedulerSettings | None, needed: bo
 
 
 class Log(Section):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["logfmt", "json"] = "logfmt"
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least severe lines to print."
+    )
+    format: Literal["logfmt", "json"] = Field(default="logfmt", description="How lines are written.")
 
 
 class JournalSettings(Section):
@@ -655,27 +703,27 @@ class JournalSettings(Section):
 
     path: str = Field(default="", description="Directory; empty = off.")
     max_bytes: Annotated[int, Field(ge=1 << 20), SIZE] = Field(
-        default=1 << 30, description="Of all files in it together, and of one."
+        default=1 << 30, description="Of all files in it together; never exceeded."
     )
-    segment_bytes: Annotated[int, Field(ge=256 << 10), SIZE] = 64 << 20
+    segment_bytes: Annotated[int, Field(ge=256 << 10), SIZE] = Field(
+        default=64 << 20, description="Of one file; at most a quarter of `maxBytes`."
+    )
     when_full: Literal["drop-oldest", "stop"] = Field(
         default="drop-oldest",
-        description="At `maxBytes` the oldest segment goes, or writing ends: then what there is can be replayed from "
-        "its beginning.",
+        description="`drop-oldest`: the oldest segment goes. `stop`: writing ends, so the journal can be replayed "
+        "from its start.",
     )
     sample: Share = Field(
         default=1.0,
         description="Share of the decisions whose scores and numbers are written. Events and outcomes always are.",
     )
-    flush: PositiveSeconds = Field(
-        default=0.25,
-        description="Written at least this often, and when the disk must have it: never said, once a second, or with "
-        "every write.",
+    flush: PositiveSeconds = Field(default=0.25, description="How old a record may get before it is written.")
+    fsync: Literal["never", "second", "always"] = Field(
+        default="never", description="When the disk must have it. What is written survives the process in any case."
     )
-    fsync: Literal["never", "second", "always"] = "never"
     explain: bool = Field(
         default=False,
-        description="Keep with the decisions in memory the numbers they were made from, also without `path`.",
+        description="Keep the numbers behind each decision in memory, for `fairlead explain`, also without `path`.",
     )
     header: str = Field(
         default="",
@@ -685,18 +733,16 @@ class JournalSettings(Section):
 
 
 class StateSettings(Section):
-    """What was learned, on disk, so that a restarted scheduler goes on with it: see docs/operations.md."""
+    """What was learned, on disk, for a restarted scheduler: see docs/operations.md."""
 
-    enabled: bool = True
-    file: str = Field(default="", description="Empty = `learned.state` in `journal.path`; off where that is empty too.")
+    enabled: bool = Field(default=True, description="Keep the file.")
+    file: str = Field(default="", description="Empty = `learned.state` in `journal.path`; none if that is empty too.")
     interval: PositiveSeconds = Field(
-        default=10.0, description="How often it is written; a process that is killed loses as much."
+        default=10.0, description="How often it is written. A killed process loses this much."
     )
-    max_age: PositiveSeconds = Field(
-        default=3600.0, description="What endpoints have in their caches is not believed when it is older."
-    )
+    max_age: PositiveSeconds = Field(default=3600.0, description="Older knowledge of caches is not used.")
     max_bytes: Annotated[int, Field(ge=64 << 10), SIZE] = Field(
-        default=64 << 20, description="Of the file. The blocks of prompts used last are kept."
+        default=64 << 20, description="Of the file. The most recently used blocks are kept."
     )
 
     def path(self, journal: JournalSettings) -> str:
@@ -706,29 +752,22 @@ class StateSettings(Section):
 
 
 class Tracing(Section):
-    """Off without `endpoint`: then nothing of OpenTelemetry is loaded or called."""
+    """Off without `endpoint`: then OpenTelemetry is not loaded."""
 
     endpoint: str = Field(
-        default="",
-        pattern="^(https?://.+)?$",
-        description="Where OTLP over HTTP is taken, e.g. `http://localhost:4318/v1/traces`.",
+        default="", pattern="^(https?://.+)?$", description="OTLP over HTTP, e.g. `http://localhost:4318/v1/traces`."
     )
     sample: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="Share of the requests that are traced, of those that no caller has decided about.",
+        default=0.1, ge=0, le=1, description="Share of requests to trace, of those whose caller has not decided."
     )
     follow_parent: bool = Field(
         default=True,
-        description="A caller's `traceparent` decides whether its request is traced. `false`: `sample` does, and the "
-        "trace goes on.",
+        description="A caller's `traceparent` decides whether its request is traced. `false`: `sample` decides, and "
+        "the trace continues.",
     )
     max_rate: float = Field(default=100.0, gt=0, description="Traced requests per second, whatever callers ask for.")
-    service_name: str = Field(default="fairlead", min_length=1)
-    timeout: PositiveSeconds = Field(
-        default=5.0, description="For sending a batch of spans; what could not be sent by then is dropped."
-    )
+    service_name: str = Field(default="fairlead", min_length=1, description="Our name in the spans.")
+    timeout: PositiveSeconds = Field(default=5.0, description="For sending a batch of spans; the rest is dropped.")
 
 
 # ---- what is made of a file ----

@@ -523,7 +523,7 @@ def _read_header(data: bytes, pos: int, end: int, out: dict[str, str]) -> int:
 
 # Answers that change a body, for every body mode of Envoy's ext_proc in which that is safe.
 #
-# Theory (measured on Envoy 1.40; docs/gateway.md, "Changing bodies")
+# Theory (measured on Envoy 1.40; tests/integration/pitfalls/README.md, "Changing bodies")
 # * A length that does not fit the body shifts every later message of an HTTP/1.1 connection: surplus bytes are read as
 #   the next request. Envoy checks the two only where it holds the whole body (BUFFERED), so length and body leave here
 #   in one answer, or the length is taken off before the first byte and the body goes out chunked.

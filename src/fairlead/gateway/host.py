@@ -1,7 +1,7 @@
 """How a gateway processes a stream: what it announces with the first message, and what follows from that.
 
 The body modes come in the first message, the rest as initial metadata of the stream. Gateways announce the same with
-every stream, so all streams alike share one `ProcessingMode`. docs/gateway.md has the measurements behind the rules.
+every stream, so all streams alike share one `ProcessingMode`. Measured in tests/integration/pitfalls/README.md.
 """
 
 from collections.abc import Callable

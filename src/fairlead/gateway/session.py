@@ -3,7 +3,7 @@
     opened → collecting → (asking knowledge) → waiting → routed → answering → closed
     before there is a pick: → local reply → closed
 
-Rules (Envoy 1.40; docs/gateway.md has the measurements)
+Rules (Envoy 1.40; tests/integration/pitfalls/README.md has the measurements)
 * `_LEGAL` has the messages that may come in each state; any other breaks the stream. Every state can become `closed`.
   The request goes on beside the response where the choice is made on headers alone, so its messages are legal until
   the end; after its trailers none of them is.

@@ -69,7 +69,7 @@ Ceiling = Annotated[float, Field(gt=0, le=100)]
 
 
 class StaticCeilingParams(Params):
-    threshold: Ceiling = 1.0
+    threshold: Ceiling = Field(default=1.0, description="Bands are served while the pool's saturation is below this.")
 
 
 class StaticCeiling(Static):
@@ -84,11 +84,13 @@ class StaticCeiling(Static):
 
 
 class HoldbackCeilingParams(Params):
-    min_ceiling: Ceiling = Field(description="Of the lowest band, and of the highest.")
-    max_ceiling: Ceiling = 1.0
-    shape: Literal["linear"] = "linear"
+    min_ceiling: Ceiling = Field(description="Ceiling of the lowest band.")
+    max_ceiling: Ceiling = Field(default=1.0, description="Ceiling of the highest band.")
+    shape: Literal["linear"] = Field(
+        default="linear", description="How ceilings fall from the highest band to the lowest."
+    )
     domain: Literal["rank", "value"] = Field(
-        default="rank", description="Between them by the bands' ranks, or by their priorities."
+        default="rank", description="Whether they fall by the ranks of the bands or by their priorities (`value`)."
     )
 
 
@@ -113,8 +115,10 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class UtilizationDetectorParams(Params):
-    queue_depth_threshold: Positive = 5.0
-    kv_cache_util_threshold: float = Field(default=0.8, gt=0, le=1)
+    queue_depth_threshold: Positive = Field(default=5.0, description="Waiting requests at which an endpoint is full.")
+    kv_cache_util_threshold: float = Field(
+        default=0.8, gt=0, le=1, description="Share of KV blocks in use at which it is full."
+    )
 
 
 class UtilizationDetector:
@@ -133,9 +137,11 @@ class UtilizationDetector:
 
 
 class ConcurrencyDetectorParams(Params):
-    max_concurrency: Positive = Field(default=100.0, description="Per endpoint.")
-    max_token_concurrency: Positive = 1e6
-    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+    max_concurrency: Positive = Field(default=100.0, description="Requests in flight, per endpoint.")
+    max_token_concurrency: Positive = Field(default=1e6, description="Prompt tokens in flight, per endpoint.")
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = Field(
+        default="requests", description="What counts; `hybrid` is the larger of both."
+    )
 
 
 class ConcurrencyDetector:

@@ -46,7 +46,7 @@ class MaxScore:
 
 
 class TopKParams(Params):
-    k: int = Field(default=3, ge=1)
+    k: int = Field(default=3, ge=1, description="How many of the best to choose from.")
 
 
 class TopK:

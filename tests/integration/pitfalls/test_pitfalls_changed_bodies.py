@@ -145,7 +145,7 @@ async def test_a_long_request_may_become_a_short_one(rewriting: Site, kind: str)
 @CLIENTS
 async def test_the_scheduler_may_leave_with_the_new_body(rewriting: Site, kind: str) -> None:
     rewriting.rewriter.leave = True
-    # Full duplex: only what fits one write, see docs/gateway.md.
+    # Full duplex: only what fits one write, see tests/integration/pitfalls/README.md.
     for size in SIZES[:2] if rewriting.pair.request == FULL_DUPLEX else SIZES:
         rewriting.rewriter.body = pattern(size)
         assert await rewriting.upload(kind, OLD, OLD) == [made(pattern(size))] * 2, size

@@ -104,7 +104,7 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ("name", "words"),
     [
         ("scheduling.policy", "Name of a policy, or a mapping with its type and parameters. One of default, "),
-        ("gateway.retry", 'gateway.retry: connect, unanswered, hedge (default "hedge") When a request is sent to'),
+        ("gateway.retry", 'gateway.retry: connect, unanswered, hedge (default "hedge") When a request goes to'),
         ("$.flowControl.bands[3].priority", "flowControl.bands[].priority: whole number (needed)"),
         ("als", "als.port: whole number"),
         ("prefix-aware", "hashBlockSize: whole number"),

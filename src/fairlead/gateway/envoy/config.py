@@ -196,7 +196,7 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
     return {"name": "envoy.filters.http.ext_proc", "typed_config": config}
 
 
-# `build(options)`: Envoy's bootstrap as plain data. Envoy 1.40; the reasons are in docs/gateway.md.
+# `build(options)`: Envoy's bootstrap as plain data, for Envoy 1.40; reasons: tests/integration/pitfalls/README.md.
 #
 # A request's way: headers that name machines are taken off → (buffer) → ext_proc asks the scheduler → the route is
 # chosen by the metadata of its answer → that endpoint, or round robin over the pool when there was no answer.

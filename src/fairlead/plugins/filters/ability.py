@@ -28,7 +28,9 @@ PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
 
 class RoleParams(Params):
-    stage: Literal["decode", "prefill", "encode"] = "decode"
+    stage: Literal["decode", "prefill", "encode"] = Field(
+        default="decode", description="The stage that the endpoint must be able to do."
+    )
 
 
 class Role:
@@ -49,8 +51,8 @@ class Role:
 
 
 class ByLabelParams(Params):
-    label: str
-    valid_values: tuple[str, ...] = ()
+    label: str = Field(description="The label to look at.")
+    valid_values: tuple[str, ...] = Field(default=(), description="Accepted values; none = any.")
     allows_no_label: bool = Field(default=False, description="Keep endpoints without the label too.")
 
 
@@ -75,14 +77,14 @@ class ByLabel:
 
 
 class Requirement(Params):
-    key: str
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    values: tuple[str, ...] = ()
+    key: str = Field(description="A label.")
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(description="As in Kubernetes.")
+    values: tuple[str, ...] = Field(default=(), description="For `In` and `NotIn`.")
 
 
 class LabelSelectorParams(Params):
-    match_labels: dict[str, str] = {}
-    match_expressions: tuple[Requirement, ...] = ()
+    match_labels: dict[str, str] = Field(default={}, description="Labels and the values they must have.")
+    match_expressions: tuple[Requirement, ...] = Field(default=(), description="Conditions, all of which must hold.")
 
 
 class LabelSelector:
@@ -122,7 +124,7 @@ def _holds(requirement: Requirement, labels: Mapping[str, str]) -> bool:
 
 
 class ContextLengthParams(Params):
-    label: str = Field(default=LABEL, description="Label with the range, in tokens.")
+    label: str = Field(default=LABEL, description="The label to look at.")
 
 
 class ContextLength:

@@ -124,8 +124,10 @@ _KEEP: Final[Mapping[str, Callable[[Any, float], BoolColumn]]] = {
 
 class MetricLimitParams(Params):
     metric: str = Field(min_length=1, description="A name under `metrics.engines.NAME.extra`, or a built-in column.")
-    operator: Literal["LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"]
-    value: float
+    operator: Literal["LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"] = Field(
+        description="How to compare."
+    )
+    value: float = Field(description="What to compare with.")
     keep_missing: bool = Field(default=True, description="Keep endpoints that do not report the metric.")
 
 

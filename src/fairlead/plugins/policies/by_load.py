@@ -139,8 +139,8 @@ BLOCK_TOKENS = 16
 
 
 class DynamoLinearParams(Params):
-    prefill_load_scale: float = Field(default=1.0, ge=0)
-    overlap_credit: float = Field(default=1.0, ge=0)
+    prefill_load_scale: float = Field(default=1.0, ge=0, description="Factor on blocks to prefill.")
+    overlap_credit: float = Field(default=1.0, ge=0, description="Factor on cached blocks.")
     active_request_weight: float = Field(default=0.0, ge=0, description="Blocks that a request in flight counts.")
 
 

@@ -208,11 +208,9 @@ MEMORY = 0.99
 
 
 class DynamicWeightsParams(Params):
-    high_hit_rate: Share = Field(
-        default=0.7, description="Hit rates (0..1) above which the cache counts most, and below which the load does."
-    )
-    low_hit_rate: Share = 0.2
-    top_k: int = Field(default=3, ge=1)
+    high_hit_rate: Share = Field(default=0.7, description="Hit rate (0..1) above which the cache counts most.")
+    low_hit_rate: Share = Field(default=0.2, description="Hit rate below which the load counts most.")
+    top_k: int = Field(default=3, ge=1, description="A random one of this many best endpoints is taken.")
 
 
 class DynamicWeights(Profile):

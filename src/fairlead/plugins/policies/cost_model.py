@@ -41,9 +41,11 @@ LITTLE, LITTLE_MS = 0.1, 5.0
 class CostModelParams(Params):
     """The defaults suit all hardware: what is weighed is time in any case. Ablations set one to 0."""
 
-    interference: Weight = 0.1
-    decode: Weight = 0.03
-    memory: Weight = 1.0
+    interference: Weight = Field(
+        default=0.1, description="Weight of the delay that a prefill causes to running answers."
+    )
+    decode: Weight = Field(default=0.03, description="Weight of the time of the answer's own tokens.")
+    memory: Weight = Field(default=1.0, description="Weight of the KV memory that the request takes.")
     near_tie: float = Field(default=0.02, ge=0, lt=1, description="Costs within this share of the best count as equal.")
 
 

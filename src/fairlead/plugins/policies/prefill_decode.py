@@ -36,12 +36,10 @@ Millis = Annotated[float, Field(ge=0)]
 
 
 class PrefillDecodeParams(CostModelParams):
-    transfer_ms: Millis = Field(
-        default=30.0,
-        description="Handing over the KV cache of a prompt: once, and per 1000 tokens. 10 ms are 26 GB/s for a "
-        "32B model.",
+    transfer_ms: Millis = Field(default=30.0, description="Cost of moving a prompt's KV cache: the fixed part.")
+    transfer_ms_per_1k_tokens: Millis = Field(
+        default=10.0, description="The part per 1,000 tokens. 10 ms are 26 GB/s for a 32B model."
     )
-    transfer_ms_per_1k_tokens: Millis = 10.0
     margin: float = Field(default=0.05, ge=0, lt=1, description="Share of the cost that a pair must save.")
     always: bool = Field(
         default=False, description="Take the best pair whatever it gains, where the next two allow it."

@@ -64,10 +64,8 @@ _FLOOR = 0.01
 
 
 class SloHeadroomParams(Params):
-    ttft_weight: Weight = Field(
-        default=0.8, description="How much of the headroom is that of the first token, and of those after it."
-    )
-    tpot_weight: Weight = 0.2
+    ttft_weight: Weight = Field(default=0.8, description="How much the headroom of the first token counts.")
+    tpot_weight: Weight = Field(default=0.2, description="The same for later tokens.")
     headroom_selection_strategy: Literal["least", "most"] = Field(
         default="least",
         description="`least` packs requests where they just fit and keeps others free; `most` spreads them.",
@@ -76,10 +74,10 @@ class SloHeadroomParams(Params):
         default=1.0,
         validation_alias="compositeKVWeight",
         serialization_alias="compositeKVWeight",
-        description="Without an SLO the score is the mean of free KV memory, short queue and prefix hit, weighted so.",
+        description="Without an SLO, the score is a weighted mean; this is the weight of free KV memory.",
     )
-    composite_queue_weight: Weight = 1.0
-    composite_prefix_weight: Weight = 1.0
+    composite_queue_weight: Weight = Field(default=1.0, description="The weight of a short queue.")
+    composite_prefix_weight: Weight = Field(default=1.0, description="The weight of the prefix hit.")
 
 
 class SloHeadroom(Plain):

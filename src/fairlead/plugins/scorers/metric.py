@@ -15,7 +15,7 @@ from fairlead.plugins.params import Params, Plain, lower_is_better
 
 class MetricParams(Params):
     metric: str = Field(min_length=1, description="A name under `metrics.engines.NAME.extra`, or a built-in column.")
-    better: Literal["low", "high"]
+    better: Literal["low", "high"] = Field(description="Which end of the range is good.")
     range: tuple[float, float] | None = Field(
         default=None, description="Values of the two ends; absent = lowest and highest of the candidates at hand."
     )
