@@ -1,6 +1,7 @@
 """What goes wrong during a run, and when the scheduler notices."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -185,6 +186,8 @@ class Simulation:
     Raises `PluginError` when the policy cannot be made.
     """
 
+    fleet_type: type[Fleet] = Fleet
+
     def __init__(
         self,
         scenario: Scenario,
@@ -206,16 +209,20 @@ class Simulation:
         if world.kv_lag_ms >= 0:
             self._events = LateEvents(self.kernel, world.kv_lag_ms * 1e-3)
         config = policy if isinstance(policy, Config) else load(_GIVEN, need_endpoints=False)
-        self.pipeline = build_pipeline(
+        self.build = partial(
+            build_pipeline,
             config,
             self.kernel,
-            Random(f"pipeline/{seed}"),
             build=None if isinstance(policy, Config) else given(policy),
-            fleet=Fleet(config.ledger.lease_ttl, world.staleness_s, exact=self._events, prior=world.prior),
             on_plugin_error=self.plugin_errors.append,
             registry=registry,
             snapshots=snapshots,
         )
+        self.make_fleet = partial(
+            self.fleet_type, config.ledger.lease_ttl, world.staleness_s, exact=self._events, prior=world.prior
+        )
+        #: The one that is fed now, and its number among several (`fairlead.lab.simulator.replicated`).
+        self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
         self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told)
         self._watch = watch
@@ -234,7 +241,7 @@ class Simulation:
         self._adapters = frozenset(job.record.lora for job in self.jobs) - {""}
         self.open = len(self.jobs)
         self._decided = xxh3_64()
-        self._timers: dict[str, Timer] = {}
+        self._timers: dict[tuple[int, str], Timer] = {}
         self._told: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
         self._usage_left = world.usage_first
         self._children: dict[str, list[Job]] = {}
@@ -249,7 +256,7 @@ class Simulation:
         kernel, scenario = self.kernel, self.scenario
         for index in range(len(self.servers)):
             self.join(index)
-        self._do(self.pipeline.start())
+        self.begin()
         self._scrape_all()
         if any(replica.dynamic_adapters for replica in scenario.replicas):
             self.kernel.call_at(kernel.now + self.world.models_s, self._list_again)
@@ -263,6 +270,10 @@ class Simulation:
         # The last ends are still on their way to the scheduler.
         kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
         return over
+
+    def begin(self) -> None:
+        """Before any event but those of endpoints."""
+        self.do(self.pipeline.start())
 
     def join(self, index: int) -> None:
         """A server comes, and its list of models is read."""
@@ -312,9 +323,9 @@ class Simulation:
         patience = record.cancel_after_ms * 1e-3 or world.patience_s
         if patience:
             self.kernel.call_at(job.arrived + patience, self._cancel, job)
-        self.kernel.call_at(job.arrived + world.decision_ms * 1e-3, self._decide, job)
+        self.kernel.call_at(job.arrived + world.decision_ms * 1e-3, self.decide, job)
 
-    def _decide(self, job: Job) -> None:
+    def decide(self, job: Job) -> None:
         if job.status != "waiting":
             return
         pipeline = self.pipeline
@@ -355,13 +366,13 @@ class Simulation:
     def feed(self, event: ev.Event) -> None:
         instructions = self.pipeline.handle(event)
         if instructions:
-            self._do(instructions)
+            self.do(instructions)
         if self._validate:
             self.pipeline.validate()
             for server in self.servers:
                 server.engine.validate()
 
-    def _do(self, instructions: Sequence[Instruction]) -> None:
+    def do(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             kind = type(instruction)
             if kind is Note:
@@ -405,10 +416,15 @@ class Simulation:
             self.kernel.call_at(self.kernel.now, self.feed, ev.StreamLost(evict.told.request_id))
 
     def _set_timer(self, timer: SetTimer) -> None:
-        old = self._timers.get(timer.name)
+        key = self.number, timer.name
+        old = self._timers.get(key)
         if old is not None:
             old.cancel()
-        self._timers[timer.name] = self.kernel.call_at(timer.at, self.feed, ev.TimerFired(timer.name))
+        self._timers[key] = self.kernel.call_at(timer.at, self.fire, self.number, ev.TimerFired(timer.name))
+
+    def fire(self, number: int, event: ev.Event) -> None:
+        """What only the scheduler of that number is told."""
+        self.feed(event)
 
     # ---- servers ----
 

@@ -1,0 +1,117 @@
+"""Several schedulers in front of one simulated pool: each decides its share of the requests, and tells the others.
+
+Rules
+* A request goes to any of them with equal chance, and its first token and its end are told to that one only. Endpoints
+  and scrapes are told to all.
+* Each tells what it did every `exchange_ms`; the others hear of it `lag_ms` later, or never (`loss`). Who misses
+  something asks for a snapshot, which takes the lag twice.
+* The seed of a run is that of the single scheduler: the same requests reach the same servers' engines.
+"""
+
+from random import Random
+
+from msgspec import Struct
+
+from fairlead.config.registry import Registry
+from fairlead.config.schema import Config
+from fairlead.core import events as ev
+from fairlead.core.fleet import Fleet
+from fairlead.core.reports import SharedFleet
+from fairlead.core.requests import OF_REQUEST
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.lab.simulator.world import Job, Scenario
+
+
+class Exchange(Struct, frozen=True, kw_only=True):
+    """How schedulers hear of each other."""
+
+    schedulers: int = 4
+    #: False: they do not.
+    shared: bool = True
+    exchange_ms: float = 5.0
+    lag_ms: float = 10.0
+    #: Share of the messages to each that are lost.
+    loss: float = 0.0
+
+
+class ReplicatedSimulation(Simulation):
+    """`exchange` says how many schedulers there are, and what they know of each other."""
+
+    fleet_type: type[Fleet] = SharedFleet
+
+    def __init__(
+        self, scenario: Scenario, config: Config, exchange: Exchange, seed: int = 0, *, registry: Registry | None = None
+    ) -> None:
+        """Raises `ValueError` where KV events are simulated, which only one scheduler hears."""
+        if scenario.world.kv_lag_ms >= 0:
+            raise ValueError("several schedulers are simulated without KV events; leave out kv_lag_ms")
+        super().__init__(scenario, config, seed, registry=registry)
+        self.exchange = exchange
+        others = range(1, exchange.schedulers)
+        self.pipelines = [self.pipeline]
+        self.pipelines += [self.build(Random(f"pipeline/{seed}/{n}"), fleet=self.make_fleet()) for n in others]
+        chance = Random(f"schedulers/{seed}")
+        self._whose = [chance.randrange(exchange.schedulers) for _ in self.jobs]
+        self._chance_lost = Random(f"loss/{seed}")
+        self._asked: dict[tuple[int, int], float] = {}
+        #: Of what was told: bytes of all batches, and snapshots that were asked for.
+        self.bytes = self.snapshots = 0
+
+    def begin(self) -> None:
+        for number, pipeline in enumerate(self.pipelines):
+            self._turn_to(number)
+            self.do(pipeline.start())
+            if self.exchange.shared:
+                first = self.exchange.exchange_ms * 1e-3 * (number + 1) / len(self.pipelines)
+                self.kernel.call_at(self.kernel.now + first, self._tell, number)
+
+    def decide(self, job: Job) -> None:
+        self._turn_to(self._whose[job.index])
+        super().decide(job)
+
+    def feed(self, event: ev.Event) -> None:
+        if isinstance(event, ev.RequestArrived):
+            self.fire(self._whose[event.request.id - 1], event)
+        elif isinstance(event, OF_REQUEST):
+            self.fire(self._whose[event.request_id - 1], event)
+        else:
+            for number in range(len(self.pipelines)):
+                self.fire(number, event)
+
+    def fire(self, number: int, event: ev.Event) -> None:
+        self._turn_to(number)
+        super().feed(event)
+
+    def _turn_to(self, number: int) -> None:
+        self.number, self.pipeline = number, self.pipelines[number]
+
+    def _tell(self, number: int) -> None:
+        now, exchange = self.kernel.now, self.exchange
+        fleet = self.pipelines[number].fleet
+        assert isinstance(fleet, SharedFleet)
+        payload = fleet.reports.batch(now)
+        self.bytes += len(payload)
+        for other in range(len(self.pipelines)):
+            if other != number:
+                if payload and self._chance_lost.random() >= exchange.loss:
+                    heard = ev.PeerHeard(f"s{number}", payload)
+                    self.kernel.call_at(now + exchange.lag_ms * 1e-3, self.fire, other, heard)
+                self._catch_up(other, number, fleet)
+        self.kernel.call_at(now + exchange.exchange_ms * 1e-3, self._tell, number)
+
+    def _catch_up(self, number: int, origin: int, fleet: SharedFleet) -> None:
+        """A heartbeat tells how many batches there were; who misses one for longer than they take asks."""
+        now, lag_s = self.kernel.now, self.exchange.lag_ms * 1e-3
+        view = self.pipelines[number].peers.views.get(f"s{origin}")
+        missing = fleet.reports.sequence > 0 if view is None else view.gap
+        if missing and self._asked.get((number, origin), 0.0) + 4.0 * lag_s + 0.05 < now:
+            self._asked[number, origin] = now
+            self.kernel.call_at(now + lag_s, self._answer, number, origin)
+
+    def _answer(self, number: int, origin: int) -> None:
+        fleet = self.pipelines[origin].fleet
+        assert isinstance(fleet, SharedFleet)
+        self.snapshots += 1
+        payload = fleet.reports.snapshot()
+        snapshot = ev.PeerSnapshot(f"s{origin}", payload)
+        self.kernel.call_at(self.kernel.now + self.exchange.lag_ms * 1e-3, self.fire, number, snapshot)
