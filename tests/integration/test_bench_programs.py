@@ -35,6 +35,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "path": ("", ("bytecodes", "functions", "files", "parts/session", "parts/policy")),
     "tokens": ("--rounds 1", ("cold_100k_ms",)),
     "shadows": ("--count 40 --rounds 1", ("plain/p99_ms", "shadowed/p99_ms", "p99_ratio")),
+    "replicas": (
+        "--quick",
+        ("us_per_request", "bytes_per_request", "snapshot_ms", "join_ms", "scenarios/agents/4 shared/ttft_ratio"),
+    ),
     "state": ("--blocks 160 --repeat 1", ("8/snapshot_ms", "8/restore_longest_ms", "512/bytes", "512/grown_mb")),
     "journal": ("--requests 40 --repeat 1", ("off/warm_us", "written/thread_us")),
     "decision": ("--repeats 1", ("endpoints_8_us", "endpoints_100_us", "endpoints_1000_us")),

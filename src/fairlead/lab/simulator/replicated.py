@@ -47,9 +47,10 @@ class ReplicatedSimulation(Simulation):
             raise ValueError("several schedulers are simulated without KV events; leave out kv_lag_ms")
         super().__init__(scenario, config, seed, registry=registry)
         self.exchange = exchange
-        others = range(1, exchange.schedulers)
         self.pipelines = [self.pipeline]
-        self.pipelines += [self.build(Random(f"pipeline/{seed}/{n}"), fleet=self.make_fleet()) for n in others]
+        self.pipelines += [
+            self.build(Random(f"pipeline/{seed}/{n}"), fleet=self.make_fleet()) for n in range(1, exchange.schedulers)
+        ]
         chance = Random(f"schedulers/{seed}")
         self._whose = [chance.randrange(exchange.schedulers) for _ in self.jobs]
         self._chance_lost = Random(f"loss/{seed}")
@@ -91,12 +92,12 @@ class ReplicatedSimulation(Simulation):
         assert isinstance(fleet, SharedFleet)
         payload = fleet.reports.batch(now)
         self.bytes += len(payload)
-        for other in range(len(self.pipelines)):
-            if other != number:
+        for peer in range(len(self.pipelines)):
+            if peer != number:
                 if payload and self._chance_lost.random() >= exchange.loss:
-                    heard = ev.PeerHeard(f"s{number}", payload)
-                    self.kernel.call_at(now + exchange.lag_ms * 1e-3, self.fire, other, heard)
-                self._catch_up(other, number, fleet)
+                    event = ev.PeerHeard(f"s{number}", payload)
+                    self.kernel.call_at(now + exchange.lag_ms * 1e-3, self.fire, peer, event)
+                self._catch_up(peer, number, fleet)
         self.kernel.call_at(now + exchange.exchange_ms * 1e-3, self._tell, number)
 
     def _catch_up(self, number: int, origin: int, fleet: SharedFleet) -> None:

@@ -1,0 +1,245 @@
+"""Several schedulers in front of one pool: what is lost in comparison with one, and what it costs to tell each other.
+
+    python bench/replicas.py            tables
+    python bench/replicas.py --json     {"us_per_request", "bytes_per_request", "scenarios", …}
+
+* `scenarios`: simulated; mean TTFT and E2E of one scheduler, of several that tell each other (`shared`), and of several
+  that do not (`independent`), with their ratios to one. Means over seeds: the requests are the same, who decides
+  and what else is left to chance is not.
+* `lags`, `losses`: the agents before 4 and 8 schedulers, by milliseconds until the others hear, and by the share of
+  messages that are lost.
+* `us_per_request`: CPU time of one scheduler for a request of the pool, told or heard, with 66 blocks of prefix.
+* `bytes_per_request`: what the scheduler that decides it sends, as fetched every 5 ms at 250 requests per second.
+* `snapshot_ms`, `join_ms`: CPU time to make a snapshot with 512 prompts and the leases in flight, and to take it in.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from msgspec import structs
+
+from _output import tell
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import (
+    EndpointUp,
+    FirstTokenSeen,
+    MetricsSampled,
+    PeerHeard,
+    PeerSnapshot,
+    RequestArrived,
+    ResponseEnded,
+)
+from fairlead.core.fleet import Fleet
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.reports import Reports, SharedFleet
+from fairlead.core.request import Request, Usage
+from fairlead.core.scheduler import Pipeline
+from fairlead.lab.simulator.replicated import Exchange, ReplicatedSimulation
+from fairlead.lab.simulator.result import summarise
+from fairlead.lab.simulator.run import config_from, policy_text
+from fairlead.lab.simulator.scenarios import QUALITY, cut, scenario
+from fairlead.lab.simulator.world import Kernel
+
+#: Requests of a scenario, at most.
+HEAD = 1500
+#: Several schedulers, and the lag that they are measured with.
+COUNTS = ((2, 10.0), (4, 10.0), (8, 50.0))
+LAGS = (0.0, 10.0, 25.0, 50.0, 100.0)
+LOSSES = (0.0, 0.01, 0.1)
+Run = tuple[str, Exchange, int, int]
+
+
+def _run(run: Run) -> dict[str, float]:
+    """One simulation, in a process of its own."""
+    name, exchange, seed, head = run
+    made = scenario(name)
+    made = structs.replace(made, workload=cut(made.workload, head))
+    config, registry = config_from(policy_text("default"))
+    simulation = ReplicatedSimulation(made, config, exchange, seed, registry=registry)
+    simulation.run()
+    summary = summarise(simulation)
+    return {
+        "ttft_ms": summary.ttft_mean_ms,
+        "e2e_ms": summary.e2e_mean_ms,
+        "hit_rate": summary.prefix_hit_rate,
+        "bytes_per_request": simulation.bytes / summary.requests,
+    }
+
+
+class Runs:
+    """Each simulation once, several at a time."""
+
+    def __init__(self, seeds: int, head: int, processes: int) -> None:
+        self._seeds, self._head, self._processes = seeds, head, processes
+
+    def means(self, wanted: Iterable[tuple[str, Exchange]]) -> Callable[[str, Exchange], dict[str, float]]:
+        """Scenario and exchange → means over the seeds."""
+        runs = [(name, exchange, seed, self._head) for name, exchange in wanted for seed in range(self._seeds)]
+        with ProcessPoolExecutor(self._processes) as pool:
+            found = dict(zip(runs, pool.map(_run, runs), strict=True))
+
+        def mean(name: str, exchange: Exchange) -> dict[str, float]:
+            rows = [found[name, exchange, seed, self._head] for seed in range(self._seeds)]
+            return {key: fmean(row[key] for row in rows) for key in rows[0]}
+
+        return mean
+
+
+ONE = Exchange(schedulers=1)
+
+
+def compare(names: list[str], runs: Runs) -> dict[str, Any]:
+    """By scenario, "1", "2 shared", …"""
+    many = {"1": ONE}
+    for count, lag_ms in COUNTS:
+        many[f"{count} shared"] = Exchange(schedulers=count, lag_ms=lag_ms)
+        many[f"{count} independent"] = Exchange(schedulers=count, shared=False)
+    mean = runs.means([(name, exchange) for name in names for exchange in many.values()])
+    return {name: _beside({key: mean(name, exchange) for key, exchange in many.items()}) for name in names}
+
+
+def curves(runs: Runs, counts: tuple[int, ...] = (4, 8)) -> dict[str, Any]:
+    """What lag and loss cost the agents, by number of schedulers."""
+    lags = {f"{n} at {lag:g} ms": Exchange(schedulers=n, lag_ms=lag) for n in counts for lag in LAGS}
+    losses = {f"{n} losing {loss:.0%}": Exchange(schedulers=n, loss=loss) for n in counts for loss in LOSSES}
+    mean = runs.means([("agents", exchange) for exchange in {ONE, *lags.values(), *losses.values()}])
+    return {
+        part: _beside({"1": mean("agents", ONE)} | {key: mean("agents", of) for key, of in exchanges.items()})
+        for part, exchanges in (("lags", lags), ("losses", losses))
+    }
+
+
+def _beside(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    one = rows["1"]
+    for row in rows.values():
+        row["ttft_ratio"], row["e2e_ratio"] = row["ttft_ms"] / one["ttft_ms"], row["e2e_ms"] / one["e2e_ms"]
+    return {key: {name: round(value, 4) for name, value in row.items()} for key, row in rows.items()}
+
+
+# What it costs.
+
+
+def _pipeline(clock: Kernel, fleet: type[Fleet]) -> Pipeline:
+    made = build_pipeline(
+        load("flowControl: {enabled: false}\n", need_endpoints=False), clock, Random(1), fleet=fleet()
+    )
+    page = Sample(waiting=0.0, running=0.0, block_size=16, num_blocks=40_000)
+    for number in range(8):
+        made.handle(EndpointUp(Endpoint(f"default/vllm-{number}-5d8f7c9b4-x2x7q", f"10.0.0.{number}:8000")))
+        made.handle(MetricsSampled(f"default/vllm-{number}-5d8f7c9b4-x2x7q", 0.0, page))
+    return made
+
+
+def _requests(count: int) -> list[Request]:
+    """Conversations of 20 turns behind ten system prompts."""
+    cut_up, chance = ChainHasher(), Random(2)
+    systems = [chance.randbytes(12_000) for _ in range(10)]
+    texts = [systems[number % 10] + Random(number).randbytes(24_000) for number in range(200)]
+    turns = [(number % 200, number // 200 % 20) for number in range(count)]
+    chains = [cut_up.chain(b"m", texts[who][: 12_000 + 1200 * (turn + 1)]) for who, turn in turns]
+    sizes = [chain.ends[-1] for chain in chains]
+    return [
+        Request(number, 0.0, prompt_tokens=size // 4, prompt_bytes=size, prefix=chain, stream=True)
+        for number, (size, chain) in enumerate(zip(sizes, chains, strict=True), 1)
+    ]
+
+
+def costs(count: int, passes: int) -> dict[str, float]:
+    """One of two schedulers decides all, and the other one hears of it. The quietest pass counts."""
+    rows = [_told_and_heard(_requests(count)) for _ in range(passes)]
+    return {key: round(min(row[key] for row in rows), 2) for key in rows[0]}
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """Seconds of CPU time. The clock itself takes long, so whole passes are measured."""
+    gc.collect()
+    gc.disable()
+    begin = time.thread_time()
+    work()
+    taken = time.thread_time() - begin
+    gc.enable()
+    return taken
+
+
+def _told_and_heard(requests: list[Request]) -> dict[str, float]:
+    clock = Kernel(1000.0)
+    alone, decides, hears = (_pipeline(clock, kind) for kind in (Fleet, SharedFleet, Fleet))
+    reports: Reports = decides.fleet.reports  # type: ignore[attr-defined]
+    payloads: list[bytes] = []
+
+    def serve(pipeline: Pipeline, tell: Callable[[float], object]) -> None:
+        for request in requests:
+            pipeline.handle(RequestArrived(request))
+            pipeline.handle(FirstTokenSeen(request.id - 20))
+            end = ResponseEnded(request_id=request.id - 100, status=200, usage=Usage(completion_tokens=100))
+            pipeline.handle(end)
+            clock.move_to(clock.now + 0.004)
+            tell(clock.now)
+
+    def hear() -> None:
+        for payload in payloads:
+            clock.move_to(clock.now + 0.004)
+            hears.handle(PeerHeard("peer", payload))
+
+    plain_s = _timed(lambda: serve(alone, lambda now: None))
+    told_s = _timed(lambda: serve(decides, lambda now: payloads.append(reports.batch(now)))) - plain_s
+    heard_s = _timed(hear)
+    snapshot_s = _timed(lambda: payloads.append(reports.snapshot()))
+    joiner = _pipeline(clock, Fleet)
+    join_s = _timed(lambda: joiner.handle(PeerSnapshot("peer", payloads[-1])))
+    size = len(payloads.pop())
+    told_us, heard_us = told_s / len(requests) * 1e6, heard_s / len(requests) * 1e6
+    return {
+        "us_per_request": max(told_us, heard_us),
+        "told_us": told_us,
+        "heard_us": heard_us,
+        "bytes_per_request": sum(map(len, payloads)) / len(requests),
+        "snapshot_ms": snapshot_s * 1e3,
+        "join_ms": join_s * 1e3,
+        "snapshot_bytes": size,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, rows in {**result["scenarios"], **{part: result[part] for part in ("lags", "losses")}}.items():
+        print(f"{name:22} {'TTFT ms':>9} {'E2E ms':>9} {'hits':>6} {'TTFT':>7} {'E2E':>7}   of one")
+        for key, row in rows.items():
+            print(
+                f"  {key:20} {row['ttft_ms']:9,.0f} {row['e2e_ms']:9,.0f} {row['hit_rate']:6.1%}"
+                f" {row['ttft_ratio']:7.3f} {row['e2e_ratio']:7.3f}"
+            )
+    print(f"telling {result['told_us']:.1f} µs and hearing {result['heard_us']:.1f} µs per request (target 30)")
+    print(f"{result['bytes_per_request']:.0f} bytes per request (target 400)")
+    print(
+        f"a snapshot of {result['snapshot_bytes']:,.0f} bytes: made in {result['snapshot_ms']:.1f} ms,"
+        f" taken in within {result['join_ms']:.1f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--quick", action="store_true", help="one scenario, few requests, one seed")
+    parser.add_argument("--scenario", action="append", choices=QUALITY, help="instead of all nine")
+    parser.add_argument("--seeds", type=int, default=3, help="of each simulation (default 3)")
+    parser.add_argument("--head", type=int, default=HEAD, help=f"requests of each (default {HEAD})")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    runs = Runs(1 if quick else arguments.seeds, 40 if quick else arguments.head, arguments.processes)
+    names = arguments.scenario or (["agents"] if quick else list(QUALITY))
+    found = costs(300 if quick else 4000, 1 if quick else 5)
+    found |= {"scenarios": compare(names, runs), **curves(runs)}
+    tell(found, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()
