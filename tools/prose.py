@@ -27,11 +27,6 @@ docs/cli.md docs/configuration-reference.md docs/findings.md
 docs/operations.md
 docs/security.md docs/faq.md docs/tuning.md
 docs/migration.md docs/dashboard.md docs/models.md
-docs/policies.md
-docs/tokens.md docs/journal.md docs/indexer.md docs/byte-safety.md docs/workloads.md
-docs/apis.md docs/replacement-scheduler.md docs/comparison.md docs/shadows.md
-docs/policy-tutorial.md docs/plugin-tutorial.md docs/api.md CONTRIBUTING.md
-
 """
 
 
