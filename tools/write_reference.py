@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fairlead.cli import help
 from fairlead.cli.main import COMMANDS, RENAMED, SECTIONS, load_command
-from fairlead.compat import reference
+from fairlead.compat import command_line, reference
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Check
 
@@ -111,7 +111,14 @@ def _command(path: str) -> str:
         if rows:
             said = ((f"`{name}`", f"{default}", _words(words)) for name, default, words in rows)
             parts.append(table(f"{title}|default|", said))
+    if COMMANDS[path].raw:
+        parts.append(table("flag|default there|here", (_flag(name, one) for name, one in command_line.FLAGS.items())))
     return "\n\n".join(parts)
+
+
+def _flag(name: str, flag: command_line.Flag) -> tuple[str, str, str]:
+    effect = f"No effect: {flag.meaning}" if flag.ignored else flag.meaning
+    return f"`--{name}`", f"`{flag.default}`" if flag.default else "", effect
 
 
 def _help(text: str) -> Iterator[str]:

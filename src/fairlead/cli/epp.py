@@ -31,7 +31,7 @@ Examples:
 """)
 def epp(
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="FLAG", help="A flag of the reference; see docs/migration.md.")
+        list[str] | None, typer.Argument(metavar="FLAG", help="A flag of the reference; docs/cli.md lists them.")
     ] = None,
 ) -> None:
     """Serve with the reference endpoint picker's flags: no gateway, ext_proc on port 9002 with TLS, health on 9003,

@@ -20,7 +20,7 @@ class Flag(NamedTuple):
     kind: Literal["bool", "int", "text"]
     #: Of the reference, as it shows it.
     default: str
-    #: For the migration table; `ignored` without the word for it: the log says it too.
+    #: For the reference of the command line; `ignored` without the word for it: the log says it too.
     meaning: str
     ignored: bool = False
 

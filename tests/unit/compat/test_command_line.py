@@ -1,13 +1,9 @@
 """The reference's flags, as pflag and Go read them."""
 
-from pathlib import Path
-
 import pytest
 
-from fairlead.compat.command_line import FLAGS, parse, without_effect
+from fairlead.compat.command_line import parse, without_effect
 from fairlead.core.errors import ConfigError
-
-MIGRATION = Path(__file__).parents[3] / "docs" / "migration.md"
 
 
 @pytest.mark.parametrize(
@@ -51,13 +47,3 @@ def test_what_has_no_effect_is_named() -> None:
     told = dict(without_effect({"enable-pprof": "true", "drain-timeout": "5s", "pool-name": "a", "zap-devel": "false"}))
     assert told.keys() == {"--enable-pprof", "--drain-timeout", "--metrics-endpoint-auth"}
     assert dict(without_effect({"metrics-endpoint-auth": "false"})) == {}
-
-
-def test_the_migration_guide_has_every_flag() -> None:
-    page = MIGRATION.read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `--")]
-    wanted = [
-        f"| `--{name}` | {f'`{flag.default}`' if flag.default else ''} | {'no effect: ' * flag.ignored}{flag.meaning} |"
-        for name, flag in FLAGS.items()
-    ]
-    assert rows == [row.replace("|  |", "| |") for row in wanted]
