@@ -5,8 +5,9 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
     prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
     step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
     queue         Q = Σ P of our requests before their first token, less the time since the head of them began (one
-                      step at most; nothing while it waits for a slot). Once the first of them is late, and not for
-                      memory, the endpoint is slower than is believed, and all will be late in proportion
+                      step at most, unless first tokens are not seen; nothing while it waits for a slot). Once the
+                      first of them is late, and not for memory, the endpoint is slower than is believed, and all will
+                      be late in proportion
     steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute it and the W queued tokens before it, and
                                                         what is left of the running one
     slots         A·S/N for each of those that must end before it is its turn, of N sequences that the engine runs at
@@ -222,9 +223,10 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
     if np.count_nonzero(table.queued_tokens):
         factor, since = learned.rates.prefill, now * 1e3 - table.prefill_since_ms
         full = (table.max_seqs > 0.0) & (table.active >= table.max_seqs)
-        progress = np.where(full, 0.0, np.minimum(since, factor * learned.rates.prior.whole_step_ms))
-        queue = np.maximum(factor * table.queued_ms - progress, 0.0)
         seen = table.head_ms < inf
+        step_long = np.where(seen, factor * learned.rates.prior.whole_step_ms, inf)
+        progress = np.where(full, 0.0, np.minimum(since, step_long))
+        queue = np.maximum(factor * table.queued_ms - progress, 0.0)
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
         late = since - LATE * first
         moving = seen & (table.queued_tokens > 0.0) & (table.kv <= CROWDED) & ~full
@@ -364,7 +366,9 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     done_ms, left_ms, due_ms, pace = -inf, 0.0, inf, 1.0
     if queued:
         queued_ms *= factor
-        done_ms, left_ms = since_ms + queued_ms, max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
+        done_ms = since_ms + queued_ms
+        if head_ms < inf:
+            left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
         if head_ms < inf and kv <= CROWDED:
             first_ms = factor * head_ms + 2.0 * step
             due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms

@@ -17,8 +17,7 @@ from fairlead.core.view import FleetView
 #   compute first is at most half of what one step computes. The running step takes that with it or leaves room in the
 #   next one, so what is sent is begun as early as the engine can; what is held may still be overtaken, or go elsewhere.
 #   It is closed while all sequence slots are taken, and while requests wait there for memory. Progress counts, and a
-#   first token that is late closes it, as in the kernel. Where answers are not streamed, first tokens are not seen, and
-#   the engine's own count of those that wait is asked instead. Scrapes correct it; without them it goes on.
+#   first token that is late closes it, as in the kernel. Scrapes correct it; without them it goes on.
 # * `utilization` and `concurrency` are the reference's detectors, for those who know and want them: one number for the
 #   pool, all endpoints open below 1, none from 1 on.
 
@@ -54,10 +53,6 @@ class LedgerGate:
         """The wait there over the longest with which it is open."""
         table, learned = fleet.table, fleet.predictor
         queue, slots = waits(fleet, step_ms(fleet), now)
-        unseen = table.head_ms == inf
-        if np.count_nonzero(unseen):
-            fresh = now - table.sampled_at <= fleet.staleness
-            queue = np.where(unseen, np.where(fresh & (table.waiting >= 1.0), queue, 0.0), queue)
         crowded = (table.kv > FULL) & (table.queue >= 1.0)
         if np.count_nonzero(crowded):
             queue = np.maximum(

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import inf
 from typing import Any
 
@@ -51,14 +51,17 @@ class Lease(Struct, eq=False, gc=False):
     forecast: Forecast = Forecast()
     #: A reservation, or the prefill part of a pair: nobody's end, so no record comes of it.
     auxiliary: bool = False
+    #: Nobody will see its first token: it is not streamed, or the gateway shows no responses.
+    blind: bool = False
     #: It is on the books.
     held: bool = False
     #: Of a pair: the lease at the endpoint that computes the prompt for this one. Ends with this one's first token.
     prefill: "Lease | None" = None
     #: Clock seconds; below 0 = not seen.
     first_token_at: float = -1.0
-    #: What was computed for others there until then, and what decoding added to a step (`Predictor.mark`).
-    mark: tuple[float, float] = (0.0, 0.0)
+    #: What was computed for others there until then, and what decoding added to a step (`Predictor.mark`). Where it is
+    #: not seen: of its charge; `None` = nothing is learned of it.
+    mark: tuple[float, float] | None = None
     #: Still before its first token.
     pending: bool = True
     #: Id of the endpoint that it was meant for and that could not be reached; empty = this is the one.
@@ -96,8 +99,11 @@ class Lease(Struct, eq=False, gc=False):
 #     queue  = own before their first token - those of them that run + others' waiting
 #     active = own past their first token - lost ones + own that run before it + others' running
 #
-# "Those that run" are there because a request that does not stream has no first token before its end: an engine that
-# says W = 0 with thirty of ours running says that none of them waits.
+# "Those that run" are there because some requests have no first token before their end that anybody sees: they do not
+# stream, or the gateway shows no responses (`Lease.blind`). An engine that says W = 0 with thirty of ours running says
+# that none of them waits. The oldest of those run. Their prompts count as computed when that was forecast as well: an
+# engine says from the first step of a long prompt on that it runs. Ends tell the rest. What is queued then began when
+# the last of those was forecast to be done, or at the scrape if that shows somebody waiting.
 
 #: Scrapes in a row before the engine's word is taken against the ledger's; a step's end can fake one or two.
 PATIENCE_SCRAPES = 3
@@ -118,7 +124,6 @@ class Account:
         "_scraped",
         "_surpluses",
         "blind",
-        "blind_tokens",
         "blind_work",
         "early",
         "growth_tokens",
@@ -132,6 +137,7 @@ class Account:
         "pending_tokens",
         "pending_work",
         "prefill_since",
+        "waited",
     )
 
     def __init__(self) -> None:
@@ -140,9 +146,9 @@ class Account:
         self.pending = 0
         self.pending_tokens = 0.0
         self.pending_work = 0.0
-        #: Of those pending: answers that do not stream, whose first token nobody sees.
+        #: Of those pending: whose first token nobody sees.
         self.blind = 0
-        self.blind_tokens = 0.0
+        #: Of all that were ever charged.
         self.blind_work = 0.0
         self.prefill_since = 0.0
         #: What the engine began to compute then.
@@ -155,6 +161,8 @@ class Account:
         """The scraped values are too old: from now on only our own leases count."""
         #: Own leases before their first token that the last scrape showed running. Never more than `pending`.
         self.early = 0.0
+        #: Somebody waited there then.
+        self.waited = False
         #: Own leases past their first token that the engine does not have.
         self.lost = 0.0
         self.others_waiting = 0.0
@@ -167,10 +175,7 @@ class Account:
     def row(self) -> tuple[float, ...]:
         """What stands in the columns of `fairlead.core.table.LOAD`, in their order."""
         pending, early, inflight = self.pending, self.early, len(self.leases)
-        tokens, work = self.pending_tokens, self.pending_work
-        if early and self.blind:  # blind ones that run are computed
-            share = min(early / self.blind, 1.0)
-            tokens, work = tokens - share * self.blind_tokens, max(work - share * self.blind_work, 0.0)
+        work = self.pending_work
         active = inflight - pending - self.lost
         return (
             pending - early + self.others_waiting,
@@ -178,7 +183,7 @@ class Account:
             inflight,
             pending,
             self.pending_tokens,
-            tokens,
+            self.pending_tokens,
             work * 1e-3,
             self.prefill_since * 1e3,
             self.kv_tokens,
@@ -194,9 +199,8 @@ class Account:
         self.pending += 1
         self.pending_tokens += lease.uncached_tokens
         self.pending_work += lease.work_us
-        if not lease.request.stream:
+        if lease.blind:
             self.blind += 1
-            self.blind_tokens += lease.uncached_tokens
             self.blind_work += lease.work_us
         self.kv_tokens += lease.kv_tokens
         self.growth_tokens += lease.growth_tokens
@@ -208,14 +212,14 @@ class Account:
             self.pending -= 1
             self.pending_tokens -= lease.uncached_tokens
             self.pending_work -= lease.work_us
-            if not lease.request.stream:
+            if lease.blind:
                 self.blind -= 1
-                self.blind_tokens -= lease.uncached_tokens
-                self.blind_work -= lease.work_us
             if self.early and lease.charged_at < self._scraped:
                 self.early = max(self.early - 1.0, 0.0)
             if not self.pending:  # sums of floats: no request has exactly no tokens
                 self.pending_tokens = self.pending_work = 0.0
+            elif lease.blind:  # it was computed by now, and the next one since it was expected to be
+                self.prefill_since = max(self.prefill_since, lease.charged_at + 1e-3 * lease.forecast.ttft_ms)
         if not prefill_only:
             del self.leases[lease]
             self.kv_tokens -= lease.kv_tokens
@@ -244,12 +248,27 @@ class Account:
         pending = self.pending - later_pending
         active = len(self.leases) - self.pending - (len(later) - later_pending)
         self._scraped = started
+        self.waited = waiting >= 1.0
         self.early = min(max(pending - waiting, 0.0), max(running - active, 0.0))
         foreign = max(waiting + running - pending - active, 0.0)
         self.others_waiting = min(max(waiting - (pending - self.early), 0.0), foreign)
         self.others_running = foreign - self.others_waiting
         self._find_lost(started, active, waiting + running)
         return self._dropped(started, waiting + running)
+
+    def begun(self, started: float) -> list[Lease]:
+        """The oldest of those whose first token nobody sees, as many as ran at the scrape sent at `started`: from now
+        on their prompts count as computed."""
+        if not self.blind:
+            return []
+        waited = (lease for lease in self.leases if lease.pending and lease.charged_at < started)
+        ran = [lease for lease in islice(waited, int(self.early)) if lease.blind]
+        begun = [lease for lease in ran if lease.charged_at + 1e-3 * lease.forecast.ttft_ms <= started]
+        for lease in begun:
+            self.release(lease, prefill_only=True)
+        if self.waited:
+            self.prefill_since = max(self.prefill_since, started)
+        return begun
 
     def _find_lost(self, started: float, active: int, seen: float) -> None:
         surplus = 0.0
@@ -281,7 +300,7 @@ class Account:
         assert all(lease.held for lease in self.leases)
         assert self.pending == len(pending)
         assert abs(self.pending_tokens - sum(lease.uncached_tokens for lease in pending)) < 1e-3
-        assert self.blind == sum(not lease.request.stream for lease in pending)
+        assert self.blind == sum(lease.blind for lease in pending)
         queue, active, _, _, _, queued_tokens, queued_ms, *_ = self.row()
         assert min(queue, active, queued_tokens, queued_ms) >= 0
         assert self.pending_work == sum(lease.work_us for lease in pending)
@@ -391,6 +410,10 @@ class Ledger:
             for slot in slots:
                 self._write(slot, self._accounts[slot])
 
+    def blind_ms(self, slot: int) -> float:
+        """All that was ever charged there to requests whose first token nobody sees, at the prior's speed."""
+        return self._account(slot).blind_work * 1e-3
+
     def of_slot(self, slot: int) -> list[Lease]:
         account = self._accounts.get(slot)
         return list(account.leases) if account else []
@@ -427,6 +450,9 @@ class Ledger:
         """
         account = self._account(slot)
         dropped = account.reconcile(started, waiting, running)
+        for lease in account.begun(started):
+            if lease.adapter:
+                self._started(lease)
         self._write(slot, account)
         return dropped
 

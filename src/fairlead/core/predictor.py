@@ -7,7 +7,9 @@ has the band of all.
 
 Rules
 * A forecast is stored with its lease, before the request is charged, and judged by the first token of that lease.
-* Only streamed answers teach: in others the first byte is the last.
+* Forecasts are judged by streamed answers: in others the first byte is the last. How fast engines are is learned from
+  those too, and from streams that the gateway does not show: a whole answer is a stretch of so many steps, and of what
+  was computed of prompts meanwhile. Where tokens are not told, the size of the answer tells them (`core.tokens`).
 * Nothing learned leaves its bounds, whatever clocks and clients do.
 """
 
@@ -31,6 +33,7 @@ from fairlead.core.cost import (
     ready_at,
     renew,
     ttft_at,
+    wait_at,
 )
 from fairlead.core.learned import ForecastsLearned, OwnLearned
 from fairlead.core.rates import Band, Rates
@@ -96,6 +99,8 @@ class Predictor:
         self._bands = [self._all] * (2 * KINDS + 4)
         self._stretches: list[_Stretch | None] = []
         self._computed_ms: list[float] = []
+        #: Clock seconds from when on the next request teaches whose first token nobody sees.
+        self.marks_at: list[float] = []
 
     def reset(self, slot: int, look: Hashable = None) -> None:
         """A new endpoint stands at `slot`, or the engine there was started anew. Those of one `look` are alike."""
@@ -103,6 +108,7 @@ class Predictor:
         while slot >= len(self._stretches):
             self._stretches.append(None)
             self._computed_ms.append(0.0)
+            self.marks_at.append(0.0)
             self.ready = np.hstack((self.ready, np.zeros((READY, 1))))
             self.rows = list(self.ready)
             self.slots.append(())
@@ -239,6 +245,44 @@ class Predictor:
                 took = (now - stretch.start) * 1e3
                 self.rates.observe(slot, stretch.work_ms, stretch.steps, load_ms, took, now)
             self._stretches[slot] = _Stretch(now) if more > 0.0 else None
+
+    def logged(
+        self,
+        slot: int,
+        forecast: Forecast,
+        uncached: float,
+        work_ms: float,
+        took_ms: float,
+        load_ms: float,
+        now: float,
+    ) -> None:
+        """A first token took so long; it is told only now, when the answer is over. `load_ms`: what decoding added to a
+        step when it was charged. Where it found nobody before it, it is a stretch of its own."""
+        if forecast.kind < 2 * KINDS and forecast.kind % KINDS < 2:
+            steps = _steps(uncached) + 0.5 * (forecast.kind % KINDS)
+            self.rates.observe(slot, work_ms, steps, load_ms, took_ms, now)
+
+    def complete(
+        self,
+        slot: int,
+        uncached: float,
+        took_ms: float,
+        completion_tokens: int,
+        mark: tuple[float, float],
+        blind_ms: float,
+        now: float,
+    ) -> None:
+        """An answer of so many tokens, whose first nobody saw, took so long. `mark` is that of its charge."""
+        (before_ms, load_then), (computed_ms, load_ms) = mark, self.blind_mark(slot, blind_ms, now)
+        steps, load_ms = _steps(uncached) + completion_tokens - 1.0, 0.5 * (load_then + load_ms)
+        self.rates.observe(slot, max(computed_ms - before_ms, 0.0), steps, load_ms, took_ms, now)
+
+    def blind_mark(self, slot: int, blind_ms: float, now: float) -> tuple[float, float]:
+        """The mark of a request whose first token nobody sees. `blind_ms`: all such prompts that were charged there,
+        computed or still in the queue."""
+        computed_ms, load_ms = self.mark(slot)
+        ready = ready_at(slot, self._table, self)
+        return computed_ms + blind_ms - wait_at(ready, now) / ready[-1], load_ms
 
     def mark(self, slot: int) -> tuple[float, float]:
         """What an endpoint has computed of prompts so far, and what decoding adds to its steps now. Both in

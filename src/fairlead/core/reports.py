@@ -238,7 +238,9 @@ class SharedFleet(Fleet):
             self.reports.charged(lease)
         return lease
 
-    def completed(self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0) -> None:
-        super().completed(lease, now, completion_tokens, ttft_ms)
+    def completed(
+        self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0, duration_ms: float = -1.0
+    ) -> None:
+        super().completed(lease, now, completion_tokens, ttft_ms, duration_ms)
         if lease.number:
             self.reports.ended(lease, completion_tokens)

@@ -67,6 +67,8 @@ class Request(Struct, frozen=True, gc=False):
     ttl_s: float = 0.0
     #: The client's x-request-id, for logs and records only.
     external_id: str = ""
+    #: The gateway shows nothing of its response before the end.
+    blind: bool = False
     #: What exact prefix knowledge keeps of the tokenised prompt: hashes of its blocks. Opaque to all others, and in no
     #: record, log or journal.
     blocks: Any = None

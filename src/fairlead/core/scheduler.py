@@ -219,11 +219,12 @@ class Pipeline:
     def _admitted(self, flow: FlowController, entry: RequestEntry, now: float) -> list[Instruction]:
         """Flow control. Where another process decides, an open endpoint somewhere is enough to go on."""
         question = pick = None
-        request, control, arrived = entry.request, flow.flow, ev.RequestArrived
+        request, control, fleet = entry.request, flow.flow, self.fleet
+        arrived = ev.RequestArrived
         if control.only is not None and self.parking is None:
-            if control.alone(request, self.fleet):
+            if control.alone(request, fleet):
                 pick = self._choose(request, now)
-                if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
+                if isinstance(pick, Picked) and control.gate.admits(pick.slot, fleet, now):
                     return self._send(entry, arrived, pick, now)
             self._count(control)
         reservation = Reservation(None, now)
@@ -512,7 +513,8 @@ class Pipeline:
             self.tokens.learn_output(request.target_model, usage.completion_tokens, request.max_tokens, request.api)
 
     def _response_ended(self, entry: RequestEntry, event: ev.ResponseEnded) -> list[Instruction]:
-        lease, fleet, status, usage = entry.lease, self.fleet, event.status, event.usage
+        lease, fleet = entry.lease, self.fleet
+        status, usage = event.status, event.usage
         assert lease is not None
         now = self._clock.time()
         fleet.ledger.release(lease)
@@ -523,10 +525,14 @@ class Pipeline:
             fleet.answered(lease.slot, not failed, now)
         if usage is not None:
             self._learn(entry.request, usage)
+            self.tokens.learn_answer(entry.request, event.response_bytes, usage.completion_tokens)
         else:
             usage = entry.usage
         if 200 <= status < 300:
-            fleet.completed(lease, now, usage.completion_tokens if usage is not None else -1, event.ttft_ms)
+            tokens = usage.completion_tokens if usage is not None else -1
+            if lease.mark is not None and lease.blind and tokens < 0:
+                tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
+            fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
         elif status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
             return [self._ended(entry, ev.ResponseEnded, event, "natural", now), ListAdapters(lease.endpoint_id)]
         return [self._ended(entry, ev.ResponseEnded, event, "natural", now)]
@@ -715,7 +721,8 @@ class Pipeline:
                 leases.append(entry.question.reservation.lease if entry.question.reservation else None)
             elif entry.lease is not None:
                 assert entry.lease.held == (entry.state is not S.ENDING)
-                assert entry.lease.pending == (entry.state is S.ROUTED) or entry.state is S.ENDING
+                routed = entry.state is S.ROUTED
+                assert entry.lease.pending == routed or entry.lease.blind or entry.state is S.ENDING
                 leases += entry.lease, entry.lease.prefill
         if self.flow_controller is not None:
             self.flow_controller.validate()

@@ -202,7 +202,7 @@ class Stalls:
     def _plausible(self, slot: int, watched: _Watched, now: float) -> float:
         """Seconds, see the module's rules."""
         plausible = max(PLAUSIBLE_S, PACED * self._pace(watched, now))
-        pending = [lease for lease in self._ledger.of_slot(slot) if lease.pending]
+        pending = [lease for lease in self._ledger.of_slot(slot) if lease.pending or lease.blind]
         if pending:
             largest = max(pending, key=lambda lease: lease.work_us)
             forecast = largest.forecast
@@ -213,7 +213,7 @@ class Stalls:
         speaks = sample is not None and not (sample.generation_tokens is None and sample.kv_usage is None)
         if speaks and fresh and not watched.still:
             return plausible
-        due = min((lease.charged_at + overdue_s(lease) for lease in pending), default=inf)
+        due = min((lease.charged_at + overdue_s(lease, not lease.blind) for lease in pending), default=inf)
         return max(plausible, due - watched.since)
 
     def _pace(self, watched: _Watched, now: float) -> float:
@@ -237,7 +237,7 @@ class Stalls:
 
     def hedge_after_ms(self, lease: Lease) -> float:
         """Milliseconds after which the gateway may send it to the fallback endpoint too; 0 = never."""
-        after = overdue_s(lease)
+        after = overdue_s(lease, lease.request.stream)
         if self.caution > 1.0:
             self.caution = max(self.caution * WORTH_IT, 1.0)
             after *= self.caution
@@ -247,14 +247,14 @@ class Stalls:
         self.caution = min(self.caution * IN_VAIN, MOST)
 
 
-def overdue_s(lease: Lease) -> float:
-    """Seconds from its charge after which its answer should have begun; `inf` = nobody can say."""
+def overdue_s(lease: Lease, begins: bool) -> float:
+    """Seconds from its charge after which its answer should have begun, or, unless it is seen when it `begins`, should
+    be over; `inf` = nobody can say."""
     forecast = lease.forecast
     first = OVERDUE * 1e-3 * forecast.high_ms
     if first <= 0.0:
         return inf
-    request = lease.request
-    if request.stream:
+    if begins:
         return first if first > OVERDUE_S else OVERDUE_S
-    tokens = request.max_tokens or 20.0 * lease.growth_tokens
+    tokens = lease.request.max_tokens or 20.0 * lease.growth_tokens
     return max(first + 2e-3 * tokens * forecast.tpot_ms, OVERDUE_WHOLE_S)

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from fairlead.core.apis import WITHOUT_OUTPUT
 from fairlead.core.learned import ModelLearned
+from fairlead.core.request import Request
 
 DEFAULT_BYTES_PER_TOKEN = 4.2
 DEFAULT_OUTPUT_TOKENS = 256.0
@@ -30,12 +31,17 @@ DECAY = 0.02
 #: Weight of the newest completion length.
 OUTPUT_ALPHA = 0.05
 MAX_TOKENS = 2**31 - 1
+#: Bytes of an answer that is not streamed, besides its text.
+ENVELOPE = 350
 
 
 class _Learned(Struct):
     bytes_seen: float = PRIOR_WEIGHT
     tokens_seen: float = PRIOR_WEIGHT / DEFAULT_BYTES_PER_TOKEN
     output: float = DEFAULT_OUTPUT_TOKENS
+    #: Of whole answers, without what is around each: decaying sums.
+    answer_bytes: float = 0.0
+    answer_tokens: float = 0.0
 
 
 _UNKNOWN = _Learned()
@@ -94,6 +100,26 @@ class TokenEstimator:
         if 0 < max_tokens <= completion_tokens and length < known.output:
             return
         known.output += OUTPUT_ALPHA * (length - known.output)
+
+    def answer_tokens(self, request: Request, response_bytes: int) -> int:
+        """Completion tokens in an answer of so many bytes that was not streamed; -1 = not known."""
+        known = self._learned.get((request.target_model, request.api), _UNKNOWN)
+        if request.stream:
+            return -1
+        if response_bytes <= 0 or known.answer_bytes <= 0.0:
+            return -1
+        text = min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS)
+        return min(max(round(text * known.answer_tokens / known.answer_bytes), 1), MAX_TOKENS)
+
+    def learn_answer(self, request: Request, response_bytes: int, completion_tokens: int) -> None:
+        """Take what an answer had of both. In one that is streamed each token comes in wrapping of its own."""
+        if completion_tokens > 0 < response_bytes and not request.stream:
+            known, size = (
+                self._entry(request.target_model, request.api),
+                min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS),
+            )
+            known.answer_bytes += size - known.answer_bytes * DECAY
+            known.answer_tokens += min(completion_tokens, MAX_TOKENS) - known.answer_tokens * DECAY
 
     def learned(self) -> tuple[ModelLearned, ...]:
         """What is known of each model, the one reported last at the end; without names that are no Unicode."""

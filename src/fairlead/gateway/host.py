@@ -53,6 +53,8 @@ class ProcessingMode(Struct, frozen=True):
     #: The headers are answered at once, and the pick rides on the answer to the body.
     buffered: bool
     leave: Leave
+    #: Sessions see no first token, mostly.
+    blind: bool
 
 
 @lru_cache(maxsize=256)
@@ -70,7 +72,10 @@ def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, res
         leave = Leave.UNSTREAMED
     on_headers = waits or request is BodyMode.NONE
     buffered = request in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
-    return ProcessingMode(modes, request, response, access_log, whole_body, resizable, on_headers, buffered, leave)
+    blind = response is BodyMode.NONE or leave is Leave.IF_IT_FITS
+    return ProcessingMode(
+        modes, request, response, access_log, whole_body, resizable, on_headers, buffered, leave, blind
+    )
 
 
 def without_access_log(mode: ProcessingMode) -> ProcessingMode:

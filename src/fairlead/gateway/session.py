@@ -275,7 +275,7 @@ class Session:
                 self._answer(page)
                 return
         try:
-            request, reading = host.understanding.request(self._headers, body, self._subset)
+            request, reading = host.understanding.request(self._headers, body, self._subset, self._mode.blind)
         except ClientError as error:
             self._fail(error)
             return

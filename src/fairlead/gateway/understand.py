@@ -357,10 +357,9 @@ class Understanding:
         return api_of(_path(headers))
 
     def request(
-        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None
+        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None, blind: bool = False
     ) -> tuple[Request, Reading | None]:
-        """The request, and who is still reading its prompt, if anybody: `known` takes the result.
-
+        """The request (`blind`: nobody will see its first token), and who still reads its prompt, for `known`.
         Raises `ClientError` when no model server could understand the body either."""
         path = usual if (usual := headers.get(":path", "")) in EXACT else _path(headers)
         if body:
@@ -405,6 +404,7 @@ class Understanding:
             hints.slo_tpot_ms,
             hints.ttl_s,
             headers.get(names.REQUEST_ID, "")[:MAX_NAME],
+            blind,
         )
         reading = None
         if self._prompts is not None:

@@ -78,14 +78,16 @@ def test_who_waits_for_memory_or_a_slot_closes_an_endpoint():
     assert LedgerGate().open(fleet, NOW).tolist() == [False, False, True]
 
 
-def test_where_first_tokens_are_not_seen_the_engines_own_count_is_asked():
+def test_where_first_tokens_are_not_seen_the_forecast_and_the_engines_own_count_stand_for_them():
     fleet = pool()
     for slot in (0, 1):
         request = Request(id=1000 + slot, arrived=NOW, prompt_tokens=9000, stream=False)
-        fleet.charge(request, slot, NOW, 0, 10)
-    sample(fleet, 0, waiting=0.0, running=1.0, at=NOW + 0.1)
-    sample(fleet, 1, waiting=1.0, running=0.0, at=NOW + 0.1)
-    assert LedgerGate().open(fleet, NOW + 0.1).tolist() == [True, False, True]
+        lease = fleet.charge(request, slot, NOW, 0, 10)
+    assert LedgerGate().open(fleet, NOW + 0.1).tolist() == [False, False, True], "no forecast is that short"
+    soon = NOW + 1e-3 * lease.forecast.ttft_ms + 0.01
+    sample(fleet, 0, waiting=0.0, running=1.0, at=soon)
+    sample(fleet, 1, waiting=1.0, running=0.0, at=soon)
+    assert LedgerGate().open(fleet, soon).tolist() == [True, False, True]
     assert LedgerGate().open(fleet, NOW + 100.0) is None, "and if it says nothing, it is open"
 
 

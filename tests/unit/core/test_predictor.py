@@ -76,7 +76,7 @@ def test_progress_shortens_a_queue_by_one_step_at_most_and_being_late_lengthens_
 def test_a_first_token_that_nobody_sees_is_not_late() -> None:
     fleet = pool(1)
     fleet.charge(sent(1, 20_000, stream=False), 0, 10.0, 0, 1.0)
-    assert forecast(fleet, 0, 100.0, 100.0, 11.0).ttft_ms == forecast(fleet, 0, 100.0, 100.0, 90.0).ttft_ms
+    assert forecast(fleet, 0, 100.0, 100.0, 12.0).ttft_ms == forecast(fleet, 0, 100.0, 100.0, 90.0).ttft_ms
     terms = cost(100.0, None, fleet, 90.0)
     assert terms.ttft[0] == pytest.approx(forecast(fleet, 0, 100.0, 100.0, 90.0).ttft_ms)
 

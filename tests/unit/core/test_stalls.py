@@ -260,12 +260,12 @@ def test_how_long_an_answer_may_take() -> None:
     whole = fleet.charge(Request(id=2, arrived=0.0, prompt_tokens=300), 0, 0.0, 0, 100.0)
     limited = fleet.charge(Request(id=3, arrived=0.0, prompt_tokens=300, max_tokens=4000), 0, 0.0, 0, 100.0)
     long = fleet.charge(Request(id=4, arrived=0.0, prompt_tokens=200_000, stream=True), 0, 0.0, 0, 100.0)
-    assert overdue_s(stream) == 4.0
-    assert overdue_s(whole) > 10.0
-    assert overdue_s(limited) > overdue_s(whole) + 20.0
-    assert overdue_s(long) == pytest.approx(3.0 * long.forecast.high_ms * 1e-3)
+    assert overdue_s(stream, True) == 4.0
+    assert overdue_s(whole, False) > 10.0
+    assert overdue_s(limited, False) > overdue_s(whole, False) + 20.0
+    assert overdue_s(long, True) == pytest.approx(3.0 * long.forecast.high_ms * 1e-3)
     long.forecast = Forecast()
-    assert overdue_s(long) == inf, "nobody can say"
+    assert overdue_s(long, True) == inf, "nobody can say"
 
 
 def test_hedges_in_vain_make_the_gateway_wait_longer() -> None:

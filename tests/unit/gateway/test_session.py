@@ -275,6 +275,14 @@ def test_response_mode_none_without_access_log_sees_the_status_and_releases(rig)
     assert rig.seen.outcomes[0].status == 503
 
 
+@pytest.mark.parametrize(("response_mode", "blind"), [(NONE, True), (FULL_DUPLEX, True), (STREAMED, False)])
+def test_first_tokens_are_expected_where_responses_are_shown(rig, response_mode, blind):
+    _, session = rig.open(STREAMED, response_mode, eager=True)
+    rig.request_headers(session)
+    rig.body(session, b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}')
+    assert [lease.blind for lease in rig.fleet.ledger] == [blind]
+
+
 def test_streamed_requests_are_chosen_on_headers_unless_the_body_comes_along(rig):
     wire, session = rig.open(STREAMED, STREAMED)
     rig.request_headers(session)

@@ -16,8 +16,11 @@ _ENVELOPE = 160
 class Prompts:
     """Makes both forms of a record's prompt from the same block ids."""
 
-    def __init__(self, workload: Workload, bytes_per_token: float, lengths_told: bool = True) -> None:
+    def __init__(
+        self, workload: Workload, bytes_per_token: float, lengths_told: bool = True, watched: bool = True
+    ) -> None:
         self._rate = bytes_per_token
+        self._watched = watched
         self._lengths_told = lengths_told
         self._borders: dict[int, Borders] = {}
         self._followers = _followers(workload)
@@ -43,6 +46,7 @@ class Prompts:
             fairness_id=record.tenant,
             slo_ttft_ms=record.slo_ttft_ms,
             slo_tpot_ms=record.slo_tpot_ms,
+            blind=not self._watched,
         )
 
     def engine_request(

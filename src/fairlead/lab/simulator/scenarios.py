@@ -8,7 +8,7 @@ from random import Random
 from msgspec import structs
 
 from fairlead.core.endpoint import ROLE_LABEL
-from fairlead.lab.simulator.world import Fault, Replica, Scenario, replicas
+from fairlead.lab.simulator.world import Fault, Replica, Scenario, World, replicas
 from fairlead.lab.workload import adversarial as made
 from fairlead.lab.workload.arrivals import Arrivals, poisson, tides, times
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
@@ -332,6 +332,19 @@ def unlike_memory() -> Scenario:
     return agents(sessions=150, rate=0.8, servers=servers)
 
 
+def unlike_chat(world: World) -> Scenario:
+    """Chat on servers of which three are slower, and of which less is seen than usual: see `World`."""
+    made = _chat_at(4.0, 75.0, replicas(8, block_size=64, speeds=UNLIKE))
+    return structs.replace(made, world=world)
+
+
+def unstreamed() -> Scenario:
+    """The same where no answer is streamed."""
+    made = unlike_chat(World())
+    records = [structs.replace(record, stream=False) for record in made.workload.records]
+    return structs.replace(made, workload=Workload(name="unstreamed", records=records))
+
+
 def restarts() -> Scenario:
     """A roll-out: every other server is gone for 15 s, one after another."""
     faults = (Fault(kind="down", replica=index, at_s=20.0 + 10.0 * index, for_s=15.0) for index in (0, 2, 4, 6))
@@ -392,6 +405,9 @@ SITUATIONS: dict[str, Callable[[], Scenario]] = {
     "lora-static": partial(lora, dynamic=False),
     "endpoints-64": partial(many, 64),
     "unlike-memory": unlike_memory,
+    "unstreamed": unstreamed,
+    "unwatched": partial(unlike_chat, World(watched=False)),
+    "slow-scrapes": partial(unlike_chat, World(scrape_interval_ms=5000.0)),
 }
 #: Not to be looked at while anything is tuned: run once per release, and reported as it comes.
 HELD_OUT: dict[str, Callable[[], Scenario]] = {

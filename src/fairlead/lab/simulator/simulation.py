@@ -224,7 +224,7 @@ class Simulation:
         #: The one that is fed now, and its number among several (`fairlead.lab.simulator.replicated`).
         self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
-        self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told)
+        self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told, world.watched)
         self._watch = watch
         self._validate = validate
         self.network = world.network_ms * 1e-3
@@ -485,7 +485,7 @@ class Simulation:
                 kernel.call_at(served.finished_at + network, self._finished, job)
 
     def _first_token(self, job: Job) -> None:
-        if job.status == "waiting" and job.record.stream:
+        if job.status == "waiting" and job.record.stream and self.world.watched:
             self.feed(ev.FirstTokenSeen(job.index + 1))
 
     def _finished(self, job: Job) -> None:
@@ -496,7 +496,7 @@ class Simulation:
         job.output_tokens = served.output
         job.preemptions = served.preemptions
         self._over(job, "done")
-        if served.limit == 1 or not job.record.stream:
+        if self.world.watched and (served.limit == 1 or not job.record.stream):
             self.feed(ev.FirstTokenSeen(job.index + 1))
         self.kernel.call_at(self.kernel.now + self.world.end_report_ms * 1e-3, self._report_end, job)
 
@@ -509,9 +509,19 @@ class Simulation:
             )
         self.feed(
             ev.ResponseEnded(
-                request_id=job.index + 1, status=200, usage=usage, ttft_ms=job.ttft_ms, duration_ms=job.e2e_ms
+                request_id=job.index + 1,
+                status=200,
+                usage=usage,
+                ttft_ms=job.ttft_ms,
+                duration_ms=job.e2e_ms,
+                response_bytes=self._response_bytes(job),
             )
         )
+
+    def _response_bytes(self, job: Job) -> int:
+        """Of an answer's text a token has 4.6 bytes, give or take a tenth; each streamed one has its own envelope."""
+        text = 4.6 * Random(f"answer/{job.index}").gauss(1.0, 0.1) * job.output_tokens
+        return round(text + (180 * job.output_tokens if job.record.stream else 420))
 
     # ---- scrapes ----
 

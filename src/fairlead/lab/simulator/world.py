@@ -104,6 +104,8 @@ class World(Struct, frozen=True, kw_only=True):
     scrape_age_ms: float = 5.0
     #: Share of the interval by which each one is shorter or longer at most; 0 = all servers are read at once.
     scrape_jitter: float = 0.0
+    #: The gateway shows responses; else first tokens are known with the end (`responseMode: none`).
+    watched: bool = True
     #: From an answer's last byte until its end is known: a gateway's access log is sent in batches.
     end_report_ms: float = 50.0
     #: Answers of which token counts are read: all of the first so many, then this share.
@@ -191,7 +193,7 @@ def unknowing(scenario: Scenario, seed: int, off: float = 0.5) -> Scenario:
         prior=StepModel(*map(wrong, astuple(scenario.world.prior))),
         bytes_per_token=wrong(scenario.world.bytes_per_token),
         lengths_told=False,
-        scrape_interval_ms=1000.0,
+        scrape_interval_ms=max(scenario.world.scrape_interval_ms, 1000.0),
         scrape_jitter=0.2,
     )
     return replace(scenario, world=world)

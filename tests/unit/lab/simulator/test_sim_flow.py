@@ -53,3 +53,12 @@ def test_who_waits_too_long_is_shed(mooncake_head) -> None:
     summary = simulate(crowded, "flowControl: {ttl: 100ms}\n", validate=False)
     assert summary.shed > 0
     assert summary.shed + summary.done == summary.requests
+
+
+def test_a_gateway_that_shows_no_responses_costs_little() -> None:
+    """First tokens are known when the answer is over: until then an engine is not taken for one that hangs."""
+    made = headline(8.0, seconds=20.0)
+    seen = simulate(made, FLOW)
+    blind = simulate(structs.replace(made, world=structs.replace(made.world, watched=False)), FLOW, validate=False)
+    assert (blind.done, blind.failed) == (seen.done, 0)
+    assert blind.ttft_mean_ms < 1.2 * seen.ttft_mean_ms
