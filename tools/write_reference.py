@@ -1,4 +1,4 @@
-"""Writes docs/cli.md, docs/configuration-reference.md and docs/findings.md from the program itself.
+"""Writes docs/cli.md, configuration-reference.md, findings.md and picker-plugins.md from the program itself.
 
 Commands come from the app, fields and what they mean from the models that the loader uses, findings from the doctor's
 checks. A test compares the pages with what would be written. Run it with `python tools/write_reference.py`.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fairlead.cli import help
 from fairlead.cli.main import COMMANDS, RENAMED, SECTIONS, load_command
-from fairlead.compat import command_line, reference
+from fairlead.compat import catalogue, command_line, reference
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Check
 
@@ -33,6 +33,7 @@ def pages() -> dict[str, str]:
         "cli.md": cli_page(),
         "configuration-reference.md": configuration_page(),
         "findings.md": findings_page(),
+        "picker-plugins.md": picker_plugins_page(),
     }
 
 
@@ -211,6 +212,52 @@ def _findings(check: Check) -> str:
 def _marked(text: str) -> str:
     """A sentence for the terminal with what is code in it marked as such."""
     return _words(re.sub(r"--[\w-]+|\b[a-z]+[A-Z_][\w.…]*\b|\b\w+(?:\.[\w…]+)+\b", r"`\g<0>`", text.replace("`", "")))
+
+
+# ---- the reference picker's plugins ----
+
+PICKER_PLUGINS = """# Plugins of the reference picker
+
+What replaces the plugins of llm-d-router 0.10 in an
+[`EndpointPickerConfig`](configuration.md#configurations-of-the-reference-picker). α experimental, † deprecated.
+A refused plugin stops the start."""
+_STATUS = {"beta": "", "alpha": "α", "deprecated": "†"}
+_GROUPS: dict[str, catalogue.Table] = {
+    "Filters and screeners": catalogue.FILTERS,
+    "Scorers": catalogue.SCORERS,
+    "Pickers": catalogue.PICKERS,
+    "Handlers and deciders": catalogue.HANDLERS,
+    "Producers and request control": catalogue.PRODUCERS,
+    "Flow control": catalogue.FLOW,
+    "Data layer": catalogue.DATA,
+    "Parsers": catalogue.PARSERS,
+}
+#: Of those whose remark depends on their parameters.
+_CHOSEN_BY_COST = "both endpoints are chosen by cost, not by the profiles' scorers; not together with flow control"
+_REMARKS = {
+    "disagg-profile-handler": _CHOSEN_BY_COST,
+    "pd-profile-handler": _CHOSEN_BY_COST,
+    "probabilistic-admitter": "the pool's saturation is that of `flowControl.saturationDetector`",
+}
+
+
+def picker_plugins_page() -> str:
+    groups = (f"## {title}\n\n{_plugins(group)}" for title, group in _GROUPS.items())
+    return "\n\n".join([MADE, PICKER_PLUGINS, *groups]) + "\n"
+
+
+def _plugins(group: catalogue.Table) -> str:
+    rows = (
+        (f"`{name}`", _STATUS[entry.status], entry.counterpart or "–", _remark(name, entry))
+        for name, entry in group.items()
+    )
+    return table("plugin||here|what is different", rows)
+
+
+def _remark(name: str, entry: catalogue.Entry) -> str:
+    if isinstance(entry.refused, str) and entry.refused:
+        return f"refused: {_marked(entry.refused)}"
+    return _REMARKS.get(name) or (_marked(entry.note) if isinstance(entry.note, str) else "")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from fairlead.compat import reference
-from fairlead.compat.catalogue import CATALOGUE
 from fairlead.compat.load import load
 from fairlead.config.builtins import ALIASES
 from fairlead.config.check import fields
@@ -51,16 +50,6 @@ def test_every_alias_is_told() -> None:
 
 
 PLUGINS = (DOCS / "plugins.md").read_text()
-
-
-def test_every_plugin_of_the_reference_is_in_the_table() -> None:
-    for name, entry in CATALOGUE.items():
-        (row,) = re.findall(rf"^\| `{name}` \|.*$", PLUGINS, re.MULTILINE)
-        if isinstance(entry.refused, str) and entry.refused:
-            assert entry.refused in row
-        else:
-            assert entry.counterpart in row
-            assert not isinstance(entry.note, str) or entry.note in row
 
 
 def test_the_tutorial_shows_the_example_as_it_is() -> None:

@@ -35,7 +35,7 @@ def test_the_schema_of_the_charts_values_is_current() -> None:
     assert module.SCHEMA.read_text() == module.written(), "run `make docs`, or python tools/write_values_schema.py"
 
 
-@pytest.mark.parametrize("name", ["cli.md", "configuration-reference.md", "findings.md"])
+@pytest.mark.parametrize("name", ["cli.md", "configuration-reference.md", "findings.md", "picker-plugins.md"])
 def test_the_page_is_current(name: str, tool: ModuleType) -> None:
     written = (ROOT / "docs" / name).read_text()
     assert written == tool.pages()[name], "run `make docs`, or python tools/write_reference.py"
