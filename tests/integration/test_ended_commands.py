@@ -33,14 +33,18 @@ def others_of(session: int) -> list[int]:
     return found
 
 
+PLAN = ("plan", "-w", "deep-research", "--seconds", "2000", "--slo", "ttft_p95=10s", "--seeds", "40")
+
+
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    "command", [("sim", "compare", "-w", "deep-research", "-p", "default", "-p", "random", "--seeds", "40"), ("demo",)]
+    "command",
+    [("sim", "compare", "-w", "deep-research", "-p", "default", "-p", "random", "--seeds", "40"), ("demo",), PLAN],
 )
 def test_a_command_that_is_ended_takes_its_children_with_it(
     tmp_path: Path, command: tuple[str, ...], asked: signal.Signals
 ) -> None:
-    out = ("--out", str(tmp_path / "out")) if command[0] == "sim" else ()
+    out = ("--out", str(tmp_path / "out")) if command[0] != "demo" else ()
     process = subprocess.Popen(
         [sys.executable, "-m", "fairlead", *command, *out],
         stdout=subprocess.DEVNULL,

@@ -105,6 +105,10 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
     assert page["explanation"]["reproduced"]
     shown = await asyncio.to_thread(call, "explain", ids[30], "--admin", running.admin)
     assert "to tie" in shown.output
+    plan = ("plan", "--live", running.admin, "--slo", "ttft_p90=1s", "--out", tmp_path / "plan")
+    planned = await asyncio.to_thread(call, *plan, "--json")
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["now"] == 3
     run = one_run(running.journal)
     result = replay(run)
     assert result.replayed.decisions == REQUESTS

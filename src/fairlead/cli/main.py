@@ -60,6 +60,7 @@ COMMANDS: dict[str, Command] = {
     "sim workload convert": Command("fairlead.cli.workload", "convert", "Convert a workload to another format."),
     "sim workload generate": Command("fairlead.cli.workload", "generate", "Generate a workload."),
     "sim workload kinds": Command("fairlead.cli.workload", "kinds", "List the kinds and formats."),
+    "plan": Command("fairlead.cli.plan", "plan", "Find the least number of replicas that holds an objective."),
     "tune": Command("fairlead.cli.tune", "tune", "Measure a model server and fit a preset to it."),
 }
 

@@ -15,6 +15,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -59,6 +60,8 @@ _DEBUG_PAGES = {
     "/debug/knowledge": "tokenisers, whether engines agree, how far KV events are relied on (JSON)",
     "/debug/decisions/id": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
     "/debug/decisions?last=n": f"the last n decisions with their scores, at most {MAX_DECISIONS} (JSON)",
+    "/debug/journal": "the segments of the decision journal, oldest first: name and bytes (JSON)",
+    "/debug/journal/name": "one of them",
 }
 
 Handler = Callable[[web.Request], Any]
@@ -85,6 +88,8 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     decision: Callable[[str], Any] = lambda name: None
     #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
     knowledge: Callable[[], Any] = lambda: None
+    #: The segments of the journal, oldest first; `None` = none is kept.
+    journal: Callable[[], Sequence[Path] | None] = lambda: None
     #: What the dashboard at `/` shows; `None` = there is none, and a list of pages in its place.
     dashboard: DashboardSources | None = None
 
@@ -257,6 +262,8 @@ class Admin(HttpPort):
             self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
+            self._add(app, "/debug/journal", self._heavy(self._journal))
+            self._add(app, "/debug/journal/{name}", self._segment)
         app.middlewares.append(_elsewhere)
         return app
 
@@ -340,6 +347,22 @@ class Admin(HttpPort):
             text = f"no decision {name[:80]!r} among the last ones; `fairlead explain` searches a journal on disk\n"
             raise web.HTTPNotFound(text=text)
         yield _json(decision) + b"\n"
+
+    def _segments(self) -> Sequence[Path]:
+        there = self._sources.journal()
+        if there is None:
+            raise web.HTTPNotFound(text="no journal is kept here; set journal.path and let it serve for a while\n")
+        return there
+
+    def _journal(self, request: web.Request) -> Iterable[bytes]:
+        yield _json({"segments": [(path.name, path.stat().st_size) for path in self._segments()]}) + b"\n"
+
+    async def _segment(self, request: web.Request) -> web.StreamResponse:
+        """Read by the system and not by this process, so that its size costs others nothing."""
+        for path in self._segments():
+            if path.name == request.match_info["name"]:
+                return web.FileResponse(path)
+        raise web.HTTPNotFound(text="no such segment of the journal, or no longer\n")
 
 
 def _json(value: Any) -> bytes:

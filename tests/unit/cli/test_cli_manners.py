@@ -31,6 +31,7 @@ UNKNOWN_FILE: dict[str, list[str] | None] = {
     "journal replay": ["journal", "replay", "nope"],
     "journal capture": ["journal", "capture", "nope", "--out", "out.jsonl"],
     "sim run": ["sim", "run", "nope.jsonl"],
+    "plan": ["plan", "--workload", "nope.jsonl"],
     "sim workload show": ["sim", "workload", "show", "nope.jsonl"],
     "sim workload convert": ["sim", "workload", "convert", "nope.jsonl", "--out", "out.jsonl"],
     "sim workload generate": None,
@@ -51,6 +52,8 @@ MORE = [
     ["sim", "compare", "--against", "nope", "--policy", "default"],
     ["sim", "compare", "--workload", "agents", "--policy", "nope.py"],
     ["envoy", "config", "--tls-ca", "nope.pem"],
+    ["plan", "--live", "nope"],
+    ["plan", "--workload", "agents", "--engine", "nope.yaml"],
     ["scheduler", "serve", "nope:Policy"],
 ]
 CASES = [arguments for arguments in (*UNKNOWN_FILE.values(), *MORE) if arguments]

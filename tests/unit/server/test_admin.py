@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec import structs
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.server.admin import MAX_DECISIONS, Admin, AdminSources
@@ -119,6 +121,26 @@ async def test_the_index_lists_what_exists(visitor: Visitor) -> None:
     assert (await visitor.get("/nothing")).status == 404
     lost = await visitor.get("/v1/chat/completions", "POST")
     assert (lost.status, lost.text.startswith("this is Fairlead's admin port")) == (404, True)
+
+
+async def test_the_journal_is_told_segment_by_segment(tmp_path: Path) -> None:
+    kept: list[Path] = []
+    sources = structs.replace(Sources().all, journal=lambda: kept or None)
+    visitor = Visitor()
+    visitor.admin = Admin(sources, port=0)
+    await visitor.admin.start()
+    try:
+        none = await visitor.get("/debug/journal")
+        assert none.status == 404 and "set journal.path" in none.text
+        kept.append(tmp_path / "a.journal")
+        kept[0].write_bytes(b"a segment")
+        (tmp_path / "secret").write_text("not a segment")
+        assert (await visitor.get("/debug/journal")).text == '{"segments":[["a.journal",9]]}\n'
+        assert (await visitor.get("/debug/journal/a.journal")).text == "a segment"
+        for name in ("secret", "..%2Fsecret", "%2Fetc%2Fpasswd", "b.journal"):
+            assert (await visitor.get(f"/debug/journal/{name}")).status == 404
+    finally:
+        await visitor.admin.close()
 
 
 async def test_debug_pages_can_be_off() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from fairlead.config.problems import suggestion
 from fairlead.lab.engine.spec import EngineSpec, LatencyModel
 
 _UTILISATION = 0.9
@@ -168,14 +169,15 @@ DEFAULT_PRESET = "qwen3-32b-h100"
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, in any case, or the one whose text, of more than one line, it is. Raises `ValueError`
-    that lists the names."""
+    """The preset of that name, in any case and order of its parts (`h100-qwen3-32b`), or the one whose text, of more
+    than one line, it is. Raises `ValueError` that says which there are."""
     if "\n" in name:
         return read_preset(name)
-    try:
-        return PRESETS[name.lower()]
-    except KeyError:
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}") from None
+    parts = sorted(name.lower().split("-"))
+    for known, made in PRESETS.items():
+        if sorted(known.split("-")) == parts:
+            return made
+    raise ValueError(f"unknown preset {name!r}; {suggestion(name, PRESETS)}")
 
 
 # A preset as text, YAML or JSON: what `fairlead tune` prints and `--preset FILE` takes.

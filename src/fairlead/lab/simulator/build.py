@@ -19,6 +19,7 @@ from fairlead.lab.simulator.scenarios import (
 )
 from fairlead.lab.simulator.world import Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, TraceError, guess
+from fairlead.lab.workload.generate import KINDS, Pace, generate
 from fairlead.lab.workload.record import Workload
 
 
@@ -48,7 +49,7 @@ def write_workload(workload: Workload, path: Path, format: str = "native") -> No
 
 
 class ScenarioSpec(Struct, frozen=True, kw_only=True):
-    """`source` is the name of a built-in scenario or the path of a workload file."""
+    """`source` is the name of a built-in scenario, the path of a workload file, or a kind of workload."""
 
     name: str
     source: str
@@ -57,6 +58,10 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     #: Of a workload file; empty = by its name and content.
     format: str = ""
     speedup: float = 1.0
+    #: Requests per second, of a kind that has sessions: sessions. 0 = as recorded, or 1.
+    rate: float = 0.0
+    #: Of a kind of workload: for so long requests, or sessions, begin.
+    seconds: float = 300.0
     #: Only the first so many requests; 0 = all.
     head: int = 0
     #: The servers; 0 and empty leave the scenario's own.
@@ -89,6 +94,9 @@ def build(spec: ScenarioSpec) -> Scenario:
         workload = cut(made.workload, spec.head)
         counted = made.counted_from_s if made.counted_from_s <= workload.duration_s else 0.0
         made = structs.replace(made, workload=workload, counted_from_s=counted)
+    if spec.rate and spec.source not in KINDS:
+        lasts_s, count = made.workload.duration_s / made.speedup, len(made.workload)
+        made = structs.replace(made, speedup=made.speedup * spec.rate * lasts_s / count if lasts_s else made.speedup)
     if spec.dispatch:
         workload = structs.replace(made.workload, dispatch=spec.dispatch)
         made = structs.replace(made, workload=workload)
@@ -103,6 +111,7 @@ def build(spec: ScenarioSpec) -> Scenario:
             kv_tokens=spec.kv_tokens,
             max_num_seqs=spec.max_num_seqs,
             max_model_len=spec.max_model_len,
+            max_loras=servers[0].engine.max_loras,
             speeds=spec.speeds or tuple(replica.speed for replica in servers),
         )
     if spec.kv_lag_ms >= 0:
@@ -120,7 +129,11 @@ def _base(spec: ScenarioSpec) -> Scenario:
         if spec.source in known:
             return known[spec.source]()
     path = Path(spec.source)
-    if not path.is_file():
-        raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {suggestion(spec.source, names())}")
-    workload = read_workload(path, spec.format)
+    if path.is_file():
+        workload = read_workload(path, spec.format)
+    elif spec.source in KINDS:
+        workload = generate(spec.source, Pace(rate=spec.rate or 1.0, seconds=spec.seconds), {})
+    else:
+        there = suggestion(spec.source, (*names(), *KINDS))
+        raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {there}")
     return Scenario(name=spec.name, workload=workload, replicas=replicas(8, block_size=workload.block_size or 64))

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import blake2b
+from statistics import fmean
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
@@ -26,7 +27,7 @@ from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
 #: Without a single report: English in JSON, and answers as they are streamed, one small JSON object per token.
 BYTES_PER_TOKEN = 4.2
 BYTES_PER_ANSWER_TOKEN = {True: 180.0, False: 5.0}
-#: Where nothing is known of an answer but that there was one.
+#: Where nothing is known of an answer, nor of others, but that there was one.
 ANSWER_TOKENS = 256
 
 
@@ -41,13 +42,16 @@ class Captured(Struct):
 
 
 class _Rate:
-    """Bytes per token, of those of which both are known."""
+    """Bytes per token, of those of which both are known, and the mean of the tokens that are known."""
 
     def __init__(self, default: float) -> None:
         self._default = default
         self._bytes = self._tokens = 0.0
+        self._known: list[float] = []
 
     def add(self, size: float, tokens: float) -> None:
+        if tokens > 0:
+            self._known.append(tokens)
         if size > 0 and tokens > 0:
             self._bytes += size
             self._tokens += tokens
@@ -55,6 +59,10 @@ class _Rate:
     @property
     def value(self) -> float:
         return max(self._bytes / self._tokens, 0.01) if self._tokens else self._default
+
+    @property
+    def mean_tokens(self) -> int:
+        return round(fmean(self._known)) if self._known else ANSWER_TOKENS
 
 
 class _Names:
@@ -173,9 +181,10 @@ def _answer(request: Request, outcome: OutcomeRecord | None, rates: Rates, made:
     if outcome is not None and outcome.completion_tokens > 0:
         return outcome.completion_tokens
     made.estimated_answers += 1
-    tokens = ANSWER_TOKENS
+    rate = rates[1][request.model, request.stream]
+    tokens = rate.mean_tokens
     if outcome is not None and outcome.response_bytes > 0:
-        tokens = round(outcome.response_bytes / rates[1][request.model, request.stream].value)
+        tokens = round(outcome.response_bytes / rate.value)
     return max(min(tokens, request.max_tokens or tokens), 1)
 
 

@@ -145,16 +145,23 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
         for cell, key in cells:
             yield run_cell(cell, key)
         return
-    context = get_context("spawn")
+    with workers(min(processes, len(cells))) as pool:
+        with deaf_children():
+            futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+@contextmanager
+def workers(processes: int, begin: Callable[..., object] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are gone at once when the body ends with an error, or is interrupted. Each begins with
+    `begin(*given)`. Submit within `deaf_children`."""
     strangers = active_children()
-    with ProcessPoolExecutor(min(processes, len(cells)), context) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=begin, initargs=given) as pool:
         try:
-            with _deaf_children():
-                futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
-            for future in as_completed(futures):
-                yield future.result()
+            yield pool
         except BaseException:
-            # A cell takes up to minutes; who ends the run does not wait for those that have begun.
+            # A simulation takes up to minutes; who ends the run does not wait for those that have begun.
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
                 if child not in strangers:
@@ -163,7 +170,7 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def deaf_children() -> Iterator[None]:
     """Ctrl-C goes to all processes of a terminal; those that are started here leave it to this one."""
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

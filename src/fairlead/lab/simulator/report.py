@@ -84,7 +84,7 @@ COLUMNS = (
 )  # fmt: skip
 #: Characters of a table that is measured, not shown.
 _WIDEST = 10_000
-_STYLE = """
+STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1rem}
 .wide{overflow-x:auto}h1,h2,h3,p{overflow-wrap:anywhere}
@@ -186,14 +186,14 @@ def _page(
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         "<title>Fairlead comparison</title>",
-        f"<style>{_STYLE}</style><h1>Policies compared</h1><p>{_NOTE}</p>",
+        f"<style>{STYLE}</style><h1>Policies compared</h1><p>{_NOTE}</p>",
     ]
     if len(regret) > 1:
         rows = sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"])
         columns = [("mean TTFT", "ttft_mean_ms", 2), ("worst", "ttft_mean_ms_worst", 1), ("p99 TTFT", "ttft_p99_ms", 2)]
         columns += [("mean E2E", "e2e_mean_ms", 2), ("worst", "e2e_mean_ms_worst", 1), ("failed", "failed", 0)]
         parts.append("<h2>Regret: geometric mean of value / best value of any policy</h2>" + _table(rows, columns))
-    figures = [f"<figure>{_inline(path)}<figcaption>{escape(note)}</figcaption></figure>" for path, note in plots]
+    figures = [f"<figure>{inline(path)}<figcaption>{escape(note)}</figcaption></figure>" for path, note in plots]
     parts.append(f'<div class="plots">{"".join(figures)}</div>' if figures else f"<p>{NO_PLOT}</p>")
     for scenario, policies in means.items():
         rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
@@ -224,6 +224,6 @@ def _cell(figures: Figures, key: str, digits: int) -> str:
     return f"{figures[key]:,.{digits}f}"
 
 
-def _inline(path: Path) -> str:
+def inline(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     return text[text.index("<svg") :]

@@ -174,6 +174,8 @@ class Pairs:
 
 #: Kernel seconds at which the workload begins: no code may take 0 for "never", or for a wall clock.
 START = 1_000.0
+#: Why a request failed that was still on its way when the run ended.
+NOT_OVER = "not over at the end"
 #: The configuration around a policy that is given as an object.
 _GIVEN = "flowControl: {enabled: false}\n"
 
@@ -266,7 +268,7 @@ class Simulation:
         over = kernel.run(lambda: self.open > 0, last + self.world.drain_s)
         for job in self.jobs:
             if job.status == "waiting":
-                self._over(job, "failed", "not over at the end")
+                self._over(job, "failed", NOT_OVER)
         # The last ends are still on their way to the scheduler.
         kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
         return over

@@ -10,7 +10,7 @@ trace's ids mean by themselves.
   are the trace's block borders, thinned out in the same way. Tokens become bytes at a fixed rate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from struct import pack
 
@@ -88,20 +88,24 @@ class Borders:
 # What a workload amounts to, in a few lines.
 
 
-def ideal_hit(workload: Workload) -> float:
-    """Share of prompt tokens that one cache without bounds would hit, in whole blocks."""
+def ideal_hits(workload: Workload) -> Iterator[int]:
+    """Tokens of each prompt that one cache without bounds would hit, in whole blocks."""
     seen: set[int] = set()
-    tokens = hits = 0
     for record in workload.records:
-        tokens += record.in_tokens
-        counting = True
+        hits, counting = 0, True
         for index, block in enumerate(chained(record.hash_ids, 0)):
             if block not in seen:
                 counting = False
                 seen.add(block)
             elif counting:
                 hits += max(min(record.block_size, record.in_tokens - index * record.block_size), 0)
-    return hits / tokens if tokens else 0.0
+        yield hits
+
+
+def ideal_hit(workload: Workload) -> float:
+    """Share of prompt tokens that one cache without bounds would hit, in whole blocks."""
+    tokens = sum(record.in_tokens for record in workload.records)
+    return sum(ideal_hits(workload)) / tokens if tokens else 0.0
 
 
 def describe(workload: Workload) -> list[str]:

@@ -53,6 +53,11 @@ SUFFIX = ".journal"
 _LEAST_SEGMENTS = 4
 
 
+def segments(path: str) -> list[Path] | None:
+    """Of the directory, oldest first; `None` = no path is set."""
+    return sorted(Path(path).glob(f"*{SUFFIX}")) if path else None
+
+
 class Full(Exception):
     """The bound is reached, and nothing may be dropped."""
 
@@ -74,7 +79,7 @@ class Directory:
         self._current: Path | None = None
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = lock(path / ".lock", "another scheduler writes its journal there; each needs its own directory")
-        for old in sorted(path.glob(f"*{SUFFIX}")):
+        for old in segments(str(path)) or ():
             self._sizes[old] = old.stat().st_size
 
     @property

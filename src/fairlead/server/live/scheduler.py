@@ -36,6 +36,7 @@ from fairlead.pool.models_file import follow_models
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.config_file import ConfigFile
 from fairlead.server.dashboard import DashboardSources
+from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.keys import FollowedKeys
 from fairlead.server.live.kube import Kube
@@ -327,6 +328,7 @@ class Live:
             decisions=self.watch.each_decision,
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
             knowledge=self.core.kv.page if self.core.kv is not None else lambda: None,
+            journal=lambda: segments(self.config.journal.path),
             dashboard=self._dashboard(),
         )
         settings = self.config.admin

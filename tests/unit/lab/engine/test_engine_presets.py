@@ -67,10 +67,13 @@ def test_built_in_servers_start_as_vllm_does_by_itself():
     assert not preset("latency: {c0_ms: 14}\n").spec().async_scheduling
 
 
-def test_an_unknown_preset_lists_the_known_ones():
+def test_an_unknown_preset_names_the_nearest_or_all():
     assert preset("Llama-8B-H100").model == "meta-llama/Llama-3.1-8B-Instruct"
-    with pytest.raises(ValueError, match="unknown preset 'x'; known: qwen3-32b-h100, "):
+    assert preset("h100-Qwen3-32b") is preset("qwen3-32b-h100")
+    with pytest.raises(ValueError, match="unknown preset 'x'; known: llama-70b-h100-tp4, "):
         preset("x")
+    with pytest.raises(ValueError, match="did you mean 'qwen3-32b-h200'"):
+        preset("qwen-32b-h200")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 
 from fairlead.cli.main import build_app
 from fairlead.core.records import DecisionRecord
+from fairlead.lab.simulator import plan_live
+from fairlead.lab.simulator.journal import one_run
+from fairlead.lab.simulator.plan_live import fit
 
 
 def call(*arguments: object, columns: int = 200) -> Any:
@@ -110,3 +113,24 @@ def test_the_gate(recorded: Any) -> None:
     )
     assert same.exit_code == 0, same.output
     assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
+
+
+@pytest.mark.simulation
+def test_plan_from_a_journal(recorded: Any, tmp_path: Path) -> None:
+    """Four servers were there; the engine comes out as fast as that of the recorded run."""
+    there = plan_live.recorded(one_run(recorded.path), 1e9)
+    assert there.replicas == 4 and len(there.workload) == len(recorded.simulation.jobs)
+    assert there.preset is not None
+    fitted = fit(there, there.preset)
+    assert fitted is not None
+    assert fitted.simulated == pytest.approx(fitted.recorded, rel=0.15)
+    assert plan_live.recorded(one_run(recorded.path), 3.0).workload.duration_s <= 3.0
+    out = ("--out", tmp_path / "plan", "--seeds", 1, "--slo", "ttft_p90=2s,tpot_p90=50ms", "--json")
+    done = call("plan", "--live", recorded.path, *out)
+    assert done.exit_code == 0, done.output
+    now = json.loads(done.stdout)
+    assert now["now"] == 4
+    assert {(row["replicas"], row["dead"]) for row in now["rows"]} >= {(4, 0), (4, 1)}
+    slower = json.loads(call("plan", "--live", recorded.path, "--engine", "llama-70b-h100-tp4", *out).stdout)
+    more = json.loads(call("plan", "--live", recorded.path, "--traffic", "3x", *out).stdout)
+    assert max(slower["replicas"], more["replicas"]) > now["replicas"]

@@ -1,0 +1,95 @@
+"""`fairlead plan` against brute force: the least number of replicas, how far off, and the time that each takes.
+
+python bench/plan.py            four to eight minutes on two cores, nearly all of it brute force
+python bench/plan.py --quick    the first requests of each workload
+
+Brute force simulates every size to the end with every seed, from one replica up, until most seeds hold the objective.
+
+JSON: {"workloads": {NAME: {"objective", "requests", "planned", "brute_force", "off", "confidence", "simulations",
+"seconds", "brute_seconds"}}, "most_off", "slowest_s"}.
+"""
+
+import argparse
+import os
+import sys
+from time import perf_counter
+from typing import Any
+
+from _output import tell
+from fairlead.lab.simulator.build import ScenarioSpec, build
+from fairlead.lab.simulator.objective import objectives
+from fairlead.lab.simulator.plan import Case, Run, Trial, in_processes, plan
+
+#: Workload, objective, and how many of its requests.
+WORKLOADS = (
+    ("shared-prefix-10", "ttft_p95=2s,tpot_p95=50ms", 0),
+    ("agents", "ttft_p95=1s,tpot_p95=30ms", 2500),
+    ("azure-code", "ttft_p99=500ms,e2e_p99=3s", 5000),
+)
+QUICK = 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--quick", action="store_true", help=f"only {QUICK} requests of each workload, and one seed")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    seeds = 1 if options.quick else options.seeds
+    rows = {}
+    for name, objective, head in WORKLOADS:
+        sys.stderr.write(f"{name} …\n")
+        rows[name] = measured(name, objective, QUICK if options.quick else head, seeds)
+    figures = {
+        "workloads": rows,
+        "most_off": max(row["off"] for row in rows.values()),
+        "slowest_s": max(row["seconds"] for row in rows.values()),
+    }
+    tell(figures, options.json, show)
+
+
+def measured(name: str, objective: str, head: int, seeds: int) -> dict[str, Any]:
+    case = Case(build(ScenarioSpec(name=name, source=name, head=head)), objectives(objective), "policy: default\n")
+    count = os.cpu_count() or 1
+    begun = perf_counter()
+    with in_processes(case, count) as run:
+        planned = plan(case, run, seeds=seeds, width=count)
+    took = perf_counter() - begun
+    with in_processes(case, count) as run:
+        begun = perf_counter()
+        least = brute_force(run, seeds)
+    assert planned.best is not None
+    return {
+        "objective": objective,
+        "requests": len(case.scenario.workload),
+        "planned": planned.best.replicas,
+        "brute_force": least,
+        "off": abs(planned.best.replicas - least),
+        "confidence": planned.confidence,
+        "simulations": planned.trials,
+        "seconds": round(took, 1),
+        "brute_seconds": round(perf_counter() - begun, 1),
+    }
+
+
+def brute_force(run: Run, seeds: int) -> int:
+    """The least size that most seeds hold."""
+    size = 0
+    while True:
+        size += 1
+        held = [tried.holds for tried in run([Trial(size, seed=seed, complete=True) for seed in range(seeds)])]
+        if 2 * sum(held) >= seeds:
+            return size
+
+
+def show(figures: dict[str, Any]) -> None:
+    print("| workload | objective | requests | `plan` | brute force | confidence | simulations | s | brute force, s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, row in figures["workloads"].items():
+        cells = [row[key] for key in ("objective", "requests", "planned", "brute_force", "confidence", "simulations")]
+        print(f"| {name} | {' | '.join(map(str, cells))} | {row['seconds']:.0f} | {row['brute_seconds']:.0f} |")
+    print(f"\nat most {figures['most_off']} off, in at most {figures['slowest_s']:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

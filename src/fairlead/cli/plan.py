@@ -1,0 +1,343 @@
+"""`fairlead plan`: the least number of replicas that holds an objective."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fairlead.cli.options import (
+    FAILED,
+    OTHER_PORT,
+    WRONG_INPUT,
+    Traces,
+    complain,
+    echo_json,
+    examples,
+    exits,
+    policies,
+    preset_argument,
+    presets,
+    scenarios,
+    with_token,
+)
+
+if TYPE_CHECKING:
+    from fairlead.lab.simulator.build import ScenarioSpec
+    from fairlead.lab.simulator.plan import Case, Tried
+    from fairlead.lab.simulator.world import Scenario
+
+#: Of a running scheduler's journal, so many of the newest bytes are fetched at most.
+_MOST_FETCHED = 256 << 20
+
+Workload = Annotated[
+    str,
+    typer.Option(
+        "--workload",
+        "-w",
+        metavar="NAME|FILE",
+        help="A workload file, a scenario, or a kind of workload.",
+        autocompletion=scenarios,
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        "-e",
+        metavar="NAME|FILE|URL",
+        help="Model and GPU: a preset, a FILE of `fairlead tune`, or an idle server to measure.",
+        show_default="as recorded, or the scenario's",
+        autocompletion=presets,
+    ),
+]
+Slo = Annotated[
+    str,
+    typer.Option(metavar="NAME=LIMIT,...", help="Percentiles of ttft, tpot and e2e; failed=1% goes without saying."),
+]
+Live = Annotated[
+    str,
+    typer.Option(metavar="URL|DIR", help="Plan from the journal of a scheduler: its admin port, or the directory."),
+]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        "-p",
+        metavar="NAME|FILE",
+        help="A policy, or a configuration that has one.",
+        show_default="as recorded, or default",
+        autocompletion=policies,
+    ),
+]
+_Rate = Annotated[
+    float, typer.Option(metavar="N", min=0, help="Requests per second, of a kind: sessions.", show_default="as it is")
+]
+_Seconds = Annotated[float, typer.Option(metavar="S", min=1, help="Length of a kind of workload.")]
+_Spare = Annotated[int, typer.Option(metavar="N", min=0, help="N replicas die after a third of the time.")]
+_Price = Annotated[float, typer.Option(metavar="N", min=0, help="Of one replica for an hour, in any currency.")]
+_Requests = Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N.")]
+
+
+@examples("""
+\b
+Examples:
+  fairlead plan --workload traffic.jsonl --engine qwen3-32b-h100 --slo ttft_p95=2s,tpot_p95=50ms
+  fairlead plan -w interactive-chat --rate 4 -e llama-8b-l40s --slo ttft_p95=1s --price 1.2
+  fairlead plan -w traffic.jsonl --slo ttft_p95=2s,tpot_p95=25ms --split
+  fairlead plan --live http://localhost:9090 --traffic 2x --slo ttft_p95=2s
+  fairlead plan --live journal/ --engine mine.yaml --slo ttft_p95=2s --spare 1
+""")
+def plan(
+    workload: Workload = "",
+    engine: Engine = "",
+    slo: Slo = "ttft_p95=2s,tpot_p95=50ms",
+    live: Live = "",
+    policy: Policy = "",
+    traffic: Annotated[str, typer.Option(metavar="N", help="Multiply the traffic, e.g. 2x.")] = "1x",
+    rate: _Rate = 0.0,
+    seconds: _Seconds = 300.0,
+    requests: _Requests = 0,
+    last: Annotated[str, typer.Option(metavar="TIME", help="The end of the journal to plan for.")] = "30min",
+    warm_up: Annotated[str, typer.Option(metavar="TIME", help="Do not count the requests of the first TIME.")] = "0s",
+    split: Annotated[bool, typer.Option("--split", help="Some replicas prefill, the others decode: how many?")] = False,
+    spare: _Spare = 0,
+    max_replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Try no more.")] = 256,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Simulations of each size near the answer.")] = 3,
+    price: _Price = 0.0,
+    format: Annotated[str, typer.Option(help="Of a workload file.", show_default="by its content")] = "",
+    traces: Traces = "",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write table, plot and report.")] = Path("out/plan"),
+    processes: Annotated[int, typer.Option(metavar="N", min=0, help="0 = one per processor.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
+) -> None:
+    """Find the least number of replicas that holds an objective, and the goodput of more and fewer.
+
+    The scheduler is the one that `fairlead serve` runs, the replicas are simulated. With --live the table also shows
+    the replicas that there are now, and what happens when one of them dies. Exit code 1: no size holds the objective.
+    """
+    from fairlead.core.errors import FairleadError
+    from fairlead.lab.simulator.build import ScenarioSpec
+    from fairlead.lab.workload.formats import TraceError
+
+    with exits(WRONG_INPUT, FairleadError, TraceError, ValueError, OSError):
+        if bool(workload) == bool(live):
+            raise ValueError("give a --workload, or the --live journal of a scheduler")
+        spec = ScenarioSpec(
+            name=Path(workload).stem if Path(workload).is_file() else workload,
+            source=workload,
+            traces=traces,
+            format=format,
+            speedup=_times(traffic),
+            rate=rate,
+            seconds=seconds,
+            head=requests,
+            preset=_engine(engine),
+        )
+        case, now = _case(spec, slo, policy, live, last, warm_up, spare)
+    about = {
+        "workload": workload or live,
+        "engine": engine or ("as learned" if live else "default"),
+        "policy": policy or ("as recorded" if live else "default"),
+    }
+    _plan(case, about, now, max_replicas, seeds, split, price, out, processes, as_json)
+
+
+def _case(
+    spec: "ScenarioSpec", slo: str, policy: str, live: str, last: str, warm_up: str, spare: int
+) -> "tuple[Case, int]":
+    """What to plan for, and how many replicas there are; 0 = that is not known. Raises as what it calls."""
+    from msgspec import structs
+
+    from fairlead.lab.simulator.build import build
+    from fairlead.lab.simulator.objective import objectives
+    from fairlead.lab.simulator.plan import Case
+    from fairlead.lab.simulator.run import policy_text
+    from fairlead.plugins.params import duration
+
+    wanted, now = objectives(slo), 0
+    decides: Any = policy_text(policy or "default")
+    if live:
+        scenario, scheduling, now = _recorded(live, duration(last), spec)
+        decides = decides if policy else scheduling
+    else:
+        scenario = build(spec)
+    if not scenario.workload.records:
+        raise ValueError(f"{spec.source or live} has no requests")
+    counted_s = duration(warm_up) or scenario.counted_from_s
+    return Case(structs.replace(scenario, counted_from_s=counted_s), wanted, decides, spare), now
+
+
+def _plan(
+    case: "Case",
+    about: dict[str, Any],
+    now: int,
+    most: int,
+    seeds: int,
+    split: bool,
+    price: float,
+    out: Path,
+    processes: int,
+    as_json: bool,
+) -> None:
+    import os
+
+    from fairlead.lab.simulator import plan_report
+    from fairlead.lab.simulator.plan import in_processes
+    from fairlead.lab.simulator.plan import plan as find
+    from fairlead.lab.simulator.plan_bounds import impossible
+
+    wanted, scenario = case.wanted, case.scenario
+    reason = impossible(scenario, wanted)
+    if reason:
+        complain(reason)
+        raise typer.Exit(FAILED)
+    count = processes or os.cpu_count() or 1
+    with ExitStack() as stack:
+        run = stack.enter_context(in_processes(case, count, stack.enter_context(_progress())))
+        planned = find(case, run, most=most, seeds=seeds, width=count, split=split, now=now)
+    lasts_s = scenario.workload.duration_s / scenario.speedup
+    pace = (
+        f"{len(scenario.workload):,} requests in {lasts_s:,.0f} s ({len(scenario.workload) / max(lasts_s, 1e-9):.3g}/s)"
+    )
+    about |= {
+        "requests": len(scenario.workload),
+        "duration_s": round(lasts_s, 3),
+        "now": now or None,
+        "spare": case.dead,
+    }
+    document = plan_report.document(planned, wanted, price, about)
+    title = f"{scenario.name}: {pace}, engine {about['engine']}, policy {about['policy']}\n{_said(document)}"
+    with exits(WRONG_INPUT, OSError):
+        written, missing = plan_report.write_plan(planned, wanted, price, title, document, out)
+    if as_json:
+        echo_json(document)
+    else:
+        first, _, answer = title.partition("\n")
+        typer.echo(first)
+        plan_report.print_plan(planned, wanted, price)
+        typer.echo(answer)
+    for line in filter(None, [missing, *(f"written: {path}" for path in written)]):
+        typer.echo(line, err=True)
+    if planned.best is None:
+        raise typer.Exit(FAILED)
+
+
+def _said(planned: dict[str, Any]) -> str:
+    """The answer in words."""
+    objective = ", ".join(f"{name} {value}" for name, value in planned["objectives"].items())
+    best = planned["replicas"]
+    if best is None:
+        largest = planned["rows"][-1]
+        return f"no size up to {largest['replicas']} replicas holds {objective}; the table says what is missed"
+    parts = f" ({planned['prefill']} of them only prefill)" if planned["prefill"] else ""
+    lines = [f"{best} replica{'s' * (best > 1)}{parts} hold{'s' * (best == 1)} {objective}"]
+    lines.append(f"  {planned['confidence']}: {planned['why']}")
+    if planned["cost"]:
+        cost = planned["cost"]
+        per = f"{cost['million_output_tokens']:,.2f} per million output tokens"
+        lines.append(f"  cost: {cost['hour']:,.2f} per hour; {per}, {cost['million_tokens']:,.2f} of all tokens")
+    return "\n".join(lines)
+
+
+def _times(text: str) -> float:
+    """`2x`. Raises `ValueError`."""
+    try:
+        times = float(text.lower().removesuffix("x"))
+    except ValueError:
+        times = 0.0
+    if not 0.001 <= times <= 1000.0:
+        raise ValueError(f"--traffic {text}: expected e.g. 2x")
+    return times
+
+
+def _engine(engine: str) -> str:
+    """A preset's name or text; empty = none was named. Raises `ValueError` or `OSError`."""
+    from fairlead.cli.tune import preset_like
+    from fairlead.lab.engine.presets import preset
+
+    made = preset_like(engine) if engine.startswith(("http://", "https://")) else preset_argument(engine)
+    if made:
+        preset(made)
+    return made
+
+
+def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario, Any, int]":
+    """What was recorded, the policy then in force, and how many replicas there were. Raises `JournalError`,
+    `ValueError` or `OSError`."""
+    from fairlead.cli.options import busy
+    from fairlead.lab.engine.presets import preset
+    from fairlead.lab.simulator.journal import one_run
+    from fairlead.lab.simulator.plan_live import fit, recorded
+    from fairlead.lab.simulator.world import Scenario
+
+    with busy(f"reading {live}"), _journal(live) as path:
+        record = recorded(one_run(path), last_s, spec.head)
+    engine = preset(spec.preset) if spec.preset else record.preset
+    if engine is None:
+        raise ValueError(f"{live} tells no speeds (journal.sample is 0, or nothing was decided); name an --engine")
+    if not spec.preset:
+        with busy("fitting the engine to what was recorded"):
+            fitted = fit(record, engine)
+        if fitted is not None:
+            engine, (ttft, tpot), (its_ttft, its_tpot) = fitted.preset, fitted.recorded, fitted.simulated
+            said = f"TTFT {ttft:,.0f} ms as recorded, {its_ttft:,.0f} simulated; TPOT {tpot:,.1f} and {its_tpot:,.1f}"
+            typer.echo(f"engine fitted to the journal, medians: {said}", err=True)
+    fleet = record.fleet(engine)
+    faster = spec.rate * record.workload.duration_s / len(record.workload) if spec.rate else 1.0
+    scenario = Scenario(name="live", workload=record.workload, replicas=fleet, speedup=spec.speedup * (faster or 1.0))
+    return scenario, record.scheduling, record.replicas
+
+
+@contextmanager
+def _journal(source: str) -> Iterator[Path]:
+    """A directory with it: its newest segments, where the admin port is asked. Raises `ValueError` or `OSError`."""
+    from tempfile import TemporaryDirectory
+    from urllib.error import HTTPError, URLError
+    from urllib.request import urlopen
+
+    import msgspec
+
+    if not source.startswith(("http://", "https://")):
+        yield Path(source)
+        return
+    page = f"{source.rstrip('/')}/debug/journal"
+    with TemporaryDirectory(prefix="fairlead-plan-") as folder:
+        try:
+            with urlopen(with_token(page), timeout=10.0) as answer:
+                segments = msgspec.json.decode(answer.read(), type=dict[str, list[tuple[str, int]]])["segments"]
+            left = _MOST_FETCHED
+            for name, size in reversed(segments):
+                left -= size
+                if left < 0 and left + size < _MOST_FETCHED:
+                    break
+                with urlopen(with_token(f"{page}/{name}"), timeout=60.0) as answer:
+                    (Path(folder) / Path(name).name).write_bytes(answer.read())
+        except HTTPError as error:
+            said = error.read(500).decode(errors="replace").strip()
+            raise ValueError(said if "journal" in said else f"{source}: {OTHER_PORT}") from None
+        except (msgspec.DecodeError, KeyError):
+            raise ValueError(f"{source}: {OTHER_PORT}") from None
+        except URLError as error:
+            raise ValueError(f"{source} does not answer ({error.reason}); is `fairlead serve` running there?") from None
+        yield Path(folder)
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Tried], None]]":
+    """What was tried so far, on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, counts = bar.add_task("simulating", total=None), [0, 0]
+
+        def step(tried: "Tried") -> None:
+            counts[tried.holds] += 1
+            size = f"{tried.trial.replicas} replicas {'hold' if tried.holds else 'miss'}"
+            bar.update(task, description=f"{sum(counts)} simulations, {counts[True]} hold the objective; last: {size}")
+
+        yield step

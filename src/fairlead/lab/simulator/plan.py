@@ -1,0 +1,362 @@
+"""How many replicas hold an objective: the least number, found by simulating few of them.
+
+Theory. More replicas serve better, nearly always: the search brackets the border and then cuts the bracket, asking as
+many sizes at once as there are processes. A run is left as soon as it is certain to miss (`objective.hopeless`), so
+that sizes far too small cost little. Chance moves the border by one or so; so what was found is simulated to the end
+with several seeds, and so is its neighbour below: the least number is the one where most seeds hold the objective and
+with one replica less most do not. Each seed gives the scheduler another wrong belief about the engines to begin with
+(`world.unknowing`), as a live one has.
+
+With `split`, some of the replicas only prefill. Of one size, the parts are moved towards what is missed: prefill for
+the time to the first token, decode for the time per token.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import as_completed
+from contextlib import contextmanager
+from statistics import fmean, median
+from time import process_time
+from typing import Any
+
+from msgspec import Struct, structs
+
+from fairlead.compat.recorded import restore
+from fairlead.lab.simulator.grid import deaf_children, workers
+from fairlead.lab.simulator.objective import FAILED, TPOT, TTFT, Objective, decided_after_s, goodput, hopeless
+from fairlead.lab.simulator.plan_bounds import first_guess, prefill_share
+from fairlead.lab.simulator.run import config_from
+from fairlead.lab.simulator.scenarios import parted
+from fairlead.lab.simulator.simulation import START, Simulation
+from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Scenario, unknowing
+
+#: Sizes beside the least one that the table shows, below and above.
+_BELOW, _ABOVE = 2, 2
+#: Looks at a run that may be hopeless already.
+_LOOKS = 50
+#: What a figure may be of its limit where the border is called clear.
+_CLEAR = 0.9
+
+
+class Case(Struct, frozen=True):
+    """What is planned for. The scenario's replicas are repeated in turn to make as many as are wanted."""
+
+    scenario: Scenario
+    wanted: tuple[Objective, ...]
+    #: A configuration's text, or what `compat.recorded.record` made of one.
+    policy: Any
+    #: So many replicas break down after a third of the time, and stay away.
+    dead: int = 0
+
+
+class Trial(Struct, frozen=True):
+    """One simulation. `complete`: it goes on although the objective is missed."""
+
+    replicas: int
+    prefill: int = 0
+    seed: int = 0
+    complete: bool = False
+    dead: int = 0
+
+
+class Tried(Struct, frozen=True):
+    """What came of it. By the names of the objectives: what was `measured`, unless it was stopped, and how many of the
+    requests `missed` their limits, as a share of those that are one too many."""
+
+    trial: Trial
+    holds: bool
+    missed: dict[str, float]
+    measured: dict[str, float] = {}
+    goodput: float = 0.0
+    #: Of those served, tokens of prompts and of answers, and seconds from the first arrival to the last.
+    tokens: tuple[int, int] = (0, 0)
+    arriving_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+class Row(Struct, frozen=True):
+    """One size, by the means of its seeds."""
+
+    replicas: int
+    prefill: int
+    goodput: float
+    measured: dict[str, float]
+    held: int
+    seeds: int
+    tokens_per_hour: tuple[float, float]
+    dead: int = 0
+
+
+class Plan(Struct, frozen=True):
+    """`best`: the row of the least size that holds; `None` = none does."""
+
+    best: Row | None
+    rows: list[Row]
+    #: `clear`, `fair`, `narrow`, and why.
+    confidence: str
+    why: str
+    trials: int
+
+
+#: Runs trials, in any number of processes, and gives what came of each in their order.
+Run = Callable[[Sequence[Trial]], list[Tried]]
+
+
+class _Hopeless(Exception):
+    """The rest of a run would change nothing."""
+
+
+def sized(case: Case, trial: Trial) -> Scenario:
+    """The scenario with so many replicas."""
+    scenario, kinds = case.scenario, case.scenario.replicas
+    faults = [fault for fault in scenario.faults if fault.replica < trial.replicas]
+    third = scenario.workload.duration_s / scenario.speedup / 3.0
+    faults += [Fault(kind="down", replica=trial.replicas - 1 - i, at_s=third) for i in range(trial.dead)]
+    made = structs.replace(
+        scenario, replicas=tuple(kinds[i % len(kinds)] for i in range(trial.replicas)), faults=faults
+    )
+    return unknowing(parted(made, trial.prefill) if trial.prefill else made, trial.seed)
+
+
+def attempt(case: Case, trial: Trial) -> Tried:
+    """Simulate it. Raises `ConfigError` or `PluginError` for a policy that cannot be made."""
+    begun = process_time()
+    scenario = sized(case, trial)
+    world, speedup = scenario.world, scenario.speedup
+    if scenario.workload.dispatch == "timestamp":
+        arrivals = ((record.arrival_us * 1e-6 / speedup, record.out_tokens) for record in scenario.workload.records)
+        last_s = scenario.workload.duration_s / speedup
+        drain_s = min(max(decided_after_s(case.wanted, arrivals) - last_s, 1.0), world.drain_s)
+        scenario.world = structs.replace(world, drain_s=drain_s)
+    config, registry = config_from(case.policy) if isinstance(case.policy, str) else (restore(case.policy), None)
+    simulation = Simulation(scenario, config, trial.seed, registry=registry)
+    counted = [job for job in simulation.jobs if job.record.arrival_us >= scenario.counted_from_s * 1e6]
+    pause_s = max(scenario.workload.duration_s / speedup / _LOOKS, 0.5)
+
+    def look() -> None:
+        if hopeless(case.wanted, counted, simulation.kernel.now):
+            raise _Hopeless
+        simulation.kernel.call_at(simulation.kernel.now + pause_s, look)
+
+    if not trial.complete:
+        simulation.kernel.call_at(START + WARM_UP + pause_s, look)
+    try:
+        simulation.run()
+    except _Hopeless:
+        return Tried(trial, False, _missed(case.wanted, counted, simulation.kernel.now), cpu_s=process_time() - begun)
+    measured = {objective.name: objective.measured(counted) for objective in case.wanted}
+    done = [job for job in counted if job.status == "done"]
+    arrived = [job.arrived for job in counted] or [0.0]
+    return Tried(
+        trial,
+        all(objective.held(measured[objective.name]) for objective in case.wanted),
+        _missed(case.wanted, counted, simulation.kernel.now),
+        measured,
+        goodput(case.wanted, counted),
+        (sum(job.record.in_tokens for job in done), sum(job.output_tokens for job in done)),
+        max(arrived) - min(arrived),
+        process_time() - begun,
+    )
+
+
+def _missed(wanted: Sequence[Objective], jobs: Sequence[Job], now: float) -> dict[str, float]:
+    came = [job for job in jobs if job.request is not None]
+    return {o.name: sum(o.missed(job, now) for job in came) / (o.may_miss(len(jobs)) + 1) for o in wanted}
+
+
+#: What a process of `in_processes` plans for.
+_case: list[Case] = []
+
+
+@contextmanager
+def in_processes(case: Case, count: int, progress: Callable[[Tried], object] = lambda tried: None) -> Iterator[Run]:
+    """Gives what runs trials in so many processes at once."""
+    with workers(count, _begin, case) as pool:
+
+        def run(trials: Sequence[Trial]) -> list[Tried]:
+            with deaf_children():
+                futures = [pool.submit(_attempt, trial) for trial in trials]
+            for future in as_completed(futures):
+                progress(future.result())
+            return [future.result() for future in futures]
+
+        yield run
+
+
+def _begin(case: Case) -> None:
+    _case[:] = [case]
+
+
+def _attempt(trial: Trial) -> Tried:
+    return attempt(_case[0], trial)
+
+
+# ---- the search: knows nothing of simulations ----
+
+
+def least(holds: Callable[[Sequence[int]], Sequence[bool]], guess: int, most: int, width: int = 1) -> int | None:
+    """The least size from 1 to `most` that holds, if every larger one does too; `None` = not even `most` does. `holds`
+    is asked `width` sizes at once."""
+    fails, good = 0, most + 1
+    asked = {min(max(guess, 1) << i, most) for i in range(width)}
+    while True:
+        sizes = sorted(asked)
+        answers = list(zip(sizes, holds(sizes), strict=True))
+        good = min([size for size, held in answers if held], default=good)
+        fails = max([fails, *(size for size, held in answers if not held and size < good)])
+        between = good - fails - 1
+        if good > most and fails < most:
+            asked = {min(fails << i, most) for i in range(1, width + 1)}
+        elif between:
+            parts = min(width, between)
+            asked = {fails + (i + 1) * (between + 1) // (parts + 1) for i in range(parts)}
+        else:
+            return good if good <= most else None
+
+
+def settle(share: Callable[[Sequence[int]], Sequence[float]], size: int, most: int) -> int | None:
+    """The border near `size` by the shares of the seeds that hold: the least size from there down at which half of
+    them do, or the next one up."""
+    while True:
+        here, below = share([size, size - 1]) if size > 1 else (share([size])[0], 0.0)
+        if here < 0.5:
+            if size == most:
+                return None
+            size += 1
+        elif below >= 0.5:
+            size -= 1
+        else:
+            return size
+
+
+class _Trials:
+    """What was tried, each once."""
+
+    def __init__(self, case: Case, run: Run, seeds: int, share: float) -> None:
+        self._case, self._run, self._seeds = case, run, seeds
+        #: Share of the replicas that prefill, to begin with; 0 = all do both.
+        self._share = share
+        self.done: dict[Trial, Tried] = {}
+
+    def __call__(self, trials: Iterable[Trial]) -> list[Tried]:
+        wanted = list(dict.fromkeys(trials))
+        left = [trial for trial in wanted if trial not in self.done]
+        for tried in self._run(left) if left else ():
+            self.done[tried.trial] = tried
+            if tried.measured:  # it went to its end
+                self.done[structs.replace(tried.trial, complete=True)] = tried
+        return [self.done[trial] for trial in wanted]
+
+    def trial(self, replicas: int, seed: int = 0, complete: bool = False) -> Trial:
+        """Of a size, with the parts that did best so far."""
+        return Trial(replicas, self.parts(replicas), seed, complete, self._case.dead)
+
+    def parts(self, replicas: int) -> int:
+        """How many of them prefill."""
+        if not self._share or replicas < 2:
+            return 0
+        alike = [tried for tried in self.done.values() if tried.trial.replicas == replicas and tried.trial.prefill]
+        if alike:
+            return max(alike, key=lambda tried: (tried.holds, -max(tried.missed.values()))).trial.prefill
+        return min(max(round(self._share * replicas), 1), replicas - 1)
+
+    def holds(self, sizes: Sequence[int]) -> list[bool]:
+        """By the first seed."""
+        best: dict[int, bool] = dict.fromkeys(sizes, False)
+        open_ = {size: self.trial(size) for size in sizes if size > self._case.dead + bool(self._share)}
+        while open_:
+            for tried in self(open_.values()):
+                size = tried.trial.replicas
+                best[size] = best[size] or tried.holds
+                further = None if tried.holds else self._moved(tried)
+                if further is None or further in self.done:
+                    del open_[size]
+                else:
+                    open_[size] = further
+                if tried.trial.prefill and tried.holds:
+                    self._share = tried.trial.prefill / size
+        return [best[size] for size in sizes]
+
+    def _moved(self, missed: Tried) -> Trial | None:
+        """One replica more for what is missed most, prefill or decode."""
+        trial = missed.trial
+        if not trial.prefill:
+            return None
+        first, token = (max(self._misses(missed, what), default=0.0) for what in (TTFT, TPOT))
+        prefill = trial.prefill + (1 if first >= token else -1)
+        return structs.replace(trial, prefill=prefill) if 0 < prefill < trial.replicas else None
+
+    def _misses(self, tried: Tried, what: str) -> Iterator[float]:
+        return (tried.missed[objective.name] for objective in self._case.wanted if objective.what == what)
+
+    def shares(self, sizes: Sequence[int]) -> list[float]:
+        """Of the seeds that hold, complete runs."""
+        able = [size for size in sizes if size > self._case.dead + bool(self._share)]
+        trials = {size: [self.trial(size, seed, True) for seed in range(self._seeds)] for size in able}
+        self(trial for of_size in trials.values() for trial in of_size)
+        return [fmean(self.done[trial].holds for trial in trials[size]) if size in trials else 0.0 for size in sizes]
+
+    def row(self, trials: Sequence[Trial]) -> Row:
+        tried = self(trials)
+        per_hour = [
+            fmean(run.tokens[i] / run.arriving_s * 3600.0 if run.arriving_s else 0.0 for run in tried) for i in range(2)
+        ]
+        return Row(
+            trials[0].replicas,
+            trials[0].prefill,
+            fmean(run.goodput for run in tried),
+            {o.name: median(run.measured[o.name] for run in tried) for o in self._case.wanted},
+            sum(run.holds for run in tried),
+            len(tried),
+            (per_hour[0], per_hour[1]),
+            trials[0].dead,
+        )
+
+    def rows(self) -> list[Row]:
+        """Of complete runs, by size."""
+        kinds: dict[tuple[int, int, int], list[Trial]] = {}
+        for trial in self.done:
+            if trial.complete:
+                kinds.setdefault((trial.replicas, trial.prefill, trial.dead), []).append(trial)
+        return [self.row(trials) for _, trials in sorted(kinds.items())]
+
+
+def plan(
+    case: Case,
+    run: Run,
+    *,
+    most: int = 256,
+    seeds: int = 3,
+    width: int = 1,
+    split: bool = False,
+    now: int = 0,
+) -> Plan:
+    """Find the least size. `width`: sizes tried at once; `now`: replicas that there are, which the rows then show, and
+    with one of them dead."""
+    trials = _Trials(case, run, seeds, prefill_share(case.scenario, case.wanted) if split else 0.0)
+    most = max(min(most, len(case.scenario.workload.records)), 1 + split + case.dead)
+    border = least(trials.holds, first_guess(case.scenario, case.wanted), most, width)
+    best = settle(trials.shares, border, most) if border is not None else None
+    beside = range((best or most) - _BELOW, (best + _ABOVE if best else most) + 1)
+    shown = [trials.trial(size, 0, True) for size in beside if case.dead + split < size <= most]
+    if now:
+        alone = [structs.replace(trials.trial(now, 0, True), dead=dead) for dead in (case.dead, case.dead + 1)]
+        shown += [trial for trial in alone if trial.dead < now]
+    trials(shown)
+    rows = trials.rows()
+    row = next((row for row in rows if row.replicas == best and row.dead == case.dead and row.seeds == seeds), None)
+    return Plan(row, rows, *_confidence(case.wanted, row, rows), len({id(tried) for tried in trials.done.values()}))
+
+
+def _confidence(wanted: Sequence[Objective], best: Row | None, rows: Sequence[Row]) -> tuple[str, str]:
+    if best is None:
+        return "", ""
+    held = f"{best.held} of {best.seeds} seeds hold it"
+    below = next((r for r in rows if (r.replicas, r.dead) == (best.replicas - 1, best.dead) and r.seeds > 1), None)
+    less = f"with {best.replicas - 1}, {below.held} of {below.seeds}" if below else "fewer were not simulated"
+    tightest = max(
+        best.measured[o.name] / (1.0 - o.share if o.what == FAILED else o.limit) for o in wanted if o.what != FAILED
+    )
+    why = f"{held}; {less}; the tightest figure is at {tightest:.0%} of its limit"
+    if best.held < best.seeds or (below is not None and below.held):
+        return "narrow", f"{why}. Plan one more"
+    return ("clear" if tightest <= _CLEAR else "fair"), why

@@ -1,0 +1,99 @@
+"""What one engine can do: how many replicas a workload keeps busy, and what no number of them mends."""
+
+from collections.abc import Iterator, Sequence
+from math import ceil, inf
+from statistics import fmean
+
+from fairlead.lab.simulator.objective import E2E, FAILED, TPOT, TTFT, Objective, loosest
+from fairlead.lab.simulator.world import Replica, Scenario
+from fairlead.lab.workload.describe import ideal_hits
+from fairlead.lab.workload.record import Record, Workload
+
+#: Sequences that a step decodes, where no objective bounds them.
+_BATCH = 64
+
+
+def _prompt_s(replica: Replica, prompt: int, cached: int) -> float:
+    """Seconds to compute it on an idle server, at least."""
+    engine, done, took_s = replica.engine, min(cached, prompt - 1), 0.0
+    while done < prompt:
+        new = min(engine.max_batched_tokens, prompt - done)
+        took_s += engine.latency.step_s(new, new * (done + new / 2), 0, 0)
+        done += new
+    return took_s / replica.speed + replica.overhead_ms * 1e-3
+
+
+def _token_s(replica: Replica, context: int) -> float:
+    """Seconds of a further token of an answer that is alone, at least."""
+    return replica.engine.latency.step_s(0, 0.0, 1, context) / replica.speed / (1 + replica.engine.draft_tokens)
+
+
+def _cached(workload: Workload) -> Iterator[int]:
+    """Tokens of each prompt that may be cached at most: what a prompt before had, and the answer that it continues."""
+    before = {record.id: record.in_tokens + record.out_tokens for record in workload.records}
+    for record, hits in zip(workload.records, ideal_hits(workload), strict=True):
+        yield min(max(hits, before.get(record.parent, 0) if record.parent else 0), record.in_tokens)
+
+
+def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float | None:
+    """What a request takes at least, with all of its prompt cached that ever was computed before; `None` = nothing."""
+    first_s, token_s = _prompt_s(replica, record.in_tokens, cached), _token_s(replica, record.in_tokens)
+    if what == TPOT:
+        return token_s * 1e3 if record.out_tokens > 1 else None
+    return (first_s + (token_s * (record.out_tokens - 1) if what == E2E else 0.0)) * 1e3
+
+
+def impossible(scenario: Scenario, wanted: Sequence[Objective]) -> str:
+    """Why no number of replicas holds the objective, as far as one engine alone tells; empty = it may be held."""
+    replica = max(scenario.replicas, key=lambda replica: replica.speed)
+    records, most = scenario.workload.records, replica.engine.max_model_len
+    long = sum(record.in_tokens + record.out_tokens > most for record in records)
+    for objective in wanted:
+        may_miss = objective.may_miss(len(records))
+        if objective.what == FAILED:
+            if long > may_miss:
+                share = f"{long / len(records):.0%} of the requests are longer than the {most:,} tokens that it takes"
+                return f"{objective} cannot be held by this engine: {share}"
+            continue
+        hits = _cached(scenario.workload)
+        times = [_alone_ms(objective.what, replica, record, hit) for record, hit in zip(records, hits, strict=True)]
+        known = sorted(time for time in times if time is not None)
+        if not known:
+            continue
+        least_ms = known[len(known) - objective.may_miss(len(known)) - 1]
+        if least_ms > objective.limit:
+            reason = {
+                TTFT: "computing the prompt alone, with every shared beginning cached,",
+                TPOT: "one step of an answer that is alone",
+                E2E: "a request that is alone",
+            }[objective.what]
+            said = f"{reason} takes {objective.shown(least_ms)} at that percentile"
+            return f"{objective} cannot be held by any number of replicas: on this engine {said}"
+    return ""
+
+
+def _work(scenario: Scenario, wanted: Sequence[Objective]) -> tuple[float, float]:
+    """Seconds of one replica: prompts, and answers in batches as large as the objective bears."""
+    replica, records = scenario.replicas[0], scenario.workload.records
+    context = fmean(record.in_tokens + record.out_tokens / 2 for record in records) if records else 0.0
+    token_ms = dict(loosest(wanted)).get(TPOT, inf)
+    latency, fitting = replica.engine.latency, max(int(replica.engine.kv_tokens / max(context, 1.0)), 1)
+    batch = min(fitting, replica.engine.max_num_seqs, _BATCH if token_ms == inf else 1024)
+    while batch > 1 and latency.step_s(0, 0.0, batch, int(batch * context)) * 1e3 > token_ms * replica.speed:
+        batch = batch * 3 // 4
+    step_s = latency.step_s(0, 0.0, batch, int(batch * context))
+    hits = _cached(scenario.workload)
+    prompts_s = sum(_prompt_s(replica, record.in_tokens, hit) for record, hit in zip(records, hits, strict=True))
+    return prompts_s, sum(record.out_tokens for record in records) * step_s / batch / replica.speed
+
+
+def first_guess(scenario: Scenario, wanted: Sequence[Objective]) -> int:
+    """Replicas that are busy throughout."""
+    lasts_s = max(scenario.workload.duration_s / scenario.speedup, 1.0)
+    return max(ceil(sum(_work(scenario, wanted)) / lasts_s), 1)
+
+
+def prefill_share(scenario: Scenario, wanted: Sequence[Objective]) -> float:
+    """Of the work of all replicas."""
+    prompts_s, answers_s = _work(scenario, wanted)
+    return min(max(prompts_s / (prompts_s + answers_s), 0.1), 0.9) if prompts_s + answers_s else 0.5

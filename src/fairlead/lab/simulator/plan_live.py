@@ -1,0 +1,168 @@
+"""A journal → what to plan for: its last traffic, the policy in force, as many replicas, as fast as they were.
+
+How fast: what the scheduler had learned is a beginning. Then what was recorded is simulated, and prefill and steps are
+made slower or faster until the medians of TTFT and TPOT come out as they were measured.
+"""
+
+from collections.abc import Sequence
+from math import exp, log
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, structs
+
+from fairlead.compat.recorded import restore
+from fairlead.core.cost import PRIOR
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.records import Snapshot
+from fairlead.core.snapshot import column
+from fairlead.lab.engine.presets import Preset
+from fairlead.lab.engine.spec import LatencyModel
+from fairlead.lab.simulator.capture import capture
+from fairlead.lab.simulator.journal import JournalError, Run
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.lab.simulator.world import MAX_MODEL_LEN, Replica, Scenario, replicas
+from fairlead.lab.workload.record import Record, Workload
+from fairlead.server.journal.records import DETAIL, POLICY
+
+#: Tokens per KV block where engines did not say.
+_BLOCK = 64
+#: Of vLLM on a large GPU, where no limit was ever reached.
+_MAX_NUM_SEQS = 1024
+#: The name of a preset that was learned.
+LEARNED = "learned"
+#: Simulations by which it is fitted, and requests of each.
+_ROUNDS, _FITTED_BY = 5, 1000
+#: Most by which one simulation changes a speed.
+_MOST_SCALED = 4.0
+#: Servers whose speeds differ by less are taken for equal.
+_ALIKE = 0.1
+
+
+class Recorded(Struct, frozen=True):
+    """`scheduling`: see `compat.recorded`. `preset`: what was learned; `None` = nothing. `speeds`: of each replica."""
+
+    workload: Workload
+    scheduling: Any
+    replicas: int
+    preset: Preset | None
+    speeds: tuple[float, ...]
+
+    def fleet(self, preset: Preset) -> tuple[Replica, ...]:
+        """As many of another kind, or of the same one at their speeds."""
+        size, speeds = preset.block_size or self.workload.block_size or _BLOCK, self.speeds
+        return replicas(self.replicas, preset, block_size=size, speeds=speeds if preset.name == LEARNED else ())
+
+
+class Fit(Struct, frozen=True):
+    """Medians of what was recorded, and of its simulation: TTFT and TPOT in milliseconds."""
+
+    preset: Preset
+    recorded: tuple[float, float]
+    simulated: tuple[float, float]
+
+
+def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
+    """The last seconds of a run, and of these the first `head` requests; 0 = all. Raises `JournalError` where nothing
+    was asked then, or `OSError`."""
+    there = {endpoint.id for endpoint in run.head.endpoints}
+    scheduling, snapshot = run.head.scheduling, None
+    for kind, _, body in run.items():
+        if kind == EndpointUp.__name__:
+            there.add(body.endpoint.id)
+        elif kind == EndpointDown.__name__:
+            there.discard(body.endpoint_id)
+        elif kind == POLICY:
+            scheduling = body.document
+        elif kind == DETAIL and body.trace.snapshot is not None:
+            snapshot = body.trace.snapshot
+    workload = _newest(capture(run, key=b"").workload, last_s, head)
+    if not workload.records:
+        raise JournalError(f"run {run.id} has no request that could be repeated; let it serve some first")
+    preset, speeds = _learned(snapshot) if snapshot is not None else (None, ())
+    return Recorded(workload, scheduling, max(len(there), 1), preset, speeds)
+
+
+def fit(record: Recorded, preset: Preset) -> Fit | None:
+    """The preset with which the recorded traffic takes what it took; `None` = no times were recorded."""
+    workload = structs.replace(record.workload, records=record.workload.records[:_FITTED_BY])
+    rows = [(r.outcome.ttft_ms, r.outcome.e2e_ms, r.out_tokens) for r in workload.records if r.outcome and _timed(r)]
+    measured = _medians(rows)
+    best: Fit | None = None
+    if measured is None:
+        return None
+    for _ in range(_ROUNDS):
+        scenario = Scenario(name="recorded", workload=workload, replicas=record.fleet(preset))
+        simulation = Simulation(scenario, restore(record.scheduling))
+        simulation.run()
+        done = [job for job in simulation.jobs if job.status == "done" and _timed(job.record)]
+        simulated = _medians([(job.ttft_ms, job.e2e_ms, job.output_tokens) for job in done])
+        if simulated is None:
+            break
+        made = Fit(preset, measured, simulated)
+        best = made if best is None or _off(made) < _off(best) else best
+        preset = _scaled(preset, *(a / b for a, b in zip(measured, simulated, strict=True)))
+    return best
+
+
+def _timed(record: Record) -> bool:
+    """Its outcome says how long the first token and the answer took."""
+    outcome = record.outcome
+    return outcome is not None and record.stream and record.out_tokens > 1 and 0.0 < outcome.ttft_ms < outcome.e2e_ms
+
+
+def _medians(rows: Sequence[tuple[float, float, int]]) -> tuple[float, float] | None:
+    """Of TTFT and TPOT, from (TTFT, E2E, tokens)."""
+    tokens = [(e2e - ttft) / (count - 1) for ttft, e2e, count in rows if count > 1]
+    return (median(ttft for ttft, _, _ in rows), median(tokens)) if tokens else None
+
+
+def _off(fit: Fit) -> float:
+    return sum(abs(log(a / b)) for a, b in zip(fit.recorded, fit.simulated, strict=True))
+
+
+def _scaled(preset: Preset, prefill: float, step: float) -> Preset:
+    prefill, step = (min(max(factor, 1.0 / _MOST_SCALED), _MOST_SCALED) for factor in (prefill, step))
+    c0, c_pf, c_attn, c_seq, c_kv = structs.astuple(preset.latency)[:5]
+    return structs.replace(
+        preset, latency=LatencyModel(c0 * step, c_pf * prefill, c_attn * prefill, c_seq * step, c_kv * step)
+    )
+
+
+def _newest(workload: Workload, last_s: float, head: int) -> Workload:
+    begin = max(int((workload.duration_s - last_s) * 1e6), 0)
+    records = [
+        structs.replace(record, arrival_us=record.arrival_us - begin)
+        for record in workload.records
+        if record.arrival_us >= begin
+    ]
+    return Workload(name=workload.name, records=records[: head or None], dispatch=workload.dispatch)
+
+
+def _learned(snapshot: Snapshot) -> tuple[Preset, tuple[float, ...]]:
+    """The prior with the factors of the middle endpoint, and how fast each is beside it."""
+    slots = [slot for slot, endpoint in enumerate(snapshot.endpoints) if endpoint is not None]
+    kappa, token_kappa, prefill, step, load = (np.asarray(values)[slots].tolist() for values in snapshot.learned)
+    new = median(a * b for a, b in zip(prefill, kappa, strict=True))
+    fixed = median(a * b for a, b in zip(step, token_kappa, strict=True))
+    more = median(a * b for a, b in zip(load, token_kappa, strict=True))
+    capacities = [float(value) for value in column(snapshot, "capacity_tokens")[slots] if value > 0]
+    sequences = [int(value) for value in column(snapshot, "max_seqs")[slots] if value > 0]
+    capacity = int(median(capacities)) // _BLOCK * _BLOCK if capacities else Preset(latency=LatencyModel(1.0)).kv_tokens
+    preset = Preset(
+        name=LEARNED,
+        model="as recorded",
+        latency=LatencyModel(
+            PRIOR.c0 * fixed, PRIOR.c_pf * 1e3 * new, PRIOR.c_attn * 1e6 * new, PRIOR.c_seq * 1e3 * more,
+            PRIOR.c_kv * 1e6 * more,
+        ),
+        kv_tokens=capacity,
+        max_model_len=min(capacity, MAX_MODEL_LEN),
+        max_num_seqs=max(sequences, default=_MAX_NUM_SEQS),
+        async_scheduling=True,
+    )  # fmt: skip
+    level = [fmean((log(a), log(b))) for a, b in zip(prefill, step, strict=True)]
+    middle = median(level)
+    speeds = tuple(exp(middle - own) if abs(own - middle) > _ALIKE else 1.0 for own in level)
+    return preset, speeds

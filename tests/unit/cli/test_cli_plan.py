@@ -1,0 +1,65 @@
+"""`fairlead plan` as a user calls it. The runs are tiny."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fairlead.cli.main import build_app
+
+QUICK = ("-n", "60", "--seeds", "1", "--slo", "ttft_p90=2s,tpot_p90=50ms")
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "80"}).invoke(build_app(), [str(argument) for argument in arguments])
+
+
+@pytest.mark.simulation
+def test_the_answer_stands_below_the_table_and_in_files(tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    done = call("plan", "-w", "shared-prefix-10", "--engine", "h100-qwen3-32b", "--price", 2.5, *QUICK, "--out", out)
+    assert done.exit_code == 0, done.output
+    found = json.loads((out / "plan.json").read_text())
+    assert f"* {found['replicas']} " in done.stdout and "…" not in done.stdout
+    assert f"{found['replicas']} replicas hold ttft_p90 2s, tpot_p90 50ms, failed 1%" in done.stdout
+    assert f"cost: {2.5 * found['replicas']:,.2f} per hour" in done.stdout
+    assert max(map(len, done.stdout.splitlines()[1:5])) <= 80
+    faster = call("plan", "-w", "shared-prefix-10", "--traffic", "0.2x", *QUICK, "--out", out, "--json")
+    assert json.loads(faster.stdout)["replicas"] < found["replicas"]
+    split = call("plan", "-w", "shared-prefix-10", "--split", *QUICK, "--out", out, "--json")
+    figures = json.loads(split.stdout)
+    assert 0 < figures["prefill"] < figures["replicas"]
+
+
+@pytest.mark.simulation
+def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
+    done = call("plan", "-w", "shared-prefix-10", "--max-replicas", 1, *QUICK, "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "no size up to 1 replicas holds ttft_p90 2s" in done.stdout
+    impossible = call("plan", "-w", "shared-prefix-10", "-n", 60, "--slo", "ttft_p95=50ms", "--out", tmp_path)
+    assert impossible.exit_code == 1
+    assert "cannot be held by any number of replicas" in impossible.stderr and "prompt alone" in impossible.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give a --workload, or the --live journal"),
+        (("-w", "agents", "--live", "journal"), "give a --workload, or the --live journal"),
+        (("-w", "agentz"), "neither a scenario nor a file; did you mean 'agents'?"),
+        (("-w", "interactive-chad"), "did you mean 'interactive-chat'?"),
+        (("-w", "agents", "--engine", "qwen-32b-h200"), "did you mean 'qwen3-32b-h200'?"),
+        (("-w", "agents", "--slo", "p95=2s"), "'p95=2s' is no objective"),
+        (("-w", "agents", "--traffic", "twice"), "--traffic twice: expected e.g. 2x"),
+        (("-w", "agents", "--policy", "no-such"), "neither a policy nor a file"),
+        (("--live", "http://127.0.0.1:1"), "does not answer"),
+        (("--live", "."), "holds no journal"),
+    ],
+)
+def test_wrong_input_says_what_to_do(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = call("plan", *arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
