@@ -54,7 +54,7 @@ Engine = Annotated[
 ]
 Slo = Annotated[
     str,
-    typer.Option(metavar="NAME=LIMIT,...", help="Percentiles of ttft, tpot and e2e; failed=1% goes without saying."),
+    typer.Option(metavar="NAME=LIMIT,...", help="Percentiles of ttft, tpot and e2e, and failed (1%)."),
 ]
 Live = Annotated[
     str,
