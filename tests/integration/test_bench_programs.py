@@ -32,7 +32,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "start": ("--rounds 1", ("here/first_200_ms", "here/parent_mb", "here/scheduler_mb")),
     "tuning": ("--head 10 --seeds 1", ("settings", "recognised")),
     "configs": ("", ("same_meaning", "noted", "refused", "unlisted", "other")),
-    "plan": ("--quick", ("workloads/agents/planned", "workloads/agents/brute_force", "most_off", "slowest_s")),
+    "plan": ("--quick", ("workloads/agents/planned", "workloads/agents/brute_force", "most_off", "slowest_cpu_s")),
     "path": ("", ("bytecodes", "functions", "files", "parts/session", "parts/policy")),
     "tokens": ("--rounds 1", ("cold_100k_ms",)),
     "shadows": ("--count 40 --rounds 1", ("plain/p99_ms", "shadowed/p99_ms", "p99_ratio")),

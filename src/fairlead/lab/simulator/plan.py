@@ -94,7 +94,9 @@ class Plan(Struct, frozen=True):
     #: `clear`, `fair`, `narrow`, and why.
     confidence: str
     why: str
+    #: Simulations, and what they took of the processors.
     trials: int
+    cpu_s: float
 
 
 #: Runs trials, in any number of processes, and gives what came of each in their order.
@@ -289,13 +291,13 @@ class _Trials:
         return (tried.missed[objective.name] for objective in self._case.wanted if objective.what == what)
 
     def shares(self, sizes: Sequence[int]) -> list[float]:
-        """Of the seeds that hold, complete runs."""
+        """Of the seeds that hold. The first one runs to its end, for the table."""
         able = [size for size in sizes if size > self._case.dead + bool(self._share)]
-        trials = {size: [self.trial(size, seed, True) for seed in range(self._seeds)] for size in able}
+        trials = {size: [self.trial(size, seed, seed == 0) for seed in range(self._seeds)] for size in able}
         self(trial for of_size in trials.values() for trial in of_size)
         return [fmean(self.done[trial].holds for trial in trials[size]) if size in trials else 0.0 for size in sizes]
 
-    def row(self, trials: Sequence[Trial]) -> Row:
+    def row(self, trials: Sequence[Trial], held: dict[int, bool]) -> Row:
         tried = self(trials)
         per_hour = [
             fmean(run.tokens[i] / run.arriving_s * 3600.0 if run.arriving_s else 0.0 for run in tried) for i in range(2)
@@ -305,19 +307,26 @@ class _Trials:
             trials[0].prefill,
             fmean(run.goodput for run in tried),
             {o.name: median(run.measured[o.name] for run in tried) for o in self._case.wanted},
-            sum(run.holds for run in tried),
-            len(tried),
+            sum(held.values()),
+            len(held),
             (per_hour[0], per_hour[1]),
             trials[0].dead,
         )
 
     def rows(self) -> list[Row]:
-        """Of complete runs, by size."""
-        kinds: dict[tuple[int, int, int], list[Trial]] = {}
-        for trial in self.done:
+        """By size: figures of the runs that went to their end, verdicts of all."""
+        complete: dict[tuple[int, int, int], list[Trial]] = {}
+        held: dict[tuple[int, int, int], dict[int, bool]] = {}
+        for trial, tried in self.done.items():
+            size = trial.replicas, trial.prefill, trial.dead
+            held.setdefault(size, {})[trial.seed] = tried.holds
             if trial.complete:
-                kinds.setdefault((trial.replicas, trial.prefill, trial.dead), []).append(trial)
-        return [self.row(trials) for _, trials in sorted(kinds.items())]
+                complete.setdefault(size, []).append(trial)
+        return [self.row(trials, held[size]) for size, trials in sorted(complete.items())]
+
+    @property
+    def cpu_s(self) -> float:
+        return sum({id(tried): tried.cpu_s for tried in self.done.values()}.values())
 
 
 def plan(
@@ -344,7 +353,13 @@ def plan(
     trials(shown)
     rows = trials.rows()
     row = next((row for row in rows if row.replicas == best and row.dead == case.dead and row.seeds == seeds), None)
-    return Plan(row, rows, *_confidence(case.wanted, row, rows), len({id(tried) for tried in trials.done.values()}))
+    return Plan(
+        row,
+        rows,
+        *_confidence(case.wanted, row, rows),
+        len({id(tried) for tried in trials.done.values()}),
+        trials.cpu_s,
+    )
 
 
 def _confidence(wanted: Sequence[Objective], best: Row | None, rows: Sequence[Row]) -> tuple[str, str]:

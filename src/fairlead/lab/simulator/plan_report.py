@@ -27,6 +27,7 @@ def document(plan: Plan, wanted: Sequence[Objective], price: float, about: dict[
         "cost": costs(best, price) if best else None,
         "rows": [msgspec.to_builtins(row) | {"cost": costs(row, price)} for row in plan.rows],
         "simulations": plan.trials,
+        "cpu_s": round(plan.cpu_s, 1),
     }
 
 
