@@ -365,8 +365,9 @@ async def raw(world_: World, request: bytes, *more: bytes) -> bytes:
     return answer
 
 
-async def test_the_log_tells_whose_uploads_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(receive_idle=0.4, max_heap=128 << 20) as w:
+@pytest.mark.parametrize(("share", "reason"), [(1.0, "memory"), (0.25, "address")])
+async def test_the_log_tells_whose_uploads_were_ended(share: float, reason: str) -> None:
+    async with world(receive_idle=0.4, max_heap=128 << 20, upload_share=share) as w:
         host, _, port = w.gateway.address.rpartition(":")
         started = [(1_000, 800_000)[i % 2] for i in range(4)] + [10 << 20] * 12
         clients = []
@@ -382,8 +383,8 @@ async def test_the_log_tells_whose_uploads_were_ended(monkeypatch: pytest.Monkey
         told = w.picker.uploads
         # The second listener hears of loopback clients by the address of this machine.
         assert ("127.0.0.1", 1_000, "paused") in told and all(ip_address(client) for client, _, _ in told)
-        memory = [size for _, size, why in told if why == "memory"]
-        assert memory and min(memory) > 256 << 10
+        large = [size for _, size, why in told if why == reason]
+        assert large and min(large) > 256 << 10
         await w.post(body=bytes(1 << 20))
         within = [entry for entry in w.picker.entries if entry.upstream.startswith("envoy://")]
         assert not any(entry.lease for entry in within)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
@@ -10,6 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from h2.connection import H2Connection
+from h2.events import ResponseReceived
 
 from fairlead.gateway.envoy import routes
 from fairlead.gateway.envoy.authentication import Key, KeysFile, new_key
@@ -59,12 +62,18 @@ class Edge:
     def __init__(self, gateway: Gateway, upstream: Upstream) -> None:
         self.gateway, self.upstream = gateway, upstream
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(self, source: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = self.gateway.address.rpartition(":")
-        return await asyncio.open_connection(host, int(port))
+        return await asyncio.open_connection(host, int(port), local_addr=(source, 0))
 
     async def ask(
-        self, path: str = CHAT, body: bytes = b"hello", method: str = "POST", chunked: bool = False, more: str = ""
+        self,
+        path: str = CHAT,
+        body: bytes = b"hello",
+        method: str = "POST",
+        chunked: bool = False,
+        more: str = "",
+        source: str = "127.0.0.1",
     ) -> bytes:
         """The whole answer."""
         length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
@@ -72,7 +81,7 @@ class Edge:
         if method == "GET":
             length = b"accept: */*"
         head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{more}".encode("latin-1")
-        reader, writer = await self.connect()
+        reader, writer = await self.connect(source)
         async with asyncio.timeout(30):
             writer.write(head + length + b"\r\n\r\n" + sent)
             answer = await reader.read()
@@ -80,9 +89,14 @@ class Edge:
         return answer
 
     async def status(
-        self, path: str = CHAT, body: bytes = b"hello", method: str = "POST", chunked: bool = False
+        self,
+        path: str = CHAT,
+        body: bytes = b"hello",
+        method: str = "POST",
+        chunked: bool = False,
+        source: str = "127.0.0.1",
     ) -> int:
-        return int((await self.ask(path, body, method, chunked))[9:12])
+        return int((await self.ask(path, body, method, chunked, source=source))[9:12])
 
     async def stall(self, size: int, ended: list[bytes], drip: float = 0.0) -> None:
         """All of a body but its end; then nothing, or a byte each `drip` seconds. Its answer goes into `ended`."""
@@ -122,7 +136,7 @@ async def edge(**options: object) -> AsyncIterator[Edge]:
 
 async def test_idle_uploads_above_the_heap_limit_cost_nobody_else_a_request() -> None:
     """24 connections send 10 MB and stop: twice the limit. Before, all others got 503 for as long as they liked."""
-    async with edge(max_heap=128 * MB) as at:
+    async with edge(max_heap=128 * MB, upload_share=1.0) as at:
         ended: list[bytes] = []
         stalling = []
         statuses: Counter[int] = Counter()
@@ -139,6 +153,109 @@ async def test_idle_uploads_above_the_heap_limit_cost_nobody_else_a_request() ->
     assert statuses == {200: 120}
     assert peak < 128 * MB + BESIDE
     assert len(ended) > 8, "the largest uploads are ended"
+
+
+async def answer_of(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(20):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = re.search(rb"content-length: (\d+)", head)
+        return head + (await reader.readexactly(int(size[1])) if size else b"")
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "unannounced"])
+async def test_an_address_holds_no_more_than_its_share_and_others_go_on(chunked: bool) -> None:
+    """Five uploads of 6 MB that stop, from one address that may hold 20 MB."""
+    async with edge(max_heap=512 * MB, upload_share=20 / 512, body_limit=8 * MB) as at, asyncio.timeout(30):
+        before = at.resident()
+        length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (6 * MB)
+        head = b"POST %b HTTP/1.1\r\nhost: a\r\n%b\r\n\r\n" % (CHAT.encode(), length)
+        piece = b"80000\r\n%b\r\n" % bytes(MB // 2) if chunked else bytes(MB // 2)
+
+        async def upload() -> tuple[asyncio.StreamWriter, "asyncio.Task[bytes]"]:
+            reader, writer = await at.connect()
+            writer.write(head)
+            return writer, asyncio.create_task(answer_of(reader))
+
+        async def refused(least: int) -> None:
+            while sum(answer.done() for _, answer in uploads) < least:
+                await asyncio.sleep(0.01)
+
+        uploads = [await upload() for _ in range(5)]
+        await refused(0 if chunked else 2)  # what was announced is refused at once
+        for writer, answer in uploads:
+            for _ in range(0 if answer.done() else 11):
+                writer.write(piece)
+                await writer.drain()
+        assert at.resident() - before < 20 * MB + BESIDE
+        assert await at.status(body=bytes(6 * MB), source="127.0.0.2") == 200
+        assert await at.status(body=bytes(6 * MB), chunked=True, source="127.0.0.2") == 200
+        assert await at.status() == 200, "a short one from there"
+        for writer, answer in uploads:
+            if not answer.done():
+                writer.write(piece + b"0\r\n\r\n" * chunked)
+                await writer.drain()
+        answers = await asyncio.gather(*(answer for _, answer in uploads))
+        for writer, _ in uploads:
+            writer.close()
+        wrong = [answer for answer in answers if not answer.startswith(b"HTTP/1.1 200 ")]
+        # Those that come at the same time without a length may all be too much.
+        assert len(wrong) == 2 or (chunked and len(wrong) > 2)
+        assert all(answer.startswith(b"HTTP/1.1 429 ") and b'"type":"RateLimitError"' in answer for answer in wrong)
+        assert await at.status(body=bytes(6 * MB)) == 200, "what ended holds nothing"
+        assert at.upstream.asked.count(CHAT) == 5 - len(wrong) + 4, "no refused one reached a model server"
+
+
+async def test_so_do_uploads_over_http2_that_announce_nothing() -> None:
+    """These do not take the way of large ones."""
+    sent = asyncio.Event()
+
+    async def upload(at: Edge) -> str:
+        reader, writer = await at.connect()
+        client = H2Connection()
+        client.initiate_connection()
+        client.send_headers(1, [(":method", "POST"), (":scheme", "http"), (":authority", "a"), (":path", CHAT)])
+        left, status = 6 * MB, ""
+        while not status:
+            while left and (room := min(client.local_flow_control_window(1), 16_384, left)):
+                client.send_data(1, bytes(room))
+                left -= room
+            if not left and not sent.is_set():
+                writer.write(client.data_to_send())
+                await sent.wait()
+                client.end_stream(1)
+            writer.write(client.data_to_send())
+            await writer.drain()
+            for event in client.receive_data(await reader.read(1 << 16)):
+                if isinstance(event, ResponseReceived):
+                    status = str(dict(event.headers)[b":status"], "ascii")
+        writer.close()
+        return status
+
+    async with edge(max_heap=512 * MB, upload_share=20 / 512, body_limit=8 * MB) as at, asyncio.timeout(30):
+        before = at.resident()
+        uploads = [asyncio.create_task(upload(at)) for _ in range(5)]
+        while sum(int(n) for n in (await at.gateway.admin.stats("downstream_cx_rx_bytes_total")).values()) < 30 * MB:
+            await asyncio.sleep(0.02)
+        assert at.resident() - before < 20 * MB + BESIDE
+        sent.set()
+        statuses = await asyncio.gather(*uploads)
+        assert statuses.count("429") >= 2 and statuses.count("200") == 5 - statuses.count("429")
+        assert len(at.upstream.asked) == statuses.count("200")
+
+
+async def test_uploads_whose_client_left_hold_nothing() -> None:
+    async with edge(max_heap=512 * MB, upload_share=20 / 512, body_limit=8 * MB) as at:
+        ended: list[bytes] = []
+        for _ in range(8):
+            task = asyncio.create_task(at.stall(6 * MB, ended))
+            await asyncio.wait([task], timeout=0.2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        answer = 0
+        async with asyncio.timeout(10):
+            while answer != 200:
+                with contextlib.suppress(OSError):  # a refused one may be reset while it is sent
+                    answer = await at.status(body=bytes(6 * MB))
 
 
 @pytest.mark.parametrize("size", [1000, 2 * MB], ids=["small", "large"])

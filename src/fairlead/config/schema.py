@@ -128,6 +128,13 @@ class Gateway(Section):
         description="At the start, listen to clients once the scheduler answers, or after this time without it. 0 = "
         "at once.",
     )
+    upload_share: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="Share of `maxHeap` that unfinished bodies from one address may hold, at least `bodyLimit`; "
+        "more get 429. 1 = no bound, for clients behind one proxy.",
+    )
     receive_idle: PositiveSeconds = Field(
         default=15.0, description="How long a request body may pause; a tenth of it when memory is short."
     )

@@ -34,6 +34,7 @@ from msgspec import Struct
 
 from fairlead.core.errors import ProtocolError
 from fairlead.core.events import RequestMoved, ResponseEnded, StreamLost
+from fairlead.core.headers import OWN_NAMESPACE
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Incidents
 from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
@@ -65,11 +66,18 @@ _SUMMARY = re.compile(
     # Other gateways may let a client write the last one: any bytes that a header can have.
     rb"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;"
 )
-#: Of a log of its own, which has but the uploads that the gateway ended: client, bytes received, response flags.
+#: Of a log of its own, which has but the uploads that the gateway ended: client, bytes received, response flags, and
+#: the bytes of one that was refused because of its client's address.
 UPLOAD_TAG = "fairlead_upload"
-UPLOAD = "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %BYTES_RECEIVED% %RESPONSE_FLAGS%;"
+REFUSED_UPLOAD = "refused_upload"
+UPLOAD = (
+    "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %BYTES_RECEIVED% %RESPONSE_FLAGS% "
+    f"%DYNAMIC_METADATA({OWN_NAMESPACE}:{REFUSED_UPLOAD})%;"
+)
 _UPLOADS = b"\x0a\x0f" + UPLOAD_TAG.encode()
-_UPLOAD = re.compile(_UPLOADS + rb"\x12[\x00-\x7f]([0-9a-fA-F.:]{0,45}) (\d{1,18}) ([A-Za-z,\-]*);")
+_UPLOAD = re.compile(
+    _UPLOADS + rb"\x12[\x00-\x7f]([0-9a-fA-F.:]{0,45}) (\d{1,18}) ([A-Za-z,\-]*)(?: (?:-|(\d{0,18})))?;"
+)
 #: Envoy's flags, by why it ended an upload: OverloadManager, StreamIdleTimeout, DurationTimeout.
 UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
 #: Before an address inside of Envoy: there its second listener logs the request again.
@@ -103,10 +111,11 @@ class AccessLogEntry(Struct, frozen=True):
 def read_uploads(message: bytes) -> list[tuple[str, int, str]]:
     """(client's address, bytes received, reason) of uploads that the gateway ended, in a StreamAccessLogsMessage."""
     uploads = []
-    for client, received, flags in _UPLOAD.findall(message):
-        reason = next((UPLOAD_ENDS[flag] for flag in flags.decode().split(",") if flag in UPLOAD_ENDS), "")
+    for client, received, flags, refused in _UPLOAD.findall(message):
+        ended = (UPLOAD_ENDS[flag] for flag in flags.decode().split(",") if flag in UPLOAD_ENDS)
+        reason = "address" if refused else next(ended, "")
         if reason:
-            uploads.append((client.decode(), int(received), reason))
+            uploads.append((client.decode(), int(refused or received), reason))
     return uploads
 
 

@@ -59,7 +59,7 @@ class Incidents(Protocol):
         """The gateway served a request at `address` without asking us."""
 
     def on_upload_ended(self, client: str, received: int, reason: str) -> None:
-        """The gateway ended an upload of `client`, after so many bytes: `memory`, `paused` or `slow`."""
+        """The gateway ended an upload of `client`, after so many bytes: `memory`, `paused`, `slow` or `address`."""
 
 
 class Client(Protocol):

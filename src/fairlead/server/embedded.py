@@ -134,6 +134,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         body_limit=gateway.body_limit,
         max_heap=gateway.max_heap or min(memory_limit() // 2, _LARGEST_HEAP),
         max_connections=gateway.max_connections,
+        upload_share=gateway.upload_share,
         receive_idle=gateway.receive_idle,
         paths=gateway.paths,
         keys_file=KEYS if gateway.keys else "",

@@ -15,13 +15,23 @@ from fairlead.core.headers import (
     RESIZABLE_METADATA,
     WHOLE_BODY_METADATA,
 )
-from fairlead.gateway.access_log import GATEWAY_ID, SUMMARY, SUMMARY_TAG, TTFT, UPLOAD, UPLOAD_ENDS, UPLOAD_TAG
+from fairlead.gateway.access_log import (
+    GATEWAY_ID,
+    REFUSED_UPLOAD,
+    SUMMARY,
+    SUMMARY_TAG,
+    TTFT,
+    UPLOAD,
+    UPLOAD_ENDS,
+    UPLOAD_TAG,
+)
 from fairlead.gateway.envoy.admin import LISTENER
 from fairlead.gateway.envoy.authentication import authentication
 from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, LARGE, RECEIVED, local_replies, route_config
+from fairlead.gateway.envoy.uploads import bound
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
 #: Request headers that go *at entry*, before routing and before the scheduler: those that name a machine. Nobody but
@@ -86,7 +96,9 @@ def _als(options: Options, tag: str, value: str) -> Json:
 
 def _uploads_log(options: Options) -> Json:
     flags = {"response_flag_filter": {"flags": list(UPLOAD_ENDS)}}
-    return {**_als(options, UPLOAD_TAG, UPLOAD), "filter": flags}
+    present = {"filter": OWN_NAMESPACE, "path": [{"key": REFUSED_UPLOAD}], "value": {"present_match": True}}
+    refused = {"metadata_filter": {"matcher": present, "match_if_key_not_found": False}}
+    return {**_als(options, UPLOAD_TAG, UPLOAD), "filter": {"or_filter": {"filters": [flags, refused]}}}
 
 
 # The HTTP filters of the gateway: how requests reach the scheduler, and what it sees of responses.
@@ -324,7 +336,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         ],
         "local_reply_config": local_replies(),
         "route_config": route_config(options, outside),
-        "http_filters": [*asks, *http_filters(options)],
+        "http_filters": [*asks, *bound(options, outside), *http_filters(options)],
     }
     logs = access_logs(options)
     if logs:

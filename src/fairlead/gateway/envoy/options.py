@@ -113,6 +113,8 @@ class Options(Struct, frozen=True, kw_only=True):
     upstream_http2: bool = False
     #: A request may be silent in both directions this long: non-streaming generations are.
     stream_idle_timeout: float = 86_400.0
+    #: Of the heap limit, what unfinished request bodies from one address may hold, but `body_limit` at least; 1 = all.
+    upload_share: float = 0.25
     #: A request body may pause this long while it is received.
     receive_idle: float = 15.0
     #: Paths that are let in besides those of inference (`routes`); `*` at the end stands for anything.
@@ -162,6 +164,8 @@ class Options(Struct, frozen=True, kw_only=True):
         for name in (*positive, "als_interval", "body_limit", "max_streams", "max_connections", "envoys"):
             if not values[name] > 0:
                 raise ConfigError("must be above 0", f"$.{name}")
+        if not 0 < self.upload_share <= 1:
+            raise ConfigError("must be above 0 and at most 1", "$.upload_share")
         if self.body_limit >= 1 << 32:
             raise ConfigError("must be below 4 GiB: Envoy counts in 32 bits", "$.body_limit")
         for i, path in enumerate(self.paths):

@@ -8,7 +8,7 @@ from typing import Any
 from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.apis import ANYWHERE, EXACT
 from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE, REWRITTEN, STEERING_HEADERS
-from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.gateway.access_log import GATEWAY_ID, REFUSED_UPLOAD
 from fairlead.gateway.envoy.authentication import JWT, KEYS, NAMED
 from fairlead.gateway.envoy.clusters import (
     DESTINATION_CLUSTER,
@@ -21,6 +21,7 @@ from fairlead.gateway.envoy.clusters import (
     seconds,
 )
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.uploads import BOUND, WHY, bound
 from fairlead.gateway.ext_proc import DESTINATION as EXT_PROC_DESTINATION
 from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
 
@@ -74,7 +75,8 @@ _NO_BODY = {
     "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
     "buffer": {"max_request_bytes": 1},
 }
-_OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
+_FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
+_OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
 
 
 def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Json]:
@@ -99,7 +101,8 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
     for most, total in TOTAL:
         yield {"match": {**allowed, "headers": [_length(least, most)]}, "route": _receiving(options, total)}
         least = most
-    yield {"match": allowed, "route": _receiving(options, TOTAL_REST)}
+    bounded = {"typed_per_filter_config": {BOUND: _ON}} if outside and bound(options, outside) else {}
+    yield {"match": allowed, "route": _receiving(options, TOTAL_REST), **bounded}
     text = "this gateway does not pass this path on; gateway.paths of its configuration names further ones"
     refused = {"status": 404, "body": {"inline_string": text}}
     yield {"match": {"prefix": "/"}, "direct_response": refused, "typed_per_filter_config": unread}
@@ -199,8 +202,18 @@ def _routes(options: Options, outside: bool) -> list[Json]:
         _for_grpc(picked, GRPC_DESTINATION),
         _for_grpc(unscheduled, GRPC_POOL),
     ]
-    made = [refused, *grpc, repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked, unscheduled]
+    picks = [repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked]
+    made = [refused, _too_much(), *grpc, *picks, unscheduled]
     return [*made, *_before(options, outside, unscheduled)]
+
+
+def _too_much() -> Json:
+    """Of uploads of which the rest was thrown away (`uploads`)."""
+    return {
+        "match": {"prefix": "/", "dynamic_metadata": [_present(REFUSED_UPLOAD, OWN_NAMESPACE)]},
+        "direct_response": {"status": 429, "body": {"inline_string": WHY}},
+        "typed_per_filter_config": dict.fromkeys(RECEIVING, _OFF),
+    }
 
 
 def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
@@ -245,10 +258,10 @@ def _replies(
     """In one shape, for requests whose path begins so; `fallback_type`: the type of any other status."""
     denied = {"filter": _all_of(_status(403), *_under(path), _details("startsWith('rbac_')"))}
     yield {**denied, "body": {"inline_string": _UNNAMED}, "body_format_override": body(types[403])}
-    for status in (401, 403, 404, 408, 413, 503, 504):
+    for status in (401, 403, 404, 408, 413, 429, 503, 504):
         mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
         mapper["body_format_override"] = body(types.get(status, fallback_type))
-        if status == 503:
+        if status in (429, 503):
             mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
         yield mapper
     yield {"filter": _all_of(*_under(path), _not_ours()), "body_format_override": body(fallback_type)}

@@ -217,7 +217,12 @@ class GatewayMetrics:
 #: Seconds between two lines about them, and how long they are remembered for `/readyz`.
 _UPLOADS_GAP = 10.0
 _MAX_CLIENTS, _NAMED = 256, 3
-_WORDS = {"memory": "to keep its memory", "paused": "that paused", "slow": "that took too long"}
+_WORDS = {
+    "memory": "to keep its memory",
+    "paused": "that paused",
+    "slow": "that took too long",
+    "address": "because others from the same address held their share",
+}
 
 
 class UploadMetrics:
@@ -231,7 +236,10 @@ class UploadMetrics:
         self._clients: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
         self._logged_at = -inf
-        text = "Uploads that the embedded gateway ended, by reason: memory (it ran short), paused, slow."
+        text = (
+            "Uploads that the embedded gateway ended: memory (it was short of it), paused, slow, address (others from "
+        )
+        text += "the same address held its share of the memory)."
         registry.show("fairlead_uploads_ended_total", text, self._ended)
 
     def ended(self, client: str, received: int, reason: str) -> None:

@@ -73,10 +73,10 @@ def test_the_scheduler_gets_every_header_that_it_reads_and_no_other() -> None:
 def test_whole_mode_buffers_in_front_of_ext_proc() -> None:
     bootstrap = build(Options(body_limit=1234))
     names = [f["name"].rpartition(".")[2] for f in manager(bootstrap)["http_filters"]]
-    assert names == ["buffer", "set_filter_state", "ext_proc", "again", "router"]
-    first, second = (manager(bootstrap)["http_filters"][i]["typed_config"] for i in (0, 3))
+    assert names == ["uploads", "buffer", "set_filter_state", "ext_proc", "again", "router"]
+    first, second = (manager(bootstrap)["http_filters"][i]["typed_config"] for i in (1, 4))
     assert first == second, "the router sees each body once"
-    assert manager(bootstrap)["http_filters"][0]["typed_config"]["max_request_bytes"] == 1234
+    assert manager(bootstrap)["http_filters"][1]["typed_config"]["max_request_bytes"] == 1234
     config = ext_proc(bootstrap)
     assert config["send_body_without_waiting_for_header_response"] is True
     assert config["processing_mode"]["request_body_mode"] == "STREAMED"
