@@ -31,6 +31,7 @@ from fairlead.core.policy import Filter, Policy
 from fairlead.core.profile import Profile
 from fairlead.core.queues import Queues, Shares
 from fairlead.core.remote import BreakerRules, Canary, RemotePolicy
+from fairlead.core.reports import SharedFleet
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.scheduling import Build, Scheduling
 from fairlead.core.shadow import CaseTaker
@@ -179,14 +180,18 @@ def build_pipeline(
     """
     build = build or SchedulingBuilder(on_plugin_error, registry)
     scheduling = build(config)
+    fleet = fleet or Fleet(lease_ttl=config.ledger.lease_ttl, staleness=config.metrics.staleness)
+    flow_controller = build_flow_controller(config, scheduling.base, on_plugin_error, registry)
+    if flow_controller is not None and isinstance(fleet, SharedFleet):
+        fleet.reports.follow(flow_controller.flow)
     return Pipeline(
         clock,
         rng,
-        fleet or Fleet(lease_ttl=config.ledger.lease_ttl, staleness=config.metrics.staleness),
+        fleet,
         scheduling.policy,
         tokens or TokenEstimator(),
         on_plugin_error,
-        build_flow_controller(config, scheduling.base, on_plugin_error, registry),
+        flow_controller,
         remotes=scheduling.remotes or None,
         shadows=scheduling.shadows,
         snapshot=Snapshots() if snapshots else None,

@@ -67,6 +67,19 @@ class Ended(Struct, frozen=True, array_like=True, gc=False):
     tokens: Annotated[int, Meta(ge=BROKEN, le=1_000_000_000)] = BROKEN
 
 
+class Held(Struct, frozen=True, array_like=True, gc=False):
+    """A flow: requests that wait, the age of the first of them in `AGE_UNIT`; those and the ones at endpoints;
+    milliseconds of work that it was given by this origin, ever. It replaces what was told of it before."""
+
+    priority: Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
+    model: str
+    tenant: str
+    count: Count
+    age: Count
+    wanted: Count
+    served_ms: Annotated[float, Meta(ge=0.0, le=1e15)]
+
+
 class Blocks(Struct, frozen=True, array_like=True, gc=False):
     """New blocks of all chains of a message: hashes, and ends in bytes of the prompt, both little-endian."""
 
@@ -85,7 +98,8 @@ class Blocks(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
-    """`sequence` counts an origin's batches from 1. `number`: of the first lease charged; the others follow."""
+    """`sequence` counts an origin's batches from 1. `number`: of the first lease charged; the others follow. `held`:
+    flows that changed."""
 
     version: Count
     sequence: Count
@@ -97,11 +111,12 @@ class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
     ended: tuple[Ended, ...]
     sent: tuple[Sent, ...]
     blocks: Blocks
+    held: tuple[Held, ...] = ()
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
     """All that the batches up to `sequence` come to, and perhaps more. `numbers`: of the leases `charged`, all below
-    `number`, which is the next one's. `pending`: of those before their first token."""
+    `number`, which is the next one's. `pending`: of those before their first token. `held`: all flows with requests."""
 
     version: Count
     sequence: Count
@@ -112,6 +127,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
     pending: tuple[Count, ...]
     sent: tuple[Sent, ...]
     blocks: Blocks
+    held: tuple[Held, ...] = ()
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -50,6 +50,7 @@ from fairlead.core.flow import (
 from fairlead.core.gates import EarlyShedding, PoolGate
 from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
 from fairlead.core.ledger import Lease
+from fairlead.core.peer_queues import PeerQueues
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Band, Queues, Shares
 from fairlead.core.records import DecisionRecord, Trace, Waited
@@ -192,6 +193,7 @@ class FlowControl:
         self._ceiling = ceiling
         self._shedding = shedding
         self._drains = drains
+        self.peers = PeerQueues()
         #: The flow whose requests are not counted, because there is no other; `None` = all are counted, by flow.
         self.only: FlowKey | None = None
         self.relax()
@@ -237,12 +239,18 @@ class FlowControl:
             for lease, output in leases
         ]
 
+    @property
+    def uncounted(self) -> FlowKey | None:
+        """The one flow whose requests go uncounted."""
+        return None if self.only is _ANYBODY else self.only
+
     def relax(self) -> None:
         """Stop counting if there is one flow at most. To be called now and then."""
         if self.only is None and self._ceiling is None and self._shedding is None and not len(self.queues):
             active = self.queues.active()
-            if len(active) < 2:
-                self.only = active[0] if active else _ANYBODY
+            only = active[0] if active else _ANYBODY
+            if len(active) < 2 and not self.peers.beside(only):
+                self.only = only
 
     # ---- arrivals ----
 
@@ -290,12 +298,15 @@ class FlowControl:
             outcome.known = known
             if len(self.queues) == 1:  # nobody has looked while nobody waited
                 self._look(fleet, now)
+                self.peers.reopen()
             outcome.counted = self.tally.counted(now)
         return outcome if isinstance(outcome, Refused) else (outcome, displaced)
 
     def _goes(self, request: Request, fleet: Fleet, now: float, slot: int, expect: Expect) -> bool:
         """Whether it goes at once, to `slot` if that is known."""
         free = not len(self.queues)
+        if request.priority < self.peers.top:
+            return False
         if not (free or slot >= 0) or not self._below_ceiling(request.priority, fleet, now):
             return False
         opened = self.gate.open(fleet, now)
@@ -396,11 +407,14 @@ class FlowControl:
         bands, held_back = self._served(fleet, now)
         for band in bands:
             if band.count:
-                among = self._calm(band, opened, fleet.table, now)
+                left, more_at = self.peers.left(band.priority, opened, now)
+                self.look_again = min(self.look_again, more_at)
+                held_back = held_back or left is not opened
+                among = self._calm(band, left, fleet.table, now)
                 bound = self._of_band(band, fleet, among, now) if np.count_nonzero(among) else None
-                if among is not opened:
+                if among is not left:
                     held_back = True
-                    bound = bound or self._not_heavy(band, fleet, opened, now)
+                    bound = bound or self._not_heavy(band, fleet, left, now)
                 if bound is not None:
                     self._in_vain = None
                     self._passed.clear()

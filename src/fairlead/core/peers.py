@@ -34,6 +34,7 @@ from fairlead.core.facts import (
     rising,
 )
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease
 from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
@@ -74,8 +75,13 @@ class View(Struct, eq=False):
         now nobody knows: compare `sequence` with its own (`Reports.sequence`)."""
         return bool(self.beyond) or self.unusable >= 0
 
+    @property
+    def newest(self) -> int:
+        """Of the batches that came."""
+        return max(self.beyond, default=self.sequence)
+
     def missed(self) -> None:
-        self.unusable = max(self.beyond, default=self.sequence)
+        self.unusable = self.newest
 
     def received(self, sequences: set[int]) -> None:
         """These batches are known now, too."""
@@ -91,9 +97,10 @@ Dictionary = dict[int, tuple[PrefixChain, int]]
 class Peers:
     """Changed by events alone; see the module's rules."""
 
-    def __init__(self, clock: Clock, fleet: Fleet) -> None:
+    def __init__(self, clock: Clock, fleet: Fleet, flow: FlowControl | None = None) -> None:
         self._clock = clock
         self._fleet = fleet
+        self._flow = flow
         #: By origin.
         self.views: dict[str, View] = {}
         #: Leases of origins that are lost, and when they were.
@@ -134,6 +141,7 @@ class Peers:
             if view.beyond:
                 view.early[ended.number] = True
             self._end(view, ended, now)
+        self._hold(origin, view, batch, now)
         self._settle(view)
 
     def snapshot(self, origin: str, payload: bytes) -> None:
@@ -153,6 +161,7 @@ class Peers:
             if number not in pending:
                 self._first_token(view, number, now)
         self._insert(view, snapshot, {})
+        self._hold(origin, view, snapshot, now)
         view.sequence = snapshot.sequence
         view.beyond = {sequence for sequence in view.beyond if sequence > snapshot.sequence}
         view.received(set())
@@ -161,6 +170,8 @@ class Peers:
     def lost(self, origin: str) -> None:
         """It ended, or nobody hears of it."""
         view = self.views.pop(origin, None)
+        if self._flow is not None:
+            self._flow.peers.drop(origin)
         if view is not None and view.leases:
             self._orphans[origin] = self._clock.time(), view.leases
 
@@ -189,6 +200,11 @@ class Peers:
             view.early.clear()
 
     # ---- facts ----
+
+    def _hold(self, origin: str, view: View, message: Batch | Snapshot, now: float) -> None:
+        """Flows as they stand now: what is older than was told already says nothing."""
+        if self._flow is not None and message.sequence >= view.newest:
+            self._flow.peers.take(origin, message.held, self._flow.queues, now)
 
     def _charge(self, view: View, number: int, charged: Charged, names: tuple[str, ...]) -> None:
         if number in view.leases or view.early.get(number, False):

@@ -148,6 +148,8 @@ class Queues:
         #: Who is idle for longest is first. (A plain dict would be walked through from its emptied front.)
         self._idle: OrderedDict[FlowKey, Flow] = OrderedDict()
         self.bytes = 0
+        #: Flows that others have not been told of since they changed; `None` = nobody is told.
+        self.changed: set[FlowKey] | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -188,6 +190,7 @@ class Queues:
         self._deadlines.add(waiting)
         band.demand.queued(waiting)
         band.fairness.queued(waiting)
+        self._note(key)
         self._forget_idle(now)
         return waiting, displaced
 
@@ -259,10 +262,18 @@ class Queues:
 
     def of(self, request: Request, now: float) -> tuple[Band, Flow]:
         """The band and the flow of the request, whether anything of it waits or not."""
-        band = self._band(request.priority)
-        key = self.key(request)
+        return self.named(self.key(request), now)
+
+    def named(self, key: FlowKey, now: float) -> tuple[Band, Flow]:
+        band = self._band(key.priority)
         flow = band.flows.get(key)
         return band, self._flow(band, key, now) if flow is None else flow  # one without waiting requests is false
+
+    def served_elsewhere(self, key: FlowKey, ms: float, now: float) -> None:
+        """Another scheduler gave a flow so much work."""
+        band, flow = self.named(key, now)
+        band.fairness.spent(flow, ms)
+        flow.served -= ms
 
     def sent(self, flow: Flow, charge: Charge, step_ms: float) -> None:
         """A request of the flow goes to an endpoint now. See `Demand.charge`; `settle` is for its end."""
@@ -271,6 +282,7 @@ class Queues:
         band.demand.charge(charge, step_ms)
         flow.seen = charge.since
         self._idle.pop(flow.key, None)
+        self._note(flow.key)
 
     def settle(self, charge: Charge, done_ms: float, took_ms: float, now: float) -> None:
         """It is over. See `Demand.settle`."""
@@ -278,6 +290,7 @@ class Queues:
         band = self._bands[flow.key.priority]
         band.fairness.corrected(flow, done_ms - charge.ms)
         band.demand.settle(charge, done_ms, took_ms, now)
+        self._note(flow.key)
         if not flow.wanted:
             self._idle[flow.key] = flow
             self._forget_idle(now)
@@ -310,6 +323,11 @@ class Queues:
             self._idle[flow.key] = flow
         band.fairness.left(waiting)
         self._deadlines.remove(waiting)
+        self._note(flow.key)
+
+    def _note(self, key: FlowKey) -> None:
+        if self.changed is not None:
+            self.changed.add(key)
 
     def _waits(self, waiting: Waiting) -> bool:
         return self._bands[waiting.request.priority].members.get(waiting.number) is waiting

@@ -8,6 +8,8 @@ Rules
 """
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from fairlead.core.facts import (
@@ -19,11 +21,14 @@ from fairlead.core.facts import (
     Charged,
     Ended,
     FirstToken,
+    Held,
     Sent,
     Snapshot,
     encode,
 )
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import FlowKey
+from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.request import PrefixChain, Request
 
@@ -33,6 +38,8 @@ MOST_FACTS = 65_536
 DICTIONARY = 32_768
 #: Prompts in a snapshot: those sent last.
 RECENT = 512
+#: Flows in a batch.
+MOST_FLOWS = 256
 
 
 class Reports:
@@ -50,6 +57,15 @@ class Reports:
         self._known: set[int] = set()
         self._generation = 1
         self._recent: deque[tuple[str, PrefixChain]] = deque(maxlen=RECENT)
+        self._now = 0.0
+        self._flow: FlowControl | None = None
+        #: The flow whose requests nobody counts, as it was told last.
+        self._only: FlowKey | None = None
+
+    def follow(self, flow: FlowControl) -> None:
+        """Tell of what waits there, too."""
+        self._flow = flow
+        flow.queues.changed = set()
 
     # ---- taken down ----
 
@@ -87,7 +103,9 @@ class Reports:
 
     def batch(self, now: float) -> bytes:
         """What is new since the last batch; `b""` = nothing. `now`: clock seconds."""
-        if not (self._charged or self._first_tokens or self._ended):
+        self._now = now
+        held = self._changed(now)
+        if not (self._charged or self._first_tokens or self._ended or held):
             return b""
         if len(self._known) > DICTIONARY:
             self._begin_dictionary()
@@ -112,6 +130,7 @@ class Reports:
             tuple([Ended(*fact) for fact in self._ended.items()]),
             tuple(prompts.sent),
             prompts.blocks(),
+            held,
         )
         self._forget()
         return encode(message)
@@ -135,8 +154,33 @@ class Reports:
             tuple([lease.number for lease in leases if lease.pending]),
             tuple(prompts.sent),
             prompts.blocks(),
+            self._held(self._flow.queues.active() if self._flow is not None else [], self._now),
         )
         return encode(message)
+
+    def _changed(self, now: float) -> tuple[Held, ...]:
+        """Flows that changed since they were told of, the first `MOST_FLOWS`."""
+        if self._flow is None or self._flow.queues.changed is None:
+            return ()
+        changed, only = self._flow.queues.changed, self._flow.uncounted
+        keys = list(islice(changed, MOST_FLOWS))
+        changed.difference_update(keys)
+        if only != self._only:
+            keys += [key for key in (self._only, only) if key is not None]
+            self._only = only
+        return self._held(keys, now)
+
+    def _held(self, keys: Iterable[FlowKey], now: float) -> tuple[Held, ...]:
+        flow_control = self._flow
+        if flow_control is None:
+            return ()
+        rows = []
+        for key in keys:
+            _, flow = flow_control.queues.named(key, now)
+            age = _age(now - flow.waiting[0][2].since) if flow.waiting else 0
+            wanted = flow.wanted + (key == flow_control.uncounted)
+            rows.append(Held(key.priority, key.model, key.tenant, len(flow), age, wanted, max(flow.served, 0.0)))
+        return tuple(rows)
 
 
 class _Names(dict[str, int]):

@@ -147,7 +147,7 @@ class Pipeline:
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
         self._build = build
-        self.peers = Peers(clock, fleet)
+        self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
         #: All requests that are here.
         self.requests = Requests()
         self._endings = Endings(clock, self._over)
@@ -684,6 +684,10 @@ class Pipeline:
             self.peers.snapshot(event.origin, event.payload)
         else:
             self.peers.lost(event.origin)
+        if self.flow_controller is not None:
+            control = self.flow_controller.flow
+            if control.only is not None and control.peers.beside(control.only):
+                self._count(control)
         return []
 
     def _stop_asked(self, event: ev.StopAsked) -> list[Instruction]:

@@ -182,7 +182,7 @@ GOOD = Batch(1, 1, 1, ("e0",), 1, (), (), (), (), Blocks())
         (msgspec.msgpack.encode(replace(GOOD, charged=((0, 1e30, 1, 1, 1, True, ""),))), "int"),
         (msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),))), "other blocks"),
         (msgspec.msgpack.encode(replace(GOOD, ended=((1, -7),))), ">= -2"),
-        (msgspec.msgpack.encode(Snapshot(1, 1, (), 1, (1,), (), (), (), Blocks())), "at least length"),
+        (msgspec.msgpack.encode(Snapshot(1, 1, (), 1, (1,), (), (), (), Blocks())), "Invalid value"),
     ],
 )
 def test_a_message_that_makes_no_sense_is_refused_with_a_reason(clock, payload, why):

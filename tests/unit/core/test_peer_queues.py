@@ -1,0 +1,162 @@
+"""Bands are strict and service counts over all schedulers of a pool, as far as one hears of the others in time."""
+
+from random import Random
+
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import (
+    EndpointUp,
+    MetricsSampled,
+    PeerHeard,
+    PeerLost,
+    PeerSnapshot,
+    RequestArrived,
+    ResponseEnded,
+    TimerFired,
+)
+from fairlead.core.facts import read_batch
+from fairlead.core.flow_control import DISPATCH_TIMER
+from fairlead.core.instructions import Route
+from fairlead.core.peer_queues import YIELD_S
+from fairlead.core.reports import SharedFleet
+from fairlead.core.request import Request
+from fairlead.testing import SimClock
+
+#: One request at each endpoint at a time.
+CONFIG = "flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 1}}"
+
+
+class Scheduler:
+    def __init__(self, clock, name):
+        self.clock, self.name = clock, name
+        config = load(CONFIG, need_endpoints=False)
+        self.pipeline = build_pipeline(config, clock, Random(1), fleet=SharedFleet())
+        self.feed(EndpointUp(Endpoint("e0", "10.0.0.0:8000")))
+        self.feed(MetricsSampled("e0", clock.time(), Sample(waiting=0.0, running=0.0)))
+
+    @property
+    def control(self):
+        return self.pipeline.flow_controller.flow
+
+    def feed(self, event):
+        """Ids of the requests that go."""
+        instructions = self.pipeline.handle(event)
+        self.pipeline.validate()
+        return [made.request_id for made in instructions if isinstance(made, Route)]
+
+    def send(self, number, priority=0, tenant=""):
+        request = Request(number, self.clock.time(), prompt_tokens=500, priority=priority, fairness_id=tenant)
+        return self.feed(RequestArrived(request))
+
+    def end(self, number):
+        return self.feed(ResponseEnded(request_id=number, status=200))
+
+    def tell(self, other):
+        payload = self.pipeline.fleet.reports.batch(self.clock.time())
+        return other.feed(PeerHeard(self.name, payload)) if payload else []
+
+
+@pytest.fixture
+def clock():
+    return SimClock()
+
+
+@pytest.fixture
+def two(clock):
+    return Scheduler(clock, "a"), Scheduler(clock, "b")
+
+
+def full_with_a_higher_band_at_the_peer(a, b):
+    """The endpoint is full, a low request waits at `a`, and a high one at `b`."""
+    assert a.send(1, tenant="x") == [1]
+    a.tell(b)
+    assert b.send(1, priority=5) == []
+    b.tell(a)
+    assert a.send(2) == []
+    a.tell(b)
+
+
+def test_an_endpoint_that_opens_is_left_to_the_higher_band_of_a_peer(two):
+    a, b = two
+    full_with_a_higher_band_at_the_peer(a, b)
+    assert a.end(1) == [], "it is open here, and not taken"
+    assert a.tell(b) == [1]
+    b.tell(a)
+    assert len(a.control) == 1 and a.control.peers.top < 0
+    b.end(1)
+    assert b.tell(a) == [2]
+
+
+def test_what_a_peer_does_not_take_the_lower_band_may_have(two, clock):
+    a, b = two
+    full_with_a_higher_band_at_the_peer(a, b)
+    a.end(1)
+    clock.advance(YIELD_S / 2)
+    assert a.feed(TimerFired(DISPATCH_TIMER)) == []
+    clock.advance(YIELD_S)
+    assert a.feed(TimerFired(DISPATCH_TIMER)) == [2]
+
+
+def test_a_newcomer_of_a_lower_band_does_not_overtake_those_that_wait_elsewhere(two, clock):
+    a, b = two
+    a.send(1, tenant="x")
+    a.tell(b)
+    b.send(1, priority=5)
+    b.tell(a)
+    a.end(1)
+    assert a.send(2) == []
+    assert a.send(3, priority=7) == [3], "a higher one does"
+
+
+def test_what_waited_at_a_lost_peer_holds_up_nobody(two):
+    a, b = two
+    full_with_a_higher_band_at_the_peer(a, b)
+    a.end(1)
+    assert a.feed(PeerLost("b")) == [2]
+
+
+def test_one_flow_alone_counts_as_soon_as_a_peer_has_another(two):
+    a, b = two
+    a.send(1, tenant="x")
+    assert a.control.uncounted is not None
+    b.send(1, tenant="x")
+    b.tell(a)
+    assert a.control.uncounted is not None, "the same one"
+    b.send(2, tenant="y")
+    b.tell(a)
+    assert a.control.uncounted is None
+    a.end(1)
+    a.control.relax()
+    assert a.control.uncounted is None, "it still has"
+
+
+def test_service_that_a_peer_gave_counts_here(two):
+    a, b = two
+    for scheduler in two:
+        scheduler.send(1, tenant="busy")
+        scheduler.send(2, tenant="x")
+        scheduler.send(3, tenant="y")
+    b.tell(a)
+    turns = a.control.queues.turns(a.control.queues.bands()[0], 9)
+    assert [window[0].request.fairness_id for window in turns] == ["x", "y"]
+    b.end(1)
+    b.tell(a)
+    turns = a.control.queues.turns(a.control.queues.bands()[0], 9)
+    assert [window[0].request.fairness_id for window in turns] == ["y", "x"], "x had its turn at the peer"
+    own = {key.tenant: flow.served for key, flow in a.control.queues.bands()[0].flows.items()}
+    assert own["x"] == 0.0, "what is told on is what was given here"
+
+
+def test_flows_are_told_when_they_change_and_in_a_snapshot(two, clock):
+    a, b = two
+    a.send(1, tenant="x")
+    a.send(2, tenant="y")
+    held = read_batch(a.pipeline.fleet.reports.batch(clock.time())).held
+    assert {(flow.tenant, flow.count, flow.wanted) for flow in held} >= {("x", 0, 1), ("y", 1, 1)}
+    assert a.pipeline.fleet.reports.batch(clock.time()) == b""
+    b.feed(PeerSnapshot("a", a.pipeline.fleet.reports.snapshot()))
+    assert b.control.peers.top == 0
+    assert b.send(1, priority=-1) == []
