@@ -34,14 +34,15 @@ AGE_UNIT = 1e-4
 
 
 class Charged(Struct, frozen=True, array_like=True, gc=False):
-    """A lease at the endpoint of that position. Tokens as in `Lease`; `work_us`: microseconds of prefill."""
+    """A lease at the endpoint of that position, with what `Lease` says of it. `ttft_ms`: the forecast."""
 
     endpoint: Count
     uncached: Tokens
     kv: Tokens
     growth: Tokens
     work_us: Annotated[int, Meta(ge=0, le=1_000_000_000_000)]
-    stream: bool
+    blind: bool
+    ttft_ms: Tokens
     adapter: str = ""
 
 

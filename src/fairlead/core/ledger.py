@@ -451,10 +451,14 @@ class Ledger:
         account = self._account(slot)
         dropped = account.reconcile(started, waiting, running)
         for lease in account.begun(started):
-            if lease.adapter:
-                self._started(lease)
+            self.began(lease)
         self._write(slot, account)
         return dropped
+
+    def began(self, lease: Lease) -> None:
+        """A scrape shows that its prompt is computed, though nobody saw a first token."""
+        if lease.adapter:
+            self._started(lease)
 
     def own_accounting(self, slot: int) -> None:
         """No fresh scrape: the effective columns are what we know ourselves."""

@@ -36,6 +36,7 @@ from fairlead.core.facts import (
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease
+from fairlead.core.records import Forecast
 from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
 #: Origins, leases of one, batches behind a missing one, blocks of a dictionary, and endpoints that are not known here.
@@ -215,7 +216,7 @@ class Peers:
             self._unknown(view, name)
             return
         lease = view.leases[number] = Lease(
-            _REQUESTS[charged.stream],
+            _REQUESTS[not charged.blind],
             slot,
             name,
             now,
@@ -224,7 +225,9 @@ class Peers:
             0,
             float(charged.work_us),
             float(charged.growth),
+            Forecast(charged.ttft_ms),
             auxiliary=True,
+            blind=charged.blind,
         )
         fleet.ledger.charge(lease)
         if charged.adapter:

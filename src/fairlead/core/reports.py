@@ -10,6 +10,7 @@ Rules
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
 from typing import Any
 
 from fairlead.core.facts import (
@@ -38,6 +39,8 @@ MOST_FACTS = 65_536
 DICTIONARY = 32_768
 #: Prompts in a snapshot: those sent last.
 RECENT = 512
+#: Forecasts are cut there: nothing that is sent takes a day.
+LONGEST_MS = 86_400_000.0
 #: Flows in a batch.
 MOST_FLOWS = 256
 
@@ -224,13 +227,14 @@ def _charge(lease: Lease, names: _Names) -> Charged:
         int(lease.kv_tokens),
         int(lease.growth_tokens),
         int(lease.work_us),
-        lease.request.stream,
+        lease.blind,
+        int(min(lease.forecast.ttft_ms, LONGEST_MS)),
         lease.adapter,
     )
 
 
 def _age(seconds: float) -> int:
-    return max(int(seconds / AGE_UNIT), 0)
+    return int(max(seconds, 0.0) / AGE_UNIT)
 
 
 class ReportingLedger(Ledger):
@@ -248,6 +252,11 @@ class ReportingLedger(Ledger):
         if lease.held and lease.number:
             self.reports.ended(lease)
         super().release(lease)
+
+    def began(self, lease: Lease) -> None:
+        super().began(lease)
+        if lease.number:
+            self.reports.first_token(lease, inf)
 
     def abandon(self, slot: int) -> list[Lease]:
         leases = super().abandon(slot)

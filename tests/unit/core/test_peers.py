@@ -177,9 +177,9 @@ GOOD = Batch(1, 1, 1, ("e0",), 1, (), (), (), (), Blocks())
         (b"\xff\x00nonsense", "Expected"),
         (msgspec.msgpack.encode(GOOD)[:-3], "truncated"),
         (msgspec.msgpack.encode(replace(GOOD, version=2)), "version 2"),
-        (msgspec.msgpack.encode(replace(GOOD, charged=((3, 1, 1, 1, 1, True, ""),))), "does not name"),
-        (msgspec.msgpack.encode(replace(GOOD, charged=((0, -1, 1, 1, 1, True, ""),))), ">= 0"),
-        (msgspec.msgpack.encode(replace(GOOD, charged=((0, 1e30, 1, 1, 1, True, ""),))), "int"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((3, 1, 1, 1, 1, True, 0, ""),))), "does not name"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((0, -1, 1, 1, 1, True, 0, ""),))), ">= 0"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((0, 1e30, 1, 1, 1, True, 0, ""),))), "int"),
         (msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),))), "other blocks"),
         (msgspec.msgpack.encode(replace(GOOD, ended=((1, -7),))), ">= -2"),
         (msgspec.msgpack.encode(Snapshot(1, 1, (), 1, (1,), (), (), (), Blocks())), "Invalid value"),
@@ -279,6 +279,16 @@ def test_both_parts_of_a_pair_are_told(clock):
     one.feed(FirstTokenSeen(1))
     other.feed(PeerHeard("a", one.batch()))
     assert other.column("inflight") == one.column("inflight") == [1, 0]
+
+
+def test_a_prompt_that_a_scrape_shows_computed_is_told(pair, clock):
+    one, other = pair
+    one.send(1, stream=False)
+    clock.advance(30.0)
+    one.feed(MetricsSampled("e0", clock.time(), Sample(waiting=0.0, running=1.0)))
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("pending") == one.column("pending") == [0, 0]
+    assert other.column("inflight") == [1, 0]
 
 
 def test_who_fetches_nothing_loses_it_and_others_see_the_gap(pair):
