@@ -206,12 +206,13 @@ def _findings(check: Check) -> str:
     needed = [_NEEDED[need] for need in check.needs if need in _NEEDED]
     about = f"Checks that {check.about}." + (f" Needs {' and '.join(needed)}." if needed else "")
     rows = ((f"`{kind.code}`", kind.severity.word, _marked(kind.what), _marked(kind.fix)) for kind in check.kinds)
-    return f"## {check.name}\n\n{about}\n\n{table('finding|severity|what|do', rows)}"
+    return f"## `{check.name}`\n\n{about}\n\n{table('finding|severity|what|do', rows)}"
 
 
 def _marked(text: str) -> str:
     """A sentence for the terminal with what is code in it marked as such."""
-    return _words(re.sub(r"--[\w-]+|\b[a-z]+[A-Z_][\w.…]*\b|\b\w+(?:\.[\w…]+)+\b", r"`\g<0>`", text.replace("`", "")))
+    code = r"`[^`]*`|(--[\w-]+|\b[a-z]+[A-Z_][\w.…]*\b|\b\w+(?:\.[\w…]+)+\b)"
+    return _words(re.sub(code, lambda found: f"`{found[1]}`" if found[1] else found[0], text))
 
 
 # ---- the reference picker's plugins ----

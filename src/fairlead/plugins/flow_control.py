@@ -21,7 +21,7 @@ from fairlead.plugins.params import Params, Plain
 
 
 class GlobalStrict(Plain, Strict):
-    """One queue per band: the first of all by the ordering, whoever's it is."""
+    """One queue per band, without fairness between tenants."""
 
     type = "global-strict"
 
@@ -45,7 +45,7 @@ class FirstCome(Plain, Fcfs):
 
 
 class Deadline(Plain, EarliestDeadline):
-    """The earlier of the time to live's end and the client's TTFT objective."""
+    """Earliest deadline first: the end of the time to live, or the client's TTFT objective."""
 
     type = "edf"
 
@@ -73,7 +73,7 @@ class StaticCeilingParams(Params):
 
 
 class StaticCeiling(Static):
-    """The same for all bands."""
+    """The same ceiling for all bands."""
 
     type = "static-usage-limit-policy"
     Params = StaticCeilingParams
@@ -106,7 +106,7 @@ class HoldbackCeiling(Holdback):
 
 
 class ReflectiveCeiling(Plain, Reflective):
-    """The fuller the pool, the less often lower bands are looked at."""
+    """The fuller the pool, the less often lower bands are served."""
 
     type = "soft-reflective-ceiling-policy"
 

@@ -28,11 +28,11 @@ _TEXT = "completion"
 _MOST = 3
 
 OTHER_TOKENS = Kind(
-    "tokens.tokeniser", Severity.ERROR, "text becomes other tokens here than in the engine: no block ever matches",
+    "tokens.tokeniser", Severity.ERROR, "Fairlead's tokens of a text differ from the engine's: no block ever matches",
     "set tokens.models.….modelPath to the directory that the engine loads, or render: engine", _TOKENS,
 )  # fmt: skip
 OTHER_TEMPLATE = Kind(
-    "tokens.chat-template", Severity.ERROR, "chats become other prompts here than in the engine: no block ever matches",
+    "tokens.chat-template", Severity.ERROR, "Fairlead renders chats differently from the engine: no block ever matches",
     "set chatTemplate to the engine's --chat-template and templateKwargs to its --default-chat-template-kwargs,"
     " or render: engine", _TOKENS,
 )  # fmt: skip
@@ -40,12 +40,12 @@ UNUSABLE = Kind(
     "tokens.unusable", Severity.ERROR, "a tokeniser cannot be used", "correct the paths under tokens.models", _TOKENS,
 )  # fmt: skip
 NO_TOKENS = Kind(
-    "tokens.engine-silent", Severity.ERROR, "the engine is to make the tokens, and does not",
-    "start it with --enable-scale-out, or leave /tokenize open; or set modelPath and let them be made here", _TOKENS,
+    "tokens.engine-silent", Severity.ERROR, "the engine should make the token ids, but does not",
+    "start it with --enable-scale-out, or leave /tokenize open; or set modelPath to make them here", _TOKENS,
 )  # fmt: skip
 UNCHECKED = Kind(
-    "tokens.unchecked", Severity.NOTE, "whether the engine makes the same tokens could not be compared",
-    "engines with /tokenize can be asked; with --probe the KV events show it too", _TOKENS,
+    "tokens.unchecked", Severity.NOTE, "Fairlead's tokens could not be compared with the engine's",
+    "ask engines with /tokenize, or use --probe with KV events", _TOKENS,
 )  # fmt: skip
 
 
@@ -110,45 +110,45 @@ async def tokens(site: Site) -> list[Finding]:
 
 
 SILENT = Kind(
-    "kv-agreement.silent", Severity.ERROR, "an engine computed a prompt and told nothing of it",
-    "are its KV events of this server, and of this model's blocks? Look at its log for the publisher", _LOW_HITS,
+    "kv-agreement.silent", Severity.ERROR, "an engine computed a prompt and sent no KV event for it",
+    "check that its KV events are of this server and model; its log says what the publisher does", _LOW_HITS,
 )  # fmt: skip
 SIZE = Kind(
     "kv-agreement.block-size", Severity.ERROR, "predictions are wrong: the block size is not the engine's",
-    "leave kvEvents.blockSize out: events tell it", _SELF_CHECK,
+    "leave kvEvents.blockSize out: events carry it", _SELF_CHECK,
 )  # fmt: skip
 HASH = Kind(
-    "kv-agreement.hash", Severity.ERROR, "predictions are wrong: the engine hashes otherwise than configured",
-    "set kvEvents.hashAlgorithm and kvEvents.hashSeed to the engine's, or take keys: own", _SELF_CHECK,
+    "kv-agreement.hash", Severity.ERROR, "predictions are wrong: the engine's hashes differ from the configured ones",
+    "set kvEvents.hashAlgorithm and kvEvents.hashSeed to the engine's, or use keys: own", _SELF_CHECK,
 )  # fmt: skip
 TEMPLATE = Kind(
-    "kv-agreement.chat-template", Severity.ERROR, "predictions are wrong: the engine renders chats otherwise",
+    "kv-agreement.chat-template", Severity.ERROR, "predictions are wrong: the engine renders chats differently",
     "set chatTemplate and templateKwargs under tokens.models to what the engine was started with, or render: engine",
     _SELF_CHECK,
 )  # fmt: skip
 TOKENISER = Kind(
-    "kv-agreement.tokeniser", Severity.ERROR, "predictions are wrong: the engine makes other tokens of a prompt",
+    "kv-agreement.tokeniser", Severity.ERROR, "predictions are wrong: the engine's tokens of a prompt differ",
     "set tokens.models.….modelPath to the directory that the engine loads, or render: engine", _SELF_CHECK,
 )  # fmt: skip
 DISAGREES = Kind(
     "kv-agreement.other", Severity.ERROR, "predictions from KV events do not come true",
-    "the evidence names the likely cause; the table of causes says what can be done", _SELF_CHECK,
+    "the evidence names the likely cause; the table of causes has the cure", _SELF_CHECK,
 )  # fmt: skip
 NO_CACHE = Kind(
     "kv-agreement.no-cache", Severity.ERROR, "an engine does not reuse a prompt that it has just computed",
     "start it with --enable-prefix-caching", _LOW_HITS,
 )  # fmt: skip
 NOT_TOLD = Kind(
-    "kv-agreement.not-told", Severity.WARNING, "an engine does not report cached tokens: wrong predictions stay unseen",
+    "kv-agreement.not-told", Severity.WARNING, "an engine does not report cached tokens, which hides wrong predictions",
     "start it with --enable-prompt-tokens-details", _SELF_CHECK,
 )  # fmt: skip
 UNTOKENISED = Kind(
-    "kv-agreement.no-tokens", Severity.WARNING, "chats have no token ids, so KV events cannot serve them",
+    "kv-agreement.no-tokens", Severity.WARNING, "chats get no token ids, so KV events cannot be used for them",
     "set tokens.models (docs/tokens.md)", "docs/tokens.md",
 )  # fmt: skip
 NOT_ALLOWED = Kind(
-    "kv-agreement.not-allowed", Severity.NOTE, "a model server takes requests only with credentials",
-    "nothing need be done; what KV events predict could not be compared", _SELF_CHECK,
+    "kv-agreement.not-allowed", Severity.NOTE, "a model server requires credentials",
+    "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
 )  # fmt: skip
 FAILED = Kind(
     "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails", "see the evidence", _LOW_HITS,
@@ -269,7 +269,7 @@ def _case(tokens: PromptTokens, predicted: int, reported: int, usage: ReportedUs
 
 @check(
     "kv-agreement",
-    "what KV events predict comes true",
+    "predictions from KV events come true",
     (FAILED, SIZE, HASH, TEMPLATE, TOKENISER, SILENT, NO_CACHE, DISAGREES, NOT_TOLD, UNTOKENISED, NOT_ALLOWED),
     needs=("probe", "endpoints", "events"),
     budget=60.0,

@@ -12,51 +12,53 @@ from fairlead.doctor.site import Site
 _REACHABLE = "docs/security.md#what-is-reachable-from-where"
 
 GATEWAY = Kind(
-    "exposure.gateway", Severity.WARNING, "whoever reaches the gateway may send requests, in any tenant's name",
-    "set gateway.keys or gateway.jwt, bind gateway.host to 127.0.0.1, or let a proxy in front know its clients and set"
-    " their headers", _REACHABLE,
+    "exposure.gateway", Severity.WARNING, "anyone who reaches the gateway can send requests in any tenant's name",
+    "set gateway.keys or gateway.jwt, bind gateway.host to 127.0.0.1, or put a proxy in front that "
+"authenticates clients and sets their headers", _REACHABLE,
 )  # fmt: skip
 CLEAR = Kind(
-    "exposure.clear-keys", Severity.WARNING, "keys and tokens of clients come over the network without TLS",
-    "put something that ends TLS in front of the gateway, and let nobody else reach its port", _REACHABLE,
+    "exposure.clear-keys", Severity.WARNING, "clients' keys and tokens cross the network without TLS",
+    "put a TLS proxy in front of the gateway, and allow only the proxy to reach its port", _REACHABLE,
 )  # fmt: skip
 PATHS = Kind(
     "exposure.paths", Severity.WARNING, "clients on the network reach every path of the model servers",
-    "name in gateway.paths what clients need: other paths put servers to sleep or load adapters",
+    "list in gateway.paths only what clients need: other paths put servers to sleep or load adapters",
     "docs/gateway.md#what-is-let-in",
 )  # fmt: skip
 HEADERS = Kind(
     "exposure.test-selection", Severity.ERROR, "clients on the network choose the endpoint of their requests",
-    "take test-selection out of headers.trust: it is for tests", _REACHABLE,
+    "remove test-selection from headers.trust: it is for tests", _REACHABLE,
 )  # fmt: skip
 ADMIN = Kind(
-    "exposure.admin", Severity.WARNING, "whoever reaches the admin port can read endpoints, tenants and decisions",
+    "exposure.admin", Severity.WARNING, "anyone who reaches the admin port can read endpoints, tenants and decisions",
     "bind admin.host to 127.0.0.1, set admin.tokenFile and admin.tls, or admin.debug: false", _REACHABLE,
 )  # fmt: skip
 EXT_PROC = Kind(
-    "exposure.ext-proc", Severity.WARNING, "requests come to extProc over the network without TLS",
-    "set extProc.tls.certDir, or bind extProc.host to 127.0.0.1 where the gateway is on this machine", _REACHABLE,
+    "exposure.ext-proc", Severity.WARNING, "requests reach extProc over the network without TLS",
+    "set extProc.tls.certDir, or bind extProc.host to 127.0.0.1 if the gateway is on this machine", _REACHABLE,
 )  # fmt: skip
 KV_EVENTS = Kind(
-    "exposure.kv-events", Severity.WARNING, "KV events come over the network from whoever says to be an engine",
-    "set kvEvents.curve, or keep that network to the pool; false events cost cache hits until the self-check notices",
+    "exposure.kv-events", Severity.WARNING, "KV events are accepted over the network without authentication",
+    "set kvEvents.curve, or isolate that network; false events cost cache hits until the self-check "
+"notices",
     _REACHABLE,
 )  # fmt: skip
 REMOTE = Kind(
-    "exposure.scheduler", Severity.WARNING, "a scheduler elsewhere is asked without TLS",
+    "exposure.scheduler", Severity.WARNING, "a scheduler on another machine is asked without TLS",
     "set scheduler.tls, or address it by 127.0.0.1 or a Unix socket", _REACHABLE,
 )  # fmt: skip
 UNVERIFIED = Kind(
-    "exposure.unverified", Severity.WARNING, "certificates are accepted from anybody",
-    "name the authority in caFile and leave verify at true", _REACHABLE,
+    "exposure.unverified", Severity.WARNING, "any certificate is accepted",
+    "set caFile to the authority, and leave verify at true", _REACHABLE,
 )  # fmt: skip
 TOKEN = Kind(
-    "exposure.token", Severity.ERROR, "a bearer token travels in clear text",
-    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or leave the token out",
+    "exposure.token", Severity.ERROR, "a bearer token is sent without TLS",
+    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or remove"
+" the token",
     _REACHABLE,
 )  # fmt: skip
 SECRETS = Kind(
-    "exposure.secrets", Severity.WARNING, "everybody on this machine can read a secret",
+    "exposure.secrets", Severity.WARNING, "every user of this machine can read a secret",
     "chmod o-rwx the file", _REACHABLE,
 )  # fmt: skip
 
@@ -132,7 +134,7 @@ def _secrets(config: Config) -> Iterator[Finding]:
 
 @check(
     "exposure",
-    "nothing is open to a network that should not be",
+    "nothing is open to the network by mistake",
     (GATEWAY, CLEAR, PATHS, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
 )
 async def exposure(site: Site) -> list[Finding]:

@@ -34,7 +34,7 @@ NO_ENVOY = Kind(
 )  # fmt: skip
 REFUSED = Kind(
     "gateway.refused", Severity.CRITICAL, "Envoy does not accept the gateway's configuration",
-    "correct the section gateway; with an Envoy of your own version, take 1.40", _GATEWAY,
+    "correct the section gateway; if you run your own Envoy, use 1.40", _GATEWAY,
 )  # fmt: skip
 
 
@@ -70,22 +70,22 @@ def _validate(config: Config) -> None:
 
 UNANSWERED = Kind(
     "asking.no-answer", Severity.CRITICAL, "the gateway does not answer",
-    "is it running, and is the URL that of --gateway? `fairlead serve` says at its start where clients connect",
+    "start it, or correct --gateway: `fairlead serve` prints where clients connect",
     _FAILING,
 )  # fmt: skip
 FAILED = Kind(
     "asking.failed", Severity.CRITICAL, "a request through the gateway fails",
-    "see the other findings; 503 with 'no healthy upstream' is a destination that the gateway cannot use, 404 a model"
-    " that nobody defined", _FAILING,
+    "see the other findings. 503 with 'no healthy upstream' means that the gateway cannot reach the "
+"endpoint; 404 means an undefined model", _FAILING,
 )  # fmt: skip
 NOT_ALLOWED = Kind(
-    "asking.not-allowed", Severity.NOTE, "the gateway takes requests only with credentials",
-    "nothing need be done; whether it asks the scheduler could not be tried", _FAILING,
+    "asking.not-allowed", Severity.NOTE, "the gateway requires credentials",
+    "nothing; whether it asks the scheduler could not be checked", _FAILING,
 )  # fmt: skip
 BYPASSED = Kind(
     "asking.bypassed", Severity.ERROR, "the gateway serves requests without asking the scheduler",
-    "set the ext_proc filter's address to this scheduler's extProc port; see the log of the gateway for why its health"
-    " check fails", "docs/runbook.md#fairleadbypassed",
+    "set the ext_proc filter's address to this scheduler's extProc port; the gateway's log says why "
+"its health check fails", "docs/runbook.md#fairleadbypassed",
 )  # fmt: skip
 _SETTLED = 0.5
 
@@ -133,14 +133,14 @@ _NAMING = (DESTINATION, f"{DESTINATION}-subset", PREFILLER)
 _PATIENCE = 0.5
 
 OBEYED = Kind(
-    "headers.obeyed", Severity.CRITICAL, "the gateway sends requests wherever a header of the client says",
-    "take the control headers off in front of ext_proc (early_header_mutation of the connection manager):"
-    " `fairlead envoy config` prints how; the header must then be set by the scheduler alone", _GATEWAY,
+    "headers.obeyed", Severity.CRITICAL, "the gateway sends requests wherever a client's header says",
+    "remove the control headers before ext_proc (early_header_mutation of the connection manager), so"
+" that only the scheduler sets them; `fairlead envoy config` shows how", _GATEWAY,
 )  # fmt: skip
 NOT_STRIPPED = Kind(
-    "headers.not-stripped", Severity.ERROR, "the gateway does not take control headers off what clients send",
-    "remove them in early_header_mutation_extensions of the connection manager: `fairlead envoy config` prints how;"
-    " sidecars of model servers obey some of them", _GATEWAY,
+    "headers.not-stripped", Severity.ERROR, "the gateway does not remove control headers from clients' requests",
+    "remove them in early_header_mutation_extensions of the connection manager; `fairlead envoy "
+"config` shows how. Sidecars of model servers obey some of them", _GATEWAY,
 )  # fmt: skip
 
 
@@ -244,8 +244,6 @@ def _removals(node: Any, within: bool = False) -> Iterator[str]:
             yield from _removals(value, within or key in _MUTATIONS)
 
 
-@check(
-    "headers", "no client can name the machine that its request goes to", (OBEYED, NOT_STRIPPED), needs=("any-gateway",)
-)
+@check("headers", "no client can choose the machine for its request", (OBEYED, NOT_STRIPPED), needs=("any-gateway",))
 async def headers(site: Site) -> list[Finding]:
     return [*await _tried(site), *await _configured(site)]

@@ -29,51 +29,51 @@ _BELIEVED = "docs/kv-events.md#who-is-believed"
 
 
 OFF = Kind(
-    "kv-events.off", Severity.ERROR, "kvEvents is on, and an engine publishes none",
+    "kv-events.off", Severity.ERROR, "kvEvents is on, but an engine publishes none",
     "start it with --kv-events-config '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":"
     "\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'; an engine that does not know /kv_event_sources needs"
     " kvEvents.port", _ENGINES,
 )  # fmt: skip
 UNCONNECTED = Kind(
-    "kv-events.unconnected", Severity.ERROR, "the publisher of an endpoint cannot be reached",
+    "kv-events.unconnected", Severity.ERROR, "an endpoint's publisher cannot be reached",
     "correct kvEvents.port, open the port, let it listen on all addresses (tcp://*:5557); with curve: serverKey must be"
     " the publisher's public key", _ENGINES,
 )  # fmt: skip
 SIZE = Kind(
     "kv-events.block-size", Severity.ERROR, "kvEvents.blockSize is not the engine's: no block ever matches",
-    "leave kvEvents.blockSize out: events tell it", _SELF_CHECK,
+    "leave kvEvents.blockSize out: events carry it", _SELF_CHECK,
 )  # fmt: skip
 SEED = Kind(
     "kv-events.hash-seed", Severity.ERROR, "kvEvents.hashSeed is not the engine's PYTHONHASHSEED: no block matches",
-    "set kvEvents.hashSeed to it, or take keys: own, which needs to know nothing of hashes", _SELF_CHECK,
+    "set kvEvents.hashSeed to it, or use keys: own, which needs no hashes", _SELF_CHECK,
 )  # fmt: skip
 ALGORITHM = Kind(
     "kv-events.hash-algorithm", Severity.ERROR, "kvEvents.hashAlgorithm is not the engine's: no block ever matches",
-    "set kvEvents.hashAlgorithm to its --prefix-caching-hash-algo, or take keys: own", _SELF_CHECK,
+    "set kvEvents.hashAlgorithm to its --prefix-caching-hash-algo, or use keys: own", _SELF_CHECK,
 )  # fmt: skip
 UNREADABLE = Kind(
-    "kv-events.unreadable", Severity.WARNING, "events of an engine cannot be read",
-    "report the engine and its version; what can be read is used", "docs/kv-events.md#what-is-read",
+    "kv-events.unreadable", Severity.WARNING, "an engine's events cannot be read",
+    "report the engine and its version; readable events are used", "docs/kv-events.md#what-is-read",
 )  # fmt: skip
 REPLAY = Kind(
-    "kv-events.replay", Severity.WARNING, "events that were missed cannot be fetched from an engine",
+    "kv-events.replay", Severity.WARNING, "missed events cannot be fetched from an engine",
     "correct kvEvents.replayPort, or open the port of the engine's replay_endpoint",
     "docs/kv-events.md#when-something-is-missing",
 )  # fmt: skip
 NAMESAKE = Kind(
-    "kv-events.topic-of-another", Severity.WARNING, "an engine publishes under the name of another endpoint",
-    "correct the topic in its --kv-events-config, or the addresses under endpoints: it looks as if two are exchanged",
+    "kv-events.topic-of-another", Severity.WARNING, "an engine publishes under another endpoint's name",
+    "correct the topic in its --kv-events-config, or the addresses under endpoints: two look swapped",
     _ENGINES,
 )  # fmt: skip
 
 UNHEARD = Kind(
-    "kv-unheard.published", Severity.WARNING, "an engine publishes KV events, and nobody listens",
-    "set kvEvents.enabled: true, and tokens.models for its model: decisions then know what is cached, also by other"
-    " clients; or take --kv-events-config off the engine", "docs/kv-events.md",
+    "kv-unheard.published", Severity.WARNING, "an engine publishes KV events, but Fairlead does not listen",
+    "set kvEvents.enabled: true, and tokens.models for its model. Then decisions know what is cached,"
+" also by other clients. Or remove --kv-events-config from the engine", "docs/kv-events.md",
 )  # fmt: skip
 
 NO_TOKENS = Kind(
-    "kv-tokens.missing", Severity.WARNING, "kvEvents is on, and no model's prompts become token ids: none is looked up",
+    "kv-tokens.missing", Severity.WARNING, "kvEvents is on, but no prompt gets token ids to look up",
     "set tokens.models: modelPath, a directory that the engine loads, or render: engine", "docs/tokens.md",
 )  # fmt: skip
 
@@ -142,14 +142,14 @@ async def kv_unheard(site: Site) -> list[Finding]:
     return await site.each(ask)
 
 
-@check("kv-tokens", "prompts can be looked up in what KV events tell", (NO_TOKENS,))
+@check("kv-tokens", "prompts can be looked up in the KV index", (NO_TOKENS,))
 async def kv_tokens(site: Site) -> list[Finding]:
     return [NO_TOKENS.at("tokens.models")] if site.config.kv_events.enabled and not site.has("tokens") else []
 
 
 @check(
     "kv-events",
-    "KV events of every engine can be heard and fit the configuration",
+    "KV events of every engine arrive and match the configuration",
     (OFF, UNCONNECTED, SIZE, SEED, ALGORITHM, UNREADABLE, REPLAY, NAMESAKE),
     needs=("endpoints", "events"),
     budget=20.0,
@@ -168,17 +168,17 @@ async def kv_events(site: Site) -> list[Finding]:
 
 
 TOPIC = Kind(
-    "kv-dialled.topic", Severity.ERROR, "a publisher's topic names no endpoint of the pool: its events are refused",
+    "kv-dialled.topic", Severity.ERROR, "a publisher's topic names no endpoint of the pool, so its events are refused",
     "set the topic in --kv-events-config to kv@<address:port or name of the endpoint>@<model>", _BELIEVED,
 )  # fmt: skip
 NOBODY = Kind(
-    "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have come in",
-    "let its --kv-events-config dial kvEvents.bind of this machine; engines say nothing until they have work",
+    "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have arrived",
+    "let its --kv-events-config dial kvEvents.bind of this machine; an idle engine sends nothing",
     _BELIEVED,
 )  # fmt: skip
 TAKEN = Kind(
-    "kv-dialled.port", Severity.CRITICAL, "the address of kvEvents.bind cannot be listened on",
-    "end what listens there, or choose another port", _BELIEVED,
+    "kv-dialled.port", Severity.CRITICAL, "Fairlead cannot listen at the address of kvEvents.bind",
+    "stop what listens there, or choose another port", _BELIEVED,
 )  # fmt: skip
 
 #: Seconds of each round. A publisher loses what it sends before it has dialled again, so the endpoints that are still
@@ -300,7 +300,7 @@ def _names(endpoint: Endpoint) -> set[str]:
 
 @check(
     "kv-dialled",
-    "publishers that dial in are of the pool",
+    "publishers that dial in belong to the pool",
     (TAKEN, TOPIC, NOBODY),
     needs=("endpoints", "events"),
     budget=30.0,

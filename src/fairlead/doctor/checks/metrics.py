@@ -20,38 +20,39 @@ _SETTINGS = "docs/configuration.md"
 _CLOSE = 0.8
 
 UNREACHABLE = Kind(
-    "metrics.unreachable", Severity.ERROR, "the metrics page of an endpoint cannot be had",
-    "correct metricsUrl, or the labels metricsAddress and metricsPort; without it only own requests are counted",
+    "metrics.unreachable", Severity.ERROR, "an endpoint's metrics page cannot be reached",
+    "correct metricsUrl, or the labels metricsAddress and metricsPort; without the page only our own "
+"requests count",
     _UNEVEN,
 )  # fmt: skip
 REFUSED = Kind(
-    "metrics.refused", Severity.ERROR, "the metrics page of an endpoint is refused",
-    "401 or 403: set metrics.tokenFile to a token that may read it; 404: correct metricsUrl", _UNEVEN,
+    "metrics.refused", Severity.ERROR, "an endpoint refuses to serve its metrics page",
+    "401 or 403: set metrics.tokenFile to a token with access; 404: correct metricsUrl", _UNEVEN,
 )  # fmt: skip
 ENGINE = Kind(
-    "metrics.engine", Severity.ERROR, "the metrics page is not one of the engine that it is read for",
+    "metrics.engine", Severity.ERROR, "the metrics page is not one of the configured engine",
     f"label the endpoint with {ENGINE_LABELS[0]}, set metrics.defaultEngine, or name its metrics under metrics.engines",
     _UNEVEN,
 )  # fmt: skip
 UNKNOWN_ENGINE = Kind(
-    "metrics.unknown-engine", Severity.WARNING, "the label of an endpoint names an engine that is not known",
+    "metrics.unknown-engine", Severity.WARNING, "an endpoint's label names an unknown engine",
     f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _UNEVEN,
 )  # fmt: skip
 INCOMPLETE = Kind(
-    "metrics.incomplete", Severity.WARNING, "the metrics page lacks something that decisions need",
-    "an engine of another version may have other names: set them under metrics.engines", _UNEVEN,
+    "metrics.incomplete", Severity.WARNING, "the metrics page lacks metrics that decisions need",
+    "another version of the engine may use other names: set them under metrics.engines", _UNEVEN,
 )  # fmt: skip
 SLOW = Kind(
-    "metrics.slow", Severity.ERROR, "the metrics page takes longer than the scraper waits",
-    "raise metrics.timeout, or find out why the server answers so slowly", _UNEVEN,
+    "metrics.slow", Severity.ERROR, "the metrics page takes longer than metrics.timeout",
+    "raise metrics.timeout, or find out why the server is so slow", _UNEVEN,
 )  # fmt: skip
 LARGE = Kind(
-    "metrics.large", Severity.WARNING, "the metrics page is nearly, or already, too large",
+    "metrics.large", Severity.WARNING, "the metrics page is too large, or almost",
     "raise metrics.maxPageBytes", _UNEVEN,
 )  # fmt: skip
 NO_CACHE = Kind(
     "metrics.no-prefix-cache", Severity.WARNING, "an engine runs without prefix caching",
-    "start it with --enable-prefix-caching: without it no prompt is ever cheaper anywhere", _UNEVEN,
+    "start it with --enable-prefix-caching; without it no prompt is cheaper anywhere", _UNEVEN,
 )  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
 
 @check(
     "metrics",
-    "every metrics page can be had in time and read",
+    "every metrics page is reachable, fast and readable",
     (UNREACHABLE, REFUSED, ENGINE, UNKNOWN_ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
     needs=("endpoints",),
     budget=60.0,
@@ -131,7 +132,7 @@ async def metrics(site: Site) -> list[Finding]:
     return await site.each(lambda endpoint: _metrics_of(site, endpoint))
 
 
-# `freshness`: whether metrics pages tell the present.
+# `freshness`: whether metrics pages are current.
 #
 # A page that stands still looks like a calm server. So it is read twice, with an answered request of ours in between:
 # engines count requests to `/v1/models`, and their process uses CPU time. Where neither is on the page nothing is said.
@@ -142,13 +143,14 @@ _MOVING = (b"http_requests_total", b"process_cpu_seconds_total")
 APART = 1.2
 
 FROZEN = Kind(
-    "freshness.frozen", Severity.ERROR, "the metrics page of an endpoint stands still",
-    "something between answers from a cache, or the engine's metrics process hangs: read the page at the engine itself,"
-    " and restart it if it does not move there either", _UNEVEN,
+    "freshness.frozen", Severity.ERROR, "the metrics page of an endpoint does not change",
+    "a cache in between answers, or the engine's metrics process hangs: read the page at the engine "
+"itself, and restart the engine if it does not change there", _UNEVEN,
 )  # fmt: skip
 STALE = Kind(
     "freshness.stale", Severity.ERROR, "the running scheduler has no recent metrics of an endpoint",
-    "see the findings of the checks endpoints, metrics and tls; if there are none, look at the scheduler's load",
+    "see the findings of the checks `endpoints`, `metrics` and `tls`; if there are none, check the "
+"scheduler's load",
     _UNEVEN,
 )  # fmt: skip
 
@@ -170,7 +172,7 @@ async def _frozen(site: Site, endpoint: Endpoint) -> list[Finding]:
     return [FROZEN.at(endpoint.id, f"{endpoint.scrape_url}: not a byte differs after {APART:g} s and two requests")]
 
 
-@check("freshness", "metrics pages tell the present", (FROZEN, STALE), needs=("endpoints",), budget=60.0)
+@check("freshness", "metrics pages are current", (FROZEN, STALE), needs=("endpoints",), budget=60.0)
 async def freshness(site: Site) -> list[Finding]:
     findings = await site.each(lambda endpoint: _frozen(site, endpoint))
     for row in await site.rows():
@@ -185,8 +187,9 @@ TOLERANCE = 2.0
 
 SKEW = Kind(
     "clock.skew", Severity.WARNING, "the clock of a machine differs from ours",
-    "let both machines follow a time server (chrony, systemd-timesyncd): certificates and tokens expire early or late,"
-    " logs and journals cannot be compared, ages of KV events are wrong", "docs/doctor.md",
+    "synchronise both machines with a time server (chrony, systemd-timesyncd). Otherwise certificates"
+" and tokens expire early or late, logs and journals cannot be compared, and ages of KV events "
+"are wrong", "docs/doctor.md",
 )  # fmt: skip
 
 
@@ -237,7 +240,7 @@ INDEX = Kind(
 )  # fmt: skip
 LEASE = Kind(
     "limits.lease", Severity.WARNING, "leases expire before a request may end",
-    "raise ledger.leaseTtl: a long answer would stop counting while it runs", _SETTINGS,
+    "raise ledger.leaseTtl: a long answer stops counting while it runs", _SETTINGS,
 )  # fmt: skip
 #: Answers of reasoning models take minutes.
 _SHORT_LEASE = 60.0

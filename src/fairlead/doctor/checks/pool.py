@@ -27,16 +27,17 @@ NAMELESS = Kind(
 )  # fmt: skip
 SPEAKS_TLS = Kind(
     "endpoints.tls", Severity.CRITICAL, "an endpoint speaks TLS, and gateways send it plain HTTP",
-    "let the model server listen without TLS inside of the cluster, or put the port that does under endpoints:",
+    "serve plain HTTP within the cluster, or list the port that does under endpoints:",
     _FAILING,
 )  # fmt: skip
 STRANGER = Kind(
-    "endpoints.no-model-server", Severity.CRITICAL, "something answers at the address, and it is no model server",
-    "correct the port under endpoints: is it that of the metrics, of KV events, of another service?", _FAILING,
+    "endpoints.no-model-server", Severity.CRITICAL, "something else than a model server answers at the address",
+    "correct the port under endpoints: it may be the port of metrics, of KV events or of another "
+"service", _FAILING,
 )  # fmt: skip
 SICK = Kind(
-    "endpoints.sick", Severity.CRITICAL, "a model server says that it is not well",
-    "look at its log and restart it; requests that are sent there fail", _FAILING,
+    "endpoints.sick", Severity.CRITICAL, "a model server reports that it is unhealthy",
+    "read its log and restart it; requests to it fail", _FAILING,
 )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
 
 @check(
     "endpoints",
-    "a model server answers at every endpoint and is well",
+    "a healthy model server answers at every endpoint",
     (UNREACHABLE, NAMELESS, SPEAKS_TLS, STRANGER, SICK),
     budget=60.0,
 )
@@ -78,20 +79,21 @@ MIXED = Kind(
     _FAILING,
 )  # fmt: skip
 UNSERVED = Kind(
-    "models.unserved", Severity.CRITICAL, "a name that clients may use leads to a model that nobody serves",
+    "models.unserved", Severity.CRITICAL, "a name that clients may use leads to a model that no endpoint serves",
     "correct the target in the file of models.file, or start a server for it", "docs/models.md",
 )  # fmt: skip
 
 
 UNLABELLED = Kind(
-    "models.unlabelled-adapters", Severity.NOTE, "a server lists adapters that no label promises",
-    f"nothing need be done: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them"
-    " from the start", "docs/models.md#adapters",
+    "models.unlabelled-adapters", Severity.NOTE, "a server lists adapters that no label names",
+    f"nothing: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them "
+"from the start", "docs/models.md#adapters",
 )  # fmt: skip
 UNKNOWN_ADAPTERS = Kind(
-    "models.unknown-adapters", Severity.WARNING, "a server has adapters that the scheduler does not know of",
-    f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0: a metrics page names an"
-    " adapter only while requests use it, and until then all requests for it go where it was seen first",
+    "models.unknown-adapters", Severity.WARNING, "the scheduler does not know some adapters of a server",
+    f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0. A metrics"
+" page shows an adapter only while requests use it; until then all its requests go where it was "
+"seen first",
     "docs/models.md#adapters",
 )  # fmt: skip
 
@@ -170,8 +172,8 @@ async def models(site: Site) -> list[Finding]:
 
 
 NOTED = Kind(
-    "configuration.noted", Severity.NOTE, "something in the configuration has no effect, or one that is hardly meant",
-    "read all notes with `fairlead validate FILE`; change what they are about, or leave it if it is meant",
+    "configuration.noted", Severity.NOTE, "something in the configuration has no effect, or probably an unintended one",
+    "read the notes of `fairlead validate FILE`; change what they name, or leave it if you meant it",
     "docs/configuration.md",
 )  # fmt: skip
 
@@ -182,20 +184,20 @@ async def configuration(site: Site) -> list[Finding]:
 
 
 UNKNOWN = Kind(
-    "roles.unknown", Severity.ERROR, "the role of an endpoint is none that is known; it gets no request",
+    "roles.unknown", Severity.ERROR, "an endpoint has an unknown role, and gets no requests",
     f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(ROLES))}", _POLICIES,
 )  # fmt: skip
 NOBODY = Kind(
-    "roles.nobody", Severity.CRITICAL, "no endpoint has a role for a stage that every request needs",
-    f"label endpoints with {ROLE_LABEL}, or leave the label out where they do everything", _POLICIES,
+    "roles.nobody", Severity.CRITICAL, "no endpoint has the role for a stage that every request needs",
+    f"label endpoints with {ROLE_LABEL}, or remove the label where they do everything", _POLICIES,
 )  # fmt: skip
 NO_PREFILL = Kind(
-    "roles.no-prefill", Severity.ERROR, "the policy splits prefill and decode, and no endpoint prefills only",
-    f"label the endpoints that compute prompts with {ROLE_LABEL}: prefill, or take another policy", _POLICIES,
+    "roles.no-prefill", Severity.ERROR, "the policy splits prefill and decode, but no endpoint only prefills",
+    f"label the endpoints that compute prompts with {ROLE_LABEL}: prefill, or use another policy", _POLICIES,
 )  # fmt: skip
 IDLE = Kind(
-    "roles.idle", Severity.WARNING, "an endpoint prefills only, and the policy never splits a request",
-    f"take the policy {SPLITTING}, or the label off: it gets no request", _POLICIES,
+    "roles.idle", Severity.WARNING, "an endpoint only prefills, but the policy never splits a request",
+    f"use the policy {SPLITTING}, or remove the label: the endpoint gets no requests", _POLICIES,
 )  # fmt: skip
 
 
@@ -207,7 +209,7 @@ def _stages(site: Site) -> Iterator[str]:
 
 @check(
     "roles",
-    "there is an endpoint for every stage that the policy wants",
+    "every stage of the policy has an endpoint",
     (NOBODY, UNKNOWN, NO_PREFILL, IDLE),
     needs=("endpoints",),
 )
@@ -229,25 +231,26 @@ async def roles(site: Site) -> list[Finding]:
 
 
 PLAIN_URL = Kind(
-    "tls.http-to-https", Severity.ERROR, "a metrics URL says http, and the server speaks TLS",
-    "write https:// in metricsUrl (with a label metricsPort alone the URL is http), and metrics.tls.caFile if the"
-    " certificate is not a public one",
+    "tls.http-to-https", Severity.ERROR, "a metrics URL says http, but the server speaks TLS",
+    "write https:// in metricsUrl (the label metricsPort alone means http), and set "
+"metrics.tls.caFile if the certificate is not a public one",
 )  # fmt: skip
 SECURE_URL = Kind(
-    "tls.https-to-http", Severity.ERROR, "a metrics URL says https, and the server speaks plain HTTP",
+    "tls.https-to-http", Severity.ERROR, "a metrics URL says https, but the server speaks plain HTTP",
     "write http:// in metricsUrl, or serve the page with TLS",
 )  # fmt: skip
 UNTRUSTED = Kind(
     "tls.untrusted", Severity.ERROR, "the certificate of a metrics page is not accepted",
-    "name the authority that signed it in metrics.tls.caFile; renew it if it expired; ask for it by a name that it has",
+    "set metrics.tls.caFile to the authority that signed it; renew it if it expired; use a host name "
+"that it contains",
 )  # fmt: skip
 FILES = Kind(
     "tls.files", Severity.CRITICAL, "the certificate for extProc cannot be used",
     "extProc.tls.certDir must hold tls.crt and tls.key, a matching pair in PEM without a password",
 )  # fmt: skip
 EXT_PROC = Kind(
-    "tls.ext-proc", Severity.CRITICAL, "the running scheduler's extProc port speaks otherwise than configured",
-    "restart the scheduler, and set the gateway to the same: it reaches no scheduler otherwise",
+    "tls.ext-proc", Severity.CRITICAL, "the running scheduler's extProc port does not use TLS as configured",
+    "restart the scheduler and set the gateway to the same, or it cannot reach the scheduler",
 )  # fmt: skip
 
 

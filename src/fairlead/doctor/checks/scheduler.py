@@ -22,28 +22,29 @@ _SELF_CHECK = "docs/kv-events.md#the-self-check"
 
 NOT_READY = Kind(
     "scheduler.not-ready", Severity.CRITICAL, "the scheduler is not ready",
-    "the reasons say what it waits for", "docs/runbook.md#fairleaderrorshigh",
+    "the evidence says what it waits for", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
 OTHER_POOL = Kind(
-    "scheduler.other-endpoints", Severity.ERROR, "the scheduler runs with other endpoints than the configuration lists",
-    "it could not take the file over: see its log; or it was started with another file", _RUNBOOK,
+    "scheduler.other-endpoints", Severity.ERROR, "the running scheduler's endpoints differ from the configuration's",
+    "it could not apply the file (see its log), or it was started with another file", _RUNBOOK,
 )  # fmt: skip
 PLUGINS = Kind(
     "scheduler.plugin-errors", Severity.ERROR, "a plugin fails and is left out of decisions",
-    "see the scheduler's log for the reason; correct the plugin or take it out", "docs/runbook.md#fairleadpluginfails",
+    "the scheduler's log has the reason; correct the plugin or remove it", "docs/runbook.md#fairleadpluginfails",
 )  # fmt: skip
 FALLBACKS = Kind(
     "scheduler.bypassed", Severity.WARNING, "the gateway has served requests without asking the scheduler",
-    "it was away or slow then: see the times in its log and in `fairlead_loop_lag_seconds`",
+    "the scheduler was away or slow then; its log and `fairlead_loop_lag_seconds` say when",
     "docs/runbook.md#fairleadbypassed",
 )  # fmt: skip
 NO_METRICS = Kind(
     "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
-    "see its log for the reason; dashboards and alerts are blind, and so are the checks hits and scheduling", _RUNBOOK,
+    "its log has the reason. Dashboards, alerts and the checks hits and scheduling need this page", _RUNBOOK,
 )  # fmt: skip
 FORGETS = Kind(
-    "scheduler.forgets", Severity.WARNING, "what was learned cannot be written, and a restart begins cold",
-    "let the scheduler write to the directory of state.file, with space left; each scheduler needs a file of its own",
+    "scheduler.forgets", Severity.WARNING, "the state file cannot be written, so a restart begins cold",
+    "let the scheduler write to the directory of state.file, with free space; each scheduler needs "
+"its own file",
     "docs/operations.md#what-a-restart-keeps",
 )  # fmt: skip
 #: Share of requests that went past the scheduler from which on it is told.
@@ -110,16 +111,16 @@ async def scheduler(site: Site) -> list[Finding]:
 
 
 CPU = Kind(
-    "scheduling.cpu", Severity.ERROR, "the scheduler's process comes to its turn late",
-    "give it a core of its own: raise its CPU request and limit, or take load generators off the machine", _SLOWNESS,
+    "scheduling.cpu", Severity.ERROR, "the scheduler's process waits for the CPU",
+    "give it its own core: raise its CPU request and limit, or move load generators off the machine", _SLOWNESS,
 )  # fmt: skip
 PLUGIN = Kind(
-    "scheduling.plugin", Severity.ERROR, "one plugin takes most of the time of decisions",
-    "take it out, or make it work over columns; `fairlead explain` shows what it adds to a decision", _SLOWNESS,
+    "scheduling.plugin", Severity.ERROR, "one plugin takes most of the decision time",
+    "remove it, or make it work over columns; `fairlead explain` shows what it adds to a decision", _SLOWNESS,
 )  # fmt: skip
 SLOW = Kind(
     "scheduling.slow", Severity.WARNING, "decisions take long",
-    "see the sizes of prompts and of the pool; a remote scheduler adds its network, see scheduler.deadline", _SLOWNESS,
+    "check the sizes of prompts and pool; a remote scheduler adds network time, see scheduler.budget", _SLOWNESS,
 )  # fmt: skip
 
 _SLOW, _LATE = 0.05, 0.05
@@ -171,24 +172,25 @@ async def scheduling(site: Site) -> list[Finding]:
 
 SKEW = Kind(
     "balance.skew", Severity.WARNING, "one endpoint has a long queue while others have none",
-    "with weights: lower those of prefix scorers against load; with the cost model it means that a prompt's cache is"
-    " worth the wait: `fairlead explain` tells; else the server is slower than the others", _UNEVEN,
+    "with weights, lower those of prefix scorers against load. With the cost model, a cached prompt "
+"is worth the wait (`fairlead explain` shows it), or the server is slower than the others", _UNEVEN,
 )  # fmt: skip
 FOREIGN = Kind(
-    "balance.foreign", Severity.WARNING, "an endpoint works for others than this scheduler",
-    "let all clients go through the gateway, and one scheduler decide: of several independent ones none foresees what"
-    " the others send, see docs/kubernetes.md#several-replicas", _UNEVEN,
+    "balance.foreign", Severity.WARNING, "an endpoint also serves requests from elsewhere",
+    "send all clients through the gateway, and let one scheduler decide: independent ones do not see "
+"each other's requests, see docs/kubernetes.md#several-replicas", _UNEVEN,
 )  # fmt: skip
 
 UNLIKE = Kind(
-    "balance.unlike-speeds", Severity.WARNING, "servers that look alike were learned to be of unlike speed",
-    "if one is on a slower or a shared machine it is right: tell the hardware apart by a label; else the slow one"
-    " computed something else while it was measured: requests past the gateway, another process; what was learned is"
-    " forgotten when the server or the scheduler starts again", _UNEVEN,
+    "balance.unlike-speeds", Severity.WARNING, "like servers were learned to have unlike speeds",
+    "if one is on slower or shared hardware this is right: label the hardware. If not, it computed "
+"something else while it was measured (requests past the gateway, another process). A restart of "
+"the server or the scheduler clears it", _UNEVEN,
 )  # fmt: skip
 STARVED = Kind(
-    "balance.starved", Severity.WARNING, "an endpoint gets less than a tenth of its share, and no number says why",
-    "`fairlead explain` shows what the policy held against it; filters, sessions and caches may keep requests away",
+    "balance.starved", Severity.WARNING, "an endpoint gets less than a tenth of its share for no visible reason",
+    "`fairlead explain` shows what counts against it; filters, sessions and caches can keep requests "
+"away",
     _UNEVEN,
 )  # fmt: skip
 
@@ -285,23 +287,23 @@ async def balance(site: Site) -> list[Finding]:
 
 
 DISTRUSTED = Kind(
-    "hits.distrusted", Severity.ERROR, "KV events of an endpoint disagree with what it reports, and are not relied on",
-    "the cause in the evidence says what to set, see the table of causes; learned prefixes serve meanwhile",
+    "hits.distrusted", Severity.ERROR, "KV events of an endpoint disagree with what it reports, and are ignored",
+    "the evidence names the cause, the table of causes the cure; learned prefixes are used meanwhile",
     _SELF_CHECK,
 )  # fmt: skip
 UNTOKENISED = Kind(
-    "hits.no-tokens", Severity.WARNING, "KV events serve few requests, because most prompts have no token ids",
-    "set tokens.models for the models that are asked for; the reasons are in docs/tokens.md", "docs/tokens.md",
+    "hits.no-tokens", Severity.WARNING, "KV events help few requests, because most prompts get no token ids",
+    "set tokens.models for the models in use; docs/tokens.md lists the reasons", "docs/tokens.md",
 )  # fmt: skip
 NOT_REAL = Kind(
-    "hits.not-real", Severity.ERROR, "engines report much less cached than was predicted",
-    "other clients use the caches too, or caches are smaller than believed: see that every metrics page tells"
-    " its blocks", "docs/runbook.md#fairleadhitsnotreal",
+    "hits.not-real", Severity.ERROR, "engines report far fewer cached tokens than predicted",
+    "other clients use the caches too, or caches are smaller than believed: check that every metrics "
+"page reports its blocks", "docs/runbook.md#fairleadhitsnotreal",
 )  # fmt: skip
 LOW = Kind(
-    "hits.low", Severity.WARNING, "few tokens of prompts are found in caches",
-    "prompts with a changing beginning (a date, an id) never hit: let clients put it last; for new users and topics"
-    " it is normal", _LOW_HITS,
+    "hits.low", Severity.WARNING, "few prompt tokens are found in caches",
+    "prompts that begin with a date or an id never hit: let clients put it last. For new users and "
+"topics this is normal", _LOW_HITS,
 )  # fmt: skip
 
 #: Requests and tokens from which on shares mean something.
@@ -343,7 +345,7 @@ async def _rate(site: Site) -> list[Finding]:
 
 @check(
     "hits",
-    "a fair share of prompts is found in caches, and is really there",
+    "enough prompt tokens are found in caches, and really there",
     (DISTRUSTED, NOT_REAL, UNTOKENISED, LOW),
     needs=("admin",),
 )

@@ -30,7 +30,7 @@ class LeastRequests(Ranked):
 
 
 class PowerOfTwo(Profile):
-    """Needs two readings instead of all (Mitzenmacher 2001)."""
+    """The less loaded of two random endpoints (Mitzenmacher 2001)."""
 
     type = "power-of-two"
     Params = NoParams
@@ -105,7 +105,7 @@ class RemainingWorkParams(Params):
 
 
 class RemainingWork(Ranked):
-    """Stay at home until that is saturated; else a server for work of that length, the fewest tokens in flight."""
+    """Stay at home until that is saturated. Then a server for work of that length, the fewest tokens in flight."""
 
     type = "remaining-work"
     Params = RemainingWorkParams

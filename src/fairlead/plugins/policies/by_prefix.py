@@ -68,7 +68,7 @@ class StickyParams(PrefixAffinityParams):
 
 
 class StickyUntilSaturated(Profile):
-    """The filter is the last one, behind those that are configured."""
+    """The filter `prefix-affinity` behind those that are configured, then the least load."""
 
     type = "sticky-until-saturated"
     Params = StickyParams
@@ -214,7 +214,7 @@ class DynamicWeightsParams(Params):
 
 
 class DynamicWeights(Profile):
-    """Hits are those that were expected at the chosen endpoints."""
+    """Weights of prefix and load that follow the predicted hit rate."""
 
     type = "dynamic-weights"
     Params = DynamicWeightsParams

@@ -50,7 +50,7 @@ class CostModelParams(Params):
 
 
 class CostModel(Ranked):
-    """The lowest J, within the request's SLO if it has one."""
+    """The lowest cost in milliseconds, within the request's SLO if it has one."""
 
     type = "cost-model"
     Params = CostModelParams

@@ -51,7 +51,7 @@ class PrefillDecodeParams(CostModelParams):
 
 
 class PrefillDecode:
-    """Made of three cost models: alone, prefill part, decode part."""
+    """Splits a request over a prefill and a decode endpoint where that costs less than one endpoint for both."""
 
     type = "prefill-decode"
     Params = PrefillDecodeParams
