@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from fairlead.compat.load import load
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint

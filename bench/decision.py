@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from fairlead.compat.load import load
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.ledger import Lease

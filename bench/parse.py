@@ -25,7 +25,7 @@ from fairlead.apis.request import parse_request
 from fairlead.apis.usage import UsageScanner
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
-from fairlead.config.registry import build_hasher
+from fairlead.config.plugins import build_hasher
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import EndpointUp, MetricsSampled, RequestArrived, ResponseEnded
 from fairlead.core.instructions import Route

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fairlead.cli import help
-from fairlead.cli.main import COMMANDS, RENAMED, SECTIONS, load_command
+from fairlead.cli.app import load_command
+from fairlead.cli.commands import COMMANDS, RENAMED, SECTIONS
 from fairlead.compat import catalogue, command_line, reference
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Check

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead.compat.load import FIELDS, load, problems
-from fairlead.config.registry import ALIASES, BUILTINS, build_hasher, build_policy
+from fairlead.config.plugins import build_hasher, build_policy
+from fairlead.config.registry import ALIASES, BUILTINS
 from fairlead.config.schema import SECTIONS
 from fairlead.core.errors import ConfigError
 

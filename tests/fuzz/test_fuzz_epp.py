@@ -9,8 +9,8 @@ from fairlead.compat.catalogue import CATALOGUE
 from fairlead.compat.load import load, problems
 from fairlead.compat.locate import document_fields
 from fairlead.config.check import fields
+from fairlead.config.plugins import build_policy
 from fairlead.config.problems import InvalidConfig
-from fairlead.config.registry import build_policy
 from fairlead.core.errors import PluginError
 
 NAMES = sorted(CATALOGUE)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 from fairlead.core.errors import ConfigError
 from fairlead.lab.workload.generate import Pace, generate
 from fairlead.lab.workload.record import Workload

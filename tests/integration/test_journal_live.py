@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 from fairlead.lab.demo import Child
 from fairlead.lab.simulator.journal import decisions, one_run
 from fairlead.lab.simulator.replay import replay

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 from fairlead.cli.top import follow
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet

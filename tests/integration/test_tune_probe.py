@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 from fairlead.lab.load import tune_probe
 from fairlead.lab.load.tune import Observation, TooLittle, ask_facts
 from fairlead.lab.load.tune_probe import Ask, probe

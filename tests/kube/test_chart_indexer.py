@@ -11,7 +11,8 @@ from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
 from kr_runs import Children, free_ports, get, installed, stub_port, until
 
-from fairlead.cli.main import COMMANDS, load_command
+from fairlead.cli.app import load_command
+from fairlead.cli.commands import COMMANDS
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
 

@@ -8,9 +8,10 @@ import pytest
 import yaml
 from kr_helm import LABELS, Helm, of_kind, one
 
-from fairlead.cli.main import COMMANDS, load_command
+from fairlead.cli.app import load_command
+from fairlead.cli.commands import COMMANDS
 from fairlead.compat.load import load
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.config.schema import Config
 from fairlead.gateway.health import LIVENESS, READINESS, WARM
 

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fairlead.cli.main import COMMANDS, load_command
+from fairlead.cli.app import load_command
+from fairlead.cli.commands import COMMANDS
 from fairlead.compat.load import load
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from fairlead.apis.tokens import PromptTokeniser
+from fairlead.cli.app import load_command
+from fairlead.cli.commands import COMMANDS, GROUPS, RENAMED
 from fairlead.cli.help import RENAMED_OPTIONS
-from fairlead.cli.main import COMMANDS, GROUPS, RENAMED, load_command
 from fairlead.compat.command_line import parse
 from fairlead.compat.load import FIELDS, load
 from fairlead.config.endpoint_list import parse_endpoints_text
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex

@@ -3,7 +3,7 @@
 from configparser import ConfigParser
 from pathlib import Path
 
-from fairlead.cli.main import COMMANDS
+from fairlead.cli.commands import COMMANDS
 from fairlead.cli.options import WRONG_INPUT
 from fairlead.server.supervise import DRAIN_SECONDS
 

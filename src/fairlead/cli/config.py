@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, echo_json, wrapped
+from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, echo_json, without_collection, wrapped
 
 
 def schema() -> None:
@@ -115,9 +115,10 @@ def validate(
       fairlead validate examples/minimal.yaml
       fairlead validate fairlead.yaml --json | jq .problems
     """
-    from fairlead.compat.load import examine
+    with without_collection():
+        from fairlead.compat.load import examine
 
-    config, report = examine(file)
+        config, report = examine(file)
     if as_json:
         _as_json(file, config, report)
         return
@@ -157,11 +158,13 @@ def _as_json(file: Path, config: "Config | None", report: "Report") -> None:
 def _keys_problems(config: "Config") -> list[str]:
     """Of the file of API keys."""
     from fairlead.core.errors import ConfigError
+
+    if config.gateway.keys is None:
+        return []
     from fairlead.gateway.envoy.authentication import read_keys
 
     try:
-        if config.gateway.keys is not None:
-            read_keys(config.gateway.keys.file)
+        read_keys(config.gateway.keys.file)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -258,7 +258,7 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
 def _search(path: Path, request: str, run: str, policy: str, settings: list[str] | None) -> dict[str, Any]:
     from fairlead.cli.options import busy
     from fairlead.compat.recorded import restore
-    from fairlead.config.registry import build_policy
+    from fairlead.config.plugins import build_policy
     from fairlead.core.explain import again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples
+from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples, without_collection
 from fairlead.core.errors import ConfigError
 
 
@@ -147,23 +147,19 @@ def serve_file(
 ) -> None:
     """`notes`: flags without an effect, and why."""
     import asyncio
-    import gc
 
-    # Of a thousand modules that are imported nothing becomes garbage; looking for it takes a tenth of the start.
-    gc.disable()
-    from fairlead.compat.load import load
-    from fairlead.server.observe.log import get, setup
+    with without_collection():
+        from fairlead.compat.load import load
+        from fairlead.server.observe.log import get, setup
 
-    config = load(file, flags=flags)
-    setup(config.log.level, config.log.format)
-    for flag, why in notes:
-        get("serve").warning("a flag has no effect here", flag=flag, why=why)
-    if config.gateway.mode == "embedded" and not scheduler_only:
-        from fairlead.server.embedded import serve_embedded
+        config = load(file, flags=flags)
+        setup(config.log.level, config.log.format)
+        for flag, why in notes:
+            get("serve").warning("a flag has no effect here", flag=flag, why=why)
+        if config.gateway.mode == "embedded" and not scheduler_only:
+            from fairlead.server.embedded import serve_embedded
 
-        plan = serve_embedded(config, file)
-        gateway_admin, gateway_pool = plan.admins, str(plan.endpoints_file)
-    from fairlead.server.live import Live
-
-    gc.enable()
+            plan = serve_embedded(config, file)
+            gateway_admin, gateway_pool = plan.admins, str(plan.endpoints_file)
+        from fairlead.server.live import Live
     asyncio.run(Live(config, gateway_admin, gateway_pool).run())

@@ -26,13 +26,14 @@ from fairlead.config.plugin_reader import (
     read_policy,
 )
 from fairlead.config.problems import InvalidConfig, Place, Problem, Report, describe
-from fairlead.config.registry import Registry, check_made
+from fairlead.config.registry import Registry
 from fairlead.config.schema import (
     SECTIONS,
     Config,
     EndpointSource,
     FileSource,
     FlowSpec,
+    PluginSpec,
     PolicySpec,
     Section,
     Settings,
@@ -177,7 +178,7 @@ class _Assembly:
         self._check_splitting(policy, flow_control)
         if self._thorough:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
-            check_made((*(policy.plugins() if policy else ()), *beside), self._registry, self._report)
+            self._check_made(*(policy.plugins() if policy else ()), *beside)
             self._check_endpoints_file(endpoints.file, settings, policy)
         if policy is None or self._report.problems:
             return None
@@ -191,6 +192,14 @@ class _Assembly:
             source=source,
             notes=tuple(self._report.notes),
         )
+
+    def _check_made(self, *specs: PluginSpec) -> None:
+        """Those that the file names; what runs without it can be made."""
+        named = [spec for spec in specs if spec.given is not None]
+        if named:
+            from fairlead.config.plugins import check_made
+
+            check_made(named, self._registry, self._report)
 
     def _check_splitting(self, policy: PolicySpec | None, flow_control: FlowSpec | None) -> None:
         plugin = policy.plugin if policy else None

@@ -300,7 +300,7 @@ class Profiles:
             kind="policy",
             type=policy.type,
             name=handler.name,
-            parameters=policy.params(always=True, **limits),
+            given=policy.params(always=True, **limits),
             path=self._report.path(handler.place),
             lines=handler.lines,
             stands_for=handler.type,
@@ -331,7 +331,7 @@ class Profiles:
                     kind=use.kind,
                     type=use.type,
                     name=instance.name,
-                    parameters=use.parameters,
+                    given=use.parameters,
                     weight=(1.0 if weight is None else weight) if use.kind == "scorer" else 0.0,
                     path=self._report.path(instance.place),
                     lines=lines,
@@ -343,9 +343,9 @@ class Profiles:
 
     def _always(self) -> list[PluginSpec]:
         plugins = [self._registry.find("filter", name) for name in ALWAYS]
-        return [PluginSpec(kind="filter", type=f.type, name=f.type, parameters=f.params()) for f in plugins if f]
+        return [PluginSpec(kind="filter", type=f.type, name=f.type, given=f.params()) for f in plugins if f]
 
     def _default_picker(self) -> PluginSpec:
         picker = self._registry.find("picker", SELECTION["picker"])
         assert picker is not None
-        return PluginSpec(kind="picker", type=picker.type, name=picker.type, parameters=picker.params(near_tie=0.0))
+        return PluginSpec(kind="picker", type=picker.type, name=picker.type, given=picker.params(near_tie=0.0))

@@ -114,7 +114,7 @@ def _with(spec: PluginSpec, parameter: str, text: str) -> PluginSpec:
     if made is None:
         message = report.problems[0].message
         raise ConfigError(f"{spec.name}.{parameter}={text}: {message}", "$.policy")
-    return structs.replace(spec, parameters=made)
+    return structs.replace(spec, given=made)
 
 
 def _number(text: str) -> float:
@@ -169,7 +169,7 @@ def _read_plugin(values: Mapping[str, Any], registry: Registry) -> PluginSpec:
     if registered is None:
         raise PluginError(type_, f"is not installed here; the journal's policy uses it as a {kind}")
     parameters = registered.params.model_validate(values["parameters"])
-    return PluginSpec(kind=kind, type=type_, name=values["name"], weight=float(values["weight"]), parameters=parameters)
+    return PluginSpec(kind=kind, type=type_, name=values["name"], weight=float(values["weight"]), given=parameters)
 
 
 def _read_policy(values: Mapping[str, Any], registry: Registry) -> PolicySpec:

@@ -160,7 +160,7 @@ def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Repo
         return None
     cls: Any = StartTimeFairness if kind == "fairness" else LeastWorkOrdering
     return PluginSpec(
-        kind=kind, type=cls.type, name=cls.type, parameters=cls.Params(), path=report.path((*band.place, kind))
+        kind=kind, type=cls.type, name=cls.type, given=cls.Params(), path=report.path((*band.place, kind))
     )
 
 
@@ -210,7 +210,7 @@ def _spec(kind: Kind, instance: Instance | None, report: Report) -> PluginSpec |
         kind=kind,
         type=type,
         name=instance.name,
-        parameters=narrowed(instance.parameters, _PARAMS.get(type, NoParams)),
+        given=narrowed(instance.parameters, _PARAMS.get(type, NoParams)),
         path=report.path(instance.place),
         lines=instance.lines,
         stands_for=instance.type,

@@ -8,8 +8,9 @@ from typing import cast
 from msgspec import Struct, structs
 
 from fairlead.config.plugin_reader import read_entry
+from fairlead.config.plugins import build_policy, make
 from fairlead.config.problems import Report as Problems
-from fairlead.config.registry import Registry, build_policy, make
+from fairlead.config.registry import Registry
 from fairlead.config.reload import meaning
 from fairlead.config.schema import (
     LONGEST_WAIT,

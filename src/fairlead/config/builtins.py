@@ -35,6 +35,9 @@ class Builtins(Mapping[str, Any]):
         module, _, cls = self._places[name].partition(":")
         return vars(import_module(f"fairlead.plugins.{module}"))[cls]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # without importing it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

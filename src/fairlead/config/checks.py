@@ -24,11 +24,9 @@ from fairlead.config.schema import (
     Settings,
     Tokens,
 )
-from fairlead.core.endpoint import MAX_PORTS, ROLE_LABEL
+from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES
 from fairlead.core.errors import ConfigError
-from fairlead.plugins.filters.ability import PREFILL_ONLY, ROLES
 from fairlead.plugins.params import camel
-from fairlead.plugins.pickers import TopKParams
 
 #: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
 REPEAT = 1.0
@@ -185,10 +183,10 @@ def note_pool(
         return
     if policy.plugin is not None and policy.plugin.type == SPLITTING and not roles & PREFILL_ONLY:
         note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
-    picker = policy.picker.parameters if policy.picker is not None else None
-    if isinstance(picker, TopKParams) and 1 < len(entries) <= picker.k:
+    k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
+    if 1 < len(entries) <= k:
         note(
-            f"selection.topK is {picker.k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
+            f"selection.topK is {k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
             "whatever the scorers say"
         )
     remote = [entry.host for entry in entries if not is_loopback(entry.host)]

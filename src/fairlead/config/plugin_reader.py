@@ -33,7 +33,6 @@ from fairlead.config.schema import (
     Shadows,
 )
 from fairlead.core.errors import PluginError
-from fairlead.plugins.columns import COLUMNS
 from fairlead.plugins.params import Params
 
 #: The three names for the mapping of a plugin's parameters.
@@ -104,6 +103,9 @@ class PluginReader:
         if registered is None:
             return None
         given = self._parameters(kind, entry, place, where)
+        if not (written or given or registered.implied):
+            path = self.report.path(place)
+            return PluginSpec(kind=kind, type=registered.type, name=name, weight=weight, given=None, path=path)
         parameters = read(
             registered.params,
             {**registered.implied, **given},
@@ -120,7 +122,7 @@ class PluginReader:
             type=registered.type,
             name=name,
             weight=weight,
-            parameters=parameters,
+            given=parameters,
             path=self.report.path(place),
             lines=self._lines(entry, given, place, where) if written else {},
         )
@@ -149,7 +151,7 @@ class PluginReader:
             return None
 
     def _weight(self, kind: Kind, entry: Mapping[str, Any], place: Place, registered: RegisteredPlugin | None) -> float:
-        default = declared(registered.cls, "weight", 1.0) if registered else 1.0
+        default = declared(registered.cls, "weight", 1.0) if registered and kind == "scorer" else 1.0
         if kind != "scorer" or "weight" not in entry:
             return float(default) if kind == "scorer" else 0.0
         weighed = read(Weighed, {"weight": entry["weight"]}, place, self.report)
@@ -397,10 +399,15 @@ class Extras:
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:
     """Reports plugins that look at a metric which nobody provides: it would be missing everywhere, silently."""
+    named = [spec for spec in (*policy.filters, *policy.scorers) if spec.type in ("metric", "metric-limit")]
+    if not named:
+        return
+    from fairlead.plugins.columns import COLUMNS
+
     known = {*COLUMNS, *provided, *(name for engine in engine_table(metrics).values() for name in engine.extra)}
-    for spec in (*policy.filters, *policy.scorers):
-        name = spec.parameters.metric if spec.type in ("metric", "metric-limit") else None
-        if name is not None and name not in known:
+    for spec in named:
+        name = spec.parameters.metric
+        if name not in known:
             line = spec.lines.get("metric") or spec.lines.get("parameters") or spec.lines.get("type", 0)
             hint = f"add it under metrics.engines.{metrics.default_engine}.extra; known: {', '.join(sorted(known))}"
             report.extend([Problem(f"{spec.path}.metric", line, f"unknown metric '{shorten(name)}'", hint)])

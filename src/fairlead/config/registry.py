@@ -1,4 +1,4 @@
-"""Which plugins there are, and how a configuration becomes the policy that uses them.
+"""Which plugins there are. Nothing here imports the class of a built-in one before it is asked for.
 
 Rules
 * Built-ins are a table. Entry points (group `fairlead.plugins`, name = plugin type, value = class) are only looked at
@@ -12,22 +12,17 @@ Rules
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 from pydantic import BaseModel
 
-from fairlead.apis.request import ParsedRequest, parse_request
-from fairlead.config.builtins import ALIASES, BUILTINS, BYTES_PER_TOKEN, HASH_BLOCK_SIZE, METHODS, Kind
-from fairlead.config.problems import Problem, Report
-from fairlead.config.schema import Config, PluginSpec
+from fairlead.config.builtins import ALIASES, BUILTINS, METHODS, Kind
 from fairlead.core.errors import PluginError
-from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, Stage, clamped
-from fairlead.core.prefix import ChainHasher
-from fairlead.core.profile import Profile
-from fairlead.plugins.guarding import Measuring, Parsing
 from fairlead.plugins.params import NoParams
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "fairlead.plugins"
 
@@ -35,11 +30,16 @@ GROUP = "fairlead.plugins"
 class RegisteredPlugin(Struct, frozen=True):
     """A plugin class, under its canonical type."""
 
+    kind: Kind
     type: str
-    cls: Any
     #: Parameters that the name which was used implies.
     implied: Mapping[str, Any] = field(default_factory=dict)
-    foreign: bool = False
+    #: The class, if it is of another distribution.
+    foreign: Any = None
+
+    @property
+    def cls(self) -> Any:
+        return self.foreign or BUILTINS[self.kind][self.type]
 
     @property
     def params(self) -> Any:
@@ -52,23 +52,24 @@ def declared(cls: type, name: str, default: Any = None) -> Any:
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
 
 
-def _installed() -> Iterable[EntryPoint]:
+def _installed() -> "Iterable[EntryPoint]":
+    from importlib.metadata import entry_points
+
     return entry_points(group=GROUP)
 
 
 class Registry:
     """Finds plugin classes by kind and type. `installed` lists entry points; asked only when a type is not built in."""
 
-    def __init__(self, installed: Callable[[], Iterable[EntryPoint]] = _installed) -> None:
+    def __init__(self, installed: "Callable[[], Iterable[EntryPoint]]" = _installed) -> None:
         self._list = installed
         self._points: list[EntryPoint] | None = None
 
     def find(self, kind: Kind, name: str) -> RegisteredPlugin | None:
         """`None` when nothing of that kind has that name. Raises `PluginError` when it cannot be loaded."""
         canonical, implied = ALIASES[kind].get(name, (name, {}))
-        cls = BUILTINS[kind].get(canonical)
-        if cls is not None:
-            return RegisteredPlugin(canonical, cls, implied)
+        if canonical in BUILTINS[kind]:
+            return RegisteredPlugin(kind, canonical, implied)
         if any(name in table for table in (*BUILTINS.values(), *ALIASES.values())):
             return None
         foreign = self._foreign(name)
@@ -77,7 +78,7 @@ class Registry:
         fault = _lacks(foreign, kind)
         if fault:
             raise PluginError(name, f"of {self._sources(name)} {fault}")
-        return RegisteredPlugin(name, foreign, foreign=True)
+        return RegisteredPlugin(kind, name, foreign=foreign)
 
     def kind_of(self, name: str) -> Kind | None:
         """The kind that `name` does exist as."""
@@ -89,7 +90,7 @@ class Registry:
         aliases = (name for name in ALIASES[kind] if not name.endswith(f"-{kind}"))
         return {*BUILTINS[kind], *aliases, *(point.name for point in self._installed())}
 
-    def _installed(self) -> list[EntryPoint]:
+    def _installed(self) -> "list[EntryPoint]":
         """Listed once: a scan of all distributions takes about 20 ms."""
         if self._points is None:
             self._points = list(self._list())
@@ -116,7 +117,7 @@ class Registry:
         return cls
 
 
-def _distribution(point: EntryPoint) -> str:
+def _distribution(point: "EntryPoint") -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
 
 
@@ -134,6 +135,8 @@ def _fault(cls: Any) -> str:
 
 def _lacks(cls: Any, kind: Kind) -> str:
     """What a class of that kind has to have besides its method and has not."""
+    from fairlead.core.policy import Stage
+
     if kind == "filter" and not isinstance(declared(cls, "stage"), Stage):
         return "is a filter without `stage: Stage`"
     if kind == "metric-source" and not _names(declared(cls, "provides")):
@@ -147,83 +150,7 @@ def _names(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and all(isinstance(name, str) for name in value)
 
 
-def build_policy(
-    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
-) -> Policy:
-    """The policy that `config.policy` describes: a profile, unless it names a policy plugin.
-
-    Raises `PluginError` when a plugin cannot be made.
-    """
-    registry = registry or Registry()
-    policy = config.policy
-    filters = [cast(Filter, make(spec, registry)) for spec in policy.filters]
-    if policy.plugin is not None:
-        more = {"filters": filters} if takes_filters(registry, policy.plugin.type) else {}
-        made = make(policy.plugin, registry, **more)
-        if isinstance(made, ReportsErrors):
-            made.report_to(on_plugin_error)
-        return cast(Policy, made)
-    assert policy.picker is not None
-    return Profile(
-        policy.name,
-        filters,
-        [(cast(Scorer, make(spec, registry)), spec.weight) for spec in policy.scorers],
-        cast(Picker, make(policy.picker, registry)),
-        on_plugin_error,
-    )
-
-
-def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) -> None:
-    """Reports plugins that refuse to be made."""
-    for spec in specs:
-        more: dict[str, Any] = {}
-        if spec.kind == "policy" and takes_filters(registry, spec.type):
-            more["filters"] = []
-        try:
-            make(spec, registry, **more)
-        except PluginError as error:
-            report.extend([Problem(spec.path, spec.lines.get("type", 0), str(error))])
-
-
 def takes_filters(registry: Registry, policy: str) -> bool:
     """Whether the policy plugin wants the filters handed in."""
     registered = registry.find("policy", policy)
     return registered is not None and declared(registered.cls, "takes_filters") is True
-
-
-def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
-    """The plugin that a spec describes. Raises `PluginError`."""
-    registered = registry.find(spec.kind, spec.type)
-    if registered is None:
-        raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
-    try:
-        plugin = registered.cls(spec.parameters, name=spec.name, **more)
-    except Exception as error:
-        raise PluginError(spec.name, f"({spec.path}) could not be made: {type(error).__name__}: {error}") from error
-    if registered.foreign and spec.kind == "scorer":
-        return clamped(plugin)
-    return plugin
-
-
-def build_measure(
-    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
-) -> Measuring | None:
-    """What reads further columns from metrics pages; `None` when nothing does. Raises `PluginError`."""
-    registry = registry or Registry()
-    sources = [make(spec, registry) for spec in config.metric_sources]
-    return Measuring(sources, on_plugin_error) if sources else None
-
-
-def build_parse(
-    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
-) -> Callable[..., ParsedRequest]:
-    """What reads request bodies. Raises `PluginError`."""
-    registry = registry or Registry()
-    parsers = [make(spec, registry) for spec in config.parsers]
-    return Parsing(parsers, on_plugin_error) if parsers else parse_request
-
-
-def build_hasher(config: Config) -> ChainHasher:
-    """Cuts prompts as finely as the finest of the configured `prefix-aware` scorers wants."""
-    sizes = [spec.parameters.hash_block_size for spec in config.policy.scorers if spec.type == "prefix-aware"]
-    return ChainHasher(finest=round(min(sizes, default=HASH_BLOCK_SIZE) * BYTES_PER_TOKEN))

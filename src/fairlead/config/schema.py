@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, model_validator
 from fairlead.config.builtins import DEFAULT_POLICY, Kind
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Problem
+from fairlead.config.registry import RegisteredPlugin
 from fairlead.core.endpoint import MAX_PORTS
 from fairlead.plugins.params import DURATION, SIZE, Bytes, Params, PositiveSeconds, Seconds, camel
 
@@ -793,12 +794,13 @@ class EndpointSource(Struct, frozen=True, kw_only=True):
 
 
 class PluginSpec(Struct, frozen=True, kw_only=True):
-    """One configured plugin. `type` is the canonical name, `parameters` an instance of the plugin's own `Params`."""
+    """One configured plugin. `type` is the canonical name."""
 
     kind: Kind
     type: str
     name: str
-    parameters: Any
+    #: An instance of the plugin's own `Params`; `None` = a built-in one with its defaults, which no file names.
+    given: Any
     #: Scorers only.
     weight: float = 0.0
     #: Where it stands in the file, e.g. `$.scorers[0]`.
@@ -807,6 +809,11 @@ class PluginSpec(Struct, frozen=True, kw_only=True):
     lines: dict[str, int] = field(default_factory=dict)
     #: The type in the file, where that is another picker's.
     stands_for: str = ""
+
+    @property
+    def parameters(self) -> Any:
+        """An instance of the plugin's own `Params`."""
+        return RegisteredPlugin(self.kind, self.type).params() if self.given is None else self.given
 
 
 class PolicySpec(Struct, frozen=True, kw_only=True):

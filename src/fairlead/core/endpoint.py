@@ -7,6 +7,16 @@ from msgspec import Struct, field
 #: Values of the role label that mean "decodes" / "prefills"; no label means "decodes".
 #: Source: the reference picker's decode-filter and prefill-filter (docs/architecture.md, "Roles").
 ROLE_LABEL = "llm-d.ai/role"
+#: Role labels that include each stage; an endpoint without the label decodes. `both` is the older `prefill-decode`.
+STAGES = {
+    "decode": {"", "decode", "prefill-decode", "encode-decode", "both", "encode-prefill-decode"},
+    "prefill": {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"},
+    "encode": {"encode", "encode-prefill", "encode-decode", "encode-prefill-decode"},
+}
+#: All that a role label may say.
+ROLES = frozenset().union(*STAGES.values()) - {""}
+#: Roles that prefill and do not decode.
+PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 MODEL_LABEL = "model-id"
 #: Ports of an InferencePool; each is an endpoint of its own.
 MAX_PORTS = 8

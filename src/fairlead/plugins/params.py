@@ -1,34 +1,14 @@
-"""Columns scaled to 0..1 over the candidates of a decision."""
+"""What a plugin's parameters are made of: the base class, and quantities as people write them (`64MiB`, `1m30s`).
+
+The sections of a configuration file are made of the same.
+"""
 
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
-
-from fairlead.core.columns import BoolColumn, FloatColumn
-
-
-def lower_is_better(column: FloatColumn, candidates: BoolColumn | None) -> FloatColumn:
-    """(highest - value) / (highest - lowest) over the candidates (`None` = all), 1 everywhere when they are equal.
-
-    NaN does not count and stays NaN. What is no candidate is cut to 0..1.
-    """
-    among = column if candidates is None else column[candidates]
-    among = among[~np.isnan(among)]
-    if not len(among):
-        return np.full(len(column), np.nan)
-    lowest, highest = float(among.min()), float(among.max())
-    if not highest > lowest:
-        return np.where(np.isnan(column), np.nan, 1.0)
-    return np.clip((highest - column) / (highest - lowest), 0.0, 1.0)
-
-
-# What a plugin's parameters are made of: the base class, and quantities as people write them (`64MiB`, `1m30s`).
-#
-# The sections of a configuration file are made of the same.
 
 
 def camel(name: str) -> str:

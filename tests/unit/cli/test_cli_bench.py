@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fairlead.cli.app import build_app
 from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, Load, LoadOptions, build, hints, line
-from fairlead.cli.main import build_app
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.spec import Progress
 from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded

@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
+from fairlead.cli.app import build_app
 from fairlead.cli.demo import demo
-from fairlead.cli.main import build_app
 from fairlead.lab.demo import Plan
 
 

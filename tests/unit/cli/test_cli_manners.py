@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fairlead.cli import main as cli
-from fairlead.cli.main import COMMANDS, load_command
+from fairlead.cli.app import load_command
+from fairlead.cli.commands import COMMANDS
 
 #: A command line that names a file which is not there. `None`: the command reads no file.
 UNKNOWN_FILE: dict[str, list[str] | None] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 
 QUICK = ("-n", "60", "--seeds", "1", "--slo", "ttft_p90=2s,tpot_p90=50ms")
 

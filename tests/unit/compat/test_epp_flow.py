@@ -5,7 +5,7 @@ import pytest
 from fairlead.compat.load import load, problems
 from fairlead.compat.recorded import record, restore
 from fairlead.config.building import build_flow_controller
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 GATE = "featureGates: [flowControl]\n"

@@ -7,7 +7,7 @@ import pytest
 
 from fairlead.cli.main import main
 from fairlead.compat.load import load
-from fairlead.config.registry import build_hasher, build_policy
+from fairlead.config.plugins import build_hasher, build_policy
 from fairlead.config.schema import Config
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Picked

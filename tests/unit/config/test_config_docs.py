@@ -10,7 +10,7 @@ from fairlead.compat.load import load
 from fairlead.config.builtins import ALIASES
 from fairlead.config.check import fields
 from fairlead.config.endpoint_list import KEYS
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.config.schema import SECTIONS, FileSource
 
 DOCS = Path(__file__).parents[3] / "docs"

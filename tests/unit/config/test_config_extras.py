@@ -9,7 +9,7 @@ import pytest
 from fairlead.apis.request import parse_request
 from fairlead.compat.load import load, problems
 from fairlead.config.building import build_flow_controller
-from fairlead.config.registry import build_measure, build_parse, build_policy
+from fairlead.config.plugins import build_measure, build_parse, build_policy
 from fairlead.core.errors import PluginError
 from fairlead.testing import endpoint
 

@@ -9,7 +9,7 @@ from fairlead.compat.load import examine, load, problems
 from fairlead.compat.show import effective
 from fairlead.config.building import able_by, build_flow_controller
 from fairlead.config.builtins import BUILTINS
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.config.reload import plan_reload
 from fairlead.config.yaml import parse
 from fairlead.core.endpoint import Endpoint

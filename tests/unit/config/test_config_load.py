@@ -6,8 +6,8 @@ import pytest
 
 from fairlead.compat.load import load, problems
 from fairlead.config.builtins import DEFAULT_POLICY
+from fairlead.config.plugins import build_policy
 from fairlead.config.problems import InvalidConfig
-from fairlead.config.registry import build_policy
 from fairlead.config.schema import SECTIONS, Config, EndpointSource, PluginSpec
 from fairlead.core.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 
 from fairlead.compat.load import load, problems
 from fairlead.config import builtins
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Filter, Picked
 from fairlead.core.profile import Profile

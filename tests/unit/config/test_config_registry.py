@@ -11,8 +11,9 @@ import pytest
 
 from fairlead.compat.load import load, problems
 from fairlead.compat.recorded import record, restore
+from fairlead.config.plugins import build_hasher, build_policy
 from fairlead.config.problems import InvalidConfig
-from fairlead.config.registry import ALIASES, BUILTINS, METHODS, Registry, build_hasher, build_policy
+from fairlead.config.registry import ALIASES, BUILTINS, METHODS, Registry
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -116,7 +117,7 @@ def test_aliases_lead_to_builtins_and_shadow_none() -> None:
             assert alias not in BUILTINS[kind]
             found = Registry().find(kind, alias)
             assert found is not None
-            assert (found.type, found.foreign) == (target, False)
+            assert (found.type, found.foreign) == (target, None)
             found.params(**implied)
 
 

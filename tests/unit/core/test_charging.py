@@ -6,7 +6,7 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.config.building import build_flow_controller
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.flow import Flow

@@ -5,7 +5,7 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.config.building import able_by
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.binding import PairBinder, WaitingRules
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError

@@ -6,7 +6,7 @@ from fairlead.apis.engine_metrics import compile_engine
 from fairlead.apis.prometheus import PageReader
 from fairlead.compat.load import load, problems
 from fairlead.config.checks import engine_table
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.fleet import Fleet
 from fairlead.plugins.filters.load import MetricLimit, MetricLimitParams
 from fairlead.plugins.scorers.metric import Metric, MetricParams

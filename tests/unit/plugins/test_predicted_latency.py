@@ -3,7 +3,7 @@
 import pytest
 
 from fairlead.compat.load import load
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.cost import cost
 from fairlead.core.fleet import Fleet
 from fairlead.plugins.scorers.latency import PredictedLatency, PredictedLatencyParams

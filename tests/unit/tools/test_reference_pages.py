@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from fairlead.cli.main import COMMANDS
+from fairlead.cli.commands import COMMANDS
 from fairlead.compat import reference
 from fairlead.config.builtins import BUILTINS
 from fairlead.config.check import fields

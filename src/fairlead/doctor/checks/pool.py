@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Iterator
 
 from fairlead.config.builtins import SPLITTING
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, PREFILL_ONLY, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.tls import ServerTls
-from fairlead.plugins.filters.ability import ADAPTERS_LABEL, PREFILL_ONLY, ROLES, STAGES, RoleParams
+from fairlead.plugins.filters.ability import ADAPTERS_LABEL, RoleParams
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/runbook.md#fairleaderrorshigh"

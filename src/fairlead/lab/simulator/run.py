@@ -10,8 +10,9 @@ from typing import Any
 
 from fairlead.compat.load import load
 from fairlead.config.builtins import BUILTINS, POLICIES
+from fairlead.config.plugins import build_policy
 from fairlead.config.problems import suggestion
-from fairlead.config.registry import GROUP, Registry, build_policy, declared
+from fairlead.config.registry import GROUP, Registry, declared
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError, FairleadError
 from fairlead.core.policy import Policy

@@ -7,24 +7,13 @@ import numpy as np
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, Endpoint
 from fairlead.core.policy import Cycle, Stage
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import LABEL, ContextRanges, unless_all
 from fairlead.plugins.params import Params, Plain
-
-#: Role labels that include each stage; an endpoint without the label decodes. `both` is the older `prefill-decode`.
-STAGES = {
-    "decode": {"", "decode", "prefill-decode", "encode-decode", "both", "encode-prefill-decode"},
-    "prefill": {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"},
-    "encode": {"encode", "encode-prefill", "encode-decode", "encode-prefill-decode"},
-}
-#: All that a role label may say.
-ROLES = frozenset().union(*STAGES.values()) - {""}
-#: Roles that prefill and do not decode.
-PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 
 
 class RoleParams(Params):

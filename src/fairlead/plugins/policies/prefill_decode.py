@@ -23,13 +23,13 @@ from pydantic import Field
 
 from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.cost import Terms, Weights, memory_price
-from fairlead.core.endpoint import ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
 from fairlead.core.profile import estimate
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.filters.ability import PREFILL_ONLY, Role, RoleParams
+from fairlead.plugins.filters.ability import Role, RoleParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 
 Millis = Annotated[float, Field(ge=0)]

@@ -13,8 +13,8 @@ from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
 from fairlead.core.profile import estimate
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.columns import headroom
-from fairlead.plugins.params import Params, Plain, lower_is_better
+from fairlead.plugins.columns import headroom, lower_is_better
+from fairlead.plugins.params import Params, Plain
 
 #: Predictions below this many milliseconds are alike.
 _LEAST = 1e-3

@@ -7,8 +7,8 @@ from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.columns import not_negative
-from fairlead.plugins.params import Params, Plain, lower_is_better
+from fairlead.plugins.columns import lower_is_better, not_negative
+from fairlead.plugins.params import Params, Plain
 
 
 class Queue(Plain):

@@ -9,8 +9,8 @@ from fairlead.core.columns import FloatColumn
 from fairlead.core.policy import CANDIDATES, Cycle
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.columns import LABEL, ContextRanges, metric_column
-from fairlead.plugins.params import Params, Plain, lower_is_better
+from fairlead.plugins.columns import LABEL, ContextRanges, lower_is_better, metric_column
+from fairlead.plugins.params import Params, Plain
 
 
 class MetricParams(Params):

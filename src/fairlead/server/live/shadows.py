@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from fairlead.config.building import able_by
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.core.events import Event, RemotePicked, ShadowsJudged
 from fairlead.core.fleet import Fleet

@@ -20,7 +20,7 @@ from msgspec import Struct
 from fairlead.compat.recorded import beside, record
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.checks import engine_table
-from fairlead.config.registry import build_hasher, build_measure, build_parse
+from fairlead.config.plugins import build_hasher, build_measure, build_parse
 from fairlead.config.schema import Config
 from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from fairlead import __version__
 from fairlead.compat.load import load
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, PluginError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 from fairlead.lab.engine.engine import Engine
 from fairlead.lab.engine.presets import PRESETS, preset, read_preset, write_preset
 from fairlead.lab.engine.request import EngineRequest

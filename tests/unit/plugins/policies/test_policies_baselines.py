@@ -10,7 +10,7 @@ from msgspec import structs
 
 from fairlead.compat.load import load
 from fairlead.config.builtins import BUILTINS
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.endpoint import Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fairlead.cli.main import build_app
+from fairlead.cli.app import build_app
 from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run

@@ -11,7 +11,7 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
-from fairlead.config.registry import build_policy
+from fairlead.config.plugins import build_policy
 from fairlead.core.explain import again, explain, restored, terms_of
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord

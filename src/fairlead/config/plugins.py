@@ -1,0 +1,91 @@
+"""Specs of plugins → the plugins, and the policy that uses them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from fairlead.apis.request import ParsedRequest, parse_request
+from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
+from fairlead.config.problems import Problem, Report
+from fairlead.config.registry import Registry, takes_filters
+from fairlead.config.schema import Config, PluginSpec
+from fairlead.core.errors import PluginError
+from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, clamped
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.plugins.guarding import Measuring, Parsing
+
+
+def build_policy(
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
+) -> Policy:
+    """The policy that `config.policy` describes: a profile, unless it names a policy plugin.
+
+    Raises `PluginError` when a plugin cannot be made.
+    """
+    registry = registry or Registry()
+    policy = config.policy
+    filters = [cast(Filter, make(spec, registry)) for spec in policy.filters]
+    if policy.plugin is not None:
+        more = {"filters": filters} if takes_filters(registry, policy.plugin.type) else {}
+        made = make(policy.plugin, registry, **more)
+        if isinstance(made, ReportsErrors):
+            made.report_to(on_plugin_error)
+        return cast(Policy, made)
+    assert policy.picker is not None
+    return Profile(
+        policy.name,
+        filters,
+        [(cast(Scorer, make(spec, registry)), spec.weight) for spec in policy.scorers],
+        cast(Picker, make(policy.picker, registry)),
+        on_plugin_error,
+    )
+
+
+def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) -> None:
+    """Reports plugins that refuse to be made."""
+    for spec in specs:
+        more: dict[str, Any] = {}
+        if spec.kind == "policy" and takes_filters(registry, spec.type):
+            more["filters"] = []
+        try:
+            make(spec, registry, **more)
+        except PluginError as error:
+            report.extend([Problem(spec.path, spec.lines.get("type", 0), str(error))])
+
+
+def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
+    """The plugin that a spec describes. Raises `PluginError`."""
+    registered = registry.find(spec.kind, spec.type)
+    if registered is None:
+        raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
+    try:
+        plugin = registered.cls(spec.parameters, name=spec.name, **more)
+    except Exception as error:
+        raise PluginError(spec.name, f"({spec.path}) could not be made: {type(error).__name__}: {error}") from error
+    if registered.foreign and spec.kind == "scorer":
+        return clamped(plugin)
+    return plugin
+
+
+def build_measure(
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
+) -> Measuring | None:
+    """What reads further columns from metrics pages; `None` when nothing does. Raises `PluginError`."""
+    registry = registry or Registry()
+    sources = [make(spec, registry) for spec in config.metric_sources]
+    return Measuring(sources, on_plugin_error) if sources else None
+
+
+def build_parse(
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
+) -> Callable[..., ParsedRequest]:
+    """What reads request bodies. Raises `PluginError`."""
+    registry = registry or Registry()
+    parsers = [make(spec, registry) for spec in config.parsers]
+    return Parsing(parsers, on_plugin_error) if parsers else parse_request
+
+
+def build_hasher(config: Config) -> ChainHasher:
+    """Cuts prompts as finely as the finest of the configured `prefix-aware` scorers wants."""
+    sizes = [spec.parameters.hash_block_size for spec in config.policy.scorers if spec.type == "prefix-aware"]
+    return ChainHasher(finest=round(min(sizes, default=HASH_BLOCK_SIZE) * BYTES_PER_TOKEN))
