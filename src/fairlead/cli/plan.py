@@ -83,8 +83,8 @@ _Requests = Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, 
 @examples("""
 \b
 Examples:
-  fairlead plan -w traffic.jsonl -e qwen3-32b-h100 --slo ttft_p95=2s,tpot_p95=50ms
-  fairlead plan -w interactive-chat --rate 4 -e llama-8b-l40s --slo ttft_p95=1s --price 1.2
+  fairlead plan -w traffic.jsonl -e qwen3-32b-h100 --slo ttft_p95=2s
+  fairlead plan -w interactive-chat --rate 4 -e llama-8b-l40s --price 1.2
   fairlead plan -w traffic.jsonl --slo ttft_p95=2s,tpot_p95=25ms --split
   fairlead plan --live http://localhost:9090 --traffic 2x --slo ttft_p95=2s
   fairlead plan --live journal/ --engine mine.yaml --slo ttft_p95=2s --spare 1
