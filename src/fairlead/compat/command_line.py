@@ -92,7 +92,7 @@ FLAGS: Mapping[str, Flag] = {
     "model-server-metrics-path": _ignored("text", "/metrics", _SOURCE),
     "model-server-metrics-port": _ignored("int", "", "metrics are read at the endpoint's port; " + _SOURCE),
     "model-server-metrics-https-insecure-skip-verify": _ignored("bool", "true", _SOURCE),
-    "enable-multi-engine": _ignored("bool", "false", "engines are told apart by label in any case"),
+    "enable-multi-engine": _ignored("bool", "false", "engines are always distinguished by label"),
     "engine-label-key": _ignored("text", "", "the label is `llm-d.ai/engine-type`"),
 }
 
