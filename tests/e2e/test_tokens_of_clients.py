@@ -114,6 +114,30 @@ async def test_a_token_or_a_key(
         assert (await ask(at, bearer(wrong), *MINTED)).status == 401
 
 
+async def test_an_issuers_new_keys_hold_without_a_restart(
+    issuer: Issuer, serve: Callable[..., Serve], upstream: Upstream, tmp_path: Path
+) -> None:
+    at = await asyncio.to_thread(serve, {"endpoints": upstream.addresses, "gateway": settings()})
+    envoy, next_one = at.envoy_pid(), Issuer(tmp_path / "next.pem")
+    old, new = bearer(issuer.token()), bearer(next_one.token())
+
+    async def until(jwks: str, *wanted: int) -> None:
+        (tmp_path / "jwks.json").write_text(jwks)
+        async with asyncio.timeout(20):
+            while [(await ask(at, token)).status for token in (old, new)] != list(wanted):
+                await asyncio.sleep(0.05)
+
+    assert [(await ask(at, token)).status for token in (old, new)] == [200, 401]
+    await until(next_one.jwks, 401, 200)
+    (tmp_path / "jwks.json").write_text("{")
+    async with asyncio.timeout(20):
+        while not await at.metric("fairlead_trouble", what="keys"):
+            await asyncio.sleep(0.05)
+    assert (await ask(at, new)).status == 200, "a file with a mistake changes nothing"
+    await until(issuer.jwks, 200, 401)
+    assert at.envoy_pid() == envoy
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_the_issuers_keys_are_fetched(
     scheme: str, issuer: Issuer, serve: Callable[..., Serve], upstream: Upstream, tmp_path: Path

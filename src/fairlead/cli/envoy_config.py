@@ -147,16 +147,11 @@ def _of_file(file: Path) -> "Options":
     from msgspec.structs import replace
 
     from fairlead.compat.load import load
-    from fairlead.core.errors import ConfigError
-    from fairlead.server.embedded import first_pool, gateway_options
+    from fairlead.server.embedded import first_pool, printed_options
 
     config = load(file)
-    if config.gateway.keys:
-        raise ConfigError(
-            "only the embedded gateway follows a file of keys; leave it out, or use gateway.jwt", "gateway.keys"
-        )
     pool, http2 = asyncio.run(first_pool(config))
-    return replace(gateway_options(config, http2), endpoints=tuple(pool))
+    return replace(printed_options(config, http2), endpoints=tuple(pool))
 
 
 def _flag(path: str) -> str:

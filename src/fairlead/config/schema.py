@@ -67,7 +67,7 @@ class JwtSettings(Section):
         pattern="^(https://.+|http://(localhost|127\\.[0-9.]+|\\[::1\\])(:[0-9]+)?/.*)?$",
         description="Where to fetch the issuer's keys, every five minutes. Plain HTTP only from this machine.",
     )
-    jwks_file: RelativePath = Field(default="", description="Or a file with them (JWKS), read at the start.")
+    jwks_file: RelativePath = Field(default="", description="Or a file with them (JWKS), which is followed.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for `jwksUri`; empty = the system's.")
     tenant_claim: Name = Field(
         default="sub",

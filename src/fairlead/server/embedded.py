@@ -16,21 +16,20 @@ import asyncio
 import contextlib
 import json
 import os
-import ssl
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 import fairlead
-from fairlead.config.schema import Config, JwtSettings
-from fairlead.core.errors import ConfigError
+from fairlead.config.schema import Config
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.gateway.envoy.authentication import KeysFile, read_keys
+from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, script
 from fairlead.gateway.envoy.gateway import Plan, prepare
-from fairlead.gateway.envoy.options import Jwt, Options, Tls
-from fairlead.gateway.envoy.process import KEYS, tie_to_parent
+from fairlead.gateway.envoy.options import Options, Tls
+from fairlead.gateway.envoy.process import JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
@@ -138,7 +137,8 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         receive_idle=gateway.receive_idle,
         paths=gateway.paths,
         keys_file=KEYS if gateway.keys else "",
-        jwt=_jwt(gateway.jwt) if gateway.jwt else None,
+        jwt=read_jwt(gateway.jwt) if gateway.jwt else None,
+        jwt_file=JWT if gateway.jwt and gateway.jwt.jwks_file else "",
         concurrency=gateway.concurrency or os.cpu_count() or 1,
         envoys=gateway.envoys,
         decision_header=config.journal.header,
@@ -146,28 +146,9 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
     )
 
 
-def _jwt(settings: JwtSettings) -> Jwt:
-    """Raises `ConfigError` when a file that it names cannot be used."""
-    jwks, ca_file = "", settings.ca_file
-    if settings.jwks_file:
-        try:
-            jwks = Path(settings.jwks_file).read_text()
-            if not json.loads(jwks)["keys"]:
-                raise ValueError
-        except OSError as error:
-            raise ConfigError(f"cannot read it: {error.strerror}", "$.gateway.jwt.jwksFile") from None
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError('expected a JSON Web Key Set, {"keys": [...]}', "$.gateway.jwt.jwksFile") from None
-    elif not ca_file:
-        ca_file = ssl.get_default_verify_paths().cafile or ""
-        if not ca_file and settings.jwks_uri.startswith("https:"):
-            raise ConfigError("the system has no bundle of authorities: name one", "$.gateway.jwt.caFile")
-    return Jwt(
-        issuer=settings.issuer,
-        audiences=settings.audiences,
-        jwks_uri=settings.jwks_uri,
-        jwks=jwks,
-        ca_file=ca_file,
-        tenant_claim=settings.tenant_claim,
-        forward=settings.forward,
-    )
+def printed_options(config: Config, http2: bool = False) -> Options:
+    """The same for an Envoy that nobody writes files for: it asks for keys and tokens as the files are now. Raises
+    `ConfigError` when one cannot be used."""
+    keys = config.gateway.keys
+    lua = script(read_keys(keys.file), keys.forward) if keys else ""
+    return replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")

@@ -1,5 +1,6 @@
 """`fairlead envoy config`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from fairlead.cli.envoy_config import envoy_config
 from fairlead.compat.load import load
 from fairlead.core.errors import ConfigError
+from fairlead.gateway.envoy.authentication import KeysFile, new_key, write_jwt
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options
 from fairlead.server.embedded import gateway_options
@@ -83,8 +85,25 @@ def test_a_file_says_what_its_gateway_would_use(tmp_path: Path) -> None:
     assert yaml.safe_load(done.stdout) == build(expected)
 
 
-def test_a_file_of_keys_is_for_the_embedded_gateway(tmp_path: Path) -> None:
-    file = tmp_path / "f.yaml"
-    file.write_text(f"endpoints: ['10.0.0.1:1']\ngateway: {{keys: {{file: {tmp_path}/keys.txt}}}}\n")
+@pytest.mark.envoy
+def test_keys_and_tokens_are_asked_for_as_by_the_embedded_gateway(tmp_path: Path) -> None:
+    """Whose Envoy reads these filters from files."""
+    file, (_, kept) = tmp_path / "f.yaml", new_key("team-a")
+    (tmp_path / "keys.txt").write_text(kept.line)
+    (tmp_path / "jwks.json").write_text('{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}')
+    gateway = "{keys: {file: keys.txt}, jwt: {issuer: i, jwksFile: jwks.json}}"
+    file.write_text(f"endpoints: ['10.0.0.1:1']\ngateway: {gateway}\n")
+    done = CliRunner().invoke(app, [str(file), "--validate"])
+    assert done.exit_code == 0, done.output
+    options = gateway_options(load(file))
+    assert options.jwt is not None
+    write_jwt(tmp_path / "jwt.json", options.jwt, optional=True)
+    KeysFile(tmp_path / "keys.json", forward=False).write([kept])
+    written = [json.loads((tmp_path / name).read_text())["resources"][0] for name in ("jwt.json", "keys.json")]
+    listener = yaml.safe_load(done.stdout)["static_resources"]["listeners"][0]
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    for printed, followed in zip(filters, written, strict=False):
+        assert printed == {name: value for name, value in followed.items() if name != "@type"}
+    (tmp_path / "keys.txt").write_text("no key")
     done = CliRunner().invoke(app, [str(file)])
-    assert isinstance(done.exception, ConfigError) and "only the embedded gateway" in str(done.exception)
+    assert isinstance(done.exception, ConfigError) and "line 1" in str(done.exception)

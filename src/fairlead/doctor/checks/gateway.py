@@ -4,12 +4,8 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
-
-from msgspec import structs
 
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError
@@ -19,10 +15,9 @@ from fairlead.doctor.requests import gateway_request, marks, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.envoy.admin import GatewayError
-from fairlead.gateway.envoy.authentication import KeysFile, read_keys
 from fairlead.gateway.envoy.binary import find_envoy, validate
 from fairlead.gateway.envoy.config import render
-from fairlead.server.embedded import gateway_options
+from fairlead.server.embedded import printed_options
 
 _GATEWAY = "docs/gateway.md"
 _FAILING = "docs/runbook.md#fairleaderrorshigh"
@@ -58,14 +53,8 @@ async def gateway(site: Site) -> list[Finding]:
 
 
 def _validate(config: Config) -> None:
-    """With the files that `fairlead serve` would write."""
-    options = gateway_options(config)
-    with TemporaryDirectory(prefix="fairlead-doctor-") as directory:
-        keys, file = config.gateway.keys, Path(directory, options.keys_file)
-        if keys is not None:
-            KeysFile(file, keys.forward).write(read_keys(keys.file))
-            options = structs.replace(options, keys_file=str(file))
-        validate(render(options))
+    """As `fairlead serve` would start it."""
+    validate(render(printed_options(config)))
 
 
 UNANSWERED = Kind(

@@ -12,17 +12,21 @@ of Envoy compares hashes, so a few lines of Lua do. Envoy takes a new list from 
 import json
 import re
 import secrets
+import ssl
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import FAIRNESS_HEADERS
 from fairlead.gateway.envoy.options import Jwt, Options, replace_watched
+
+if TYPE_CHECKING:
+    from fairlead.config.schema import JwtSettings
 
 Json = dict[str, Any]
 
@@ -115,6 +119,33 @@ def read_keys(file: str) -> tuple[Key, ...]:
         raise ConfigError(f"{file}: {error.message}", "$.gateway.keys.file") from None
 
 
+def read_jwt(settings: "JwtSettings") -> Jwt:
+    """Raises `ConfigError` when a file that it names cannot be used."""
+    jwks, ca_file = "", settings.ca_file
+    if settings.jwks_file:
+        try:
+            jwks = Path(settings.jwks_file).read_text()
+            if not json.loads(jwks)["keys"]:
+                raise ValueError
+        except OSError as error:
+            raise ConfigError(f"cannot read it: {error.strerror}", "$.gateway.jwt.jwksFile") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError('expected a JSON Web Key Set, {"keys": [...]}', "$.gateway.jwt.jwksFile") from None
+    elif not ca_file:
+        ca_file = ssl.get_default_verify_paths().cafile or ""
+        if not ca_file and settings.jwks_uri.startswith("https:"):
+            raise ConfigError("the system has no bundle of authorities: name one", "$.gateway.jwt.caFile")
+    return Jwt(
+        issuer=settings.issuer,
+        audiences=settings.audiences,
+        jwks_uri=settings.jwks_uri,
+        jwks=jwks,
+        ca_file=ca_file,
+        tenant_claim=settings.tenant_claim,
+        forward=settings.forward,
+    )
+
+
 # ---- Envoy's filters ----
 
 
@@ -122,9 +153,11 @@ def authentication(options: Options) -> list[Json]:
     """In the order in which they act; none unless something is asked for."""
     filters = []
     if options.jwt is not None:
-        filters.append(_jwt(options.jwt, optional=bool(options.keys_file)))
-    if options.keys_file:
-        filters.append(_keys(options.keys_file))
+        typed = _jwt(options.jwt, optional=options.asks_for_keys)
+        filters.append(_followed(JWT, options.jwt_file, typed) if options.jwt_file else _filter(JWT, typed))
+    if options.asks_for_keys:
+        typed = _lua(options.keys_script)
+        filters.append(_followed(KEYS, options.keys_file, typed) if options.keys_file else _filter(KEYS, typed))
     if filters:
         named = {"permissions": [{"header": {"name": TENANT, "present_match": True}}], "principals": [{"any": True}]}
         rules = {"action": "ALLOW", "policies": {"named": named}}
@@ -153,7 +186,7 @@ def _jwt(jwt: Jwt, optional: bool) -> Json:
     if optional:
         requires = {"requires_any": {"requirements": [requires, {"allow_missing_or_failed": {}}]}}
     rules = [{"match": {"prefix": "/"}, "requires": requires}]
-    return {"name": JWT, "typed_config": {"@type": _JWT, "providers": {"issuer": provider}, "rules": rules}}
+    return {"@type": _JWT, "providers": {"issuer": provider}, "rules": rules}
 
 
 _SOURCE = """
@@ -235,10 +268,29 @@ def script(keys: Iterable[Key], forward: bool) -> str:
     return values + _SOURCE
 
 
-def _keys(path: str) -> Json:
-    """Follows the file that `KeysFile` writes."""
+def _lua(source: str) -> Json:
+    return {"@type": _LUA, "default_source_code": {"inline_string": source}}
+
+
+def _filter(name: str, typed: Json) -> Json:
+    return {"name": name, "typed_config": typed}
+
+
+def _followed(name: str, path: str, typed: Json) -> Json:
+    """The same, as far as a file says that `_write` writes."""
     source = {"path_config_source": {"path": path}, "resource_api_version": "V3"}
-    return {"name": KEYS, "config_discovery": {"config_source": source, "type_urls": [_LUA]}}
+    return {"name": name, "config_discovery": {"config_source": source, "type_urls": [typed["@type"]]}}
+
+
+def _write(path: Path, name: str, typed: Json) -> None:
+    """A new version of a filter. Raises `OSError` when the disk does; then the old one stays in force."""
+    replace_watched(path, json.dumps({"resources": [{"@type": _RESOURCE, **_filter(name, typed)}]}))
+
+
+def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
+    """The filter for tokens, for `Options.jwt_file`. `optional`: who has no valid token may have a key. Raises
+    `OSError` when the disk does."""
+    _write(path, JWT, _jwt(jwt, optional))
 
 
 class KeysFile:
@@ -249,6 +301,4 @@ class KeysFile:
 
     def write(self, keys: Iterable[Key]) -> None:
         """Raises `OSError` when the disk does; then the old keys stay in force."""
-        typed = {"@type": _LUA, "default_source_code": {"inline_string": script(keys, self._forward)}}
-        resource = {"@type": _RESOURCE, "name": KEYS, "typed_config": typed}
-        replace_watched(self._path, json.dumps({"resources": [resource]}))
+        _write(self._path, KEYS, _lua(script(keys, self._forward)))

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
+from fairlead.gateway.envoy.authentication import write_jwt
 from fairlead.gateway.envoy.binary import FORMAT, find_envoy
 from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
 from fairlead.gateway.envoy.config import build
@@ -79,7 +80,10 @@ def prepare(
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
         keys = str(own / options.keys_file) if options.keys_file else ""
-        options = structs.replace(options, endpoints_file=str(pool.path), keys_file=keys)
+        tokens = str(own / options.jwt_file) if options.jwt_file else ""
+        options = structs.replace(options, endpoints_file=str(pool.path), keys_file=keys, jwt_file=tokens)
+        if options.jwt and tokens:
+            write_jwt(Path(tokens), options.jwt, options.asks_for_keys)
         each = [options.each(number, str(own / ADMIN_SOCKET.format(number))) for number in range(options.envoys)]
         commands = [_write(own, number, binary, own_options) for number, own_options in enumerate(each)]
     except BaseException:

@@ -122,8 +122,12 @@ class Options(Struct, frozen=True, kw_only=True):
     #: A file as `authentication.KeysFile` writes it, which Envoy follows: clients have to show a key. Empty = none. The
     #: supervisor takes it as relative to its directory.
     keys_file: str = ""
+    #: Or what such a file says, for an Envoy that nobody writes files for.
+    keys_script: str = ""
     #: Clients have to show a token, or a key where both are asked for.
     jwt: Jwt | None = None
+    #: A file as `authentication.write_jwt` writes it, which Envoy follows, as `keys_file`; empty = it stays as it is.
+    jwt_file: str = ""
     #: Seconds between messages of the access log service.
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.
@@ -138,6 +142,10 @@ class Options(Struct, frozen=True, kw_only=True):
     #: Processes behind the one port, for whom heap, connections and threads above are meant together. What one of them
     #: serves is all that its death costs.
     envoys: int = 1
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.keys_file or self.keys_script)
 
     def each(self, number: int, admin_path: str) -> "Options":
         """Of one of the processes; the first has number 0. `admin_path`: where its admin page is if not on a port."""

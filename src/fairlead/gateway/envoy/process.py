@@ -21,7 +21,8 @@ from fairlead.gateway.memory import raise_file_limit
 log = logging.getLogger("fairlead.gateway")
 
 #: Files in the gateway's directory; of the first two each Envoy has its own, by number.
-ADMIN_SOCKET, BOOTSTRAP, ENDPOINTS, KEYS = "admin-{}.sock", "bootstrap-{}.json", "endpoints.json", "keys.json"
+ADMIN_SOCKET, BOOTSTRAP = "admin-{}.sock", "bootstrap-{}.json"
+ENDPOINTS, KEYS, JWT = "endpoints.json", "keys.json", "jwt.json"
 #: What Envoy listens to, and what it is to listen to once clients may come.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 #: Of the metrics of the listener that clients connect to.

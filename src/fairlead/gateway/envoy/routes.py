@@ -91,7 +91,7 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
         # No data of theirs would start the longer time of the next route.
         no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
         none = [{"name": name, "present_match": False} for name in ("content-length", CHUNKED)]
-        if options.keys_file or options.jwt:
+        if options.asks_for_keys or options.jwt:
             get = {"name": ":method", "string_match": {"exact": "GET"}}
             unasked = {**dict.fromkeys((JWT, KEYS, NAMED), _OFF), RECEIVING[0]: _NO_BODY}
             probe = {"match": {"path": _HEALTH, "headers": [get, *none]}, "typed_per_filter_config": unasked}

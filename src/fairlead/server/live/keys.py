@@ -1,11 +1,15 @@
-"""The file of API keys is followed: what Envoy asks for changes with it."""
+"""The files of API keys and of an issuer's keys are followed: what Envoy asks for changes with them."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from fairlead.config.schema import ApiKeys
+from fairlead.config.schema import Gateway
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.envoy.authentication import Key, KeysFile, read_keys
+from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, write_jwt
+from fairlead.gateway.envoy.process import JWT, KEYS
 from fairlead.pool.watched_files import WatchedFiles
 from fairlead.server.observe.log import get
 
@@ -13,13 +17,15 @@ log = get("keys")
 
 
 class FollowedKeys:
-    """Writes the keys to `path`, where the gateway looks, whenever their own file has changed."""
+    """Writes a filter where the gateway looks, whenever the file of keys that it is made from has changed."""
 
-    def __init__(self, settings: ApiKeys, path: Path, poll_s: float = 0.5) -> None:
-        self._file = settings.file
-        self._written = KeysFile(path, settings.forward)
-        self._watched = WatchedFiles(lambda: [self._file], self._load, poll_s, "API keys")
-        self._known: tuple[Key, ...] | None = None
+    def __init__(
+        self, what: str, file: str, read: Callable[[], Any], write: Callable[[Any], None], poll_s: float = 0.5
+    ) -> None:
+        """`what`: in the log. `read` raises `ConfigError`, `write` gets what it returned and raises `OSError`."""
+        self._what, self._file, self._read, self._write = what, file, read, write
+        self._watched = WatchedFiles(lambda: [file], self._load, poll_s, what)
+        self._known: Any = None
         #: Why the file cannot be used; empty = it is in force.
         self.unusable = ""
 
@@ -34,12 +40,25 @@ class FollowedKeys:
 
     async def _load(self) -> None:
         try:
-            keys = await asyncio.to_thread(read_keys, self._file)
+            keys = await asyncio.to_thread(self._read)
             if keys != self._known:
-                self._written.write(keys)
-                log.info("the API keys are in force", file=self._file, keys=len(keys))
+                self._write(keys)
+                log.info(f"the {self._what} are in force", file=self._file)
             self._known, self.unusable = keys, ""
         except (ConfigError, OSError) as error:
             problem = error.message if isinstance(error, ConfigError) else f"cannot write: {error.strerror}"
-            self.unusable = f"the API keys cannot be used, those read before stay in force: {problem}"
-            log.error("the API keys cannot be used; those read before stay in force", problem=problem)
+            self.unusable = f"the {self._what} cannot be used, those read before stay in force: {problem}"
+            log.error(f"the {self._what} cannot be used; those read before stay in force", problem=problem)
+
+
+def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
+    """What the gateway with its files in `directory` asks for."""
+    keys, jwt = gateway.keys, gateway.jwt
+    followed = []
+    if keys:
+        write = KeysFile(directory / KEYS, keys.forward).write
+        followed.append(FollowedKeys("API keys", keys.file, partial(read_keys, keys.file), write))
+    if jwt and jwt.jwks_file:
+        write_tokens = partial(write_jwt, directory / JWT, optional=bool(keys))
+        followed.append(FollowedKeys("issuer's keys", jwt.jwks_file, partial(read_jwt, jwt), write_tokens))
+    return followed

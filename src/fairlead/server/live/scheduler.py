@@ -25,7 +25,6 @@ from fairlead.core.models import ModelRules, ModelSet
 from fairlead.core.scheduling import Scheduling
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
-from fairlead.gateway.envoy.process import KEYS
 from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
@@ -38,7 +37,7 @@ from fairlead.server.config_file import ConfigFile
 from fairlead.server.dashboard import DashboardSources
 from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
-from fairlead.server.live.keys import FollowedKeys
+from fairlead.server.live.keys import followed_keys
 from fairlead.server.live.kube import Kube
 from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_memory
 from fairlead.server.live.wiring import start_tracing, wire
@@ -70,8 +69,7 @@ class Live:
         self._pool = PoolWriter(Path(pool)) if pool else None
         #: What the gateway counted, beside that file, which lives as long as the gateway does.
         self._kept = Path(pool).with_name("counts.json") if pool else None
-        keys = config.gateway.keys
-        self._keys = FollowedKeys(keys, Path(pool).with_name(KEYS)) if pool and keys else None
+        self._keys = followed_keys(config.gateway, Path(pool).parent) if pool else []
         self._stopping = asyncio.Event()
         #: What keeps us from being ready, by part.
         self._unready = {"start": "starting"}
@@ -149,9 +147,9 @@ class Live:
         await follow_models(
             stack, config.models, lambda model_set: self._defined("files", model_set), self._models_problem
         )
-        if self._keys is not None:
-            stack.push_async_callback(self._keys.close)
-            await self._keys.start()
+        for keys in self._keys:
+            stack.push_async_callback(keys.close)
+            await keys.start()
         if config.kubernetes.on:
             self.kube = Kube(
                 config.kubernetes,
@@ -191,8 +189,8 @@ class Live:
         )
         refused = "requests are refused or cut off: unfinished ones fill the memory for them (parsing.maxBufferedBytes)"
         troubles.lately("uploads", lambda: budget.refused + budget.cut, refused)
-        if (keys := self._keys) is not None:
-            troubles.watch("keys", lambda: keys.unusable)
+        if self._keys:
+            troubles.watch("keys", lambda: "; ".join(keys.unusable for keys in self._keys if keys.unusable))
         state = self.core.state
         if state is not None:
             troubles.watch("state", lambda: state.problem)
@@ -241,7 +239,7 @@ class Live:
     def _unusable(self, problems: list[str]) -> None:
         self._file_unusable = "the changed configuration cannot be used; the old one stays"
         for problem in problems[:_SHOWN]:
-            log.error("the changed configuration cannot be used; the old one stays", problem=problem)
+            log.error(self._file_unusable, problem=problem)
 
     def _follow(self, config: Config, scheduling: Scheduling) -> None:
         """Connect to whom the configuration names, show shadows what they are to judge."""
