@@ -164,6 +164,7 @@ def _record(
         arrival_us=max(round((request.arrived - begin) * 1e6 * stretch), 0),
         session=names.text("s", request.session),
         model=request.model,
+        target=request.target,
         tenant=names.text("t", request.fairness_id),
         priority=request.priority,
         slo_ttft_ms=request.slo_ttft_ms * stretch,
@@ -210,6 +211,7 @@ def _outcome(decision: DecisionRecord, outcome: OutcomeRecord | None, names: _Na
         ttft_ms=outcome.ttft_ms * stretch if outcome.ttft_ms >= 0 else -1.0,
         e2e_ms=outcome.duration_ms * stretch if outcome.duration_ms >= 0 else -1.0,
         status=outcome.status,
+        rewritten_by=decision.request.rewritten_by,
     )
 
 

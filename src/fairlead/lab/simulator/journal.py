@@ -202,6 +202,10 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
             scheduling = body.document
         elif kind == DECIDED:
             request = requests.pop(body.request_id, None) or Request(id=body.request_id, arrived=time_s)
+            # It arrived without these: the pipeline names the model after that.
+            request = replace(
+                request, target=body.target, rewritten_by=body.rewritten_by, priority=body.priority or request.priority
+            )
             record = DecisionRecord(request=request, at=time_s, **_shared(body, DecisionRecord))
             entry = JournaledDecision(run.id, record, scheduling)
             if body.endpoint:

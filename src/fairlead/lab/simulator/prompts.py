@@ -35,6 +35,7 @@ class Prompts:
             api=api,
             path="/v1/chat/completions",
             model=record.lora or record.model,
+            target=record.target,
             stream=record.stream,
             body_bytes=size + _ENVELOPE,
             prompt_bytes=size,

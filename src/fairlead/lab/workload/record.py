@@ -27,6 +27,8 @@ class Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     e2e_ms: float = -1.0
     itl: tuple[float, ...] = ()
     status: int = 0
+    #: The InferenceModelRewrite that gave the request its target.
+    rewritten_by: str = ""
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -44,6 +46,8 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     #: From the parent's end to this request's start, in `think` dispatch.
     think_ms: float = 0.0
     model: str = ""
+    #: The model it was sent for, where that is another one.
+    target: str = ""
     lora: str = ""
     tenant: str = ""
     #: Higher goes first; below 0 may be shed.

@@ -92,6 +92,7 @@ class Watch:
         self._on_routed, self._awake = on_routed, awake
         self._tracing = tracing
         self._scrapes = scrapes
+        self._decision_id: Callable[[int], str] | None = None
         #: Hears of every counted record too; `None` = nobody looks at the dashboard.
         self.recent: Recent | None = None
 
@@ -140,6 +141,7 @@ class Watch:
 
     def naming(self, decision_id: Callable[[int], str]) -> None:
         """Let OpenMetrics tell which decision an observation belongs to, and which trace."""
+        self._decision_id = decision_id
 
         def name(request_id: int) -> dict[str, str]:
             names = {"decision_id": decision_id(request_id)}
@@ -169,7 +171,10 @@ class Watch:
         """
         self.count()
         recorded = self.journal.find(name)
-        return None if recorded is None else explained(*recorded, make_policy)
+        if recorded is None:
+            return None
+        decision_id = self._decision_id(recorded[0].request.id) if self._decision_id else None
+        return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:
         """Show what waits there; `None` = flow control is off."""

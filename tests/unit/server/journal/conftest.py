@@ -43,10 +43,13 @@ def record_run() -> Callable[..., Recorded]:
         rate: float = 12.0,
         turns: int = 100,
         midway: Mapping[int, Callable[[Simulation], None]] = {},
+        sample: float = 1.0,
+        model: str = "",
         **sizes: Any,
     ) -> Recorded:
         config = load(policy, need_endpoints=False)
         scenario = headline(rate, seconds, seed=3, servers=replicas(4, block_size=80))
+        scenario.workload.records = [msgspec.structs.replace(r, model=model) for r in scenario.workload.records]
         decisions: list[Any] = []
         recorder = Recorder()
 
@@ -59,7 +62,7 @@ def record_run() -> Callable[..., Recorded]:
         )
         simulation = Simulation(scenario, config, seed=5, watch=watch, snapshots=True)
         pipeline = simulation.pipeline
-        head = Segment(run="0000cafe", scheduling=record(config), chance=Random("pipeline/5").getstate())
+        head = Segment(run="0000cafe", scheduling=record(config), chance=Random("pipeline/5").getstate(), sample=sample)
         bounds = {"max_bytes": 1 << 30, "segment_bytes": 64 << 20, "keep_oldest": False, "label": "t"} | sizes
         writer = Writer(recorder, Directory(path, **bounds), head, flush_s=0.0)
         writer.begin()

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from fairlead.core.events import ModelsChanged
+from fairlead.core.models import InferenceModel, InferenceModelRewrite, ModelSet, Origin, RewriteRule, Target
+from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator.capture import capture
+from fairlead.lab.simulator.journal import decisions as journaled
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.result import condition, of_jobs, of_journal
 from fairlead.lab.simulator.simulation import Simulation
@@ -129,3 +134,26 @@ def test_sessions_follow_each_other(record_run: Callable[..., Any], tmp_path: Pa
             assert numbers[record.parent] < index
             assert record.think_ms >= 0
             assert made.records[numbers[record.parent]].session == record.session != ""
+
+
+@pytest.mark.parametrize("sample", [0.0, 1.0])
+def test_what_was_decided_of_the_model_is_kept(sample: float, record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Whether or not the reasons of a decision were written: requests arrive without a priority or a target."""
+    here = Origin(namespace="default", name="chat")
+    rule = RewriteRule(("chat",), (Target("llama-tuned"),))
+    defined = ModelSet(
+        models=(InferenceModel(origin=here, model="chat", targets=(Target("llama"),), criticality="Critical"),),
+        rewrites=(InferenceModelRewrite(origin=here, rules=(rule,)),),
+    )
+    begin = {1: lambda simulation: simulation.feed(ModelsChanged(defined))}
+    live = record_run(tmp_path, midway=begin, sample=sample, model="chat")
+    requests = [entry.request for entry in live.decisions if isinstance(entry, DecisionRecord)]
+    assert {(r.priority, r.target, r.rewritten_by) for r in requests} == {(10, "llama-tuned", "default/chat")}
+    records = capture(one_run(tmp_path), key=b"k").workload.records
+    assert len(records) == len(requests)
+    assert {(r.priority, r.model, r.target) for r in records} == {(10, "chat", "llama-tuned")}
+    assert {r.outcome.rewritten_by for r in records if r.outcome} == {"default/chat"}
+    found = {entry.decision.request.id: entry.decision.request for entry in journaled(one_run(tmp_path))}
+    assert all(structs.replace(found[r.id], prefix=r.prefix) == r for r in requests)
+    again = FORMATS["native"].read("w", FORMATS["native"].write(capture(one_run(tmp_path), key=b"k").workload), "w")
+    assert [r.target for r in again.records] == [r.target for r in records]
