@@ -11,7 +11,7 @@ RUN python -m venv /opt/build && python -m venv --without-pip /opt/fairlead
 # What is needed changes less often than the sources: layers of their own. Every file is one whose hash is in the lock.
 COPY deploy/locks ./locks
 RUN /opt/build/bin/pip install --no-cache-dir --only-binary :all: --require-hashes -r locks/build.txt
-# With the extra `tracing`, which is loaded only where an endpoint for spans is configured.
+# With the extras `tracing` and `replicas`, each loaded only where it is configured.
 RUN /opt/build/bin/pip --python /opt/fairlead/bin/python install --no-cache-dir --only-binary :all: --require-hashes -r locks/image.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src

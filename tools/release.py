@@ -23,8 +23,8 @@ def wanted() -> dict[str, list[str]]:
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = document["project"]
     extras = project["optional-dependencies"]
-    image = [*project["dependencies"], *extras["tracing"]]
-    tests = [one for name in ("report", "cluster", "docs", "tracing") for one in extras[name]]
+    image = [*project["dependencies"], *extras["replicas"], *extras["tracing"]]
+    tests = [one for name in ("report", "cluster", "docs", "replicas", "tracing") for one in extras[name]]
     tests += [one for one in extras["dev"] if not one.startswith("fairlead[")]
     return {
         "ci": [*project["dependencies"], *tests],

@@ -18,6 +18,7 @@ from fairlead.server.observe.component_metrics import (
     TokenMetrics,
     show_budget,
     show_journal,
+    show_replicas,
     show_state,
 )
 from fairlead.server.observe.exposition import Registry, View
@@ -101,6 +102,7 @@ def scheduler_registry() -> Registry:
     show_journal(registry, _NoJournal())
     show_state(registry, StateCounts())
     GatewayMetrics(registry, None, 1)
+    show_replicas(registry, None)
     show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry
 

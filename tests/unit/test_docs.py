@@ -31,6 +31,7 @@ from fairlead.server.observe.component_metrics import (
     TokenMetrics,
     show_budget,
     show_journal,
+    show_replicas,
     show_state,
 )
 from fairlead.server.observe.exposition import Registry
@@ -227,6 +228,7 @@ def test_every_metric_that_is_named_exists() -> None:
     show_journal(watch.metrics.registry, Counts())
     show_state(watch.metrics.registry, StateCounts())
     GatewayMetrics(watch.metrics.registry, None, 1)
+    show_replicas(watch.metrics.registry, None)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     QueryMetrics(watch.metrics.registry)
     indexer = Registry()  # of another process

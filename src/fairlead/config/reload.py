@@ -42,6 +42,7 @@ _FIXED: Final[Mapping[str, str]] = {
     "journal": "its files are open already",
     "state": "its file was read at the start",
     "tokens": "tokenisers are loaded at the start",
+    "replicas": "the connection to others was begun with it",
     "tracing": "its exporter was started with it",
     "kv_events": "its subscriptions were begun with it",
     "seed": "the random generator was seeded at the start",

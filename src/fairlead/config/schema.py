@@ -759,6 +759,32 @@ class StateSettings(Section):
         return (self.file or beside) if self.enabled else ""
 
 
+class ReplicaSettings(Section):
+    """Several schedulers of one pool that decide as one, see docs/replicas.md. Off without `via`."""
+
+    via: str = Field(
+        default="",
+        pattern=r"^((valkey|redis)s?://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[0-9]{1,5})?"
+        r"|unix://([^@/?#\s]*@)?/[^?#\s]+(\?db=[0-9]{1,5})?)?$",
+        description="The Valkey or Redis server through which they tell each other: `valkey://USER@HOST:PORT/DB`, "
+        "`valkeys://…` with TLS, or `unix:///PATH`.",
+    )
+    password_file: RelativePath = Field(default="", description="With the password, read again at each connection.")
+    ca_file: RelativePath = Field(default="", description="PEM bundle for TLS; empty = the system's.")
+    pool: str = Field(
+        default="",
+        max_length=253,
+        description="Replicas of one pool say the same, those of others another; empty = `kubernetes.namespace` and "
+        "`kubernetes.pool`.",
+    )
+    interval: Annotated[float, Field(ge=0.001, le=1.0), DURATION] = Field(
+        default=0.01, description="What happens within this time is told together."
+    )
+    lease: Annotated[float, Field(ge=0.5, le=60.0), DURATION] = Field(
+        default=3.0, description="A replica that has not renewed its lease for so long is gone."
+    )
+
+
 class Tracing(Section):
     """Off without `endpoint`: then OpenTelemetry is not loaded."""
 
@@ -891,6 +917,7 @@ class Settings(Section):
     state: StateSettings = Field(default_factory=StateSettings)
     tokens: Tokens = Field(default_factory=Tokens)
     kv_events: KvEvents = Field(default_factory=KvEvents)
+    replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     tracing: Tracing = Field(default_factory=Tracing)
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
         default=None, description="Of the random generator; `None` = another one at each start."

@@ -57,6 +57,7 @@ _DASHBOARD = {
 }
 _DEBUG_PAGES = {
     "/debug/endpoints": "all endpoints and what is known of them (JSON)",
+    "/debug/replicas": "other schedulers of the pool, and what they told (JSON)",
     "/debug/knowledge": "tokenisers, whether engines agree, how far KV events are relied on (JSON)",
     "/debug/decisions/id": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
     "/debug/decisions?last=n": f"the last n decisions with their scores, at most {MAX_DECISIONS} (JSON)",
@@ -90,6 +91,8 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     knowledge: Callable[[], Any] = lambda: None
     #: The segments of the journal, oldest first; `None` = none is kept.
     journal: Callable[[], Sequence[Path] | None] = lambda: None
+    #: Other replicas, and what is heard of them; `None` = there are none.
+    replicas: Callable[[], Any] = lambda: None
     #: What the dashboard at `/` shows; `None` = there is none, and a list of pages in its place.
     dashboard: DashboardSources | None = None
 
@@ -260,6 +263,7 @@ class Admin(HttpPort):
         if self._debug:
             self._add(app, "/debug/endpoints", self._heavy(self._endpoints))
             self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
+            self._add(app, "/debug/replicas", self._heavy(self._replicas))
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
             self._add(app, "/debug/journal", self._heavy(self._journal))
@@ -326,6 +330,9 @@ class Admin(HttpPort):
 
     def _knowledge(self, request: web.Request) -> Iterable[bytes]:
         yield _json(self._sources.knowledge()) + b"\n"
+
+    def _replicas(self, request: web.Request) -> Iterable[bytes]:
+        yield _json(self._sources.replicas()) + b"\n"
 
     def _decisions(self, request: web.Request) -> Iterable[bytes]:
         unknown = set(request.query) - {"last"}

@@ -99,6 +99,6 @@ def test_every_field_is_decided_upon() -> None:
         "policy", "endpoints", "ledger", "parsing", "inspect", "log", "scheduler", "canary", "shadows",  # apply
         "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers", "flow_control",
         "models", "kubernetes", "headers", "source", "notes", "flags", "kv_events", "tokens", "journal", "tracing",
-        "state",
+        "state", "replicas",
     }  # fmt: skip
     assert {*Config.model_fields} <= known

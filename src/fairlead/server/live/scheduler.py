@@ -161,6 +161,9 @@ class Live:
             await self.kube.start(stack)
         if core.state is not None:
             await core.state.settled()
+        if core.replicas is not None:
+            stack.push_async_callback(core.replicas.close)
+            await core.replicas.start()
         tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
         budget = self._budget = ByteBudget(_buffered(config), loop.time)
         show_budget(self.watch.metrics.registry, budget)
@@ -194,6 +197,8 @@ class Live:
         state = self.core.state
         if state is not None:
             troubles.watch("state", lambda: state.problem)
+        if self.core.replicas is not None:
+            troubles.watch("replicas", self.core.replicas.trouble)
         if self.core.journal is not None:
             counts = self.core.journal.recorder.counts
             failing = "the journal cannot be written: its disk fails or is full; records are lost"
@@ -318,7 +323,7 @@ class Live:
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         sources = AdminSources(
             metrics=self.watch.exposition,
-            refresh=watch_gateway(self._gateway, self._kept, self.watch.metrics.registry),
+            refresh=watch_gateway(self._gateway if self._pool else "", self._kept, self.watch.metrics.registry),
             openmetrics=lambda: self.watch.exposition(openmetrics=True),
             unready=self._reasons,
             notes=self._notes,
@@ -327,6 +332,7 @@ class Live:
             decision=lambda name: self.watch.decision(name, self.core.builder.fresh),
             knowledge=self.core.kv.page if self.core.kv is not None else lambda: None,
             journal=lambda: segments(self.config.journal.path),
+            replicas=self.core.replicas.page if self.core.replicas is not None else lambda: None,
             dashboard=self._dashboard(),
         )
         settings = self.config.admin
@@ -363,8 +369,11 @@ class Live:
 
     def _notes(self) -> list[str]:
         """For `/readyz`: what cannot be done, and what was known from the start."""
-        state = self.core.state
-        return [*self.watch.troubles.look().values(), *([state.note] if state is not None and state.note else [])]
+        state, replicas = self.core.state, self.core.replicas
+        notes = [state.note] if state is not None and state.note else []
+        if replicas is not None and not replicas.problem:
+            notes.append(replicas.note())
+        return [*self.watch.troubles.look().values(), *notes]
 
     def _reasons(self) -> list[str]:
         reasons = list(self._unready.values())
@@ -377,8 +386,9 @@ class Live:
     async def _wait_for_gateway(self, admins: list[EnvoyAdmin]) -> None:
         """A busy machine may answer Envoy's health check too late, and then Envoy asks nothing until the next one. Only
         then does it listen: who is told that we are ready sends requests at once."""
+        beside = bool(self.config.replicas.via) and self._pool is None  # they may ask another worker and not us
         for admin in admins:
-            while not (await admin.asks_scheduler() and await admin.listens()):
+            while not ((self.health.asked or not beside) and await admin.asks_scheduler() and await admin.listens()):
                 await asyncio.sleep(_POLL)
         self._is_asked = True
         self._announce()

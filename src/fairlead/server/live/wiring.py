@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
+from socket import gethostname
 
 from msgspec import Struct
 
@@ -28,6 +29,7 @@ from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AdoptConfiguration, AskRemote, JudgeShadows, ListAdapters, RefuseConfiguration
 from fairlead.core.records import ShadowRecord, StallRecord
+from fairlead.core.reports import SharedFleet
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
@@ -45,11 +47,12 @@ from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
 from fairlead.server.live.kv_lookup import KvLookup
 from fairlead.server.live.shadows import LiveShadows
-from fairlead.server.observe.component_metrics import show_journal, show_state
+from fairlead.server.observe.component_metrics import show_journal, show_replicas, show_state
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
+from fairlead.server.replicas import Facts, Replicas
 from fairlead.server.state import StateFile
 
 
@@ -134,6 +137,8 @@ class Core(Struct):
     journal: LiveJournal | None
     #: What was learned, on disk; `None` = it is not kept.
     state: StateFile | None
+    #: Others that schedule for the same pool; `None` = they are not told.
+    replicas: Replicas | None
     pipeline: Pipeline
     connections: Connections
     shadows: LiveShadows
@@ -153,7 +158,7 @@ def wire(
     check_schedulers(config)
     rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
     inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
-    fleet = Fleet(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config))
+    fleet, tokens = _fleet(config), TokenEstimator()
 
     def feed(event: Event) -> None:  # for those that the driver needs
         driver.feed(event)
@@ -163,7 +168,6 @@ def wire(
     kv = knowledge(config, fleet, watch.metrics.registry)
     builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
     journal = LiveJournal(config, clock, run, rng, watch.metrics.registry) if config.journal.path else None
-    tokens = TokenEstimator()
     pipeline = build_pipeline(
         config,
         clock if journal is None else journal.clock,
@@ -199,9 +203,15 @@ def wire(
     )
     inspect = inspection if kv is None else kv.inspecting(inspection)
     host = _host(config, clock.time, run, driver, understanding, watch, inspect)
-    state = _state_file(config, pipeline, driver, clock, watch.metrics.registry)
-    parts = fleet, scraper, served, watch, kv, builder, journal, state
+    shared = config, pipeline, driver, clock, watch.metrics.registry
+    state, replicas = _state_file(*shared), _replicas(run, *shared)
+    parts = fleet, scraper, served, watch, kv, builder, journal, state, replicas
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host)
+
+
+def _fleet(config: Config) -> Fleet:
+    kind = SharedFleet if config.replicas.via else Fleet
+    return kind(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config))
 
 
 def _state_file(
@@ -214,6 +224,20 @@ def _state_file(
     state = StateFile(Path(path), config.state, pipeline, build_hasher(config), driver.feed, clock.time)
     show_state(registry, state.counts)
     return state
+
+
+def _replicas(
+    run: str, config: Config, pipeline: Pipeline, driver: Driver, clock: Clock, registry: Registry
+) -> Replicas | None:
+    """`None` = no others are told, or heard. Raises `ConfigError` where the client of Valkey is not installed."""
+    settings, fleet = config.replicas, pipeline.fleet
+    if not isinstance(fleet, SharedFleet):
+        return None
+    facts = Facts(lambda: fleet.reports.batch(clock.time()), fleet.reports.snapshot, pipeline.peers.gaps)
+    pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
+    replicas = Replicas(settings, pool, f"{gethostname()}-{run}", facts, driver.feed)
+    show_replicas(registry, replicas)
+    return replicas
 
 
 def _observers(

@@ -22,6 +22,7 @@ from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
 from fairlead.server.observe.log import get
+from fairlead.server.replicas import Replicas
 from fairlead.server.state import StateCounts
 
 log = get("gateway")
@@ -441,3 +442,47 @@ def show_state(registry: Registry, counts: StateCounts) -> None:
     registry.show("fairlead_state_errors_total", "Times that the state file could not be written.", errors)
     registry.show("fairlead_state_size_bytes", "Bytes of the state file.", size)
     registry.show("fairlead_state_restored_prefixes", "Blocks of prompts that the state file gave back.", restored)
+
+
+# What is told to other replicas and heard of them.
+
+
+def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
+    """`None` = nothing is there to show, but its names."""
+    state = {name: Readings("gauge") for name in ("connected", "peers", "missing", "lag_seconds")}
+    flows = {name: Readings("counter", "direction") for name in ("batches", "bytes", "snapshots")}
+    losses = {name: Readings("counter") for name in ("dropped", "gaps", "outages")}
+
+    def refresh() -> None:
+        if replicas is None:
+            return
+        counts = asdict(replicas.counts)
+        now = (not replicas.problem, len(replicas.peers), len(replicas.missing), replicas.lag_s)
+        for reading, value in zip(state.values(), now, strict=True):
+            reading.take({(): value})
+        for name, reading in losses.items():
+            reading.take({(): counts[name]})
+        columns = (("sent", "received"), ("sent_bytes", "received_bytes"), ("snapshots_sent", "snapshots_received"))
+        for reading, (sent, received) in zip(flows.values(), columns, strict=True):
+            reading.take({("sent",): counts[sent], ("received",): counts[received]})
+
+    registry.before(refresh)
+    for name, text in (
+        ("connected", "1 while facts go to other replicas and come from them."),
+        ("peers", "Other replicas that hold a lease."),
+        ("missing", "Other replicas of whom something is missing until their snapshot has come."),
+        ("lag_seconds", "From the writing of the last fact to its coming back."),
+    ):
+        registry.show(f"fairlead_replicas_{name}", text, state[name])
+    for name, text in (
+        ("batches", "Batches of facts, to and from other replicas."),
+        ("bytes", "Bytes of batches and snapshots."),
+        ("snapshots", "Snapshots, to and from other replicas."),
+    ):
+        registry.show(f"fairlead_replicas_{name}_total", text, flows[name])
+    for name, text in (
+        ("dropped", "Batches that nobody could be told for too long; a snapshot takes their place."),
+        ("gaps", "Times that something of another replica was missing."),
+        ("outages", "Times that the server between replicas went away."),
+    ):
+        registry.show(f"fairlead_replicas_{name}_total", text, losses[name])

@@ -1,0 +1,327 @@
+"""Replicas tell each other their facts through a real Valkey, whatever becomes of it."""
+
+import asyncio
+import shutil
+import signal
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from valkey.asyncio import Valkey
+from valkey_server import ValkeyServer
+
+from fairlead.config.schema import ReplicaSettings
+from fairlead.core.events import PeerHeard, PeerLost, PeerSnapshot
+from fairlead.server import replicas as module
+from fairlead.server.replicas import Facts, Replicas
+
+#: Seconds; generous, for a busy machine.
+PATIENCE = 30.0
+LEASE = 1.5
+
+
+class Teller:
+    """A replica whose facts are words. What it knows of another is the list of that one's words."""
+
+    def __init__(self, name: str, url: str, **settings: Any) -> None:
+        self.words: list[str] = []
+        self._sequence = self._fetched = 0
+        #: By origin, what it said, and the lost ones.
+        self.known: dict[str, list[str]] = {}
+        self._heard: dict[str, int] = {}
+        self.lost: list[str] = []
+        self.snapshots = 0
+        #: Events in their order.
+        self.fed: list[Any] = []
+        facts = Facts(self.told, self.snapshot, self.gaps)
+        configured = ReplicaSettings(via=url, lease=LEASE, interval=0.005, **settings)
+        self.replicas = Replicas(configured, "pool", name, facts, self.feed)
+
+    def say(self, word: str) -> None:
+        self.words.append(word)
+
+    def told(self) -> bytes:
+        fresh, self._fetched = self.words[self._fetched :], len(self.words)
+        return f"{self._fetched - len(fresh)} {' '.join(fresh)}".encode() if fresh else b""
+
+    def snapshot(self) -> bytes:
+        return " ".join(self.words).encode()
+
+    def gaps(self) -> list[str]:
+        return [origin for origin, ahead in self._heard.items() if ahead != len(self.known.get(origin, ()))]
+
+    def feed(self, event: Any) -> None:
+        self.fed.append(event)
+        if isinstance(event, PeerLost):
+            self.lost.append(event.origin)
+            self.known.pop(event.origin, None)
+            self._heard.pop(event.origin, None)
+            return
+        if isinstance(event, PeerSnapshot):
+            self.snapshots += 1
+            self.known[event.origin] = event.payload.decode().split()
+            self._heard[event.origin] = max(len(self.known[event.origin]), self._heard.get(event.origin, 0))
+            return
+        assert isinstance(event, PeerHeard)
+        begin, *words = event.payload.decode().split(" ")
+        known = self.known.setdefault(event.origin, [])
+        if int(begin) == len(known):
+            known += words
+        self._heard[event.origin] = max(self._heard.get(event.origin, 0), int(begin) + len(words))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    started = ValkeyServer(tmp_path).start()
+    yield started
+    started.kill()
+
+
+@asynccontextmanager
+async def running(*tellers: Teller) -> AsyncIterator[None]:
+    for teller in tellers:
+        await teller.replicas.start()
+    try:
+        yield
+    finally:
+        for teller in tellers:
+            await teller.replicas.close()
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def agree(*tellers: Teller) -> bool:
+    """Whether each knows all that the others said, and lacks nothing."""
+    return all(
+        one.known.get(other.replicas.origin, []) == other.words and not one.replicas.missing
+        for one in tellers
+        for other in tellers
+        if one is not other
+    )
+
+
+async def test_each_hears_what_the_others_say(server: ValkeyServer) -> None:
+    tellers = [Teller(name, server.url) for name in "abc"]
+    async with running(*tellers):
+        for number in range(200):
+            for teller in tellers:
+                teller.say(f"{teller.replicas.origin}{number}")
+            await asyncio.sleep(0)
+        await until(lambda: agree(*tellers))
+        assert not any(teller.replicas.trouble() for teller in tellers)
+        assert tellers[0].replicas.counts.sent < 200  # what happens at nearly the same time is told together
+        assert 0 < tellers[0].replicas.lag_s < PATIENCE
+
+
+async def test_nothing_is_written_while_nothing_happens(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        async with Valkey.from_url(server.url) as client:
+            await until(lambda: not one.replicas.missing and not other.replicas.missing)
+            before = await client.xlen("{fairlead:pool}:told")
+            heard = other.replicas.peers["a"].heard_at
+            one.say("once")
+            await until(lambda: other.replicas.peers["a"].heard_at > heard)
+            assert await client.xlen("{fairlead:pool}:told") == before + 1
+
+
+async def test_a_joiner_gets_what_was_said_before(server: ValkeyServer) -> None:
+    one = Teller("a", server.url)
+    async with running(one):
+        for number in range(50):
+            one.say(f"before{number}")
+        await until(lambda: one.replicas.counts.sent)
+        joiner = Teller("b", server.url)
+        async with running(joiner):
+            one.say("after")
+            await until(lambda: agree(one, joiner))
+            assert joiner.snapshots == 1
+
+
+async def test_one_that_leaves_is_gone_at_once_and_its_last_words_are_heard(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one):
+        async with running(other):
+            await until(lambda: agree(one, other) and "b" in one.replicas.peers)
+            other.say("farewell")
+        await until(lambda: PeerLost("b") in one.fed)
+        assert one.fed[-2:] == [PeerHeard("b", b"0 farewell"), PeerLost("b")]
+
+
+class Cable:
+    """A TCP connection to the server that can be cut."""
+
+    def __init__(self, server: ValkeyServer, context: ssl.SSLContext | None = None) -> None:
+        self._server = server
+        self._context = context
+        self.port = 0
+        self.cut = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> "Cable":
+        self._listener = await asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._context)
+        self.port = self._listener.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._server.port)
+        self._writers += (writer, there[1])
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._carry(source, sink))
+            self._tasks.add(task)
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(65_536):
+                if not self.cut:  # what is sent meanwhile is lost, and nobody is told
+                    sink.write(data)
+        sink.transport.abort()
+
+
+async def test_a_network_that_is_cut_loses_a_replica_and_brings_it_back(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 1.2)
+    async with Cable(server) as cable:
+        one, other = Teller("a", server.url), Teller("b", f"valkey://127.0.0.1:{cable.port}")
+        async with running(one, other):
+            one.say("before")
+            await until(lambda: agree(one, other))
+            cable.cut = True
+            one.say("meanwhile")
+            other.say("also")
+            await until(lambda: one.lost == ["b"] and other.replicas.trouble())
+            assert not one.replicas.trouble()
+            cable.cut = False
+            await until(lambda: agree(one, other))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_tls_is_verified(server: ValkeyServer, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    arguments = [*command, *names, *files]
+    await asyncio.to_thread(subprocess.run, arguments, check=True, capture_output=True, timeout=60)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    async with Cable(server, context) as cable:
+        url = f"valkeys://localhost:{cable.port}"
+        trusting, doubting = Teller("a", url, ca_file=str(certificate)), Teller("b", url)
+        async with running(trusting, doubting):
+            assert not trusting.replicas.problem
+            assert "certificate" in doubting.replicas.problem.lower()
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+async def test_each_goes_on_alone_and_catches_up(
+    server: ValkeyServer, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 1.2)
+    tellers = [Teller(name, server.url) for name in "abc"]
+    async with running(*tellers):
+        for teller in tellers:
+            teller.say("before")
+        await until(lambda: agree(*tellers))
+        server.kill() if how == "killed" else server.signal(signal.SIGSTOP)
+        for teller in tellers:
+            teller.say("meanwhile")
+        await until(lambda: all(teller.replicas.trouble() for teller in tellers))
+        assert all("alone" in teller.replicas.trouble() for teller in tellers)
+        server.start() if how == "killed" else server.signal(signal.SIGCONT)
+        await until(lambda: agree(*tellers))
+        assert not any(teller.replicas.trouble() for teller in tellers)
+        assert all(teller.replicas.counts.outages == 1 for teller in tellers)
+        assert not any(teller.lost for teller in tellers)  # nothing was forgotten in between
+
+
+async def test_others_are_lost_while_the_server_is_away_for_longer_than_a_lease(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        other.say("word")
+        await until(lambda: agree(one, other))
+        server.kill()
+        await until(lambda: one.lost == ["b"] and other.lost == ["a"])
+        server.start()
+        await until(lambda: agree(one, other))
+        assert one.known == {"b": ["word"]}
+
+
+async def test_more_than_can_be_kept_becomes_a_snapshot(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_UNSENT", 10_000)
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        await until(lambda: agree(one, other))
+        server.kill()
+        await until(lambda: one.replicas.trouble())
+        for number in range(100):
+            one.say(f"{number}" * 200)
+            await asyncio.sleep(0.006)
+        await until(lambda: one.replicas.counts.dropped)
+        server.start()
+        await until(lambda: agree(one, other))
+
+
+async def test_a_full_server_is_said_and_reading_goes_on_afterwards(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        await until(lambda: agree(one, other))
+        async with Valkey.from_url(server.url) as client:
+            await client.config_set("maxmemory", "1")
+            one.say("meanwhile")
+            await until(lambda: one.replicas.trouble())
+            assert "maxmemory" in one.replicas.trouble()
+            await client.config_set("maxmemory", "0")
+        await until(lambda: agree(one, other))
+
+
+async def test_a_password_comes_from_a_file_and_is_never_shown(tmp_path: Path) -> None:
+    # What docs/replicas.md says.
+    writes, reads = "+xadd +set +del +sadd +srem", "+xread +xrange +xrevrange +get +mget +smembers"
+    allowed = ("on", ">geheim", "~{fairlead:*}:*", "-@all", *writes.split(), *reads.split())
+    server = ValkeyServer(tmp_path).start("--user", "default", "off", "--user", "fairlead", *allowed)
+    secret = tmp_path / "password"
+    secret.write_text("wrong\n")
+    url = server.url.replace("//", "//fairlead@")
+    one, other = (Teller(name, url, password_file=str(secret)) for name in "ab")
+    try:
+        async with running(one, other):
+            assert "alone" in one.replicas.trouble()
+            assert "invalid username-password" in one.replicas.trouble()
+            secret.write_text("geheim\n")
+            one.say("word")
+            await until(lambda: agree(one, other) and other.known)
+            assert one.replicas.where == server.url
+    finally:
+        server.kill()
+
+
+async def test_what_somebody_else_writes_there_does_no_harm(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        await until(lambda: agree(one, other))
+        async with Valkey.from_url(server.url) as client:
+            for entry in ({b"x": b""}, {module.ORIGIN: b"\xff"}, {module.WANTED: b"\xff"}, {b"snapshot": b"1"}):
+                await client.xadd("{fairlead:pool}:told", entry)
+            await client.sadd("{fairlead:pool}:replicas", b"\xff\xfe", b"")
+        one.say("word")
+        await until(lambda: agree(one, other))
