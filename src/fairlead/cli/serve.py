@@ -65,6 +65,9 @@ _GatewayAdmin = Annotated[
     list[str] | None,
     typer.Option("--gateway-admin", help="Where the admin page of an embedded Envoy is.", hidden=True),
 ]
+_Workers = Annotated[
+    int, typer.Option(metavar="N", min=1, max=64, help="Schedulers that decide as one. See docs/replicas.md.")
+]
 _GatewayPool = Annotated[
     str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
 ]
@@ -75,6 +78,7 @@ _GatewayPool = Annotated[
 Examples:
   fairlead serve                        reads fairlead.yaml
   fairlead serve examples/minimal.yaml --port 8081
+  fairlead serve --workers 4            four schedulers that decide as one
   curl localhost:9090/readyz            is it ready?
 """)
 def serve(
@@ -82,6 +86,7 @@ def serve(
     scheduler_only: _SchedulerOnly = False,
     gateway_admin: _GatewayAdmin = None,
     gateway_pool: _GatewayPool = "",
+    workers: _Workers = 1,
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
     port: Annotated[
         int,
@@ -134,7 +139,7 @@ def serve(
                 "admin.port": admin_port,
             },
         )
-    serve_file(file, flags, scheduler_only, gateway_admin or (), gateway_pool)
+    serve_file(file, flags, scheduler_only, gateway_admin or (), gateway_pool, workers=workers)
 
 
 def serve_file(
@@ -144,6 +149,7 @@ def serve_file(
     gateway_admin: Sequence[str] = (),
     gateway_pool: str = "",
     notes: Sequence[tuple[str, str]] = (),
+    workers: int = 1,
 ) -> None:
     """`notes`: flags without an effect, and why."""
     import asyncio
@@ -159,7 +165,8 @@ def serve_file(
         if config.gateway.mode == "embedded" and not scheduler_only:
             from fairlead.server.embedded import serve_embedded
 
-            plan = serve_embedded(config, file)
-            gateway_admin, gateway_pool = plan.admins, str(plan.endpoints_file)
+            config, gateway_admin, gateway_pool = serve_embedded(config, file, workers)
+        elif workers > 1:
+            raise ConfigError("workers stand behind the embedded gateway; start one per process here", "--workers")
         from fairlead.server.live import Live
     asyncio.run(Live(config, gateway_admin, gateway_pool).run())

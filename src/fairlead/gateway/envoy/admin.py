@@ -83,10 +83,11 @@ class EnvoyAdmin:
         heap = sum(value for name, value in values.items() if name.startswith("overload."))
         return Vitals(sum(values.values()) - heap, heap / 100)
 
-    async def asks_scheduler(self) -> bool:
-        """Envoy believes the scheduler to be healthy, so it asks it about the next request; not while it is silent."""
+    async def asks_scheduler(self, count: int = 1) -> bool:
+        """Envoy believes so many schedulers to be healthy, so it asks one about the next request; not while it is
+        silent."""
         try:
-            return any((await self.stats(_HEALTHY)).values())
+            return sum((await self.stats(_HEALTHY)).values()) >= count
         except (TimeoutError, OSError):
             return False
 

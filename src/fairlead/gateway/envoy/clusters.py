@@ -168,11 +168,16 @@ def clusters(options: Options) -> list[Json]:
     ]
     if options.request_mode == "whole":
         listed.append(_uploads())
-    if options.als:
-        listed.append(_grpc(ALS, options.als, options.tls))
+    listed += [_grpc(name, [address], options.tls) for name, address in als(options).items()]
     if options.jwt is not None and options.jwt.jwks_uri:
         listed.append(_jwks(options.jwt))
     return listed
+
+
+def als(options: Options) -> dict[str, str]:
+    """Who is told the access log: address by cluster."""
+    addresses = (options.als, *options.peers) if options.als else ()
+    return {ALS if not i else f"{ALS}_{i}": address for i, address in enumerate(addresses)}
 
 
 def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold: bool = False) -> list[Json]:
@@ -341,13 +346,14 @@ def _protocol(options: Options, explicit: Json) -> Json:
 
 
 def _ext_proc(options: Options) -> Json:
-    """The scheduler. Every way of being dead has its own detector, because none sees them all (measured, 200 POST/s):
+    """The schedulers, one or several. Every way of being dead has its own detector, for none sees them all (measured,
+    200 POST/s):
 
     refused connections: outlier detection, 10 ms; hung: message_timeout for each request, then the health check takes
     the host out after 2 s; hung while requests queue with a longer timeout: the HTTP/2 ping closes the connection.
     Panic threshold 0: an unhealthy host is not used "because it is the only one".
     """
-    cluster = _grpc(EXT_PROC, options.ext_proc, options.tls, ping=True)
+    cluster = _grpc(EXT_PROC, [options.ext_proc, *options.peers], options.tls, ping=True)
     cluster["circuit_breakers"] = {
         "thresholds": [
             {
@@ -385,11 +391,11 @@ def _ext_proc(options: Options) -> Json:
     return cluster
 
 
-def _grpc(name: str, text: str, tls: Tls | None, ping: bool = False) -> Json:
+def _grpc(name: str, texts: list[str], tls: Tls | None, ping: bool = False) -> Json:
     http2: Json = {"initial_stream_window_size": 65_536, "initial_connection_window_size": 1_048_576}
     if ping:
         http2["connection_keepalive"] = {"interval": "5s", "timeout": "3s"}
-    return _dialled(name, parse_address(text), tls, {"http2_protocol_options": http2})
+    return _dialled(name, [parse_address(text) for text in texts], tls, {"http2_protocol_options": http2})
 
 
 def _jwks(jwt: Jwt) -> Json:
@@ -397,11 +403,12 @@ def _jwks(jwt: Jwt) -> Json:
     url = urlsplit(jwt.jwks_uri)
     secure = url.scheme == "https"
     address = Address(url.hostname or "", url.port or (443 if secure else 80))
-    return _dialled(JWKS, address, Tls(ca_file=jwt.ca_file) if secure else None, {"http_protocol_options": {}})
+    return _dialled(JWKS, [address], Tls(ca_file=jwt.ca_file) if secure else None, {"http_protocol_options": {}})
 
 
-def _dialled(name: str, address: Address, tls: Tls | None, explicit: Json) -> Json:
-    """A cluster of one address, by the protocol of `explicit`."""
+def _dialled(name: str, addresses: list[Address], tls: Tls | None, explicit: Json) -> Json:
+    """A cluster by the protocol of `explicit`. All addresses are of one kind."""
+    address = addresses[0]
     cluster: Json = {
         "name": name,
         "type": "STATIC" if address.literal else "STRICT_DNS",
@@ -415,7 +422,7 @@ def _dialled(name: str, address: Address, tls: Tls | None, explicit: Json) -> Js
         },
         "load_assignment": {
             "cluster_name": name,
-            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": envoy_address(address)}}]}],
+            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": envoy_address(each)}} for each in addresses]}],
         },
     }
     if not address.literal:

@@ -27,7 +27,7 @@ from fairlead.gateway.access_log import (
 )
 from fairlead.gateway.envoy.admin import LISTENER
 from fairlead.gateway.envoy.authentication import authentication
-from fairlead.gateway.envoy.clusters import ALS, EXT_PROC, UPLOADS, clusters, seconds
+from fairlead.gateway.envoy.clusters import EXT_PROC, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, LARGE, RECEIVED, local_replies, route_config
@@ -66,8 +66,8 @@ LINE = {
 
 def access_logs(options: Options) -> list[Json]:
     logs = []
-    if options.als:
-        logs += [_als(options, SUMMARY_TAG, SUMMARY), _uploads_log(options)]
+    for cluster in als(options):
+        logs += [_als(options, cluster, SUMMARY_TAG, SUMMARY), _uploads_log(options, cluster)]
     if options.access_log:
         typed: Json = {"@type": _STDOUT if options.access_log == "-" else _FILE}
         if options.access_log != "-":
@@ -77,7 +77,7 @@ def access_logs(options: Options) -> list[Json]:
     return logs
 
 
-def _als(options: Options, tag: str, value: str) -> Json:
+def _als(options: Options, cluster: str, tag: str, value: str) -> Json:
     """The lease comes back out of dynamic metadata, so no header has to reach the model server. One tag says all that
     the scheduler reads: taking an entry apart field by field would cost it more than the decision."""
     common = {
@@ -85,7 +85,7 @@ def _als(options: Options, tag: str, value: str) -> Json:
         "transport_api_version": "V3",
         "buffer_flush_interval": seconds(options.als_interval),
         "buffer_size_bytes": 65_536,
-        "grpc_service": {"envoy_grpc": {"cluster_name": ALS}},
+        "grpc_service": {"envoy_grpc": {"cluster_name": cluster}},
         "custom_tags": [{"tag": tag, "value": value}],
     }
     return {
@@ -94,11 +94,11 @@ def _als(options: Options, tag: str, value: str) -> Json:
     }
 
 
-def _uploads_log(options: Options) -> Json:
+def _uploads_log(options: Options, cluster: str) -> Json:
     flags = {"response_flag_filter": {"flags": list(UPLOAD_ENDS)}}
     present = {"filter": OWN_NAMESPACE, "path": [{"key": REFUSED_UPLOAD}], "value": {"present_match": True}}
     refused = {"metadata_filter": {"matcher": present, "match_if_key_not_found": False}}
-    return {**_als(options, UPLOAD_TAG, UPLOAD), "filter": {"or_filter": {"filters": [flags, refused]}}}
+    return {**_als(options, cluster, UPLOAD_TAG, UPLOAD), "filter": {"or_filter": {"filters": [flags, refused]}}}
 
 
 # The HTTP filters of the gateway: how requests reach the scheduler, and what it sees of responses.

@@ -48,6 +48,8 @@ class Plan(Struct, frozen=True):
     start_timeout: float
     #: Seconds to wait for the scheduler before clients are listened to.
     scheduler_timeout: float = 0.0
+    #: How many there are of them.
+    schedulers: int = 1
 
     @property
     def endpoints_file(self) -> Path:
@@ -96,6 +98,7 @@ def prepare(
         last_log=2 * options.als_interval if options.als else 0.0,
         start_timeout=start_timeout,
         scheduler_timeout=scheduler_timeout,
+        schedulers=1 + len(options.peers),
     )
 
 

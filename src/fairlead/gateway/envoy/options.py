@@ -80,6 +80,9 @@ class Options(Struct, frozen=True, kw_only=True):
     ext_proc: str = "127.0.0.1:9002"
     #: The scheduler's access log service; empty = no log, then nobody tells the ends of requests that were left early.
     als: str = ""
+    #: More schedulers that decide as one with that of `ext_proc`: whoever has the fewest requests is asked, and all are
+    #: told the access log.
+    peers: tuple[str, ...] = ()
     #: For `ext_proc` and `als`; `None` = plaintext.
     tls: Tls | None = None
     #: The pool, `ip:port`, for requests that nobody scheduled. Used when `endpoints_file` is empty.
@@ -165,6 +168,8 @@ class Options(Struct, frozen=True, kw_only=True):
         parse_address(self.ext_proc, "$.ext_proc")
         if self.als:
             parse_address(self.als, "$.als")
+        for i, peer in enumerate(self.peers):
+            parse_endpoint(peer, f"$.peers[{i}]")
         for i, endpoint in enumerate(self.endpoints):
             parse_endpoint(endpoint, f"$.endpoints[{i}]")
         positive = ("message_timeout", "queue_timeout", "upstream_idle_timeout", "stream_idle_timeout", "receive_idle")

@@ -44,13 +44,15 @@ class GatewayProcess:
         last_log: float,
         start_timeout: float,
         scheduler_timeout: float = 0.0,
+        schedulers: int = 1,
     ) -> None:
         """`directory` is removed at the end. `admins`: for each of `commands`, see `EnvoyAdmin.from_address`.
         `last_log`: seconds after which the access log's last entries are out. `scheduler_timeout`: seconds to wait for
-        the scheduler before clients are listened to."""
+        all `schedulers` before clients are listened to."""
         self._directory = Path(directory)
         self._last_log = last_log
         self._start_timeout, self._scheduler_timeout = start_timeout, scheduler_timeout
+        self._schedulers = schedulers
         self.admins = [EnvoyAdmin.from_address(where) for where in admins]
         alone = len(commands) == 1
         self.supervisors = [
@@ -89,7 +91,7 @@ class GatewayProcess:
         """Until Envoy would ask it: before, models would go by names that no server knows, and rules would not hold."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._scheduler_timeout):
-                while not all([await admin.asks_scheduler() for admin in self.admins]):
+                while not all([await admin.asks_scheduler(self._schedulers) for admin in self.admins]):
                     await asyncio.sleep(_POLL)
                 return
         log.warning("the scheduler does not answer after %g s: serving without it", self._scheduler_timeout)

@@ -42,7 +42,7 @@ def child(code: str) -> int:
 
 def parent(gateway: Gateway, first: int, again: str = "") -> Parent:
     made: Any = gateway
-    return Parent(made, first, [sys.executable, "-I", "-S", "-c", again])
+    return Parent(made, [(first, [sys.executable, "-I", "-S", "-c", again])])
 
 
 def test_it_imports_what_supervising_needs_and_no_more() -> None:
