@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any, get_args
 
 import pytest
 
 from fairlead.compat.load import load
 from fairlead.compat.recorded import changed, record, restore
+from fairlead.config.building import build_pipeline
 from fairlead.core.errors import ConfigError
-from fairlead.core.events import Reconfigured, Restored
+from fairlead.core.events import EndpointUp, PeerHeard, PeerLost, Reconfigured, RequestArrived, Restored
 from fairlead.core.learned import Part
 from fairlead.core.records import DecisionRecord
+from fairlead.core.reports import SharedFleet
+from fairlead.core.request import Request
 from fairlead.core.state import taken
 from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs
 from fairlead.lab.simulator.replay import replay
@@ -19,6 +23,7 @@ from fairlead.lab.simulator.replay_change import compare
 from fairlead.plugins.pickers import RoundRobin
 from fairlead.server.journal.blocks import MAGIC, block
 from fairlead.server.journal.records import POLICY, SEGMENT, Segment, encode, joined
+from fairlead.testing import SimClock
 
 STATEFUL = {
     "default": "policy: default",
@@ -71,6 +76,29 @@ def test_a_run_that_began_with_what_another_had_learned_is_replayed(
     assert result.notes == []
     first = [next(one for one in made.decisions if isinstance(one, DecisionRecord)) for made in (cold, warm)]
     assert [one.hit_tokens > 0 for one in first] == [False, True]
+
+
+def test_what_peers_told_is_replayed(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """A peer sends forty requests to one endpoint, and is lost soon after: decisions change, and are replayed."""
+    peer = build_pipeline(load("policy: default", need_endpoints=False), SimClock(), Random(1), fleet=SharedFleet())
+
+    def tell(simulation: Any) -> None:
+        (first, *_) = simulation.servers
+        peer.handle(EndpointUp(first.endpoint))
+        for number in range(1, 41):
+            peer.handle(RequestArrived(Request(number, 0.0, prompt_tokens=8000, stream=True)))
+        simulation.feed(PeerHeard("p", peer.fleet.reports.batch(0.0)))  # type: ignore[attr-defined]
+
+    def lose(simulation: Any) -> None:
+        simulation.feed(PeerHeard("q", b"nonsense"))
+        simulation.feed(PeerLost("p"))
+
+    alone = record_run(tmp_path / "alone", "policy: default", rate=20.0, seconds=5.0)
+    told = record_run(tmp_path / "told", "policy: default", rate=20.0, seconds=5.0, midway={60: tell, 110: lose})
+    result = replay(one_run(tmp_path / "told"))
+    assert result.identical and result.exact and result.notes == []
+    endpoints = [[made.endpoint for made in run.decisions if isinstance(made, DecisionRecord)] for run in (alone, told)]
+    assert endpoints[0] != endpoints[1]
 
 
 def test_other_chance_gives_other_decisions(recorded: Any, tmp_path: Path) -> None:
