@@ -1,6 +1,6 @@
 """The same traffic in the simulator: a preset tuned from one of the servers, captures of what was sent.
 
-Everything by the commands that a user has: `fairlead tune`, `capture`, `simulate`.
+Everything by the commands that a user has: `fairlead tune`, `journal capture`, `sim run`.
 """
 
 import json

@@ -72,7 +72,7 @@ class Page:
             "PIP_NO_DEPS": "1",
             "PIP_NO_BUILD_ISOLATION": "0",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            "PYTHONPATH": str(folder / "installed"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "installed"), os.environ.get("PYTHONPATH")))),
         }
         (folder / "examples").symlink_to(ROOT / "examples")
 
