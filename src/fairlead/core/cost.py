@@ -314,9 +314,9 @@ def work_ms(slot: int, prompt: float, uncached: float, fleet: Known) -> tuple[fl
     answer, and a step that only decodes. Of a step, which all that run share, a token is as much as the default
     weights say (`Weights`), and reading the request's own tokens. It does not depend on what else runs there."""
     factors = fleet.predictor.rates
-    step = float(factors.step[slot]) * PRIOR.c0
-    token = DECODE * step + float(factors.load[slot]) * PRIOR.load_ms(1.0, prompt)
-    return float(factors.prefill[slot]) * PRIOR.prefill_ms(prompt, uncached), token, step
+    prior, step = factors.prior, float(factors.step[slot]) * factors.prior.c0
+    token = DECODE * step + float(factors.load[slot]) * prior.load_ms(1.0, prompt)
+    return float(factors.prefill[slot]) * prior.prefill_ms(prompt, uncached), token, step
 
 
 def slot_wait(there: Any, slots: Any, answer_ms: Any) -> Any:

@@ -291,8 +291,7 @@ class FlowControl:
             return _stopping()
         output = expect(request)
         slot = slot if slot >= 0 else next((slot for slot, _ in fleet.table.slots()), -1)
-        prompt_ms, token_ms, _ = work_ms(slot, request.prompt_tokens, work, fleet) if slot >= 0 else (work, 0.0, 0.0)
-        ms = prompt_ms + output * token_ms
+        ms = self._work(request, slot, work, output, fleet)[0] if slot >= 0 else work
         outcome, displaced = self.queues.put(request, now, ttl, work, output, ms)
         if isinstance(outcome, Waiting):
             outcome.known = known
@@ -314,8 +313,7 @@ class FlowControl:
         if slot < 0:
             return goes
         band, flow = self.queues.of(request, now)
-        prompt_ms, token_ms, _ = work_ms(slot, request.prompt_tokens, request.prompt_tokens, fleet)
-        ms = prompt_ms + expect(request) * token_ms
+        ms = self._work(request, slot, request.prompt_tokens, expect(request), fleet)[0]
         if self._passes(band, flow, ms):
             return goes or (self.gate.soft and band.demand.fits(ms))
         held = band.fair and band.demand.heavy(flow, ms) and band.demand.held(slot, fleet.table, now) > now
@@ -337,6 +335,13 @@ class FlowControl:
             took_ms = min(took_ms, duration_ms)
         self.queues.settle(charge, charge.done_ms(status, tokens, took_ms), took_ms, now)
 
+    def _work(
+        self, request: Request, slot: int, uncached: float, output: float, fleet: Fleet
+    ) -> tuple[float, float, float, float]:
+        """Milliseconds of an engine's time: all of the request, and its parts (`core.cost.work_ms`)."""
+        prompt_ms, token_ms, step_ms = work_ms(slot, request.prompt_tokens, uncached, fleet)
+        return prompt_ms + output * token_ms, prompt_ms, token_ms, step_ms
+
     def _charge(
         self,
         band: Band,
@@ -349,8 +354,7 @@ class FlowControl:
         now: float,
     ) -> tuple[Charge, float]:
         """With the milliseconds of a step there."""
-        prompt_ms, token_ms, step_ms = work_ms(slot, request.prompt_tokens, uncached, fleet)
-        ms = prompt_ms + output * token_ms
+        ms, prompt_ms, token_ms, step_ms = self._work(request, slot, uncached, output, fleet)
         light = band.fair and band.demand.light(flow, ms) and band.fairness.due(flow)
         return Charge(flow, slot, now, prompt_ms, token_ms, ms, light), step_ms
 
