@@ -92,7 +92,10 @@ class SchedulingBuilder:
             base = build_policy(config, self._report, self._registry)
             able = able_by(config, base, self._registry, self._report)
         canary = self._other(config, last)
-        built = Scheduling(policy=base, base=base, able=able, lease_ttl=config.ledger.lease_ttl)
+        flow = build_flow_controller(config, base, self._report, self._registry)
+        if flow is not None and last is not None:
+            flow = last.scheduling.flow or flow
+        built = Scheduling(policy=base, base=base, able=able, flow=flow, lease_ttl=config.ledger.lease_ttl)
         remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
         if last is not None and base is last.scheduling.base and last.config.shadows == config.shadows:
             shadows, on_trial = last.scheduling.shadows, last.scheduling.on_trial
@@ -158,7 +161,9 @@ def given(policy: Policy) -> Build:
     """Builds with a policy that exists already, in the place of the file's."""
 
     def build(config: Config) -> Scheduling:
-        return Scheduling(policy=policy, base=policy, able=able_by(config, policy), lease_ttl=config.ledger.lease_ttl)
+        flow = build_flow_controller(config, policy)
+        able = able_by(config, policy)
+        return Scheduling(policy=policy, base=policy, able=able, flow=flow, lease_ttl=config.ledger.lease_ttl)
 
     return build
 
@@ -182,9 +187,8 @@ def build_pipeline(
     build = build or SchedulingBuilder(on_plugin_error, registry)
     scheduling = build(config)
     fleet = fleet or Fleet(lease_ttl=config.ledger.lease_ttl, staleness=config.metrics.staleness)
-    flow_controller = build_flow_controller(config, scheduling.base, on_plugin_error, registry)
-    if flow_controller is not None and isinstance(fleet, SharedFleet):
-        fleet.reports.follow(flow_controller.flow)
+    if scheduling.flow is not None and isinstance(fleet, SharedFleet):
+        fleet.reports.follow(scheduling.flow.flow)
     return Pipeline(
         clock,
         rng,
@@ -192,7 +196,7 @@ def build_pipeline(
         scheduling.policy,
         tokens or TokenEstimator(),
         on_plugin_error,
-        flow_controller,
+        scheduling.flow,
         remotes=scheduling.remotes or None,
         shadows=scheduling.shadows,
         snapshot=Snapshots() if snapshots else None,

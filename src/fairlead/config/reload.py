@@ -48,8 +48,8 @@ _FIXED: Final[Mapping[str, str]] = {
     "seed": "the random generator was seeded at the start",
     "metric_sources": _PLUGINS,
     "parsers": _PLUGINS,
-    "flow_control": "its queues were made at the start, and requests may wait in them",
 }
+_QUEUES: Final = "its queues were made with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened for smaller bodies"
 #: Not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags"})
@@ -99,10 +99,18 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
             refused.append(_refusal(path, "another file, or a list in the place of a file, is not followed"))
             return before, []
         return after, [path]
+    if _queues(before) and _queues(after):
+        refused.append(_refusal(path, _QUEUES))
+        return before, []
     if isinstance(before, Parsing) and after.max_body_bytes > before.max_body_bytes:
         refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
         after = after.model_copy(update={"max_body_bytes": before.max_body_bytes})
     return after, _differences(before, after, path) if isinstance(before, Section) else [path]
+
+
+def _queues(value: Any) -> bool:
+    """Flow control that is on."""
+    return isinstance(value, FlowSpec) and value.settings.enabled
 
 
 def _differences(before: Any, after: Any, path: str) -> list[str]:

@@ -194,6 +194,8 @@ class FlowControl:
         self._shedding = shedding
         self._drains = drains
         self.peers = PeerQueues()
+        #: Nobody is held any more.
+        self.draining = False
         #: The flow whose requests are not counted, because there is no other; `None` = all are counted, by flow.
         self.only: FlowKey | None = None
         self.relax()
@@ -508,12 +510,17 @@ class FlowControl:
     def stop(self, now: float) -> list[tuple[Waiting, Refused]]:
         """Nobody may wait from now on. Takes out those that do as `expire` does, unless they are sent."""
         if self._drains:
-            self.gate = PoolGate("stopping", lambda fleet, now: 0.0)
-            self._in_vain = None
+            self.drain()
             return []
         self._stopped = min(self._stopped, now)
         self._left = True
         return [(waiting, _stopping()) for waiting in self.queues.clear(REFUSALS)]
+
+    def drain(self, gate: Gate | None = None) -> None:
+        """From now on all endpoints are open: who waits goes. `gate`: no more, this one says so again."""
+        self.draining = gate is None
+        self.gate = gate or PoolGate("open", lambda fleet, now: 0.0)
+        self._in_vain = None
 
     def overdue(self, now: float) -> bool:
         """Whether some are left of those that were to be taken out, and `expire` must be called once more."""

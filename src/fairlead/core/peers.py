@@ -107,6 +107,10 @@ class Peers:
         #: Leases of origins that are lost, and when they were.
         self._orphans: dict[str, tuple[float, dict[int, Lease]]] = {}
 
+    def follow(self, flow: FlowControl) -> None:
+        """Flow control was turned on: tell it of what waits elsewhere."""
+        self._flow = flow
+
     @property
     def leases(self) -> set[Lease]:
         """All that are on the books."""

@@ -52,6 +52,7 @@ from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
 from fairlead.core.profile import runner_up
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
 from fairlead.core.remote import RemotePolicy
+from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request, Usage
 from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Requests, RequestState, Trigger
 from fairlead.core.scheduling import Build
@@ -189,6 +190,8 @@ class Pipeline:
         flow = self.flow_controller
         if flow is not None and flow.flow.queues.count:
             instructions = instructions + flow.dispatched(self._bound, self._evict, self.fleet, self._clock.time())
+            if flow.flow.draining:
+                self._drained(flow)
         return instructions
 
     def start(self) -> list[Instruction]:
@@ -663,6 +666,7 @@ class Pipeline:
         self.policy = scheduling.policy
         self.shadows = scheduling.shadows
         self.fleet.ledger.ttl = scheduling.lease_ttl
+        self._turn(scheduling.flow)
         if self.flow_controller is not None:
             self.flow_controller.follow(scheduling.base.name, scheduling.able)
         if self.parking is not None:
@@ -670,6 +674,28 @@ class Pipeline:
         elif scheduling.remotes:
             self.parking = Parking(scheduling.remotes)
         return [AdoptConfiguration(event.document, scheduling)]
+
+    def _turn(self, flow: FlowController | None) -> None:
+        """Turn flow control on or off. Who waits is sent first."""
+        before = self.flow_controller
+        if before is None:
+            self.flow_controller = flow
+            if flow is not None:
+                self.peers.follow(flow.flow)
+                if isinstance(self.fleet, SharedFleet):
+                    self.fleet.reports.follow(flow.flow)
+        elif flow is None:
+            before.flow.drain()
+            self._drained(before)
+        elif before.flow.draining:
+            before.flow.drain(flow.flow.gate)
+
+    def _drained(self, flow: FlowController) -> None:
+        """Flow control that was turned off is over once nobody waits."""
+        if not flow.flow.queues.count:
+            self.flow_controller = None
+            for entry in self.requests:
+                entry.charge = None
 
     def _restored(self, event: ev.Restored) -> list[Instruction]:
         if isinstance(event.part, Common):
@@ -705,6 +731,8 @@ class Pipeline:
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)
         if self.flow_controller is not None:
             self.flow_controller.flow.relax()
+            if self.flow_controller.flow.draining:
+                self._drained(self.flow_controller)
         self.peers.expire(now)
         expired = self.fleet.ledger.expired(now, MOST)
         next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.remote import Able, RemotePolicy
 from fairlead.core.shadow import CaseTaker
@@ -19,6 +20,8 @@ class Scheduling(Struct, frozen=True, kw_only=True):
     base: Policy
     #: Where a request can be served, by the filters of `base`. Flow control follows it.
     able: Able
+    #: `None` = requests never wait.
+    flow: FlowController | None
     #: Seconds until a lease expires.
     lease_ttl: float
     #: Schedulers in other processes, by name.

@@ -93,11 +93,25 @@ def test_another_policy_applies() -> None:
     assert (changes.policy, refused, changes.config.policy.name) == (True, [], "round-robin")
 
 
+def test_flow_control_is_turned_on_and_off_and_its_queues_stay_as_they_were_made() -> None:
+    endpoints = "endpoints: ['10.0.0.1:1']\n"
+    on, other, off = "flowControl: {ttl: 5s}", "flowControl: {ttl: 6s}", "flowControl: {enabled: false}"
+    for before, after in ((on, off), (off, on), ("", off), (off, "")):
+        changes, refused = plan(endpoints + before, endpoints + after)
+        assert (changes.paths, refused) == (("$.flowControl",), [])
+    for before, after in ((on, other), ("", on), (on, "")):
+        changes, refused = plan(endpoints + before, endpoints + after)
+        assert (changes.paths, refused) == ((), ["$.flowControl"])
+    assert plan(endpoints, endpoints + "policy: round-robin")[0].paths == ("$.policy",), (
+        "who says nothing changes nothing"
+    )
+
+
 def test_every_field_is_decided_upon() -> None:
     """A field that somebody adds is compared: by default it applies, which `Live` must then do."""
     known = {
         "policy", "endpoints", "ledger", "parsing", "inspect", "log", "scheduler", "canary", "shadows",  # apply
-        "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers", "flow_control",
+        "flow_control", "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers",
         "models", "kubernetes", "headers", "source", "notes", "flags", "kv_events", "tokens", "journal", "tracing",
         "state", "replicas",
     }  # fmt: skip

@@ -234,6 +234,7 @@ class Live:
     def _adopt(self, instruction: AdoptConfiguration) -> None:
         self.config = config = instruction.document
         self._follow(config, instruction.scheduling)
+        self.watch.watch_queue(self.pipeline.flow_controller)
         self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
         self._budget.resize(_buffered(config))
         self.core.inspection.follow(config.inspect.usage_sampling)

@@ -141,6 +141,22 @@ def test_two_reloads_midway_are_replayed(flow: str, record_run: Callable[..., An
     assert compared.before.hash == compared.after.hash == result.recorded.hash
 
 
+def test_flow_control_that_reloads_turn_off_and_on_is_replayed(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    on = "policy: default\nflowControl: {saturation: {type: concurrency-detector, maxConcurrency: 4}}"
+    off = reloaded("policy: default\nflowControl: {enabled: false}")
+    waited = []
+    for number, midway in enumerate(({}, {100: off}, {100: off, 200: reloaded(on)})):
+        path = tmp_path / str(number)
+        path.mkdir()
+        made = record_run(path, on, midway=midway)
+        assert (made.simulation.pipeline.flow_controller is None) == (number == 1)
+        waited.append(sum(one.queued_ms > 0.0 for one in made.decisions if isinstance(one, DecisionRecord)))
+        result = replay(one_run(path))
+        assert result.identical and result.exact
+    always, before, twice = waited
+    assert 0 < before < twice < always
+
+
 def test_a_canary_that_comes_by_a_reload_is_said_and_its_decisions_are_followed(
     record_run: Callable[..., Any], tmp_path: Path
 ) -> None:
