@@ -182,8 +182,10 @@ class Serve(Child):
         super().__init__("fairlead serve", directory / f"{name}.log")
         self._file = directory / f"{name}.yaml"
         self.config: Json = {}
+        self.workers = 1
 
-    def start(self, config: Json) -> Self:
+    def start(self, config: Json, workers: int = 1) -> Self:
+        self.workers = workers
         gateway, ext_proc, admin, envoy_admin = free_ports(4)
         given = config.get("gateway", {})
         given = {"mode": given} if isinstance(given, str) else given
@@ -204,7 +206,8 @@ class Serve(Child):
     def again(self) -> Self:
         """Start (once more) with the same configuration, and wait until it is ready."""
         self._file.write_text(json.dumps(self.config))
-        self.spawn(sys.executable, "-m", "fairlead", "serve", str(self._file))
+        several = ("--workers", str(self.workers)) if self.workers > 1 else ()
+        self.spawn(sys.executable, "-m", "fairlead", "serve", str(self._file), *several)
         self.poll_until(lambda: get_page(self.admin + "/readyz")[0] == 200)
         return self
 
@@ -237,6 +240,14 @@ class Serve(Child):
     def envoy_pid(self) -> int:
         """Of the embedded Envoy; 0 while there is none."""
         return next(iter(self.envoy_pids()), 0)
+
+    def scheduler_pids(self) -> list[int]:
+        """Of all workers behind the embedded gateway."""
+        return self._children(lambda line: "serve" in line)
+
+    def valkey_pid(self) -> int:
+        """Of the Valkey between workers; 0 while there is none."""
+        return next(iter(self._children(lambda line: "valkey-server" in line[0])), 0)
 
     def scheduler_pid(self) -> int:
         """Of the process that schedules: this one, or with the embedded gateway its child; 0 while there is none."""

@@ -1,0 +1,178 @@
+"""`fairlead serve --workers`: several schedulers behind one Envoy decide as one, whatever dies among them."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gw_hit_rate import Conversations
+from gw_load import Story, under_load
+from gw_processes import Child, Serve, Stub, Upstream, get_page, stat
+from valkey_server import require_valkey
+
+PATIENCE = 60.0
+#: Points of the hit rate that several workers may cost.
+COST = 2.0
+HEALTHY = "cluster.ext_proc.membership_healthy"
+
+
+def ports_in_a_row(count: int) -> int:
+    """The first of so many free ports."""
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for i in range(1, count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + i))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+class Workers:
+    """`fairlead serve --workers`, and what each worker says."""
+
+    def __init__(self, directory: Path, count: int) -> None:
+        require_valkey()
+        self.count = count
+        self.serve = Serve(directory)
+
+    async def start(self, addresses: list[str], **config: Any) -> "Workers":
+        first = ports_in_a_row(2 * self.count)
+        ports = {"extProc": {"port": first}, "admin": {"port": first + self.count}}
+        settings = {"endpoints": addresses, "seed": 1, **ports, **config}
+        await asyncio.to_thread(self.serve.start, settings, self.count)
+        await self.all_asked()
+        return self
+
+    async def all_asked(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while await stat(self.serve.gateway, HEALTHY) < self.count:
+                await asyncio.sleep(0.02)
+
+    async def page(self, worker: int, path: str) -> str:
+        port = self.serve.config["admin"]["port"] + worker
+        return (await asyncio.to_thread(get_page, f"http://127.0.0.1:{port}{path}"))[1]
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        return [json.loads(await self.page(worker, "/debug/replicas")) for worker in range(self.count)]
+
+    async def agree(self) -> None:
+        """Wait until each hears all others and lacks nothing of them."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                said = await self.replicas()
+                heard = all(one["connected"] and len(one["replicas"]) == self.count - 1 for one in said)
+                if heard and not any(one["missing"] for one in said):
+                    return
+                await asyncio.sleep(0.05)
+
+    async def until_said(self, text: str, times: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while self.serve.said().count(text) < times:
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def workers(tmp_path: Path, ending: Callable[[Child], Child]) -> Callable[..., Awaitable[Workers]]:
+    def start(count: int, addresses: list[str], **config: Any) -> Awaitable[Workers]:
+        started = Workers(tmp_path, count)
+        ending(started.serve)
+        return started.start(addresses, **config)
+
+    return start
+
+
+@pytest.mark.slow
+async def test_four_find_as_much_cached_as_one(
+    stub: Callable[..., Stub], workers: Callable[..., Awaitable[Workers]], figures: list[str]
+) -> None:
+    rates = {}
+    for count in (1, 4):
+        # New conversations each time: nothing of them is cached before.
+        talk, servers = Conversations(), stub(8, "--model", "tiny")
+        started = await workers(count, servers.addresses)
+        await talk.hit_rate(started.serve.port, 200)
+        rates[count] = await talk.hit_rate(started.serve.port, 200)
+        if count > 1:
+            said = await started.replicas()
+            assert all(one["sent"] for one in said), "each has decided"
+            await started.agree()
+        started.serve.end()
+        servers.end()
+    figures.append(f"hit rate by workers: {rates}")
+    assert rates[4] >= rates[1] - COST
+
+
+@pytest.mark.slow
+async def test_a_killed_worker_costs_nothing_and_joins_again(
+    upstream: Upstream, workers: Callable[..., Awaitable[Workers]], figures: list[str]
+) -> None:
+    three = await workers(3, upstream.addresses)
+    killed = three.serve.scheduler_pids()[-1]
+
+    async def script(note: Callable[[str], None]) -> None:
+        note("killed")
+        os.kill(killed, signal.SIGKILL)
+        await three.until_said(" died; the gateway goes on without it", 1)
+        await three.all_asked()
+        await three.agree()
+
+    story = await under_load(f"http://127.0.0.1:{three.serve.port}", script)
+    figures.append(f"one of three workers killed: {_summary(story)}")
+    assert not story.failures
+    assert killed not in three.serve.scheduler_pids()
+    assert await three.serve.settled() == {}
+
+
+@pytest.mark.slow
+async def test_valkey_dies_and_hangs_under_load(
+    upstream: Upstream, workers: Callable[..., Awaitable[Workers]], figures: list[str]
+) -> None:
+    two = await workers(2, upstream.addresses)
+    await two.agree()
+
+    async def script(note: Callable[[str], None]) -> None:
+        pid = two.serve.valkey_pid()
+        os.kill(pid, signal.SIGKILL)
+        await two.until_said("Valkey died", 1)
+        await two.until_said("other replicas are heard", 4)
+        await two.agree()
+        hung = two.serve.valkey_pid()
+        assert hung not in (0, pid)
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while "decides alone" not in await two.page(0, "/readyz"):
+                    await asyncio.sleep(0.05)
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        await two.agree()
+
+    story = await under_load(f"http://127.0.0.1:{two.serve.port}", script)
+    figures.append(f"Valkey killed, then stopped: {_summary(story)}")
+    assert not story.failures
+
+
+async def test_what_workers_cannot_have_together_is_said(tmp_path: Path) -> None:
+    require_valkey()
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: ['127.0.0.1:1']\nadmin: {port: 9004}\n")
+    child = Child("fairlead serve", tmp_path / "log")
+    child.spawn(sys.executable, "-m", "fairlead", "serve", str(file), "--workers", "3")
+    assert await child.wait() == 2
+    assert "3 workers need 3 ports from 9004 on, and 9004 is that of extProc.port" in child.said()
+
+
+def _summary(story: Story) -> str:
+    failed = sum(story.failures.values())
+    return f"requests {len(story.records)}, failed {failed}, slowest TTFT {story.slowest_ms():.0f} ms"
