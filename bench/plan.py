@@ -24,8 +24,8 @@ from fairlead.lab.simulator.plan import Case, Run, Trial, Tried, in_processes, p
 #: Workload, objective, and how many of its requests.
 WORKLOADS = (
     ("shared-prefix-10", "ttft_p95=2s,tpot_p95=50ms", 0),
-    ("agents", "ttft_p95=1s,tpot_p95=30ms", 2000),
-    ("azure-code", "ttft_p99=500ms,e2e_p99=3s", 4000),
+    ("agents", "ttft_p95=1s,tpot_p95=30ms", 2500),
+    ("azure-code", "ttft_p99=500ms,e2e_p99=3s", 5000),
 )
 QUICK = 60
 
