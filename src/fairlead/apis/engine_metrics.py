@@ -1,8 +1,9 @@
 """Which metric of which engine says what: pure data, so that a configuration can replace or extend it.
 
 A spec names series of one family: `name` or `name{label=value,other="v"}`. A series matches when it has all of the
-named labels with exactly these values; it may have more. Several specs for one field are spellings of the same thing
-over engine versions: the first that is on the page counts.
+named labels with exactly these values; it may have more. As in PromQL, `label=""` also matches series without that
+label. Several specs for one field are spellings of the same thing over engine versions: the first that is on the page
+counts.
 """
 
 import re
@@ -168,21 +169,32 @@ ENGINES: Mapping[str, EngineMetrics] = {
         prefix_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
         generation_tokens=("vllm:generation_tokens_total",),
     ),
+    # Priority scheduling adds a series per priority to the total, whose label `priority` is empty.
+    # All tensor-parallel ranks tell the same number of pages, and only since 0.5.11 as gauges.
     "sglang": EngineMetrics(
-        waiting=("sglang:num_queue_reqs", "sglang_num_queue_reqs"),
-        running=("sglang:num_running_reqs", "sglang_num_running_reqs"),
+        waiting=('sglang:num_queue_reqs{priority=""}', 'sglang_num_queue_reqs{priority=""}'),
+        running=('sglang:num_running_reqs{priority=""}', 'sglang_num_running_reqs{priority=""}'),
         kv_usage=("sglang:token_usage", "sglang_token_usage"),
         cache_info=("sglang:cache_config_info", "sglang_cache_config_info"),
         block_size_label="page_size",
         num_blocks_label="num_pages",
-        generation_tokens=("sglang:generation_tokens_total",),
+        block_size=("sglang:page_size", "sglang_page_size"),
+        num_blocks=("sglang:num_pages{tp_rank=0,pp_rank=0}", "sglang_num_pages{tp_rank=0,pp_rank=0}"),
+        prefix_queries=("sglang:prompt_tokens_total", "sglang_prompt_tokens_total"),
+        prefix_hits=("sglang:cached_tokens_total", "sglang_cached_tokens_total"),
+        generation_tokens=("sglang:generation_tokens_total", "sglang_generation_tokens_total"),
     ),
+    # Its page is at `/prometheus/metrics`; `/metrics` is JSON. Tokens need `return_perf_metrics`, the rest
+    # `enable_iter_perf_stats`.
     "trtllm-serve": EngineMetrics(
         waiting=("trtllm_num_requests_waiting",),
         running=("trtllm_num_requests_running",),
         kv_usage=("trtllm_kv_cache_utilization",),
         block_size=("trtllm_kv_cache_tokens_per_block",),
         num_blocks=("trtllm_kv_cache_max_blocks",),
+        prefix_queries=("trtllm_prompt_tokens_total",),
+        prefix_hits=("trtllm_prompt_cached_tokens_total",),
+        generation_tokens=("trtllm_generation_tokens_total",),
     ),
     "triton-tensorrt-llm": EngineMetrics(
         waiting=(_TRT + "{request_type=waiting}",),
@@ -193,4 +205,13 @@ ENGINES: Mapping[str, EngineMetrics] = {
     ),
     # `nv_inference_exec_count` is a cumulative counter, no number of running requests: not read.
     "triton": EngineMetrics(waiting=("nv_inference_pending_request_count",)),
+    "lmdeploy": EngineMetrics(
+        waiting=("lmdeploy:num_requests_waiting",),
+        running=("lmdeploy:num_requests_running",),
+        kv_usage=("lmdeploy:gpu_cache_usage_perc",),
+        generation_tokens=("lmdeploy:generation_tokens_total",),
+    ),
+    # These two count tokens only when an answer ends and do not tell KV usage. A long answer would look like a stall.
+    "llamacpp": EngineMetrics(waiting=("llamacpp:requests_deferred",), running=("llamacpp:requests_processing",)),
+    "tgi": EngineMetrics(waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
 }

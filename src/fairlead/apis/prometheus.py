@@ -96,7 +96,7 @@ class Series(Struct):
         if not wanted:
             return True
         labels = self.labels()
-        return labels is not None and all(labels.get(name) == value for name, value in wanted)
+        return labels is not None and all(labels.get(name, "") == value for name, value in wanted)
 
 
 class Family(Struct):

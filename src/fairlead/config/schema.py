@@ -276,8 +276,8 @@ class Metrics(Section):
     )
     engines: dict[str, EngineNames] = Field(
         default={},
-        description="Changes to the built-in metric names of `vllm`, `sglang`, `trtllm-serve`, `triton-tensorrt-llm` "
-        "and `triton`, or an engine of your own.",
+        description="Changes to the built-in metric names of `vllm`, `sglang`, `trtllm-serve`, `triton-tensorrt-llm`, "
+        "`triton`, `lmdeploy`, `llamacpp` and `tgi`, or an engine of your own.",
     )
 
 

@@ -95,7 +95,7 @@ async def test_an_engine_that_nobody_knows_is_named(world: Any, pool_of: Listed)
     found = await world.examined(config)
     assert codes(found) == {"metrics.unknown-engine"}
     assert found.findings[0].severity is Severity.WARNING
-    assert "'mystery'; it is read for vllm; known: sglang" in found.findings[0].evidence
+    assert "'mystery'; it is read for vllm; known: llamacpp, lmdeploy, sglang" in found.findings[0].evidence
 
 
 async def test_a_wrong_model_label_is_named(world: Any, pool_of: Listed) -> None:

@@ -15,7 +15,7 @@ from fairlead.core.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
 VLLM = compile_engine(ENGINES["vllm"])
-PAGES = sorted(DATA.glob("*.txt"))
+PAGES = sorted(DATA.glob("vllm-*.txt"))
 
 
 def page_of(name: str) -> bytes:
@@ -212,40 +212,43 @@ def test_hostile_labels_take_linear_time() -> None:
 # ---------------- engines ----------------
 
 
+#: Waiting, running, KV usage, tokens per block, blocks, prefix queries, hits and generated tokens of each page.
+READINGS = {
+    "sglang": (7.0, 5.0, 0.42, 64, 15499, 10_000.0, 6600.0, 500.0),
+    "trtllm-serve": (1.0, 2.0, 0.3, 32, 77, 10_000.0, 6500.0, 500.0),
+    "triton-tensorrt-llm": (4.0, 2.0, 0.5, 64, 1000, None, None, None),
+    "triton": (9.0, None, None, 0, 0, None, None, None),
+    "lmdeploy": (3.0, 5.0, 0.5, 0, 0, None, None, 500.0),
+    "llamacpp": (6.0, 4.0, None, 0, 0, None, None, None),
+    "tgi": (8.0, 3.0, None, 0, 0, None, None, None),
+}
+
+
+def test_every_engine_has_a_page() -> None:
+    assert set(READINGS) | {"vllm"} == set(ENGINES)
+
+
+@pytest.mark.parametrize("engine", READINGS)
+def test_page_of_each_engine(engine: str) -> None:
+    page = (DATA / f"{engine}.txt").read_bytes()
+    sample, problems = (reading := read(page, ENGINES[engine])).sample, reading.problems
+    assert problems == ()
+    assert READINGS[engine] == (
+        sample.waiting, sample.running, sample.kv_usage, sample.block_size, sample.num_blocks,
+        sample.prefix_queries, sample.prefix_hits, sample.generation_tokens,
+    )  # fmt: skip
+    fits = [name for name, metrics in ENGINES.items() if not read(page, metrics).empty]
+    assert fits[0] == engine  # so `init` and `doctor` tell it from the page
+
+
 @pytest.mark.parametrize("separator", [":", "_"])
-def test_sglang(separator: str) -> None:
+def test_sglang_before_0_5_11(separator: str) -> None:
     names = {"num_queue_reqs": "3", "num_running_reqs": "2", "token_usage": "0.4"}
     text = "".join(f'sglang{separator}{name}{{model_name="m"}} {value}\n' for name, value in names.items())
     text += f'sglang{separator}cache_config_info{{page_size="64",num_pages="100"}} 1\n'
     sample = read(text, ENGINES["sglang"]).sample
     assert (sample.waiting, sample.running, sample.kv_usage) == (3.0, 2.0, 0.4)
     assert (sample.block_size, sample.num_blocks) == (64, 100)
-
-
-def test_triton_tensorrt_llm_tells_series_of_one_family_apart() -> None:
-    text = (
-        'nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 4\n'
-        'nv_trt_llm_request_metrics{model="m",request_type="scheduled",version="1"} 2\n'
-        'nv_trt_llm_request_metrics{model="m",request_type="max",version="1"} 512\n'
-        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="m"} 0.5\n'
-        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="m"} 64\n'
-        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="m"} 1000\n'
-    )
-    sample = read(text, ENGINES["triton-tensorrt-llm"]).sample
-    assert (sample.waiting, sample.running, sample.kv_usage) == (4.0, 2.0, 0.5)
-    assert (sample.block_size, sample.num_blocks) == (64, 1000)
-
-
-def test_trtllm_serve_and_triton() -> None:
-    text = (
-        "trtllm_num_requests_waiting 1\ntrtllm_num_requests_running 2\ntrtllm_kv_cache_utilization 0.3\n"
-        "trtllm_kv_cache_tokens_per_block 32\ntrtllm_kv_cache_max_blocks 77\n"
-    )
-    sample = read(text, ENGINES["trtllm-serve"]).sample
-    assert (sample.waiting, sample.running, sample.kv_usage) == (1.0, 2.0, 0.3)
-    assert (sample.block_size, sample.num_blocks) == (32, 77)
-    triton = read("nv_inference_pending_request_count 9\nnv_inference_exec_count 1e6\n", ENGINES["triton"])
-    assert (triton.sample.waiting, triton.sample.running, triton.problems) == (9.0, None, ())
 
 
 def test_old_and_relabelled_names_of_vllm() -> None:
@@ -282,6 +285,7 @@ def test_the_engine_comes_from_the_labels() -> None:
         (" a{} ", Spec(b"a")),
         ('a{x=1,y="two, {2}\\"\\n"}', Spec(b"a", (("x", "1"), ("y", 'two, {2}"\n')))),
         ("a{x=tokens_per}", Spec(b"a", (("x", "tokens_per"),))),
+        ('a{x=""}', Spec(b"a", (("x", ""),))),
     ],
 )
 def test_spec(text: str, spec: Spec) -> None:

@@ -83,7 +83,8 @@ def test_an_engine_that_nobody_knows_is_noted(tmp_path: Path, capsys: pytest.Cap
     assert validate(file) == 0
     out = capsys.readouterr().out
     said = "endpoint 10.0.0.2:1 and 1 more: the label names the engine 'mystery', which is not known"
-    known = "metrics are read as those of vllm (known: sglang, triton, triton-tensorrt-llm, trtllm-serve, vllm;"
+    engines = "llamacpp, lmdeploy, sglang, tgi, triton, triton-tensorrt-llm, trtllm-serve, vllm"
+    known = f"metrics are read as those of vllm (known: {engines};"
     assert f"note: {file}:3: $.endpoints[1]: {said}; {known}" in out and "valid." in out
     endpoints.write_text(listed)
     file.write_text("endpoints: {file: e.yaml}")
