@@ -31,6 +31,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "idle": ("--endpoints 5 --seconds 1 --trials 1", ("endpoints", "page_kb", "cores")),
     "start": ("--rounds 1", ("here/first_200_ms", "here/parent_mb", "here/scheduler_mb")),
     "tuning": ("--head 10 --seeds 1", ("settings", "recognised")),
+    "autoscale": ("--quick --hours 0.05", ("misses_ratio", "hours_ratio", "signals/fairlead_desired_replicas/misses")),
     "configs": ("", ("same_meaning", "noted", "refused", "unlisted", "other")),
     "plan": ("--quick", ("workloads/agents/planned", "workloads/agents/brute_force", "most_off", "slowest_cpu_s")),
     "path": ("", ("bytecodes", "functions", "files", "parts/session", "parts/policy")),

@@ -1,6 +1,5 @@
 """The examples of deploy/autoscaling: objects that an API server takes, and what they would make of a pool."""
 
-import math
 import os
 import re
 import shutil
@@ -15,14 +14,13 @@ from kr_schemas import foreign_crds
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "autoscaling"
 HPA, KEDA = (yaml.safe_load((FOLDER / name).read_text()) for name in ("hpa.yaml", "keda.yaml"))
-#: (endpoints, what Fairlead desires, requests that wait, requests that run by replica of it) → replicas.
+#: What each scheduler desires (`None` = it does not know yet) → replicas.
 CASES = {
-    "idle": (8, 8, 0, [0, 0], 2),
-    "half-loaded": (8, 8, 0, [100, 0], 4),
-    "loaded": (8, 8, 0, [256, 0], 8),
-    "waiting": (8, 11, 5, [250, 0], 11),
-    "independent-schedulers": (8, 8, 0, [100, 92], 6),
-    "overrun": (8, 32, 500, [256, 0], 16),
+    "idle": ([0, 0], 2),
+    "one decides": ([8, 0], 8),
+    "a new one does not know": ([8, None], 8),
+    "independent-schedulers": ([4, 3], 7),
+    "overrun": ([32, 0], 16),
 }
 
 
@@ -62,27 +60,23 @@ def test_both_shrink_alike() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["hpa.yaml", "keda.yaml"])
 def test_replicas_grow_and_shrink(name: str, case: str, tmp_path: Path) -> None:
-    """Prometheus computes totals; an autoscaler divides each by its target and takes the larger, within its limits."""
+    """Prometheus computes the total; an autoscaler divides it by its target, within its limits."""
     promtool = shutil.which("promtool")
     if not promtool:
         how = "promtool is missing: on Debian and Ubuntu `apt-get install prometheus`"
         (pytest.fail if os.environ.get("FAIRLEAD_REQUIRE_ALL") else pytest.skip)(how)
-    endpoints, desired, waiting, running, replicas = CASES[case]
-    values = {"fairlead_desired_replicas": [desired, endpoints], "fairlead_flow_waiting_requests": [waiting, 0]}
+    desired, replicas = CASES[case]
     series = [
-        {"series": f'{metric}{{pod="{pod}"}}', "values": str(value)}
-        for metric, found in (*values.items(), ("fairlead_leases", running))
-        for pod, value in enumerate(found)
+        {"series": f'fairlead_desired_replicas{{pod="{pod}"}}', "values": str(value)}
+        for pod, value in enumerate(desired)
+        if value is not None
     ]
-    wanted = max(desired if waiting else 0, math.ceil(sum(running) / 32))
-    assert min(max(wanted, HPA["spec"]["minReplicas"]), HPA["spec"]["maxReplicas"]) == replicas
-    expected = [float(desired if waiting else 0), float(sum(running))]
-    (by_queue, one), (by_load, each) = queries(name)
-    assert (one, each) == (1.0, 32.0)
-    tests = [
-        {"expr": expression, "eval_time": "0m", "exp_samples": [{"labels": "{}", "value": value}]}
-        for expression, value in zip((by_queue, by_load), expected, strict=True)
-    ]
+    total = sum(value or 0 for value in desired)
+    assert min(max(total, HPA["spec"]["minReplicas"]), HPA["spec"]["maxReplicas"]) == replicas
+    ((expression, target),) = queries(name)
+    assert target == 1.0
+    expected = [{"labels": "{}", "value": float(total)}]
+    tests = [{"expr": expression, "eval_time": "0m", "exp_samples": expected}]
     file = tmp_path / "test.yaml"
     file.write_text(yaml.safe_dump({"tests": [{"input_series": series, "promql_expr_test": tests}]}))
     run = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True)

@@ -427,3 +427,21 @@ def test_what_was_learned_is_kept_in_the_pod_or_beside_the_journal(helm: Helm) -
     assert beside.state.path(beside.journal) == "/journal/learned.state"
     off = configured(helm.render(*LABELS, "--set", "config.state.enabled=false"))
     assert off.state.path(off.journal) == ""
+
+
+@pytest.mark.parametrize(("leading", "service"), [("false", "one-epp"), ("true", "one-epp-leader")])
+def test_keda_reaches_the_external_scaler_of_who_decides(helm: Helm, leading: str, service: str) -> None:
+    arguments = (
+        *LABELS,
+        "--set",
+        "config.autoscaling.port=9004",
+        "--set",
+        f"inferenceExtension.leaderElection.enabled={leading}",
+    )
+    objects = helm.render(*arguments, "--set", f"inferenceExtension.replicas={2 if leading == 'true' else 1}")
+    port = {"name": "grpc-scaler", "port": 9004, "targetPort": 9004, "protocol": "TCP"}
+    having = [thing for thing in of_kind(objects, "Service") if port in thing["spec"]["ports"]]
+    assert [thing["metadata"]["name"] for thing in having] == [service]
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    assert [{"port": 9004, "protocol": "TCP"}] in [rule["ports"] for rule in policy["spec"]["ingress"]]
+    assert not [thing for thing in of_kind(helm.render(*LABELS), "Service") if port in thing["spec"]["ports"]]

@@ -41,6 +41,7 @@ _FIXED: Final[Mapping[str, str]] = {
     "headers": "sessions were begun with it",
     "journal": "its files are open already",
     "state": "its file was read at the start",
+    "autoscaling": "the objective was taken at the start",
     "tokens": "tokenisers are loaded at the start",
     "replicas": "the connection to others was begun with it",
     "tracing": "its exporter was started with it",

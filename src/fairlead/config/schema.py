@@ -14,6 +14,7 @@ from fairlead.config.builtins import DEFAULT_POLICY, Kind
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Problem
 from fairlead.config.registry import RegisteredPlugin
+from fairlead.core.demand import Objective
 from fairlead.core.endpoint import MAX_PORTS
 from fairlead.plugins.params import DURATION, SIZE, Bytes, Params, PositiveSeconds, Seconds, camel
 
@@ -785,6 +786,19 @@ class ReplicaSettings(Section):
     )
 
 
+class Autoscaling(Section):
+    """What `fairlead_desired_replicas` asks endpoints for: see docs/kubernetes.md."""
+
+    ttft: PositiveSeconds = Field(default=2.0, description="Within which 95 % of requests get their first token.")
+    tpot: PositiveSeconds = Field(default=0.05, description="What each further token of an answer may take.")
+    startup: Seconds = Field(default=120.0, description="From the order of an endpoint until it serves.")
+    host: str = Field(default="", description="Where KEDA's external scaler listens; empty = everywhere.")
+    port: Port = Field(default=0, description="Its gRPC port; 0 = off.")
+
+    def objective(self) -> Objective:
+        return Objective(ttft_ms=self.ttft * 1e3, tpot_ms=self.tpot * 1e3, startup_s=self.startup)
+
+
 class Tracing(Section):
     """Off without `endpoint`: then OpenTelemetry is not loaded."""
 
@@ -915,6 +929,7 @@ class Settings(Section):
     log: Log = Field(default_factory=Log)
     journal: JournalSettings = Field(default_factory=JournalSettings)
     state: StateSettings = Field(default_factory=StateSettings)
+    autoscaling: Autoscaling = Field(default_factory=Autoscaling)
     tokens: Tokens = Field(default_factory=Tokens)
     kv_events: KvEvents = Field(default_factory=KvEvents)
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)

@@ -364,6 +364,22 @@ def diurnal() -> Scenario:
     return made
 
 
+def day(workload: str, seconds: float, servers: int, seed: int = 0) -> Scenario:
+    """For an autoscaler: ten times as much at noon as at night. `groups`: 60 that share a prompt of 6,000 tokens each,
+    20 requests per second at noon; `chat`: conversations without anything in common, of which 3 begin per second."""
+    if workload == "groups":
+        spec, arrivals = SharedPrefix(groups=60, output_tokens=300), tides(2.0, 20.0, seconds)
+        made = shared_prefix(spec, arrivals=arrivals, seconds=seconds, seed=seed)
+    else:
+        chat = CATALOGUE["interactive-chat"].spec
+        made = conversation(chat, arrivals=tides(0.3, 3.0, seconds), seconds=seconds, seed=seed)
+    return Scenario(
+        name=f"day of {workload}",
+        workload=made,
+        replicas=replicas(servers, block_size=80 if workload == "groups" else 64),
+    )
+
+
 def silently_slow() -> Scenario:
     """One of eight servers takes three times as long for every step from the start, and says nothing of it."""
     return _chat_at(6.0, 75.0, replicas(8, block_size=64, speeds=(1, 1, 1, 1 / 3, 1, 1, 1, 1)))

@@ -35,6 +35,7 @@ from fairlead.pool.models_file import follow_models
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.config_file import ConfigFile
 from fairlead.server.dashboard import DashboardSources
+from fairlead.server.external_scaler import ExternalScaler
 from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.keys import followed_keys
@@ -174,6 +175,10 @@ class Live:
         log_port = config.als.port if config.als.enabled else 0
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
+        if config.autoscaling.port:
+            scaler = ExternalScaler(self.watch.desired_endpoints, lambda: self.fleet.table.count)
+            stack.push_async_callback(scaler.close)
+            await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:
             file = ConfigFile(config.source, self._changed, self._unusable, flags=config.flags)
             stack.push_async_callback(file.close)

@@ -271,6 +271,7 @@ def _observers(
         served=served.names,
         skipped=shadows.skipped,
         cut=shadows.cut,
+        objective=config.autoscaling.objective(),
     )
     return scraper, served, watch
 

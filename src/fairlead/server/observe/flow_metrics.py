@@ -69,7 +69,6 @@ class FlowMetrics:
         self._waiting = gauges("unused", cap=2)
         self._stale = gauges("unused", cap=2)
         self._delay = gauges("unused", cap=2)
-        self._wanted = gauges("unused", cap=2)
         registry.before(self._refresh)
         self._show(registry, {"constant": {"inference_pool": pool}})
 
@@ -104,13 +103,11 @@ class FlowMetrics:
         for kind, count, most in (("requests", len(queues), total.requests), ("bytes", queues.bytes, total.bytes)):
             self._used_all[kind].child("").set(_share(count, most))
         self._saturation.child("effective").set(self._saturated(flow_controller, now))
-        endpoints = self._fleet.table.count
         table = self._fleet.table
         stale = table.alive & (now - table.sampled_at > self._fleet.staleness)
         self._stale.child("").set(float(stale.sum()))
         self._waiting.child("").set(len(queues))
         self._delay.child("").set(flow_controller.drain_s())
-        self._wanted.child("").set(flow_controller.wanted(endpoints, now))
 
     def _band(self, band: Band, limit: Limit, delay: float, now: float) -> None:
         priority = str(band.priority)
@@ -165,8 +162,6 @@ class FlowMetrics:
         text = "How long the queue of a band and the bands above will take: the Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
         show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
-        text = "Number of endpoints at which requests would wait no longer than the target."
-        show("fairlead_desired_replicas", text, self._wanted, labels={})
 
 
 def _share(used: float, limit: float) -> float:

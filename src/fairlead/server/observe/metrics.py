@@ -140,7 +140,8 @@ class _Bundle:
 
 class SchedulerMetrics:
     """`now` is the clock that records' `at` come from; `status` tells about the fleet when metrics are rendered;
-    `served` lists the models that endpoints say they serve."""
+    `served` lists the models that endpoints say they serve; `desired` is how many endpoints the load asks for,
+    `None` = unknown."""
 
     def __init__(
         self,
@@ -149,6 +150,7 @@ class SchedulerMetrics:
         *,
         pool: str = "default",
         served: Callable[[], Iterable[str]] = tuple,
+        desired: Callable[[], int | None] = lambda: None,
         cap: int = 100,
         idle_s: float = 900.0,
     ) -> None:
@@ -172,16 +174,20 @@ class SchedulerMetrics:
         self._unproven: dict[int, tuple[DecisionRecord, Gauge]] = {}
         #: Since the start: answers that are no error, 4xx, and all other failures.
         self.answered = self.client_errors = self.server_errors = 0
+        #: Since the start: routed requests, and tokens of their prompts, in all and predicted to be cached.
+        self.routed = self.prompt_tokens = self.cached_tokens = 0
         self._overloaded_at: float | None = None
         self._swept_at = -inf
         self._splitting: set[str] = set()
-        self._scale_up = gauges()
+        self._scale_up, self._desired, self._desired_now = gauges(), gauges(), desired
         families = self.families
         self._scheduling = families.scheduling.child()
         self._overloaded = families.overloaded.child()
         families.show(self.registry)
         self.registry.before(self._refresh)
         self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
+        text = "Endpoints that the load asks for; absent while too little is known of it."
+        self.registry.show("fairlead_desired_replicas", text, self._desired)
         text = "Sets of request labels with their own series because a request with them was answered 2xx."
         self._label_sets = gauges()
         self.registry.show("fairlead_metrics_label_sets", text, self._label_sets)
@@ -223,6 +229,9 @@ class SchedulerMetrics:
                 if not record.endpoint:
                     self._refused(record)
             records = [record for record in records if record.endpoint]
+        self.routed += len(records)
+        self.prompt_tokens += sum(map(_PROMPT_TOKENS, records))
+        self.cached_tokens += sum(map(_HIT_TOKENS, records))
         for labels, group in grouped(list(map(_LABELS, records)), records):
             bundle = self._known(*labels)
             if bundle is None:
@@ -441,6 +450,9 @@ class SchedulerMetrics:
 
     def _refresh(self) -> None:
         self._scale_up.child().set(1 if self.scale_up_wanted() else 0)
+        self._desired.children.clear()
+        if (desired := self._desired_now()) is not None:
+            self._desired.child().set(desired)
         if self._now() - self._swept_at >= _SWEEP_S:
             self._swept_at = self._now()
             self._forget_departed()

@@ -128,7 +128,7 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
         waiting=len(queues),
         saturation=saturation,
         delay_s=flow_controller.drain_s(),
-        wanted_endpoints=flow_controller.wanted(watch.fleet.table.count, now),
+        wanted_endpoints=watch.desired_endpoints() or 0,
         bands=[
             shape.BandRow(
                 priority=band.priority,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from math import inf, isfinite
 from typing import Any
 
+from fairlead.core.demand import Demand, Objective, Totals
 from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -41,7 +42,7 @@ class Watch:
 
     `on_routed` is told the endpoint of each routed request that is not in `awake` at the time; `tracing` hears of every
     record at once; `scrapes` are the scraper's totals; `served` lists what endpoints say they serve; `skipped` and
-    `cut` tell of shadows, see `ShadowMetrics`.
+    `cut` tell of shadows, see `ShadowMetrics`; `objective` is what an autoscaler is asked to keep.
 
     Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
     cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
@@ -61,12 +62,16 @@ class Watch:
         served: Callable[[], Iterable[str]] = tuple,
         skipped: Callable[[], Mapping[str, int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
+        objective: Objective | None = None,
     ) -> None:
         self.fleet = fleet
         self._now = now
         self.journal = Journal()
         self._listed = served
-        self.metrics = SchedulerMetrics(now, self.status, pool=pool, served=self._served)
+        self.metrics = SchedulerMetrics(
+            now, self.status, pool=pool, served=self._served, desired=self.desired_endpoints
+        )
+        self._demand = Demand(objective)
         self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now, self.metrics.labels)
         self.metrics.on_forget = self.queue.forget
         self.choosers = ChooserMetrics(self.metrics.registry)
@@ -175,6 +180,17 @@ class Watch:
             return None
         decision_id = self._decision_id(recorded[0].request.id) if self._decision_id else None
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
+
+    def desired_endpoints(self) -> int | None:
+        """How many the load asks for; `None` = too little is known of it."""
+        self.count()
+        now, counted, table = self._now(), self.metrics, self.fleet.table
+        self._demand.observe(Totals(now, counted.routed, counted.prompt_tokens, counted.cached_tokens))
+        asked = self._demand.endpoints(self.fleet)
+        flow = self.queue.flow_controller
+        if flow is not None and len(flow.flow):
+            return max(asked or 0, flow.wanted(table.count, now))
+        return asked
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:
         """Show what waits there; `None` = flow control is off."""

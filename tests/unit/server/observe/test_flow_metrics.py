@@ -80,7 +80,7 @@ def test_queues_by_flow_and_band() -> None:
     page = shop.page()
     assert not [name for name in page if "queue_size{" in name and 'model_name="m"' in name]
     assert page['fairlead_flow_head_age_seconds{priority="0"}'] == 0
-    assert page["fairlead_desired_replicas"] == 1
+    assert "fairlead_desired_replicas" not in page, "nobody waits, and too little is known of the load"
 
 
 def test_outcomes_and_waits() -> None:

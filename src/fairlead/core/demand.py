@@ -1,0 +1,143 @@
+"""How many endpoints the load asks for, so that an autoscaler can order them before anybody waits.
+
+Theory. The cost kernel knows what a request takes of an engine's time: its uncached prompt tokens, and what each token
+of its answer adds to a step. The rest of a step (`c0`) is paid once however many run. So where tokens may take T ms on
+average (`tpot_ms` / `SPREAD`), an endpoint makes at least 1000 / T steps per second and has 1 - c0 / T of its time left
+for requests: the first bound on how many endpoints there must be. The second is on waiting. Requests go to whoever is
+free, so N endpoints are close to a queue with N servers. With s = the time that a prompt takes there and a = the load
+in endpoints (rate times s), the wait is longer than t with probability
+
+    C(N) · exp(-(N - a) · t / s),      C(N) = (a / N) ^ (sqrt(2 (N + 1)) - 1)
+
+(Sakasegawa's approximation of Erlang's C, which is exact to some percent), and 95 % of the first tokens are in time
+where that is at most 5 % for t = `ttft_ms` - s. The third is on memory: what is in use may grow with the load to
+`MEMORY` of all there is.
+
+The load is that of the last `RECENT_S` seconds, and where it grows what it will be after `startup_s`, since an endpoint
+that is ordered now serves only then. A fall is believed when it has happened.
+"""
+
+from collections import deque
+from math import ceil, exp, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from fairlead.core.cost import STEP_TOKENS, Known
+
+#: Seconds whose requests are the load, and over which its growth is looked for; and between two totals that are kept.
+RECENT_S, TREND_S, APART_S = 60.0, 300.0, 5.0
+#: Share of first tokens that may be late, and of memory that may be in use.
+LATE_SHARE, MEMORY = 0.05, 0.85
+#: Tokens of 95 % of answers take at most so many times the mean: a fifth is their usual standard deviation.
+SPREAD = 1.4
+#: What one forecast may ask for at most, in times the load now; and endpoints.
+AHEAD, MOST = 2.0, 10_000
+
+
+class Objective(Struct, frozen=True, kw_only=True):
+    """`ttft_ms`: to the first token, of 95 % of requests. `tpot_ms`: for each further one. `startup_s`: from the order
+    of an endpoint until it serves."""
+
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 50.0
+    startup_s: float = 120.0
+
+
+class Totals(NamedTuple):
+    """Since the scheduler started, over routed requests. Tokens are of their prompts."""
+
+    time: float
+    requests: float
+    tokens: float
+    cached_tokens: float
+
+
+class Demand:
+    def __init__(self, objective: Objective | None = None) -> None:
+        self.objective = objective or Objective()
+        self._totals: deque[Totals] = deque(maxlen=ceil(TREND_S / APART_S) + 2)
+
+    def __len__(self) -> int:
+        """Totals that are kept."""
+        return len(self._totals)
+
+    def observe(self, totals: Totals) -> None:
+        """Told now and then; more often than every few seconds is ignored. Totals that fall begin anew."""
+        kept = self._totals
+        if kept and (totals.requests < kept[-1].requests or totals.time < kept[-1].time):
+            kept.clear()
+        if not kept or totals.time - kept[-1].time >= APART_S:
+            kept.append(totals)
+        while len(kept) > 2 and kept[1].time < totals.time - TREND_S:
+            kept.popleft()
+
+    def endpoints(self, fleet: Known) -> int | None:
+        """How many the load asks for, 0 where nothing comes; `None` = it was not looked at for long enough."""
+        recent = self._since(RECENT_S)
+        if recent is None or recent.time < 0.5 * RECENT_S:
+            return None
+        if not recent.requests:
+            return 0
+        rate = recent.requests / recent.time
+        expected = rate + max(self._slope() * self.objective.startup_s, 0.0)
+        expected = min(expected, AHEAD * rate)
+        return min(max(*self._needed(recent, expected, fleet), self._for_memory(expected / rate, fleet), 1), MOST)
+
+    def _since(self, seconds: float) -> Totals | None:
+        """What came in the last `seconds`; `time` is how many they were."""
+        kept = self._totals
+        if len(kept) < 2:
+            return None
+        last = kept[-1]
+        first = next((totals for totals in reversed(kept) if totals.time <= last.time - seconds), kept[0])
+        return Totals(*(now - then for now, then in zip(last, first, strict=True)))
+
+    def _slope(self) -> float:
+        """Requests per second, per second: least squares over what is kept; 0 while that is short."""
+        kept = self._totals
+        if len(kept) < 3 or kept[-1].time - kept[0].time < 2.0 * RECENT_S:
+            return 0.0
+        times, requests = (np.array(column) for column in zip(*((t.time, t.requests) for t in kept), strict=True))
+        middle = 0.5 * (times[1:] + times[:-1])
+        return float(np.polyfit(middle - middle[0], np.diff(requests) / np.diff(times), 1)[0])
+
+    def _needed(self, recent: Totals, rate: float, fleet: Known) -> tuple[int, int]:
+        """For the steps to be short enough, and for the first tokens to be in time."""
+        learned, alive = fleet.predictor, fleet.table.alive
+        rates = learned.rates
+        # What the factors say too much of, or too little, `kappa` makes up for.
+        columns = (rates.prefill, learned.kappa), (rates.step, learned.tpot_kappa), (rates.load, learned.tpot_kappa)
+        prefill, step, load = (
+            float((factor[alive] * kappa[alive]).mean()) if alive.any() else 1.0 for factor, kappa in columns
+        )
+        prompt = recent.tokens / recent.requests
+        uncached = max((recent.tokens - recent.cached_tokens) / recent.requests, 1.0)
+        answer = max(learned.answer_steps, 1.0)
+        prompt_ms = prefill * rates.prior.prefill_ms(prompt, uncached)
+        token_ms = load * rates.prior.load_ms(1.0, prompt + 0.5 * answer)
+        fixed_ms = step * rates.prior.c0
+        own = max(1.0 - fixed_ms * SPREAD / self.objective.tpot_ms, 0.1)
+        answer_ms = answer * token_ms
+        enough = ceil(rate * (prompt_ms + answer_ms) * 1e-3 / own)
+        decoding = own * answer_ms / (prompt_ms + answer_ms)
+        serves_ms = prompt_ms + (ceil(uncached / STEP_TOKENS) + 0.5) * fixed_ms / (1.0 - decoding)
+        return enough, in_time(rate * serves_ms * 1e-3, self.objective.ttft_ms / serves_ms - 1.0)
+
+    def _for_memory(self, growth: float, fleet: Known) -> int:
+        table = fleet.table
+        used = float(np.minimum(table.kv[table.alive], 1.0).sum())
+        return ceil(used * growth / MEMORY)
+
+
+def in_time(load: float, patience: float) -> int:
+    """Least number of servers where at most `LATE_SHARE` wait longer than `patience` service times; at least one."""
+    patience = max(patience, 0.1)
+    servers = ceil(load) + (load == ceil(load))
+    while servers < MOST:
+        waits = (load / servers) ** (sqrt(2.0 * (servers + 1.0)) - 1.0) if load else 0.0
+        if waits * exp(-(servers - load) * patience) <= LATE_SHARE:
+            return max(servers, 1)
+        servers += 1
+    return MOST

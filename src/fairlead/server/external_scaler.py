@@ -1,0 +1,130 @@
+"""KEDA's external scaler (`externalscaler.proto` of KEDA 2): how many model servers there should be, over gRPC.
+
+`GetMetrics` says what `fairlead_desired_replicas` says; while too little is known, as many as there are, so that
+nothing changes. The target of `GetMetricSpec` is 1: the number is a total. `IsActive` and `StreamIsActive` are true
+while the load asks for an endpoint, which is how KEDA goes to zero and comes back: a request that waits for an empty
+pool is told within `LOOK_S`.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Mapping
+
+from fairlead.core.errors import ConfigError
+from fairlead.gateway.grpc_frames import Status
+from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.protobuf import field, number
+from fairlead.gateway.stream import Routes, ServerStream
+
+SERVICE = "/externalscaler.ExternalScaler/"
+METRIC = b"fairlead_desired_replicas"
+LOOK_S = 0.5
+
+
+class ExternalScaler:
+    """`desired`: endpoints that the load asks for, `None` = unknown; `present`: those that there are."""
+
+    def __init__(self, desired: Callable[[], int | None], present: Callable[[], int]) -> None:
+        self._desired, self._present = desired, present
+        self._watchers: set[_Activity] = set()
+        self._ticker: asyncio.TimerHandle | None = None
+        self._server = H2Server(self._routes())
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port. Raises `ConfigError` when it cannot be used."""
+        try:
+            return await self._server.listen(host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}", "$.autoscaling.port") from None
+
+    @property
+    def watchers(self) -> int:
+        """Streams that are told of changes."""
+        return len(self._watchers)
+
+    async def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for watcher in list(self._watchers):
+            watcher.end()
+        await self._server.close(0.0)
+
+    def wanted(self) -> int:
+        desired = self._desired()
+        return self._present() if desired is None else desired
+
+    def active(self) -> bool:
+        return self._desired() != 0
+
+    def _routes(self) -> Routes:
+        spec = field(1, field(1, METRIC) + number(2, 1) + b"\x19" + struct.pack("<d", 1.0))
+        return {
+            SERVICE + "IsActive": lambda stream, _: _Unary(stream, lambda: number(1, self.active())),
+            SERVICE + "GetMetricSpec": lambda stream, _: _Unary(stream, lambda: spec),
+            SERVICE + "GetMetrics": lambda stream, _: _Unary(stream, self._value),
+            SERVICE + "StreamIsActive": self._stream,
+        }
+
+    def _value(self) -> bytes:
+        wanted = self.wanted()
+        return field(1, field(1, METRIC) + number(2, wanted) + b"\x19" + struct.pack("<d", float(wanted)))
+
+    def _stream(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Activity":
+        return _Activity(self, stream)
+
+    def watch(self, watcher: "_Activity") -> None:
+        self._watchers.add(watcher)
+        if self._ticker is None:
+            self._tick()
+
+    def forget(self, watcher: "_Activity") -> None:
+        self._watchers.discard(watcher)
+
+    def _tick(self) -> None:
+        active = self.active()
+        for watcher in list(self._watchers):
+            watcher.tell(active)
+        self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick) if self._watchers else None
+
+
+class _Unary:
+    """Answers the first message, whatever it says: all ScaledObjects are told the same."""
+
+    def __init__(self, stream: ServerStream, answer: Callable[[], bytes]) -> None:
+        self._stream, self._answer = stream, answer
+
+    def on_message(self, message: bytes) -> None:
+        self._stream.send(self._answer())
+        self._stream.finish()
+
+    def on_half_close(self) -> None:
+        self._stream.finish(Status.INVALID_ARGUMENT, "no request")
+
+    def on_lost(self, why: str) -> None:
+        pass
+
+
+class _Activity:
+    """Whether it is active, now and at each change."""
+
+    def __init__(self, scaler: ExternalScaler, stream: ServerStream) -> None:
+        self._scaler, self._stream = scaler, stream
+        self._reported: bool | None = None
+
+    def on_message(self, message: bytes) -> None:
+        self._scaler.watch(self)
+
+    def tell(self, active: bool) -> None:
+        if active is not self._reported:
+            self._reported = active
+            self._stream.send(number(1, active))
+
+    def end(self) -> None:
+        self._scaler.forget(self)
+        self._stream.finish(Status.UNAVAILABLE, "the scheduler ends")
+
+    def on_half_close(self) -> None:
+        """KEDA has said all, and listens."""
+
+    def on_lost(self, why: str) -> None:
+        self._scaler.forget(self)

@@ -1,0 +1,127 @@
+"""How many endpoints the load asks for."""
+
+from itertools import pairwise
+from math import exp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead.core.demand import AHEAD, APART_S, LATE_SHARE, MOST, Demand, Objective, Totals, in_time
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fleet import Fleet
+
+
+def fleet(count: int = 4) -> Fleet:
+    made = Fleet()
+    for index in range(count):
+        made.up(Endpoint(f"e{index}", f"10.0.0.{index}:8000"))
+    return made
+
+
+def asked(rate: float, prompt: float = 4000.0, cached: float = 0.0, count: int = 4, **objective: float) -> int | None:
+    demand = Demand(Objective(**objective))
+    for step in range(40):
+        at = 5.0 * step
+        demand.observe(Totals(at, rate * at, rate * at * prompt, rate * at * cached))
+    return demand.endpoints(fleet(count))
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Exact share of those that wait: the recurrence of Erlang's B."""
+    blocked = 1.0
+    for n in range(1, servers + 1):
+        blocked = load * blocked / (n + load * blocked)
+    return blocked / (1.0 - load / servers * (1.0 - blocked))
+
+
+def test_nothing_is_known_at_first_and_nothing_is_asked_for_where_nothing_comes() -> None:
+    demand = Demand()
+    assert demand.endpoints(fleet()) is None
+    demand.observe(Totals(0.0, 0, 0, 0))
+    demand.observe(Totals(10.0, 100, 1000, 0))
+    assert demand.endpoints(fleet()) is None, "ten seconds say little"
+    quiet = Demand()
+    for step in range(20):
+        quiet.observe(Totals(5.0 * step, 7, 70, 0))
+    assert quiet.endpoints(fleet()) == 0
+
+
+@given(st.floats(0.1, 200.0), st.floats(1.0, 4.0), st.floats(100.0, 20_000.0), st.floats(0.0, 0.9))
+def test_more_load_never_asks_for_less(rate: float, times: float, prompt: float, cached: float) -> None:
+    less, more = asked(rate, prompt, prompt * cached), asked(rate * times, prompt, prompt * cached)
+    assert less is not None and more is not None
+    assert 1 <= less <= more <= MOST
+
+
+def test_what_is_cached_need_not_be_computed() -> None:
+    cold, warm = asked(20.0, 6000.0), asked(20.0, 6000.0, 5500.0)
+    assert cold is not None and warm is not None
+    assert warm < 0.5 * cold
+
+
+def test_a_tighter_objective_asks_for_more() -> None:
+    ttft = [asked(0.5, 20_000.0, ttft_ms=ms) for ms in (20_000.0, 4_000.0, 1_500.0)]
+    tpot = [asked(20.0, 4000.0, tpot_ms=ms) for ms in (100.0, 30.0, 15.0)]
+    for answers in ttft, tpot:
+        assert all(loose is not None and tight is not None and loose <= tight for loose, tight in pairwise(answers))
+        assert answers[0] != answers[-1]
+
+
+def test_engines_that_are_slower_are_more() -> None:
+    slow = fleet()
+    slow.predictor.rates.prefill[:] = 3.0
+    demand = Demand()
+    for step in range(40):
+        demand.observe(Totals(5.0 * step, 100.0 * step, 400_000.0 * step, 0))
+    few, many = demand.endpoints(fleet()), demand.endpoints(slow)
+    assert few is not None and many is not None
+    assert many > 2 * few
+
+
+def growing(direction: float, startup_s: float) -> int:
+    demand, total = Demand(Objective(startup_s=startup_s)), 0.0
+    for step in range(60):
+        total += APART_S * (20.0 + direction * step / 60.0 * 10.0)
+        demand.observe(Totals(APART_S * step, total, 4000.0 * total, 0))
+    number = demand.endpoints(fleet())
+    assert number is not None
+    return number
+
+
+def test_growth_is_ordered_ahead_and_a_fall_is_not() -> None:
+    assert growing(1.0, 300.0) > growing(1.0, 0.0)
+    assert growing(-1.0, 300.0) == growing(-1.0, 0.0)
+    assert growing(1.0, 1e6) <= AHEAD * growing(1.0, 0.0) + 1
+
+
+def test_a_restarted_count_begins_anew() -> None:
+    demand = Demand()
+    for step in range(20):
+        demand.observe(Totals(5.0 * step, 100.0 * step, 1e5 * step, 0))
+    demand.observe(Totals(101.0, 3, 3000, 0))
+    assert demand.endpoints(fleet()) is None
+
+
+def test_totals_that_come_too_often_are_bounded() -> None:
+    demand = Demand()
+    for step in range(100_000):
+        demand.observe(Totals(0.01 * step, step, step, 0))
+    assert len(demand) <= 64
+
+
+def test_memory_in_use_asks_for_endpoints_that_have_some() -> None:
+    full = fleet(4)
+    full.table.kv[:] = 0.95
+    demand = Demand()
+    for step in range(40):
+        demand.observe(Totals(5.0 * step, 5.0 * step, 500.0 * step, 0))
+    assert demand.endpoints(full) == 5
+
+
+@pytest.mark.parametrize("load", [0.2, 1.5, 7.0, 60.0])
+@pytest.mark.parametrize("patience", [1.0, 3.0, 10.0])
+def test_so_many_arein_time_by_erlangs_own_formula(load: float, patience: float) -> None:
+    servers = in_time(load, patience)
+    exact = next(n for n in range(int(load) + 1, 1000) if erlang_c(n, load) * exp(-(n - load) * patience) <= LATE_SHARE)
+    assert abs(servers - exact) <= 1

@@ -1,0 +1,101 @@
+"""What KEDA is told over gRPC, by grpcio's client and messages that protoc made of KEDA's contract."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from fairlead.core.errors import ConfigError
+from fairlead.server.external_scaler import ExternalScaler
+
+STRING, BOOL, INT64, DOUBLE, MESSAGE = 9, 8, 3, 1, 11
+#: Message → fields by number: name, type, and the message of a repeated one. As in `externalscaler.proto` of KEDA 2.
+CONTRACT: dict[str, dict[int, tuple[str, int, str]]] = {
+    "ScaledObjectRef": {1: ("name", STRING, ""), 2: ("namespace", STRING, "")},
+    "IsActiveResponse": {1: ("result", BOOL, "")},
+    "MetricSpec": {1: ("metricName", STRING, ""), 2: ("targetSize", INT64, ""), 3: ("targetSizeFloat", DOUBLE, "")},
+    "GetMetricSpecResponse": {1: ("metricSpecs", MESSAGE, "MetricSpec")},
+    "MetricValue": {1: ("metricName", STRING, ""), 2: ("metricValue", INT64, ""), 3: ("metricValueFloat", DOUBLE, "")},
+    "GetMetricsResponse": {1: ("metricValues", MESSAGE, "MetricValue")},
+}
+
+
+def _messages() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="externalscaler.proto", package="externalscaler", syntax="proto3")
+    for name, numbered in CONTRACT.items():
+        message = file.message_type.add(name=name)
+        for number, (field, kind, of) in numbered.items():
+            label = 3 if of else 1
+            made = message.field.add(name=field, number=number, type=kind, label=label)  # type: ignore[arg-type]
+            if of:
+                made.type_name = f".externalscaler.{of}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    find = pool.FindMessageTypeByName
+    return {name: message_factory.GetMessageClass(find(f"externalscaler.{name}")) for name in CONTRACT}
+
+
+MESSAGES = _messages()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.desired: int | None = None
+        self.port = 0
+        self.scaler = ExternalScaler(lambda: self.desired, lambda: 3)
+
+    @asynccontextmanager
+    async def asked(self) -> AsyncIterator[Any]:
+        self.port = await self.scaler.start("127.0.0.1", 0)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+            yield channel
+        await self.scaler.close()
+
+
+def call(channel: Any, method: str, answer: str, stream: bool = False) -> Any:
+    make = channel.unary_stream if stream else channel.unary_unary
+    kinds = {"request_serializer": MESSAGES["ScaledObjectRef"].SerializeToString}
+    kinds["response_deserializer"] = MESSAGES[answer].FromString
+    made = make(f"/externalscaler.ExternalScaler/{method}", **kinds)
+    return made(MESSAGES["ScaledObjectRef"](name="vllm", namespace="serving"))
+
+
+async def test_keda_scales_by_the_desired_number() -> None:
+    pool = Pool()
+    async with pool.asked() as channel:
+        (spec,) = (await call(channel, "GetMetricSpec", "GetMetricSpecResponse")).metricSpecs
+        assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == ("fairlead_desired_replicas", 1, 1.0)
+        for desired, told, active in ((None, 3, True), (0, 0, False), (300, 300, True)):
+            pool.desired = desired
+            (value,) = (await call(channel, "GetMetrics", "GetMetricsResponse")).metricValues
+            assert (value.metricName, value.metricValue, value.metricValueFloat) == (spec.metricName, told, float(told))
+            assert (await call(channel, "IsActive", "IsActiveResponse")).result is active
+
+
+async def test_a_change_of_activity_is_pushed() -> None:
+    pool = Pool()
+    pool.desired = 0
+    async with pool.asked() as channel:
+        told = call(channel, "StreamIsActive", "IsActiveResponse", stream=True)
+        assert (await told.read()).result is False
+        pool.desired = 1
+        assert (await asyncio.wait_for(told.read(), 30)).result is True
+        assert pool.scaler.watchers
+        told.cancel()
+        while pool.scaler.watchers:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_unknown_method_and_a_taken_port_are_told() -> None:
+    pool, other = Pool(), Pool()
+    async with pool.asked() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await call(channel, "Other", "IsActiveResponse")
+        assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(ConfigError, match="autoscaling"):
+            await other.scaler.start("127.0.0.1", pool.port)
+        await other.scaler.close()
