@@ -14,7 +14,6 @@ from fairlead.config.builtins import DEFAULT_POLICY, Kind
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Problem
 from fairlead.config.registry import RegisteredPlugin
-from fairlead.core.demand import Objective
 from fairlead.core.endpoint import MAX_PORTS
 from fairlead.plugins.params import DURATION, SIZE, Bytes, Params, PositiveSeconds, Seconds, camel
 
@@ -794,9 +793,6 @@ class Autoscaling(Section):
     startup: Seconds = Field(default=120.0, description="From the order of an endpoint until it serves.")
     host: str = Field(default="", description="Where KEDA's external scaler listens; empty = everywhere.")
     port: Port = Field(default=0, description="Its gRPC port; 0 = off.")
-
-    def objective(self) -> Objective:
-        return Objective(ttft_ms=self.ttft * 1e3, tpot_ms=self.tpot * 1e3, startup_s=self.startup)
 
 
 class Tracing(Section):

@@ -24,6 +24,7 @@ from fairlead.config.checks import engine_table
 from fairlead.config.plugins import build_hasher, build_measure, build_parse
 from fairlead.config.schema import Config
 from fairlead.core.clock import Clock
+from fairlead.core.demand import Objective
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
@@ -260,6 +261,7 @@ def _observers(
         silence=lambda endpoint, reason: watch.on_silence(endpoint, reason),
     )
     served = ServedModels(loop, feed, scrape_options(config))
+    scaling = config.autoscaling
     watch = Watch(
         fleet,
         loop.time,
@@ -271,7 +273,7 @@ def _observers(
         served=served.names,
         skipped=shadows.skipped,
         cut=shadows.cut,
-        objective=config.autoscaling.objective(),
+        objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
     )
     return scraper, served, watch
 
