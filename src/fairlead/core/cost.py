@@ -357,8 +357,10 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     """Make one slot ready from its columns."""
     factors = learned.rates
     floats = table.floats[:, slot].tolist()
-    _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, *tail = floats
-    kv_tokens, growth, head_ms, *_, per_capacity, slots = tail
+    (
+        _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
+        per_capacity, slots,
+    ) = floats  # fmt: skip
     factor, load, kappa = factors.prefill.item(slot), factors.load.item(slot), learned.kappa.item(slot)
     prior = factors.prior
     step = factors.step.item(slot) * prior.c0 + load * prior.load_ms(active, kv_tokens)
