@@ -17,6 +17,8 @@ from fairlead.core.errors import ConfigError
 #: Endpoint labels that name the engine, the current one first (llm-d's core-metrics-extractor).
 ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 DEFAULT_ENGINE = "vllm"
+#: Where `trtllm-serve` has its page. Its `/metrics` is JSON; all others have their page there.
+TRTLLM_PATH = "/prometheus/metrics"
 
 
 class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +42,8 @@ class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_queries: tuple[str, ...] = ()
     prefix_hits: tuple[str, ...] = ()
     generation_tokens: tuple[str, ...] = ()
+    #: 1 while an engine takes requests, 0 while it sleeps; the highest matching series.
+    awake: tuple[str, ...] = ()
     #: When the process began: the highest matching series.
     started: tuple[str, ...] = ("process_start_time_seconds",)
     #: Further gauges for `Sample.extra`: name to spec, summed.
@@ -102,6 +106,7 @@ class EngineSpecs(Struct, frozen=True, kw_only=True):
     prefix_queries: tuple[Spec, ...]
     prefix_hits: tuple[Spec, ...]
     generation_tokens: tuple[Spec, ...]
+    awake: tuple[Spec, ...]
     started: tuple[Spec, ...]
     extra: tuple[tuple[str, Spec], ...]
 
@@ -127,6 +132,7 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
         prefix_queries=parse("prefix_queries"),
         prefix_hits=parse("prefix_hits"),
         generation_tokens=parse("generation_tokens"),
+        awake=parse("awake"),
         started=parse("started"),
         extra=tuple((key, parse_spec(text, f"{path}.extra.{key}")) for key, text in metrics.extra.items()),
     )
@@ -168,12 +174,21 @@ ENGINES: Mapping[str, EngineMetrics] = {
         prefix_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
         prefix_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
         generation_tokens=("vllm:generation_tokens_total",),
+        awake=("vllm:engine_sleep_state{sleep_state=awake}",),
     ),
-    # Priority scheduling adds a series per priority to the total, whose label `priority` is empty.
-    # All tensor-parallel ranks tell the same number of pages, and only since 0.5.11 as gauges.
+    # Priority scheduling adds a series per priority to the total, whose label `priority` is empty. Each pipeline stage
+    # tells the same queues, and each tensor-parallel rank the same number of pages (since 0.5.11 as gauges).
     "sglang": EngineMetrics(
-        waiting=('sglang:num_queue_reqs{priority=""}', 'sglang_num_queue_reqs{priority=""}'),
-        running=('sglang:num_running_reqs{priority=""}', 'sglang_num_running_reqs{priority=""}'),
+        waiting=(
+            'sglang:num_queue_reqs{priority="",pp_rank=0}',
+            'sglang:num_queue_reqs{priority=""}',
+            'sglang_num_queue_reqs{priority=""}',
+        ),
+        running=(
+            'sglang:num_running_reqs{priority="",pp_rank=0}',
+            'sglang:num_running_reqs{priority=""}',
+            'sglang_num_running_reqs{priority=""}',
+        ),
         kv_usage=("sglang:token_usage", "sglang_token_usage"),
         cache_info=("sglang:cache_config_info", "sglang_cache_config_info"),
         block_size_label="page_size",
@@ -184,8 +199,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
         prefix_hits=("sglang:cached_tokens_total", "sglang_cached_tokens_total"),
         generation_tokens=("sglang:generation_tokens_total", "sglang_generation_tokens_total"),
     ),
-    # Its page is at `/prometheus/metrics`; `/metrics` is JSON. Tokens need `return_perf_metrics`, the rest
-    # `enable_iter_perf_stats`.
+    # Tokens need `return_perf_metrics`, the rest `enable_iter_perf_stats`.
     "trtllm-serve": EngineMetrics(
         waiting=("trtllm_num_requests_waiting",),
         running=("trtllm_num_requests_running",),

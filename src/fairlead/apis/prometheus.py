@@ -214,6 +214,8 @@ class Reading(Struct, frozen=True):
 
     sample: Sample
     problems: tuple[str, ...] = ()
+    #: It says that no engine behind it takes requests.
+    asleep: bool = False
 
     @property
     def empty(self) -> bool:
@@ -309,7 +311,8 @@ class _Interpreter:
         )
         if self._had_adapters and not self._series(specs.lora) and self._whole(sample):
             sample = replace(sample, adapters=frozenset())
-        return Reading(sample, tuple(self._problems))
+        asleep = self._number("awake", specs.awake, max) == 0.0
+        return Reading(sample, tuple(self._problems), asleep)
 
     def _whole(self, sample: Sample) -> bool:
         """The page has its end, and every load gauge that this engine has."""

@@ -127,7 +127,8 @@ def _endpoints(servers: list[str], prefill: list[str], surveyed: "list[Server]")
         server = said.get(address)
         engine = server.engine if server is not None and server.engine != "vllm" else ""
         labels = [f"llm-d.ai/role: {role}"] * bool(role) + [f"llm-d.ai/engine-type: {engine}"] * bool(engine)
-        entry = f'{{address: "{address}", labels: {{{", ".join(labels)}}}}}' if labels else f'"{address}"'
+        url = f', metricsUrl: "{server.metrics_url}"' if server is not None and server.metrics_url else ""
+        entry = f'{{address: "{address}"{url}, labels: {{{", ".join(labels)}}}}}' if labels else f'"{address}"'
         lines.append(
             f"  - {entry}" + (f"  # {', '.join(server.models)}" if server is not None and server.models else "")
         )

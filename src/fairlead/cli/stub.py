@@ -71,6 +71,14 @@ _Preset = Annotated[
         autocompletion=presets,
     ),
 ]
+_EngineType = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="Whose metrics page: vllm, sglang, trtllm-serve, triton-tensorrt-llm, triton, lmdeploy, llamacpp or tgi.",
+    ),
+]
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first replica; the others follow. 0 = any.")]
 _MaxLoras = Annotated[
     int, typer.Option(metavar="N", min=0, help="Adapters in one batch.", show_default="1 with --lora")
@@ -116,12 +124,14 @@ _Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the repli
 
 @examples("""
 Each replica batches, queues, caches prefixes and takes as long as the real server of the preset would, and has the
-same API, metrics and errors. POST /fault and POST /fault/kv_events inject faults. Ctrl-C or SIGTERM stops it.
+same API, metrics and errors. With --engine only the metrics page is another engine's (docs/engines.md). POST /fault and
+POST /fault/kv_events inject faults. Ctrl-C or SIGTERM stops it.
 
 \b
 Examples:
   fairlead stub --replicas 8 --out endpoints.yaml
   fairlead stub --preset llama-8b-l40s --time-ratio 20
+  fairlead stub --engine sglang --out endpoints.yaml
   fairlead stub --lora sql --lora chat --max-loras 1
   curl localhost:8000/fault --json '{"slow_factor": 5}'
   fairlead stub --replicas 2 --kv-events
@@ -136,6 +146,7 @@ def stub(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(metavar="NAME", help="Served model.", show_default="the preset's")] = "",
     preset: _Preset = "qwen3-32b-h100",
+    engine_type: _EngineType = "vllm",
     time_ratio: Annotated[float, typer.Option(metavar="N", help="How many times faster than real time.")] = 1.0,
     stream_interval: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per streamed event.")] = 1,
     max_num_seqs: MaxNumSeqs = 0,
@@ -171,6 +182,7 @@ def stub(
         events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
         config = StubConfig(
             preset=preset_argument(preset),
+            engine_type=engine_type,
             model=model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

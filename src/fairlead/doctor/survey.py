@@ -4,7 +4,7 @@ import asyncio
 
 from msgspec import Struct
 
-from fairlead.apis.engine_metrics import ENGINES, compile_engine
+from fairlead.apis.engine_metrics import ENGINES, TRTLLM_PATH, compile_engine
 from fairlead.apis.prometheus import read_page
 from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint, Sample
@@ -23,6 +23,8 @@ class Server(Struct, frozen=True, kw_only=True):
     problem: str = ""
     #: A name of `engine_metrics.ENGINES`; empty = its metrics page is of none of them.
     engine: str = ""
+    #: Where that page is, if not at `/metrics`.
+    metrics_url: str = ""
     version: str = ""
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
@@ -68,10 +70,15 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         return Server(address=endpoint.id, problem=f"does not answer ({page})")
     if isinstance(version, Answer) and version.body.startswith(ADMIN_PORT.encode()):
         return Server(address=endpoint.id, problem=f"{ADMIN_PORT}, not a model server")
-    engine, sample = _engine(page.body) if isinstance(page, Answer) and page.status == 200 else ("", Sample())
+    engine, sample = _engine(page)
+    metrics_url = ""
+    if not engine:
+        engine, sample = _engine(await _page(site, endpoint, TRTLLM_PATH))
+        metrics_url = f"http://{endpoint.address}{TRTLLM_PATH}" if engine else ""
     return Server(
         address=endpoint.id,
         engine=engine,
+        metrics_url=metrics_url,
         version=_version(version),
         models=tuple(name for name, adapter in served.items() if not adapter),
         adapters=tuple(name for name, adapter in served.items() if adapter),
@@ -87,11 +94,12 @@ async def _page(site: Site, endpoint: Endpoint, path: str) -> Answer | Unreached
         return error
 
 
-def _engine(page: bytes) -> tuple[str, Sample]:
-    for name, metrics in ENGINES.items():
-        reading = read_page(page, compile_engine(metrics))
-        if not reading.empty:
-            return name, reading.sample
+def _engine(page: Answer | Unreached) -> tuple[str, Sample]:
+    if isinstance(page, Answer) and page.status == 200:
+        for name, metrics in ENGINES.items():
+            reading = read_page(page.body, compile_engine(metrics))
+            if not reading.empty:
+                return name, reading.sample
     return "", Sample()
 
 

@@ -246,6 +246,7 @@ class SecureFetcher:
 #   groups, so one wake-up starts several scrapes. A scrape never overlaps the endpoint's last one.
 # * A failure, time-outs included, doubles the interval (with jitter) up to `backoff_cap_s`, and is fed each time.
 #   A kept connection that turns out to be closed is replaced and asked again at once, without counting as a failure.
+# * The page of an engine that sleeps counts as a failure: it processes no requests.
 # * What is fed: every sample that differs from the last, every sample while the endpoint is busy or awake, and at
 #   least one each `repeat_s`. In between, an idle endpoint's identical sample is dropped: it is worth one event per
 #   second, and whoever judges freshness by events must allow for `repeat_s` + `idle_s`.
@@ -499,6 +500,9 @@ class Scraper:
                 self._report(target.endpoint.id, reading.problems)
         if reading.empty:
             self._failed(target, f"the page has no load metric of engine {target.engine!r}", answered=True)
+            return
+        if reading.asleep:
+            self._failed(target, "the engine sleeps; wake it with POST /wake_up")
             return
         self._silent(target, "")
         stats.ok += 1

@@ -224,6 +224,17 @@ READINGS = {
 }
 
 
+def test_a_page_tells_when_all_its_engines_sleep() -> None:
+    page = page_of("dp2")
+    awake = b'{engine="%d",model_name="tiny",sleep_state="awake"} 1.0'
+    one = page.replace(awake % 0, (awake % 0).replace(b"1.0", b"0.0"))
+    both = one.replace(awake % 1, (awake % 1).replace(b"1.0", b"0.0"))
+    assert [read(text).asleep for text in (page, one, both)] == [False, False, True]
+    reader = PageReader(VLLM)
+    assert [reader.read(text, full=False).asleep for text in (page, both, page)] == [False, True, False]
+    assert not read("vllm:num_requests_waiting 0\n").asleep
+
+
 def test_every_engine_has_a_page() -> None:
     assert set(READINGS) | {"vllm"} == set(ENGINES)
 

@@ -421,6 +421,19 @@ async def test_the_engine_label_chooses_the_names(bench: Bench) -> None:
     assert bench.failures == ["the page has no load metric of engine 'vllm'"]
 
 
+async def test_an_engine_that_sleeps_fails_until_it_wakes(bench: Bench) -> None:
+    server = bench.up()
+    await bench.world.advance(1)
+    assert bench.failures == []
+    server.body = page() + b'vllm:engine_sleep_state{sleep_state="awake"} 0.0\n'
+    await bench.world.advance(10)
+    assert len(bench.failures) >= 3 and bench.silences == [("a", "the engine sleeps; wake it with POST /wake_up")]
+    assert set(bench.failures) == {"the engine sleeps; wake it with POST /wake_up"}
+    server.body = page(3) + b'vllm:engine_sleep_state{sleep_state="awake"} 1.0\n'
+    await bench.world.advance(3)
+    assert bench.samples[-1] == (3.0, 0.0) and bench.silences[-1] == ("a", "")
+
+
 async def test_configured_names() -> None:
     bench = Bench(engines={"vllm": EngineMetrics(waiting=("depth{lane=a}",))})
     bench.up().body = b'depth{lane="a"} 7\ndepth{lane="b"} 9\n'

@@ -91,9 +91,11 @@ class Run:
 class Gauges:
     """As of the end of the last step, like the real server's: what happened since does not show."""
 
-    __slots__ = ("deferred", "kv_usage", "running", "running_loras", "waiting", "waiting_loras")
+    __slots__ = ("awake", "deferred", "kv_usage", "running", "running_loras", "waiting", "waiting_loras")
 
     def __init__(self) -> None:
+        #: 0 while the engine sleeps.
+        self.awake = 1
         self.running = 0
         #: Requests in the queue, deferred ones included.
         self.waiting = 0

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES
 from fairlead.lab.engine.presets import DEFAULT_PRESET, Preset, preset
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.pool.http1 import MAX_BODY, MAX_HEAD
@@ -36,6 +37,8 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disconnect_after: Annotated[int, Meta(ge=0)] = 1
     #: The engine process is dead: requests fail with 500, running streams with an event, /health is 503.
     engine_dead: bool = False
+    #: As after vLLM's POST /sleep: the page and /is_sleeping say so, and requests are accepted and hang.
+    asleep: bool = False
     #: /health and /ping answer with this status whatever the truth is; 0 = the truth.
     health_status: Annotated[int, Meta(ge=0, le=599)] = 0
 
@@ -67,6 +70,8 @@ MAX_TIME_RATIO = 1_000_000
 class StubConfig(Struct, frozen=True, kw_only=True):
     """One configuration for all replicas of a pool. Raises `ValueError` where the engine could not start."""
 
+    #: Whose metrics page it has, a name of `engine_metrics.ENGINES`. Everything else is vLLM's.
+    engine_type: str = DEFAULT_ENGINE
     #: A name, or the text of one.
     preset: str = DEFAULT_PRESET
     #: Served model name; empty = the preset's.
@@ -127,6 +132,8 @@ class StubConfig(Struct, frozen=True, kw_only=True):
         # Written so that NaN is out as well.
         if not 0 < self.time_ratio <= MAX_TIME_RATIO:
             raise ValueError(f"time_ratio must be above 0 and at most {MAX_TIME_RATIO:,}, got {self.time_ratio:g}")
+        if self.engine_type not in ENGINES:
+            raise ValueError(f"no metrics page of {self.engine_type!r}; known: {', '.join(ENGINES)}")
         if self.stream_interval < 1:
             raise ValueError("stream_interval must be at least 1")
         spec = self.spec()

@@ -38,10 +38,6 @@ def _zero(stats: EngineStats) -> float:
     return 0.0
 
 
-def _one(stats: EngineStats) -> float:
-    return 1.0
-
-
 def _reader(source: Source) -> Callable[[EngineStats], float]:
     return attrgetter(source) if isinstance(source, str) else source
 
@@ -98,7 +94,15 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
         capacity=lambda s: s.gauges.waiting - s.gauges.deferred,
         deferred="gauges.deferred",
     ),
-    _by("engine_sleep_state", _SLEEP, False, "sleep_state", awake=_one, weights_offloaded=_zero, discard_all=_zero),
+    _by(
+        "engine_sleep_state",
+        _SLEEP,
+        False,
+        "sleep_state",
+        awake="gauges.awake",
+        weights_offloaded=_zero,
+        discard_all=_zero,
+    ),
     _gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "gauges.kv_usage"),
     _counter("prefix_cache_queries", "Prefix cache queries, in terms of number of queried tokens.", "prefix_queries"),
     _counter("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.", "prefix_hits"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import yaml
 
+from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINE_LABELS, TRTLLM_PATH
 from fairlead.lab.stub.config import Faults, StubConfig, changed
 from fairlead.lab.stub.connection import Held
 from fairlead.lab.stub.exposition import Part, process_parts
@@ -246,8 +247,12 @@ def _sources(replica: Replica) -> str:
 
 def endpoints_yaml(pool: StubPool, config: StubConfig) -> str:
     """The pool as an endpoints file, which the gateway can watch."""
+    labels = {"model": config.served_model, "app": "fairlead-stub"}
+    if config.engine_type != DEFAULT_ENGINE:
+        labels[ENGINE_LABELS[0]] = config.engine_type
     entries = [
-        {"name": name, **_split(address), "labels": {"model": config.served_model, "app": "fairlead-stub"}}
+        {"name": name, **_split(address), "labels": dict(labels)}
+        | ({"metricsUrl": f"http://{address}{TRTLLM_PATH}"} if config.engine_type == "trtllm-serve" else {})
         for name, address in zip(pool.names, pool.addresses, strict=True)
     ]
     text: str = yaml.safe_dump({"endpoints": entries}, sort_keys=False)

@@ -291,7 +291,7 @@ class Replica:
     def faults(self, faults: Faults) -> None:
         before, self._faults = self._faults, faults
         self.engine.slow_factor = faults.slow_factor
-        if faults.stall:
+        if faults.stall or faults.asleep:
             self._stop_timer()
             self.clock.freeze()
         elif self.clock.frozen:
@@ -305,6 +305,7 @@ class Replica:
             if self.kv_events is not None:
                 self.kv_events.attach(self.engine.blocks, self.block_size)
                 self.kv_events.restart()
+        self.engine.stats.gauges.awake = int(not faults.asleep)
         self._arm()
 
     def restart_engine(self) -> None:

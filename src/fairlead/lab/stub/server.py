@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from fairlead.apis.engine_metrics import DEFAULT_ENGINE, TRTLLM_PATH
 from fairlead.lab.engine import tokens as tk
 from fairlead.lab.stub import fields
 from fairlead.lab.stub.config import NO_FAULTS, VERSION, changed
@@ -22,6 +23,7 @@ from fairlead.lab.stub.exposition import HttpStats, Part
 from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
 from fairlead.lab.stub.generation import REQUEST_HEADER
 from fairlead.lab.stub.metrics_page import MetricsPage
+from fairlead.lab.stub.other_pages import OtherPage
 from fairlead.lab.stub.plans import Models, id_tokens, plan_chat, plan_completion, prompts_of, render_chat
 from fairlead.lab.stub.replica import Replica
 from fairlead.pool.http1 import HttpRequest
@@ -44,10 +46,14 @@ class ReplicaServer:
         self.max_head = config.max_head
         self.max_body = config.max_body
         self.address = ""
-        self._routes = routes(adapters=replica.spec.max_loras > 0)
+        self._routes = routes(replica.spec.max_loras > 0, config.engine_type)
         self._http = HttpStats(replica.unix())
         full = config.full_metrics
-        self._page = MetricsPage(replica, process if full else [], self._http.parts() if full else [])
+        self._page = (
+            MetricsPage(replica, process if full else [], self._http.parts() if full else [])
+            if config.engine_type == DEFAULT_ENGINE
+            else OtherPage(replica)
+        )
         self._frozen_page: bytes | None = None
         self._connections: set[Connection] = set()
         self._listener: asyncio.Server | None = None
@@ -454,7 +460,7 @@ ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
     "/ping": (("GET", "POST"), health),
     "/version": (_GET, _answering(lambda replica: {"version": VERSION})),
     "/load": (_GET, _answering(lambda replica: {"server_load": replica.in_flight})),
-    "/is_sleeping": (_GET, _answering(lambda replica: {"is_sleeping": False})),
+    "/is_sleeping": (_GET, _answering(lambda replica: {"is_sleeping": replica.faults.asleep})),
     "/reset_prefix_cache": (_POST, _answering(lambda replica: {"success": replica.engine.clear_cache()})),
     "/metrics": (_GET, lambda site, connection, request: site.metrics(connection)),
     "/kv_event_sources": (_GET, kv_event_sources),
@@ -465,5 +471,9 @@ ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
 _ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
-def routes(adapters: bool) -> Mapping[str, tuple[tuple[str, ...], Handler]]:
-    return {path: entry for path, entry in ROUTES.items() if adapters or path not in _ADAPTERS}
+def routes(adapters: bool, engine_type: str = DEFAULT_ENGINE) -> Mapping[str, tuple[tuple[str, ...], Handler]]:
+    chosen = {path: entry for path, entry in ROUTES.items() if adapters or path not in _ADAPTERS}
+    if engine_type == "trtllm-serve":
+        # Statistics of its steps, since the last time that somebody asked.
+        chosen |= {TRTLLM_PATH: chosen["/metrics"], "/metrics": (_GET, _answering(lambda replica: []))}
+    return chosen

@@ -56,6 +56,20 @@ async def test_a_stalled_replica_hangs_and_goes_on_where_it_stood(http, quick):
     assert (await asyncio.wait_for(asked, 10))[0] == 200
 
 
+async def test_a_sleeping_replica_says_so_and_serves_nothing_until_it_wakes(http, quick):
+    address = quick.addresses[0]
+    awake = b'engine="0",model_name="%s",sleep_state="awake"} ' % quick.replica(0).config.served_model.encode()
+    quick.set_faults(0, asleep=True)
+    assert (await http.get(address, "/is_sleeping"))[1] == b'{"is_sleeping":true}'
+    assert awake + b"0.0" in (await http.get(address, "/metrics"))[1]
+    asked = asyncio.create_task(http.post(address, "/v1/completions", {"prompt": "x", "max_tokens": 3}))
+    await http.until(lambda: quick.replica(0).in_flight == 1, "the request arrives")
+    assert quick.replica(0).engine.stats.steps == 0
+    quick.set_faults(0, asleep=False)
+    assert (await asyncio.wait_for(asked, 10))[0] == 200
+    assert awake + b"1.0" in (await http.get(address, "/metrics"))[1]
+
+
 async def test_a_stream_can_be_cut_after_some_tokens(http, quick):
     quick.set_faults(0, disconnect_rate=1.0, disconnect_after=3)
     reader, writer = await http.open(
