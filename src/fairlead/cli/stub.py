@@ -76,7 +76,7 @@ _EngineType = Annotated[
     typer.Option(
         "--engine",
         metavar="NAME",
-        help="Whose metrics page: vllm, sglang, trtllm-serve, triton-tensorrt-llm, triton, lmdeploy, llamacpp or tgi.",
+        help="Whose metrics page it has, e.g. sglang: a label of docs/engines.md.",
     ),
 ]
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first replica; the others follow. 0 = any.")]
