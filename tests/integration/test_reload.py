@@ -89,6 +89,24 @@ async def test_weights_endpoints_and_limits_while_it_runs(tmp_path: Path, capsys
         await asyncio.wait_for(running, 40)
 
 
+async def test_models_of_the_configuration_while_it_runs(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    write(file, 1, more="models: [{name: chat, targets: {a: 90, b: 10}}]")
+    live = Live(load(file))
+    running = asyncio.create_task(live.run())
+    try:
+        await until(lambda: hasattr(live, "admin"))
+        assert live.pipeline.models.known == {"chat", "a", "b"}
+        write(file, 1, more="models: {list: [{name: chat, targets: {c: 1}}], unmatched: pass}")
+        await until(lambda: live.pipeline.models.known == {"chat", "c"})
+        assert not live.pipeline.models.strict
+        write(file, 1)
+        await until(lambda: live.pipeline.models.empty)
+    finally:
+        live.stop()
+        await asyncio.wait_for(running, 40)
+
+
 def burst(live: Live, first: int, count: int = 40) -> None:
     """Requests of some sessions come and end."""
     for number in range(first, first + count):

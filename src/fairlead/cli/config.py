@@ -140,7 +140,7 @@ def validate(
 def _as_json(file: Path, config: "Config | None", report: "Report") -> None:
     from fairlead.pool.models_file import check_models
 
-    named = check_models(config.models.file)[1] if config is not None and config.models.file else []
+    named = check_models(config.models)[1] if config is not None and config.models.given else []
     named += _keys_problems(config) if config is not None else []
     valid = config is not None and not named
     document = {
@@ -172,11 +172,11 @@ def _keys_problems(config: "Config") -> list[str]:
 
 def _names(config: "Config") -> str:
     """How much is defined of model names. Ends the command when something is wrong with them."""
-    if not config.models.file:
+    if not config.models.given:
         return ""
     from fairlead.pool.models_file import check_models
 
-    models, problems = check_models(config.models.file)
+    models, problems = check_models(config.models)
     for line in problems:
         typer.echo(line)
     if problems:

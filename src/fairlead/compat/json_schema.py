@@ -147,6 +147,8 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Bas
     }
     sections = {key: _or_nothing(ref[kind]) for key, kind in SECTIONS.items()}
     sections["gateway"] = {"anyOf": [{"enum": ["embedded", "none"]}, ref[SECTIONS["gateway"]]]}
+    models = ref[SECTIONS["models"]]
+    sections["models"] = _or_nothing({"anyOf": [{"$ref": f"{models['$ref']}/properties/list"}, models]})
     pointer = ref[FlowSettings]["$ref"]
     flow: Schema = {field: {"$ref": f"{pointer}/properties/{field}"} for field in FLOW_FIELDS}
     for kind in FLOW_KINDS:

@@ -316,6 +316,8 @@ class _Assembly:
                 self._report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
                 return None
             node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` for `gateway: {mode: none}`
+        if key == "models" and isinstance(node, list):
+            node, places = {"list": node}, {"list": (key,)}
         said: dict[str, object] = {}
         if self._translation is not None and not (key == "gateway" and node):
             said = {**_LISTENS.get(key, {}), **self._translation.settings.values.get(key, {})}

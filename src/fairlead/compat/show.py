@@ -128,6 +128,8 @@ class _Show:
             return f"line {self._tree.line(place)}"
         if place == ("gateway", "mode") and self._stands(("gateway",)) and isinstance(self._keys["gateway"].value, str):
             return f"line {self._tree.line(('gateway',))}"
+        if place == ("models", "list") and self._stands(("models",)) and isinstance(self._keys["models"].value, list):
+            return f"line {self._tree.line(('models',))}"
         if place == ("extProc", "host"):
             return "from gateway.mode"
         if place == ("als", "port"):

@@ -19,6 +19,7 @@ from fairlead.config.schema import (
     Config,
     EndpointSource,
     FlowSpec,
+    Models,
     Parsing,
     PluginSpec,
     PolicySpec,
@@ -36,7 +37,6 @@ _FIXED: Final[Mapping[str, str]] = {
     "als": _PORTS,
     "admin": _PORTS,
     "metrics": "the scraper was started with it",
-    "models": "the files of models are followed on their own, these settings are not",
     "kubernetes": "its watches were begun with it",
     "headers": "sessions were begun with it",
     "journal": "its files are open already",
@@ -52,6 +52,7 @@ _FIXED: Final[Mapping[str, str]] = {
 }
 _QUEUES: Final = "its queues were made with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened for smaller bodies"
+_MANIFESTS: Final = "the files of models are followed on their own, this setting is not"
 #: Not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags"})
 
@@ -103,6 +104,10 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
     if _queues(before) and _queues(after):
         refused.append(_refusal(path, _QUEUES))
         return before, []
+    if isinstance(before, Models):
+        followed = {"file": before.file, "watch": before.watch, "pool": before.pool, "namespace": before.namespace}
+        given, after = after, after.model_copy(update=followed)
+        refused += [_refusal(difference, _MANIFESTS) for difference in _differences(after, given, path)]
     if isinstance(before, Parsing) and after.max_body_bytes > before.max_body_bytes:
         refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
         after = after.model_copy(update={"max_body_bytes": before.max_body_bytes})

@@ -8,7 +8,7 @@ them. `check` holds what must fit together across fields. The scheduling part of
 from typing import Annotated, Any, Literal, Self, cast
 
 from msgspec import Struct, field
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from fairlead.config.builtins import DEFAULT_POLICY, Kind
 from fairlead.config.endpoint_list import Listed
@@ -459,13 +459,35 @@ class Parsing(Section):
     )
 
 
-class Models(Section):
-    """What model names mean: manifests of InferenceModel, InferenceObjective and InferenceModelRewrite."""
+class ModelEntry(Section):
+    """A name that clients ask for, and the models that serve it."""
 
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="What clients ask for.")
+    targets: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
+        default={}, description="Weight of each model that serves it; 0 = no requests. Empty = the name itself."
+    )
+    criticality: Literal["Critical", "Standard", "Sheddable"] = Field(
+        default="Standard", description="`Critical` = priority 10, `Standard` = 0, `Sheddable` = -10."
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _weighted(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError("expected each target with its weight, such as {llama-3-8b: 90, llama-3-8b-tuned: 10}")
+        return given
+
+
+class Models(Section):
+    """What model names mean. A list stands for `{list: …}`."""
+
+    list: tuple[ModelEntry, ...] = Field(
+        default=(), description="Names that clients ask for. They count before those of manifests."
+    )
     file: RelativePath = Field(
         default="",
-        description="A manifest file, or a directory of `.yaml`, `.yml` and `.json` files, relative to the "
-        "configuration. Empty = names mean what the model servers say.",
+        description="A file of manifests (InferenceModel, InferenceObjective, InferenceModelRewrite), or a directory "
+        "of `.yaml`, `.yml` and `.json` files, relative to the configuration.",
     )
     watch: bool = Field(default=True, description="Read it again when it changes.")
     pool: str = Field(default="", description="Only objects for this pool count; empty = all.")
@@ -477,6 +499,19 @@ class Models(Section):
     sticky: Literal["none", "session"] = Field(
         default="none", description="`session`: all requests of a session keep their target of a traffic split."
     )
+
+    @property
+    def given(self) -> bool:
+        """Something is defined."""
+        return bool(self.file or self.list)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        names = [entry.name for entry in self.list]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two models are named '{twice[0]}': give the name once, with all of its targets")
+        return self
 
 
 class Headers(Section):

@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from itertools import starmap
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -23,7 +24,7 @@ from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
 from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import InferenceModel, InferenceModelRewrite, InferenceObjective, ModelSet
+from fairlead.core.models import InferenceModel, InferenceModelRewrite, InferenceObjective, ModelSet, Origin, Target
 from fairlead.pool.model_kinds import Manifests, read_manifests
 from fairlead.pool.watched_files import WatchedFiles
 
@@ -176,11 +177,27 @@ async def follow_models(
         raise ConfigError("; ".join(first), "$.models.file")
 
 
-def check_models(path: str) -> tuple[ModelSet, list[str]]:
+def listed_models(settings: Models) -> ModelSet:
+    """What the configuration itself defines: as objects older than any other, so that they count."""
+    return ModelSet(
+        tuple(
+            InferenceModel(
+                origin=Origin(namespace="configuration", name=entry.name, created=0.0),
+                model=entry.name,
+                targets=tuple(starmap(Target, entry.targets.items())),
+                criticality=entry.criticality,
+            )
+            for entry in settings.list
+        )
+    )
+
+
+def check_models(settings: Models) -> tuple[ModelSet, list[str]]:
     """Read once: what is defined, and a line for each problem."""
+    path, listed = settings.file, listed_models(settings)
     try:
-        read = {name: read_manifests(text) for name, text in read_files(Path(path)).items()}
+        read = {name: read_manifests(text) for name, text in (read_files(Path(path)) if path else {}).items()}
     except OSError as error:
-        return ModelSet(), [f"{error.filename or path}: cannot be read: {error.strerror or error}"]
-    models = sum((manifests.models for manifests in read.values()), ModelSet())
+        return listed, [f"{error.filename or path}: cannot be read: {error.strerror or error}"]
+    models = sum((manifests.models for manifests in read.values()), listed)
     return models, [problem.render(name) for name, manifests in read.items() for problem in manifests.problems]

@@ -23,6 +23,8 @@ GOOD = [
     *re.findall(r"^```yaml(?: fragment)?\n(.*?)^```", (ROOT / "docs/configuration.md").read_text(), re.M | re.S),
     *(ONE + f"{key}: {nothing}" for key in ("selection", "metrics") for nothing in ("", "{}")),
     ONE + "policy:",
+    ONE + "models: [{name: chat, targets: {a: 90, b: 10}}]",
+    ONE + "models: {list: [{name: chat}], sticky: session}",
     *(f"endpoints: {nothing}\nkubernetes: {{pool: p}}" for nothing in ("", "{}")),
 ]
 BAD = [
@@ -35,6 +37,7 @@ BAD = [
     ONE + "selection: {topK: 0}",
     ONE + "selection: {name: x}",
     ONE + "gateway:",
+    ONE + "models: [{targets: {a: 1}}]",
     ONE + "policy: rondom",
     ONE + "metrics: {interval: soon}",
     ONE + "gateway: {port: 70000}",

@@ -107,6 +107,19 @@ def test_flow_control_is_turned_on_and_off_and_its_queues_stay_as_they_were_made
     )
 
 
+def test_models_of_the_configuration_apply_and_the_place_of_manifests_does_not() -> None:
+    listed = "[{name: chat, targets: {a: 90, b: 10}}]"
+    changes, refused = plan(
+        f"{BASE}models: {listed}\n", BASE + "models: {list: [{name: chat, targets: {a: 1}}], file: m.yaml, pool: p}\n"
+    )
+    assert (changes.paths, refused) == (("$.models.list",), ["$.models.file", "$.models.pool"])
+    models = changes.config.models
+    assert (models.list[0].targets, models.file, models.pool) == ({"a": 1}, "", "")
+    for more, paths in (("", ()), (", unmatched: pass", ("$.models.unmatched",))):
+        changes, refused = plan(f"{BASE}models: {listed}\n", f"{BASE}models: {{list: {listed}{more}}}\n")
+        assert (changes.paths, refused) == (paths, [])
+
+
 def test_every_field_is_decided_upon() -> None:
     """A field that somebody adds is compared: by default it applies, which `Live` must then do."""
     known = {

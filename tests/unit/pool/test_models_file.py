@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.config.problems import Problem
+from fairlead.config.schema import Models
 from fairlead.core.models import ModelSet
 from fairlead.pool import watched_files
 from fairlead.pool.models_file import ModelsFile, check_models
@@ -160,9 +161,11 @@ async def test_what_is_no_file(tmp_path: Path, heard: Heard, follow: Follow) -> 
 
 def test_checked_once(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(model("a"))
-    found, problems = check_models(str(tmp_path))
+    found, problems = check_models(Models(file=str(tmp_path)))
     assert ([one.model for one in found.models], problems) == (["a"], [])
     (tmp_path / "b.yaml").write_text("kind: InferenceModel\n")
-    found, problems = check_models(str(tmp_path))
+    found, problems = check_models(Models(file=str(tmp_path)))
     assert problems[0].startswith(f"{tmp_path}/b.yaml:1: $: field 'apiVersion' is missing")
-    assert check_models(str(tmp_path / "none"))[1] == [f"{tmp_path}/none: cannot be read: No such file or directory"]
+    assert check_models(Models(file=str(tmp_path / "none")))[1] == [
+        f"{tmp_path}/none: cannot be read: No such file or directory"
+    ]

@@ -80,7 +80,7 @@ MIXED = Kind(
 )  # fmt: skip
 UNSERVED = Kind(
     "models.unserved", Severity.CRITICAL, "a name that clients may use leads to a model that no endpoint serves",
-    "correct the target in the file of models.file, or start a server for it", "docs/models.md",
+    "correct the target under models: or in the file of models.file, or start a server for it", "docs/models.md",
 )  # fmt: skip
 
 
@@ -138,10 +138,7 @@ async def _mixed(site: Site) -> list[Finding]:
 
 
 async def _unserved(site: Site) -> list[Finding]:
-    settings = site.config.models
-    if not settings.file:
-        return []
-    defined, problems = check_models(settings.file)
+    defined, problems = check_models(site.config.models)
     if problems:
         return []  # `fairlead validate` tells them
     served: set[str] = set()

@@ -31,7 +31,7 @@ from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
 from fairlead.pool.endpoints_file import follow_endpoints
-from fairlead.pool.models_file import follow_models
+from fairlead.pool.models_file import follow_models, listed_models
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.config_file import ConfigFile
 from fairlead.server.dashboard import DashboardSources
@@ -145,6 +145,8 @@ class Live:
         if core.kv is not None:
             await core.kv.start(stack)
         self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        if config.models.list:
+            self._defined("configuration", listed_models(config.models))
         await follow_models(
             stack, config.models, lambda model_set: self._defined("files", model_set), self._models_problem
         )
@@ -231,6 +233,8 @@ class Live:
             return
         if any(path.startswith("$.log") for path in changes.paths):
             setup_log(config.log.level, config.log.format)
+        if any(path.startswith("$.models") for path in changes.paths):
+            self._defined("configuration", listed_models(config.models))
         if changes.endpoints and self._listed is not None:
             self._listed.apply(Listing(config.endpoints.static))
         log.info("the configuration changed", file=config.source, applied=" ".join(changes.paths))
