@@ -40,7 +40,7 @@ def simulated(rows: Iterable[dict[str, Any]], journals: Path, preset: Path, serv
         problem = _fairlead("journal", "capture", str(folder / "journal"), "--out", str(traffic))[1]
         figures: dict[str, Any] = {}
         if not problem:
-            command = ["sim", "run", str(traffic), "--replicas", str(servers), "--preset", str(preset)]
+            command = ["sim", "run", str(traffic), "--replicas", str(servers), "--engine", str(preset)]
             command += ["--policy", policy, "--seed", str(row["seed"]), "--json"]
             text, problem = _fairlead(*command, *(["--kv-lag-ms", "50"] if "events" in options else []))
             figures = json.loads(text)["figures"] if not problem else {}

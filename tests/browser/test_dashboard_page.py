@@ -129,7 +129,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     async with contextlib.AsyncExitStack() as stack:
         stubs = []
         for port in ports[3:]:
-            stub = Child("stub", f"--port={port}", "--preset=llama-8b-h100", "--time-ratio=4", "--stream-interval=4")
+            stub = Child("stub", f"--port={port}", "--engine=llama-8b-h100", "--time-ratio=4", "--stream-interval=4")
             await stack.enter_async_context(stub)
             stubs.append(stub)
             await stub.ready(f"http://127.0.0.1:{port}/health")

@@ -173,7 +173,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     program = find("prometheus", "prometheus")
     stub, serve = Stub(directory / "stub.log"), Serve(directory)
     try:
-        stub.start(3, "--time-ratio", "20", "--preset", "qwen3-32b-h100", "--kv-events", "--kv-events-port", "0")
+        stub.start(3, "--time-ratio", "20", "--engine", "qwen3-32b-h100", "--kv-events", "--kv-events-port", "0")
         serve.start(configuration(stub, directory))
         jobs = {"inference-scheduler": [serve.admin.removeprefix("http://")], "vllm": stub.addresses}
         prometheus.start(program, jobs)

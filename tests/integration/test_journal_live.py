@@ -53,7 +53,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     }
     file = tmp_path / "fairlead.yaml"
     file.write_text(json.dumps(config))
-    stubs = [Child("stub", f"--port={port}", "--preset=llama-8b-h100", "--time-ratio=50") for port in ports[3:]]
+    stubs = [Child("stub", f"--port={port}", "--engine=llama-8b-h100", "--time-ratio=50") for port in ports[3:]]
     async with stubs[0], stubs[1], stubs[2]:
         for port, stub in zip(ports[3:], stubs, strict=True):
             await stub.ready(f"http://127.0.0.1:{port}/health")

@@ -119,7 +119,7 @@ async def test_the_command_prints_a_preset_that_is_simulated(little, tmp_path):
     limits = {name: preset[name] for name in ("max_num_seqs", "max_model_len", "kv_tokens", "block_size")}
     assert limits == {"max_num_seqs": 4, "max_model_len": 2048, "kv_tokens": 8192, "block_size": 16}
     assert document["fit"]["prefills"] >= 6 and document["fit"]["residuals"]
-    ran = CliRunner().invoke(build_app(), ["sim", "run", "viral-prompt", "--requests", "4", "--preset", str(out)])
+    ran = CliRunner().invoke(build_app(), ["sim", "run", "viral-prompt", "--requests", "4", "--engine", str(out)])
     assert ran.exit_code == 0, ran.output
     failed = await asyncio.to_thread(CliRunner().invoke, build_app(), ["tune", gone])
     assert (failed.exit_code, "does not answer" in failed.output) == (1, True)
@@ -127,7 +127,7 @@ async def test_the_command_prints_a_preset_that_is_simulated(little, tmp_path):
 
 async def test_a_running_server_is_imitated_by_simulate(little, tmp_path):
     async with StubPool(msgspec.structs.replace(CONFIG, max_num_seqs=4)) as pool:
-        arguments = ["sim", "run", "viral-prompt", "--requests", "4", "--like", pool.addresses[0], "--json"]
+        arguments = ["sim", "run", "viral-prompt", "--requests", "4", "--engine", pool.addresses[0], "--json"]
         done = await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)

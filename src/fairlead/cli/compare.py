@@ -11,18 +11,18 @@ import typer
 from fairlead.cli.options import (
     FAILED,
     WRONG_INPUT,
+    Engine,
     Prefill,
-    Preset,
     Speeds,
     Traces,
     change,
     complain,
     echo_json,
+    engine_argument,
     examples,
     exits,
     numbers,
     policies,
-    preset_argument,
     scenarios,
 )
 from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, version
@@ -56,7 +56,7 @@ def gate(
     *,
     load: str = "1",
     servers: int = 0,
-    preset: str = "",
+    engine: str = "",
     head: int = 0,
 ) -> None:
     """Print both and exit with 1 when a condition is broken, 2 on wrong usage."""
@@ -68,7 +68,7 @@ def gate(
         conditions = [condition(text) for text in fail_if]
         with busy(f"simulating {against}" if journal is None else "reading journals"):
             before, after, names = _figures(
-                against, journal, policies, float(load), servers, preset_argument(preset), head
+                against, journal, policies, float(load), servers, engine_argument(engine), head
             )
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
     for name in FIGURES:
@@ -240,7 +240,7 @@ def compare(
     requests: _Requests = 0,
     replicas: _Replicas = 0,
     speeds: Speeds = "",
-    preset: Preset = "",
+    engine: Engine = "",
     prefill: Prefill = 0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where results and report go.")] = Path("out/compare"),
     processes: Annotated[int, typer.Option(metavar="N", min=0, help="Processes.", show_default="one per core")] = 0,
@@ -256,7 +256,7 @@ def compare(
     Writes results.json, plots and a self-contained report.html. An interrupted run resumes when it is started again.
     """
     if against is not None:
-        gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, preset=preset, head=requests)
+        gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, engine=engine, head=requests)
         return
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
@@ -273,7 +273,7 @@ def compare(
             replicas,
             speeds,
             prefill,
-            preset_argument(preset),
+            engine_argument(engine),
         )
         out.mkdir(parents=True, exist_ok=True)
         kept = out / "cells.jsonl"

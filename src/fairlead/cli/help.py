@@ -11,9 +11,21 @@ from fairlead.cli.options import note_renamed
 #: Options of 0.1, which work until 0.3: command → old → new.
 RENAMED_OPTIONS: dict[str, dict[str, str]] = {
     "serve": {"--metrics-port": "--admin-port"},
-    "stub": {"--write-endpoints": "--out"},
-    "sim run": {"--head": "--requests", "--servers": "--replicas", "--requests": "--csv"},
-    "sim compare": {"--scenario": "--workload", "-s": "--workload", "--head": "--requests", "--servers": "--replicas"},
+    "stub": {"--write-endpoints": "--out", "--preset": "--engine"},
+    "sim run": {
+        "--head": "--requests",
+        "--servers": "--replicas",
+        "--requests": "--csv",
+        "--preset": "--engine",
+        "--like": "--engine",
+    },
+    "sim compare": {
+        "--scenario": "--workload",
+        "-s": "--workload",
+        "--head": "--requests",
+        "--servers": "--replicas",
+        "--preset": "--engine",
+    },
     "sim workload generate": {"--count": "--requests"},
 }
 

@@ -18,6 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_FILE = Path("fairlead.yaml")
 
 
+_PRESET_FILES = (".yaml", ".yml", ".json")
 #: Where something else answers than was expected.
 OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
 
@@ -175,9 +176,16 @@ KvTokens = Annotated[
 BlockSize = Annotated[
     int, typer.Option(metavar="TOKENS", min=0, help="Size of a KV block.", show_default="the preset's")
 ]
-Preset = Annotated[
+Engine = Annotated[
     str,
-    typer.Option(metavar="NAME|FILE", help="Model and GPU; a FILE is one of `fairlead tune`.", autocompletion=presets),
+    typer.Option(
+        "--engine",
+        "-e",
+        metavar="NAME|FILE|URL",
+        help="Model and GPU: a preset, a FILE of `fairlead tune`, or an idle server to measure.",
+        show_default="as recorded, or the scenario's",
+        autocompletion=presets,
+    ),
 ]
 Traces = Annotated[
     str, typer.Option(metavar="DIR", envvar="FAIRLEAD_TRACES", help="The published traces [env: FAIRLEAD_TRACES].")
@@ -186,10 +194,15 @@ Speeds = Annotated[str, typer.Option(metavar="N,...", help="Relative speeds of t
 Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replicas prefill, the others decode.")]
 
 
-def preset_argument(value: str) -> str:
-    """A preset's name as it is, or the text of the file that `value` names. Raises `ValueError` or `OSError`."""
+def engine_argument(value: str) -> str:
+    """A preset's name as it is, or the text of the file or of the measured server that `value` names. Raises
+    `ValueError` or `OSError`."""
     path = Path(value)
-    if path.suffix not in (".yaml", ".yml", ".json"):
+    if "://" in value or (":" in value and path.suffix not in _PRESET_FILES):
+        from fairlead.cli.tune import preset_like
+
+        return preset_like(value)
+    if path.suffix not in _PRESET_FILES:
         return value
     from fairlead.lab.engine.presets import read_preset
 

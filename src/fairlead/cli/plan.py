@@ -11,14 +11,14 @@ from fairlead.cli.options import (
     FAILED,
     OTHER_PORT,
     WRONG_INPUT,
+    Engine,
     Traces,
     complain,
     echo_json,
+    engine_argument,
     examples,
     exits,
     policies,
-    preset_argument,
-    presets,
     scenarios,
     with_token,
 )
@@ -39,17 +39,6 @@ Workload = Annotated[
         metavar="NAME|FILE",
         help="A workload file, a scenario, or a kind of workload.",
         autocompletion=scenarios,
-    ),
-]
-Engine = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        "-e",
-        metavar="NAME|FILE|URL",
-        help="Model and GPU: a preset, a FILE of `fairlead tune`, or an idle server to measure.",
-        show_default="as recorded, or the scenario's",
-        autocompletion=presets,
     ),
 ]
 Slo = Annotated[
@@ -254,10 +243,9 @@ def _times(text: str) -> float:
 
 def _engine(engine: str) -> str:
     """A preset's name or text; empty = none was named. Raises `ValueError` or `OSError`."""
-    from fairlead.cli.tune import preset_like
     from fairlead.lab.engine.presets import preset
 
-    made = preset_like(engine) if engine.startswith(("http://", "https://")) else preset_argument(engine)
+    made = engine_argument(engine)
     if made:
         preset(made)
     return made

@@ -8,20 +8,20 @@ import typer
 from fairlead.cli.options import (
     WRONG_INPUT,
     BlockSize,
+    Engine,
     KvTokens,
     MaxModelLen,
     MaxNumSeqs,
     Prefill,
-    Preset,
     Speeds,
     Traces,
     complain,
     echo_json,
+    engine_argument,
     examples,
     exits,
     numbers,
     policies,
-    preset_argument,
     scenarios,
 )
 
@@ -54,7 +54,7 @@ Examples:
   fairlead sim run shared-prefix-14
   fairlead sim run agents --policy mine.yaml --replicas 4 --seed 1
   fairlead sim run traffic.jsonl --speeds 1,1,0.4 --json
-  fairlead sim run traffic.jsonl --replicas 2 --like http://localhost:8000
+  fairlead sim run traffic.jsonl --replicas 2 --engine http://localhost:8000
 """)
 def simulate(
     workload: Workload = "",
@@ -64,8 +64,7 @@ def simulate(
     speedup: Annotated[float, typer.Option(metavar="N", min=0.001, help="Send N times as fast.")] = 1.0,
     format: Annotated[str, typer.Option(help="Of a workload file.", show_default="by its content")] = "",
     traces: Traces = "",
-    preset: Preset = "",
-    like: Annotated[str, typer.Option(metavar="URL", help="Imitate this idle server: one minute of probes.")] = "",
+    engine: Engine = "",
     kv_tokens: KvTokens = 0,
     block_size: BlockSize = 0,
     max_num_seqs: MaxNumSeqs = 0,
@@ -105,7 +104,7 @@ def simulate(
             speedup=speedup,
             head=requests,
             servers=replicas,
-            preset=_preset(preset, like),
+            preset=engine_argument(engine),
             kv_tokens=kv_tokens,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -116,15 +115,6 @@ def simulate(
             kv_lag_ms=kv_lag_ms,
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, csv)
-
-
-def _preset(preset: str, like: str) -> str:
-    """Its name or text. Raises `ValueError` or `OSError`."""
-    from fairlead.cli.tune import preset_like
-
-    if like and preset:
-        raise ValueError("give --preset or --like, not both")
-    return preset_like(like) if like else preset_argument(preset)
 
 
 def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_json: bool, csv: Path | None) -> None:

@@ -16,9 +16,9 @@ from fairlead.cli.options import (
     MaxModelLen,
     MaxNumSeqs,
     complain,
+    engine_argument,
     examples,
     exits,
-    preset_argument,
     presets,
 )
 
@@ -63,18 +63,20 @@ _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
 #: vLLM's port, and how many batches it keeps.
 _KV_PORT, _KV_BUFFER = 5557, 10_000
 
-_Preset = Annotated[
+_Engine = Annotated[
     str,
     typer.Option(
-        metavar="NAME|FILE",
-        help="Model and GPU to imitate; `list` shows them. A FILE is one of `fairlead tune`.",
+        "--engine",
+        "-e",
+        metavar="NAME|FILE|URL",
+        help="Model and GPU: a preset (`list` shows them), a FILE of `fairlead tune`, or an idle server to measure.",
         autocompletion=presets,
     ),
 ]
 _EngineType = Annotated[
     str,
     typer.Option(
-        "--engine",
+        "--engine-type",
         metavar="NAME",
         help="Whose metrics page it has, e.g. sglang: a label of docs/engines.md.",
     ),
@@ -130,8 +132,8 @@ POST /fault/kv_events inject faults. Ctrl-C or SIGTERM stops it.
 \b
 Examples:
   fairlead stub --replicas 8 --out endpoints.yaml
-  fairlead stub --preset llama-8b-l40s --time-ratio 20
-  fairlead stub --engine sglang --out endpoints.yaml
+  fairlead stub --engine llama-8b-l40s --time-ratio 20
+  fairlead stub --engine-type sglang --out endpoints.yaml
   fairlead stub --lora sql --lora chat --max-loras 1
   curl localhost:8000/fault --json '{"slow_factor": 5}'
   fairlead stub --replicas 2 --kv-events
@@ -145,7 +147,7 @@ def stub(
     replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Model servers.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(metavar="NAME", help="Served model.", show_default="the preset's")] = "",
-    preset: _Preset = "qwen3-32b-h100",
+    engine: _Engine = "qwen3-32b-h100",
     engine_type: _EngineType = "vllm",
     time_ratio: Annotated[float, typer.Option(metavar="N", help="How many times faster than real time.")] = 1.0,
     stream_interval: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per streamed event.")] = 1,
@@ -175,13 +177,13 @@ def stub(
     from fairlead.lab.stub.config import StubConfig
     from fairlead.lab.stub.pool import run
 
-    if preset == "list":
+    if engine == "list":
         _list_presets()
         return
     with exits(WRONG_INPUT, OSError), _refused_values():
         events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
         config = StubConfig(
-            preset=preset_argument(preset),
+            preset=engine_argument(engine),
             engine_type=engine_type,
             model=model,
             max_num_seqs=max_num_seqs,

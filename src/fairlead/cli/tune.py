@@ -63,7 +63,7 @@ Examples:
   fairlead tune http://localhost:8000 --out mine.yaml
   fairlead tune http://localhost:8000 --neighbour http://localhost:8001
   fairlead tune --observations answers.jsonl --json
-  fairlead sim run agents --preset mine.yaml
+  fairlead sim run agents --engine mine.yaml
 """)
 def tune(
     url: _Url = "",
@@ -90,7 +90,7 @@ def tune(
 ) -> None:
     """Measure a model server with about 300 short requests, fit a preset to it, and suggest parameters.
 
-    The simulator and the stub take the preset (--preset FILE). Probe one idle server, not the gateway: other traffic
+    The simulator and the stub take the preset (--engine FILE). Probe one idle server, not the gateway: other traffic
     looks like slowness. Ctrl-C stops the probing and fits what was seen. The default policy does not need this; it
     learns while it serves.
     """

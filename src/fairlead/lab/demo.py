@@ -369,7 +369,7 @@ async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], No
             "stub",
             f"--port={ports[0]}",
             f"--replicas={plan.replicas}",
-            f"--preset={plan.preset}",
+            f"--engine={plan.preset}",
             f"--time-ratio={plan.time_ratio}",
             f"--stream-interval={plan.stream_interval}",
             f"--out={endpoints}",

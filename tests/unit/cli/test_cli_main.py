@@ -234,6 +234,8 @@ def test_old_options_are_the_new_ones(
         (["--requests", "5"], ["--requests", "5"]),
         (["--requests=5", "--servers", "2"], ["--requests=5", "--replicas", "2"]),
         (["--", "--head"], ["--", "--head"]),
+        (["--preset", "llama-8b-h100"], ["--engine", "llama-8b-h100"]),
+        (["--like=http://127.0.0.1:1"], ["--engine=http://127.0.0.1:1"]),
     ],
 )
 def test_an_option_that_has_another_meaning_now(typed: list[str], read: list[str]) -> None:

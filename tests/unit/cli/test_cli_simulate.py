@@ -46,13 +46,13 @@ def test_limits_of_a_server_come_from_its_preset_or_from_options(tmp_path):
     mine.write_text("latency: {c0_ms: 14}\nkv_tokens: 12288\nmax_model_len: 4096\nmax_num_seqs: 1\nblock_size: 32\n")
 
     def figures(*options):
-        done = call("sim", "run", made, "--replicas", 1, "--preset", mine, "--json", *options)
+        done = call("sim", "run", made, "--replicas", 1, "--engine", mine, "--json", *options)
         assert done.exit_code == 0, done.output
         return json.loads(done.output)["figures"]
 
     assert figures()["ttft_mean_ms"] > 5 * figures("--max-num-seqs", 64)["ttft_mean_ms"]
     assert figures("--max-model-len", 519)["failed"] == 20
-    refused = call("sim", "run", made, "--preset", mine, "--kv-tokens", 100)
+    refused = call("sim", "run", made, "--engine", mine, "--kv-tokens", 100)
     assert refused.exit_code == 2 and "does not fit into a KV cache of 100 tokens" in refused.output
 
 
@@ -103,8 +103,7 @@ def test_policies_are_compared_and_reported(tmp_path):
         (("sim", "run", "nothing"), "neither a scenario nor a file"),
         (("sim", "run", "agents", "--policy", "nothing"), "neither a policy nor a file"),
         (("sim", "run", "agents", "--speeds", "1,fast"), "could not convert"),
-        (("sim", "run", "agents", "--preset", "abacus"), "unknown preset"),
-        (("sim", "run", "agents", "--preset", "x", "--like", "http://127.0.0.1:1"), "not both"),
+        (("sim", "run", "agents", "--engine", "abacus"), "unknown preset"),
         (("sim", "workload", "show"), "Missing argument"),
         (("sim", "workload", "show", "no-such-file"), "No such file"),
         (("sim", "workload", "convert", "x"), "name the file to write"),

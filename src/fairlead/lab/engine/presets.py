@@ -180,7 +180,7 @@ def preset(name: str) -> Preset:
     raise ValueError(f"unknown preset {name!r}; {suggestion(name, PRESETS)}")
 
 
-# A preset as text, YAML or JSON: what `fairlead tune` prints and `--preset FILE` takes.
+# A preset as text, YAML or JSON: what `fairlead tune` prints and `--engine FILE` takes.
 #
 # name: mine
 # model: Qwen/Qwen3-32B

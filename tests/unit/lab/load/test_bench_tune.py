@@ -244,8 +244,8 @@ def test_the_command_fits_a_file_and_its_preset_is_simulated(tmp_path):
     assert read_preset(out.read_text()).latency.c0_ms == pytest.approx(5.99, rel=0.03)
     whole = json.loads(runner.invoke(app, ["tune", "--observations", str(file), "--json"]).output)
     assert {*whole} == {"preset", "fit", "server", "advice", "observations"}
-    ran = runner.invoke(app, ["sim", "run", "paced-prefix", "--requests", "4", "--preset", str(out), "--json"])
-    known = runner.invoke(app, ["sim", "run", "paced-prefix", "--requests", "4", "--preset", "llama-8b-h100", "--json"])
+    ran = runner.invoke(app, ["sim", "run", "paced-prefix", "--requests", "4", "--engine", str(out), "--json"])
+    known = runner.invoke(app, ["sim", "run", "paced-prefix", "--requests", "4", "--engine", "llama-8b-h100", "--json"])
     times = [json.loads(one.output)["figures"]["ttft_mean_ms"] for one in (ran, known)]
     # The preset says what a request takes besides its steps.
     assert times[0] == pytest.approx(times[1] + 3.0, rel=0.03)

@@ -59,9 +59,9 @@ async def test_a_taken_port_is_a_clear_error():
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["--preset", "list"], 0, "llama-8b-l40s"),
+        (["--engine", "list"], 0, "llama-8b-l40s"),
         (["--help"], 0, "fairlead stub --replicas 8 --out endpoints.yaml"),
-        (["--preset", "abacus"], 2, "unknown preset 'abacus'"),
+        (["--engine", "abacus"], 2, "unknown preset 'abacus'"),
         (["--time-ratio", "0"], 2, "time_ratio must be above 0"),
         (["--time-ratio", "inf"], 2, "time_ratio must be above 0"),
         (["--time-ratio", "nan"], 2, "time_ratio must be above 0"),
