@@ -294,6 +294,30 @@ async def test_the_list_of_models(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
 
 
+async def test_the_list_of_models_of_a_mixed_pool(tmp_path: Path) -> None:
+    """Two servers with unlike models: the list has both, whichever of them would have answered."""
+    one = StubPool(StubConfig(model="one", loras=("adapter",), time_ratio=20.0), 1)
+    other = StubPool(StubConfig(model="other", time_ratio=20.0), 1)
+    pass_ = {"unmatched": "pass", "list": [{"name": "chat", "targets": {"one": 1}}]}
+    async with one as first, other as second:
+        endpoints = [*first.addresses, *second.addresses]
+        for models, names in (({}, ["adapter", "one", "other"]), (pass_, ["adapter", "chat", "one", "other"])):
+            async with world(EMBEDDED, tmp_path, "", endpoints, models=models, policy="default") as w:
+                async with asyncio.timeout(10):  # until both were asked
+                    while len(json.loads((await w.get("/v1/models")).body)["data"]) < len(names):
+                        await asyncio.sleep(0.05)
+                for _ in range(4):
+                    listed = json.loads((await w.get("/v1/models")).body)
+                    assert [model["id"] for model in listed["data"]] == names
+                for name in names:
+                    assert json.loads((await w.get(f"/v1/models/{name}")).body)["id"] == name
+                assert (await w.get("/v1/models/nope")).status == 404
+        listed_only = [{"name": "chat", "targets": {"one": 1}}]
+        async with world(EMBEDDED, tmp_path, "", endpoints, models=listed_only, policy="default") as w:
+            assert [model["id"] for model in json.loads((await w.get("/v1/models")).body)["data"]] == ["chat"]
+            assert (await w.post(chat("one"))).status == 404
+
+
 async def test_definitions_change_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with world(EMBEDDED, tmp_path, model("chat", ("one", 1))) as w:
         await w.post(chat("chat"))

@@ -301,6 +301,14 @@ class Catalogue:
         names.update({name: Listed(name, 0) for name in self._exact if name not in names})
         return [names[name] for name in sorted(names)]
 
+    def offered(self, served: Iterable[str]) -> list[Listed]:
+        """`listed`; where other names pass too, with the names that endpoints serve."""
+        if self.strict:
+            return self.listed
+        names = {name: Listed(name, 0) for name in (*served, *self._exact)}
+        names.update({model.name: model for model in self.listed})
+        return [names[name] for name in sorted(names)]
+
     def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
         """Decide for one request. Draws from `rng` only for a split that no session decides."""
         if self.empty and not request.rewrite:

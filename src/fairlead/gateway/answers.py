@@ -1,7 +1,7 @@
 """Encoded answers, with what repeats encoded once."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import ceil, log2
 from urllib.parse import unquote
@@ -38,6 +38,14 @@ _JSON = {"content-type": "application/json"}
 #: Templates kept; more than any pool needs.
 _CACHE = 16_384
 _NOTHING: Mapping[str, bytes] = {}
+
+
+#: Names that endpoints serve. The argument: also while all of them serve the same.
+Served = Callable[[bool], frozenset[str]]
+
+
+def no_names(alike: bool) -> frozenset[str]:
+    return frozenset()
 
 
 class Answers:
@@ -210,9 +218,11 @@ def client_is_told(served: str) -> bytes:
     return ext_proc.answer(Kind.RESPONSE_HEADERS, mutation)
 
 
-def models_page(catalogue: Catalogue, headers: Mapping[str, str]) -> bytes | None:
+def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served = no_names) -> bytes | None:
     """ImmediateResponse to `GET /v1/models` where names are defined, or for one of them: what clients may ask for,
     not what is behind it. `None` if the request is for the model servers.
+
+    `served`: see `Served`. Where endpoints serve unlike names, none of them can list all, so they are listed here.
 
     One that is not defined is an error where only defined names are served. Elsewhere some model server may know it.
     """
@@ -222,6 +232,8 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str]) -> bytes | Non
     if not (path.startswith(_ONE_MODEL) or api_of(path) == MODELS):
         return None
     listed = catalogue.listed
+    names = served(bool(listed))
+    listed = catalogue.offered(names) if names else listed
     if not listed:
         return None
     if not path.startswith(_ONE_MODEL) or path == _ONE_MODEL:

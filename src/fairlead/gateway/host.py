@@ -11,7 +11,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from fairlead.gateway.access_log import AccessLogs, Pulse
-from fairlead.gateway.answers import Answers
+from fairlead.gateway.answers import Answers, Served, no_names
 from fairlead.gateway.driver import Driver, Incidents
 from fairlead.gateway.ext_proc import BodyMode, Modes
 from fairlead.gateway.understand import Understanding
@@ -99,6 +99,7 @@ class Host:
         max_body: int = 64 << 20,
         inspect: Callable[[bool], bool] = lambda stream: False,
         tells_served: bool = False,
+        served: Served = no_names,
     ) -> None:
         self.driver = driver
         self.understanding = understanding
@@ -109,6 +110,8 @@ class Host:
         self.max_body = max_body
         #: Asked once per response that could be left early (is it a stream?): stay, to learn its token counts?
         self.inspect = inspect
+        #: For the list of models.
+        self.served = served
         #: For conformance tests of gateways: responses tell who served.
         self.tells_served = tells_served
         self.logs = AccessLogs(driver, answers, incidents)

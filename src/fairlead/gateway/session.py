@@ -270,7 +270,7 @@ class Session:
         host = self._host
         models = host.driver.pipeline.models
         if not body:
-            page = models_page(models, self._headers)
+            page = models_page(models, self._headers, host.served)
             if page is not None:
                 self._answer(page)
                 return

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain
 from urllib.parse import urlsplit
 
 import msgspec
@@ -102,6 +103,8 @@ class ServedModels:
         self._plain = SecureFetcher(replace(options, token_file=""), accept="application/json", keep=False)
         self._targets: dict[str, _Target] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
+        #: Whether endpoints serve unlike names, and all of these; `None` = something changed since.
+        self._union: tuple[bool, frozenset[str]] | None = None
 
     def up(self, endpoint: Endpoint) -> None:
         """Ask it from now on, or take note that it changed."""
@@ -117,6 +120,7 @@ class ServedModels:
         target = self._targets.pop(endpoint_id, None)
         if target is None:
             return
+        self._union = None
         if target.timer is not None:
             target.timer.cancel()
         if target.task is not None:
@@ -137,6 +141,15 @@ class ServedModels:
         for target in self._targets.values():
             yield from target.models
             yield from target.reported or ()
+
+    def union(self, alike: bool) -> frozenset[str]:
+        """Every name that endpoints serve. Unless `alike`, none while all of them serve the same: any can list it."""
+        if self._union is None:
+            lists = {(target.models, target.reported or frozenset()) for target in self._targets.values()}
+            lists.discard((frozenset(), frozenset()))  # not read, or refused
+            self._union = len(lists) > 1, frozenset(chain(*chain(*lists)))
+        unlike, names = self._union
+        return names if unlike or alike else frozenset()
 
     async def close(self) -> None:
         tasks = [target.task for target in self._targets.values() if target.task is not None]
@@ -171,7 +184,7 @@ class ServedModels:
             problem = "" if error.answered else str(error)
         except (TimeoutError, ValueError) as error:
             problem = str(error) or "no answer in time"
-        target.task = None
+        target.task = self._union = None
         self._schedule(target, self._pause(target, problem))
         if problem:
             target.looked |= looked

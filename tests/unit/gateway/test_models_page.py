@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fairlead.core.models import Catalogue, InferenceModel, ModelRules, ModelSet, Origin, Target
-from fairlead.gateway.answers import models_page
+from fairlead.gateway.answers import Served, models_page, no_names
 
 
 def defined(*names: str, rules: ModelRules = ModelRules()) -> Catalogue:  # noqa: B008 frozen
@@ -18,8 +18,10 @@ def defined(*names: str, rules: ModelRules = ModelRules()) -> Catalogue:  # noqa
     return Catalogue(ModelSet(tuple(models)), rules)
 
 
-def ask(pb: ModuleType, catalogue: Catalogue, path: str, method: str = "GET") -> tuple[int, Any] | None:
-    message = models_page(catalogue, {":method": method, ":path": path})
+def ask(
+    pb: ModuleType, catalogue: Catalogue, path: str, method: str = "GET", served: Served = no_names
+) -> tuple[int, Any] | None:
+    message = models_page(catalogue, {":method": method, ":path": path}, served)
     if message is None:
         return None
     answer = pb.ProcessingResponse.FromString(message).immediate_response
@@ -58,3 +60,38 @@ def test_other_requests(pb: ModuleType, method: str, path: str) -> None:
 
 def test_nothing_defined(pb: ModuleType) -> None:
     assert ask(pb, Catalogue(), "/v1/models") is None
+
+
+def unlike(alike: bool) -> frozenset[str]:
+    return frozenset(("base", "adapter"))
+
+
+def same(alike: bool) -> frozenset[str]:
+    return frozenset(("base", "adapter")) if alike else frozenset()
+
+
+PASS = ModelRules(reject_unmatched=False)
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "served", "names"),
+    [
+        (Catalogue(), unlike, ["adapter", "base"]),
+        (Catalogue(), same, None),
+        (defined("a"), unlike, ["a"]),
+        (defined("a", rules=PASS), unlike, ["a", "adapter", "base"]),
+        (defined("a", rules=PASS), same, ["a", "adapter", "base"]),
+        (defined("a", "base", rules=PASS), no_names, ["a", "base"]),
+    ],
+)
+def test_what_endpoints_serve(pb: ModuleType, catalogue: Catalogue, served: Served, names: list[str] | None) -> None:
+    found = ask(pb, catalogue, "/v1/models", served=served)
+    assert (found and [model["id"] for model in found[1]["data"]]) == names
+    for name in names or ():
+        found = ask(pb, catalogue, f"/v1/models/{name}", served=served)
+        assert found is not None
+        assert (found[0], found[1]["id"]) == (200, name)
+
+
+def test_an_unknown_model_of_a_mixed_pool_is_the_servers_to_refuse(pb: ModuleType) -> None:
+    assert ask(pb, Catalogue(), "/v1/models/nope", served=unlike) is None

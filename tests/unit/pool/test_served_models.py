@@ -118,6 +118,24 @@ async def test_it_is_read_when_an_endpoint_comes_and_told_when_it_changes(rig: R
         await reader.close()
 
 
+async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
+    reader = rig.reader(ScrapeOptions(models_s=0.05))
+    assert reader.union(alike=True) == frozenset()
+    try:
+        for name in "ab":
+            reader.up(rig.endpoint(name))
+            await rig.heard()
+        assert reader.union(alike=True) == {"base", "poet"}
+        assert reader.union(alike=False) == frozenset(), "all serve the same"
+        rig.servers["b"].body = page("critic")
+        assert await rig.heard() == ("b", frozenset({"critic"}))
+        assert reader.union(alike=False) == {"base", "poet", "critic"}
+        reader.down("b")
+        assert (reader.union(alike=True), reader.union(alike=False)) == ({"base", "poet"}, frozenset())
+    finally:
+        await reader.close()
+
+
 @pytest.mark.parametrize(("status", "body"), [(200, b"<html>"), (200, b"x" * (2 << 20)), (503, b""), (200, page()[:9])])
 async def test_a_broken_answer_changes_nothing_and_is_asked_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes

@@ -203,7 +203,7 @@ def wire(
         trace=tracing.arrived if tracing is not None else None,
     )
     inspect = inspection if kv is None else kv.inspecting(inspection)
-    host = _host(config, clock.time, run, driver, understanding, watch, inspect)
+    host = _host(config, clock.time, run, driver, understanding, watch, inspect, served)
     shared = config, pipeline, driver, clock, watch.metrics.registry
     state, replicas = _state_file(*shared), _replicas(run, *shared)
     parts = fleet, scraper, served, watch, kv, builder, journal, state, replicas
@@ -286,11 +286,13 @@ def _host(
     understanding: Understanding,
     watch: Watch,
     inspect: Callable[[bool], bool],
+    served: ServedModels,
 ) -> Host:
     answers = Answers(run, config.gateway.retry)
     watch.naming(answers.lease)
-    served = "test-selection" in config.headers.trust
-    return Host(driver, understanding, answers, watch, now, config.parsing.max_body_bytes, inspect, tells_served=served)
+    tells = "test-selection" in config.headers.trust
+    max_body = config.parsing.max_body_bytes
+    return Host(driver, understanding, answers, watch, now, max_body, inspect, tells_served=tells, served=served.union)
 
 
 def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | None:
