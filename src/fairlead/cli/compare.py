@@ -18,13 +18,13 @@ from fairlead.cli.options import (
     change,
     complain,
     echo_json,
-    engine_argument,
     examples,
     exits,
     numbers,
     policies,
     scenarios,
 )
+from fairlead.cli.tune import engine_argument
 from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, version
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_FILE = Path("fairlead.yaml")
 
 
-_PRESET_FILES = (".yaml", ".yml", ".json")
 #: Where something else answers than was expected.
 OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
 
@@ -192,23 +191,6 @@ Traces = Annotated[
 ]
 Speeds = Annotated[str, typer.Option(metavar="N,...", help="Relative speeds of the replicas, e.g. 1,1,0.4.")]
 Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replicas prefill, the others decode.")]
-
-
-def engine_argument(value: str) -> str:
-    """A preset's name as it is, or the text of the file or of the measured server that `value` names. Raises
-    `ValueError` or `OSError`."""
-    path = Path(value)
-    if "://" in value or (":" in value and path.suffix not in _PRESET_FILES):
-        from fairlead.cli.tune import preset_like
-
-        return preset_like(value)
-    if path.suffix not in _PRESET_FILES:
-        return value
-    from fairlead.lab.engine.presets import read_preset
-
-    text = path.read_text(encoding="utf-8")
-    read_preset(text, value)
-    return text + "\n"
 
 
 DEFAULT_ADMIN = "http://localhost:9090"

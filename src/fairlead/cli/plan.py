@@ -15,13 +15,13 @@ from fairlead.cli.options import (
     Traces,
     complain,
     echo_json,
-    engine_argument,
     examples,
     exits,
     policies,
     scenarios,
     with_token,
 )
+from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.build import ScenarioSpec

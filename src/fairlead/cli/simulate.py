@@ -17,13 +17,13 @@ from fairlead.cli.options import (
     Traces,
     complain,
     echo_json,
-    engine_argument,
     examples,
     exits,
     numbers,
     policies,
     scenarios,
 )
+from fairlead.cli.tune import engine_argument
 
 Workload = Annotated[
     str,

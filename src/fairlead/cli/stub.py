@@ -16,11 +16,11 @@ from fairlead.cli.options import (
     MaxModelLen,
     MaxNumSeqs,
     complain,
-    engine_argument,
     examples,
     exits,
     presets,
 )
+from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvEventsConfig

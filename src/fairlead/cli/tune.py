@@ -51,6 +51,7 @@ _Header = Annotated[
 _Save = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the observations to this file.", dir_okay=False)
 ]
+_PRESET_FILES = (".yaml", ".yml", ".json")
 _Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the preset to this file.", dir_okay=False)]
 _PromptTokens = Annotated[
     float, typer.Option(metavar="N", min=0, help="Your traffic: mean prompt.", show_default="as seen, or 4000")
@@ -123,6 +124,21 @@ def tune(
         _write(out, preset, fitted)
     _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
     raise typer.Exit(code)
+
+
+def engine_argument(value: str) -> str:
+    """A preset's name as it is, or the text of the file or of the measured server that `value` names. Raises
+    `ValueError` or `OSError`."""
+    path = Path(value)
+    if "://" in value or (":" in value and path.suffix not in _PRESET_FILES):
+        return preset_like(value)
+    if path.suffix not in _PRESET_FILES:
+        return value
+    from fairlead.lab.engine.presets import read_preset
+
+    text = path.read_text(encoding="utf-8")
+    read_preset(text, value)
+    return text + "\n"
 
 
 def preset_like(url: str) -> str:
