@@ -1,9 +1,10 @@
-"""`tools/readability.py` counts what it says, on texts whose figures are known."""
+"""`tools/readability.py` counts right on known texts, and the documentation stays short and readable."""
 
 import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -69,3 +70,22 @@ def test_the_total_leaves_generated_pages_out(tool: ModuleType, capsys: pytest.C
     assert {name for name, page in pages.items() if page["generated"]} >= {"docs/cli.md", "docs/metrics.md"}
     assert shown["total"]["words"] == sum(page["words"] for page in pages.values() if not page["generated"])
     assert shown["total"]["generated_words"] > 10_000
+
+
+@pytest.fixture(scope="module")
+def documentation(tool: ModuleType) -> dict[str, Any]:
+    return {str(path.relative_to(tool.ROOT)): tool.figures(path.read_text()) for path in tool.pages()}
+
+
+def test_the_documentation_stays_short(documentation: dict[str, Any]) -> None:
+    own = {name: page.words for name, page in documentation.items() if not page.generated}
+    assert sum(own.values()) <= 45_000, sorted(own.items(), key=lambda row: -row[1])[:10]
+
+
+def test_sentences_stay_short(documentation: dict[str, Any]) -> None:
+    assert {name: page.sentence_median for name, page in documentation.items() if page.sentence_median > 18} == {}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/concepts.md"])
+def test_the_first_pages_are_easy_to_read(documentation: dict[str, Any], name: str) -> None:
+    assert documentation[name].flesch >= 50
