@@ -161,6 +161,7 @@ async def test_a_run_seen_in_a_browser(run: Run, browser: Browser, axe: str) -> 
     await fits(page)
     await picture(page, "light")
     await _explains(page, axe)
+    await _finds_and_opens_an_endpoint(page, axe)
     await page.dress(dark=True)
     await accessible(page, axe)
     await page.resize(390, 844, 1.0)
@@ -268,6 +269,24 @@ async def _explains(page: Page, axe: str) -> None:
     await page.run("document.getElementById('pause').focus()")
     await page.press(" ")
     assert await text_of(page, "#pause") == "Pause the list"
+
+
+async def _finds_and_opens_an_endpoint(page: Page, axe: str) -> None:
+    """A search by outcome beyond the 30 that are listed; and the page of an endpoint, with its first point."""
+    await page.until("Number(document.querySelector('[data-figure=requests]').textContent.replace(',', '')) > 60")
+    await page.run("""(() => { const field = document.getElementById("search").elements.outcome;
+        field.value = "answered"; field.dispatchEvent(new Event("input", {bubbles: true})); })()""")
+    await page.until("document.querySelectorAll('#decision-rows tbody tr').length > 30")
+    assert re.match(r"\d+ of the last [\d,]+ match", await text_of(page, "#decisions-sub"))
+    await page.run("document.querySelector('#search button[type=reset]').click()")
+    await page.until("document.querySelectorAll('#decision-rows tbody tr').length === 30")
+    await page.run("document.querySelector('#endpoint-rows a').click()")
+    await page.until("document.querySelectorAll('#endpoint-decisions tbody tr').length > 5")
+    await page.until("document.getElementById('endpoint-load').ariaLabel.includes('running')")
+    await accessible(page, axe)
+    await picture(page, "endpoint")
+    await page.press("Escape")
+    await page.until("!document.getElementById('endpoint').open")
 
 
 async def _equals_the_metrics(run: Run, page: Page) -> None:

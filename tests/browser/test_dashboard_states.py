@@ -6,11 +6,16 @@ from collections.abc import AsyncIterator
 from math import inf
 
 import pytest
-from br_checks import accessible, figure, fits, text_of
+from br_checks import accessible, figure, fits, rows, text_of
 from br_chromium import Browser, Page
 
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.binding import PairBinder
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
+from fairlead.core.fairness import Fcfs, StartTimeFair
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow_control import FlowControl, FlowController
+from fairlead.core.gates import LedgerGate
+from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.admin import Admin, AdminSources
@@ -38,8 +43,9 @@ class Scheduler:
     async def start(self) -> None:
         maker = self.maker
         source = DashboardSources(
-            begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.25
-        )
+            begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.25,
+            answers={"decisions": maker.search, "endpoint": maker.endpoint},
+        )  # fmt: skip
         sources = AdminSources(
             metrics=self.watch.exposition,
             unready=lambda: self.reasons,
@@ -67,13 +73,30 @@ class Scheduler:
     def add(self, count: int) -> None:
         for i in range(count):
             name = f"default/model-server-{i:03}"
-            self.fleet.up(Endpoint(name, f"10.0.{i // 250}.{i % 250}:8000"))
+            self.fleet.up(Endpoint(name, f"10.0.{i // 250}.{i % 250}:8000", {MODEL_LABEL: "m"}))
             at = self.now()
             self.fleet.sampled(name, at, at, Sample(waiting=i % 4, running=i % 13, kv_usage=(i % 20) / 20))
 
-    def serve(self, number: int, endpoint: str, model: str = "m", status: int = 200) -> None:
-        request = Request(id=number, arrived=self.now(), model=model, prompt_tokens=900, stream=True)
-        at = self.now()
+    def hold(self, waiting: dict[str, int]) -> None:
+        """Flow control with so many requests that wait, by tenant."""
+        queues = Queues(lambda priority: (StartTimeFair(), Fcfs()))
+        flow = FlowControl(queues, LedgerGate(requests=1), PairBinder(lambda *_: None))
+        self.watch.watch_queue(FlowController(flow, "p", 1.0))
+        for slot, _ in self.fleet.table.slots():
+            self.fleet.charge(Request(id=9000 + slot, arrived=0.0, prompt_tokens=10), slot, self.now(), 0, 10)
+        tenants = [tenant for tenant, count in waiting.items() for _ in range(count)]
+        for number, tenant in enumerate(tenants, 10_000):
+            request = Request(id=number, arrived=self.now(), model="m", prompt_tokens=10, fairness_id=tenant,
+                              body_bytes=2000)  # fmt: skip
+            flow.arrived(request, self.fleet, self.now())
+
+    def serve(
+        self, number: int, endpoint: str, model: str = "m", status: int = 200, tenant: str = "", client_id: str = "",
+        target: str = "", at: float | None = None,
+    ) -> None:  # fmt: skip
+        request = Request(id=number, arrived=self.now(), model=model, target=target, prompt_tokens=900,
+                          stream=True, fairness_id=tenant, external_id=client_id)  # fmt: skip
+        at = self.now() if at is None else at
         forecast = Forecast(ttft_ms=120.0, low_ms=60.0, high_ms=300.0)
         self.watch.on_decision(
             DecisionRecord(request=request, at=at, policy="p", endpoint=endpoint, address="x:1", forecast=forecast),
@@ -262,3 +285,125 @@ async def test_the_server_keeps_the_history_not_the_page(scheduler: Scheduler, b
     await page.until(f"{shown}.startsWith('Requests per second over the last 60 min.')")
     assert page.messages == []
     await page.close()
+
+
+async def _choose(page: Page, name: str, value: str) -> None:
+    """Fill in a field of the search."""
+    await page.run(f"""(() => {{ const field = document.getElementById("search").elements[{name!r}];
+        field.value = {value!r}; field.dispatchEvent(new Event("input", {{bubbles: true}})); }})()""")
+
+
+async def _looks_good_everywhere(page: Page, axe: str) -> None:
+    for width, dark in ((390, True), (390, False), (1400, True), (1400, False)):
+        await page.resize(width, 1000)
+        await page.dress(dark)
+        await asyncio.sleep(0.3)
+        await fits(page)
+        await accessible(page, axe)
+
+
+LISTED = "[...document.querySelectorAll('#decision-rows tbody tr')].map((row) => row.dataset.key).join()"
+
+
+async def test_decisions_are_found_beyond_those_that_are_shown(
+    scheduler: Scheduler, browser: Browser, axe: str
+) -> None:
+    scheduler.add(2)
+    for i in range(200):
+        scheduler.serve(
+            i, f"default/model-server-00{i % 2}", model="llama" if i % 50 == 7 else "m", client_id=f"client-{i:04x}-x",
+            status=503 if i in (3, 103) else 200, tenant="Team-A" if i < 5 else "team-b",
+        )  # fmt: skip
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelectorAll('#decision-rows tbody tr').length === 30")
+    await _choose(page, "tenant", "team-a")
+    await page.until(f"{LISTED} === '4,3,2,1,0'")
+    assert await text_of(page, "#decisions-sub") == "5 of the last 200 match; newest first"
+    await page.until("document.getElementById('search-said').textContent === '5 of the last 200 match'")
+    await _choose(page, "outcome", "failed")
+    await page.until(f"{LISTED} === '3'")
+    await _looks_good_everywhere(page, axe)
+    await _choose(page, "tenant", "")
+    await page.until(f"{LISTED} === '103,3'")
+    scheduler.serve(200, "default/model-server-000", status=500)
+    await page.until(f"{LISTED} === '200,103,3'")
+    await _choose(page, "outcome", "")
+    await _choose(page, "model", "LLAMA")
+    await page.until(f"{LISTED} === '157,107,57,7'")
+    await _choose(page, "id", "client-006b")
+    await page.until(f"{LISTED} === '107'")
+    await _choose(page, "id", "9999")
+    await page.until("document.getElementById('decisions-empty').textContent.startsWith('No decision that is still')")
+    await page.run("document.querySelector('#search button[type=reset]').focus()")
+    await page.press("Enter")
+    await page.until("document.querySelectorAll('#decision-rows tbody tr').length === 30")
+    assert page.messages == []
+    await page.close()
+
+
+async def test_models_say_where_they_go_and_queues_who_waits(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(3)
+    for slot in range(2):
+        scheduler.fleet.table.set_listed(slot, frozenset({"sql"}))
+    scheduler.watch.on_models(["chat", "m", "sql"], [])
+    for i in range(40):
+        scheduler.serve(i, "default/model-server-000", "chat", target="sql" if i % 4 == 0 else "m")
+    scheduler.serve(40, "default/model-server-000", "chat", target="m", status=503)
+    scheduler.hold({"team-a": 12, "team-b": 3})
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelectorAll('#queue-rows tbody tr').length === 3")
+    models = await rows(page, "model-rows")
+    assert list(models) == ["chat"], "targets are told with the model that is sent to them"
+    chat = models["chat"]
+    assert chat["targets"] in ("sql 24 %, m 76 %", "m 76 %, sql 24 %")
+    assert "sql: adapter on 2 endpoints" in chat["served"] and "m: 3 endpoints" in chat["served"]
+    assert (chat["requests"], chat["errors"], chat["error_rate"]) == ("41", "1", "2.4 %")
+    assert (chat["p50"], chat["p95"]) == ("110 ms", "110 ms")
+    queues = await rows(page, "queue-rows")
+    assert [(row["band"], row["waiting"]) for row in queues.values()] == [
+        ("band 0", "15"), ("team-a · m", "12"), ("team-b · m", "3"),
+    ]  # fmt: skip
+    await _looks_good_everywhere(page, axe)
+    assert page.messages == []
+    await page.close()
+
+
+async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(3)
+    history, now = scheduler.maker.history, scheduler.now()
+    for i in range(100):
+        scheduler.fleet.sampled(
+            "default/model-server-001", now, now, Sample(waiting=i % 7, running=i % 40, kv_usage=i / 100)
+        )
+        scheduler.serve(i, f"default/model-server-00{i % 3}", at=now + 15.0 * i)
+        history.look(now + 15.0 * i)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    link = "#endpoint-rows tbody tr:nth-child(2) a"
+    await page.until(f"document.querySelector('{link}')")
+    await page.run(f"document.querySelector('{link}').focus()")
+    await page.press("Enter")
+    await page.until("document.getElementById('endpoint').open")
+    assert await text_of(page, "#endpoint-title") == "default/model-server-001"
+    kv = "document.getElementById('endpoint-kv').ariaLabel"
+    await page.until(f"{kv}.startsWith('KV cache in use over the last 60 min. Now: in use 99 %')")
+    await page.until("document.querySelectorAll('#endpoint-decisions tbody tr').length === 20")
+    facts = await text_of(page, "#endpoint-facts")
+    assert "10.0.0.1:8000" in facts and "serving" in facts
+    await _looks_good_everywhere(page, axe)
+    await page.run("document.querySelector('#endpoint-decisions button').click()")
+    await page.until("document.getElementById('why').open")
+    await page.press("Escape")
+    await page.until("!document.getElementById('why').open && document.getElementById('endpoint').open")
+    await page.press("Escape")
+    await page.until("!document.getElementById('endpoint').open && !location.hash")
+    assert await page.run("document.activeElement.textContent") == "default/model-server-001"
+    await page.close()
+    named = await browser.page(scheduler.url + "#endpoint=default%2Fmodel-server-009")
+    await named.until(
+        "document.getElementById('endpoint-problem').textContent.startsWith('There is nothing of that name')"
+    )
+    await accessible(named, axe)
+    await named.close()

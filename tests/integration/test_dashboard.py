@@ -4,7 +4,7 @@ import asyncio
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fairlead.server.admin import Admin, AdminSources
-from fairlead.server.dashboard import SHARE, Dashboard, DashboardSources, encode, frame
+from fairlead.server.dashboard import _GONE, SHARE, Dashboard, DashboardSources, encode, frame
 
 TICK = 0.02
 
@@ -49,8 +49,12 @@ class Source:
     @property
     def sources(self) -> DashboardSources:
         return DashboardSources(
-            begin=self.begin, end=self.end, beginning=lambda: {"about": "us"}, take=self.take, tick=self.tick
-        )
+            begin=self.begin, end=self.end, beginning=lambda: {"about": "us"}, take=self.take, tick=self.tick,
+            answers={"numbers": self.answer},
+        )  # fmt: skip
+
+    def answer(self, query: Mapping[str, str]) -> int | None:
+        return None if query["n"] == "unknown" else msgspec.convert(query["n"], int, strict=False)
 
 
 class Served:
@@ -236,6 +240,22 @@ async def test_a_snapshot_alone_that_fails(serve: Serve) -> None:
             assert (await response.content.read()).strip() == b""
     assert served.problems == ["/dashboard/snapshot no", "/dashboard/stream no"]
     assert (served.source.begun, served.source.ended) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "text"),
+    [
+        ("n=3", 200, "3"),
+        ("n=x", 400, "Expected `int`, got `str`\n"),
+        ("n=unknown", 404, _GONE),
+        ("m=3", 500, "/dashboard/numbers failed: KeyError\n"),
+    ],
+)
+async def test_questions_are_answered_or_told_what_is_wrong(serve: Serve, query: str, status: int, text: str) -> None:
+    served = await serve()
+    async with aiohttp.ClientSession() as session, session.get(f"{served.url}/dashboard/numbers?{query}") as response:
+        assert (response.status, await response.text()) == (status, text)
+    assert bool(served.problems) is (status == 500)
 
 
 async def test_viewers_end_with_the_server(serve: Serve) -> None:

@@ -53,6 +53,8 @@ _DASHBOARD = {
     "/": "the dashboard, for browsers",
     "/dashboard/snapshot": "what it shows, at this moment (JSON)",
     "/dashboard/stream": "the same twice a second (server-sent events)",
+    "/dashboard/decisions?…": "the last decisions by id, model, tenant, endpoint or outcome (JSON)",
+    "/dashboard/endpoint?id=…": "the last hour of one endpoint (JSON)",
     "/dashboard/runbook.md": "what to do about what it says",
 }
 _DEBUG_PAGES = {

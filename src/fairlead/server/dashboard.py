@@ -11,7 +11,7 @@ Rules
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2s
 from importlib.resources import files
 from typing import Any
@@ -47,6 +47,7 @@ _STREAM_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Accel-Buffering": "no",
 }
+_GONE = "There is nothing of that name, or no longer. The dashboard and /debug/endpoints show what is there.\n"
 _TOO_MANY = "{} viewers look already; close one and try again\n"
 
 
@@ -59,6 +60,9 @@ class DashboardSources(Struct, frozen=True, kw_only=True):
     #: For a viewer that has just come; for all viewers, at each tick.
     beginning: Callable[[], Any]
     take: Callable[[], Any]
+    #: Answers to questions by their name: the query's parameters → a value, or `None` if what is asked for is not
+    #: there. They raise `msgspec.ValidationError`.
+    answers: Mapping[str, Callable[[Mapping[str, str]], Any]] = {}
     #: Seconds between two ticks.
     tick: float = 0.5
 
@@ -127,6 +131,8 @@ class Dashboard:
 
     async def _file(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
+        if name in self._sources.answers:
+            return self._answer(request, name)
         if name not in self._files:
             raise web.HTTPNotFound(text=f"there is no {name[:80]!r} here\n")
         return self._send(request, name)
@@ -138,6 +144,18 @@ class Dashboard:
             return web.Response(status=304, headers=headers)
         kind = _TYPES.get(name.rpartition(".")[2], "text/plain")
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+    def _answer(self, request: web.Request, name: str) -> web.Response:
+        try:
+            answer = self._sources.answers[name](dict(request.query))
+        except msgspec.ValidationError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        except Exception as error:
+            self._failed(request.path, error)
+            return web.Response(status=500, text=f"{request.path} failed: {type(error).__name__}\n")
+        if answer is None:
+            return web.Response(status=404, text=_GONE)
+        return web.Response(body=encode(answer), content_type="application/json", headers={"Cache-Control": "no-store"})
 
     # ---- one snapshot ----
 

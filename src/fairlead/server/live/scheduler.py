@@ -375,7 +375,14 @@ class Live:
 
     def _dashboard(self) -> DashboardSources:
         maker = self._maker
-        return DashboardSources(begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=TICK)
+        return DashboardSources(
+            begin=maker.begin,
+            end=maker.end,
+            beginning=maker.beginning,
+            take=maker.take,
+            answers={"decisions": maker.search, "endpoint": maker.endpoint},
+            tick=TICK,
+        )
 
     def _notes(self) -> list[str]:
         """For `/readyz`: what cannot be done, and what was known from the start."""

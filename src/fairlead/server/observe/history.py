@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from fairlead.core.stalls import OUT_OF_USE
 from fairlead.pool.scrape import TOLD_AFTER
+from fairlead.server.observe.endpoint_history import EndpointHistory
 from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles
 from fairlead.server.observe.watch import Watch
@@ -72,6 +73,7 @@ class History:
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
         #: Endpoints out of use, by id.
         self.out: dict[str, Out] = {}
+        self.endpoints = EndpointHistory()
 
     def look(self, now: float) -> None:
         self._watch.count()
@@ -83,6 +85,7 @@ class History:
             self._judge(before, counts)
             self.rates = _rates(self._counts[0], counts)
         self._look_at_endpoints(now)
+        self.endpoints.keep(self._watch.fleet.table, self._watch.newest, now)
         if now >= self._next_point:
             self.points.append(self.point(now))
             self._next_point = now - now % POINT + POINT

@@ -1,16 +1,23 @@
 """Everything that the dashboard shows, read where the metrics page reads it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
 from math import inf, isfinite
+
+import msgspec
 
 from fairlead import __version__
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
+from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.stalls import LEVELS
 from fairlead.server.observe import snapshot_shape as shape
+from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import Counter, Family, Gauge
+from fairlead.server.observe.model_rows import model_rows
 from fairlead.server.observe.recent import Recent
+from fairlead.server.observe.search import MAX_FOUND, Search, SearchResult
 from fairlead.server.observe.snapshot_shape import Happened, notices
 from fairlead.server.observe.watch import Watch
 
@@ -138,10 +145,25 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
                 oldest_s=_left(now - band.oldest()),
                 delay_s=flow_controller.drain_s(band.priority),
                 used=band.count / band.limit.requests if isfinite(band.limit.requests) else 0.0,
+                longest=flow_rows(band, now),
             )
             for band in queues.bands()
         ],
     )
+
+
+def flow_rows(band: Band, now: float) -> list[shape.FlowRow]:
+    waiting = (flow for flow in band.flows.values() if len(flow))
+    return [
+        shape.FlowRow(
+            flow.key.tenant,
+            flow.key.model,
+            len(flow),
+            _left(now - min(held.since for _, _, held in flow.waiting)),
+            flow.bytes,
+        )
+        for flow in nlargest(FLOW_ROWS, waiting, key=len)
+    ]
 
 
 def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | None) -> shape.DecisionRow:
@@ -150,6 +172,7 @@ def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | Non
         id=request.id,
         at=decision.at + wall,
         model=request.model,
+        tenant=request.fairness_id,
         priority=request.priority,
         endpoint=decision.endpoint,
         outcome=decision.outcome,
@@ -215,6 +238,14 @@ def _rounded(value: float | None, digits: int) -> float | None:
 TICK = 0.5
 DECISIONS = 30
 TRAFFIC_ROWS = 40
+FLOW_ROWS = 5
+
+
+class EndpointPast(msgspec.Struct, frozen=True):
+    """The last hour of an endpoint, a point every `point_s` seconds, the oldest first."""
+
+    point_s: float
+    points: list[EndpointPoint]
 
 
 class SnapshotMaker:
@@ -280,6 +311,7 @@ class SnapshotMaker:
             totals=self._totals(),
             traffic=traffic[:TRAFFIC_ROWS],
             traffic_left_out=max(len(traffic) - TRAFFIC_ROWS, 0),
+            models=model_rows(watch, traffic, now)[:TRAFFIC_ROWS],
             latency=history.latency(now),
             queues=queues,
             decisions=[decision(self._wall, *entry) for entry in watch.journal.newest(DECISIONS)],
@@ -289,6 +321,23 @@ class SnapshotMaker:
             kv_events=watch.fleet.exact is not None,
             point=history.point(now),
         )
+
+    def search(self, query: Mapping[str, str]) -> SearchResult:
+        """Decisions that are still held. Raises `msgspec.ValidationError` for what `Search` does not have."""
+        wanted = msgspec.convert(query, Search)
+        self._watch.count()
+        held = self._watch.journal.newest(len(self._watch.journal))
+        matches = wanted.among(held)
+        shown = [decision(self._wall, *entry) for entry in matches[:MAX_FOUND]]
+        return SearchResult(shown, len(matches), len(held))
+
+    def endpoint(self, query: Mapping[str, str]) -> EndpointPast | None:
+        """The last hour of an endpoint; `None` = it is not there."""
+        table = self._watch.fleet.table
+        slot = table.slot(query.get("id", ""))
+        if slot is None:
+            return None
+        return EndpointPast(STEP, self.history.endpoints.of(slot, table, self._wall))
 
     def _totals(self) -> shape.Totals:
         families, rates = self._watch.metrics.families, self.history.rates

@@ -88,6 +88,44 @@ class TrafficRow(Struct, frozen=True, kw_only=True):
     hit_rate: float | None
 
 
+class TargetRow(Struct, frozen=True):
+    """Where requests for a model go."""
+
+    name: str
+    #: Of the model's requests; `None` = there was none.
+    share: float | None
+    #: That serve it, as far as they say so; 0 = none says so.
+    endpoints: int
+    adapter: bool
+
+
+class ModelRow(Struct, frozen=True, kw_only=True):
+    """One model that clients name or endpoints serve; rates and latencies of the last ten seconds."""
+
+    model: str
+    targets: list[TargetRow]
+    requests: int
+    errors: int
+    running: int
+    per_s: float | None
+    #: Share of the answers that ended with 4xx, 5xx or were lost.
+    error_rate: float | None
+    #: Of streamed answers.
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    hit_rate: float | None
+
+
+class FlowRow(Struct, frozen=True):
+    """What waits of one tenant for one model. `tenant`: empty = none named."""
+
+    tenant: str
+    model: str
+    waiting: int
+    oldest_s: float
+    bytes: int
+
+
 class BandRow(Struct, frozen=True, kw_only=True):
     """What waits in one band."""
 
@@ -100,6 +138,8 @@ class BandRow(Struct, frozen=True, kw_only=True):
     delay_s: float
     #: Share of the band's limit of requests; 0 = it has none.
     used: float
+    #: The flows with the most that waits.
+    longest: list[FlowRow] = []
 
 
 class Queues(Struct, frozen=True, kw_only=True):
@@ -137,6 +177,7 @@ class DecisionRow(Struct, frozen=True, kw_only=True):
     id: int
     at: float
     model: str
+    tenant: str
     priority: int
     endpoint: str
     outcome: str
@@ -227,6 +268,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     traffic: list[TrafficRow]
     #: Rows that were too many; their requests are in `totals`.
     traffic_left_out: int
+    models: list[ModelRow]
     latency: Latency
     queues: Queues | None
     decisions: list[DecisionRow]

@@ -11,7 +11,7 @@ const GAP = 4;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 export class Chart {
-  // lines: [{ title, color, dash, fill, value(point) }]; `show` writes a value with its unit,
+  // lines: [{ title, color, dash, fill, dots, value(point) }]; `show` writes a value with its unit,
   // `axis` one at the axis, whose label is `unit`; `least`: what the axis reaches at least.
   constructor({ chart, legend, lines, show, axis, name, unit, least }) {
     Object.assign(this, { chart, legend, lines, show, axis, name, unit, least });
@@ -99,7 +99,7 @@ export class Chart {
       ],
       series: [{}, ...this.lines.map((one) => ({
         label: one.title, stroke: color(one.color), width: one.width ?? 2, dash: DASHES[one.dash],
-        points: { show: false }, spanGaps: false,
+        points: one.dots ? { show: true, size: 5, fill: color(one.color) } : { show: false }, spanGaps: false,
         fill: one.fill ? `${color(one.color)}22` : undefined,
       }))],
       hooks: { setCursor: [(plot) => { this.at = plot.cursor.idx ?? null; this.tell(); }] },

@@ -2,7 +2,9 @@
 
 import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
+import { addressOf, EndpointPage } from "./endpoint.js";
 import { explain } from "./explain.js";
+import { Search, told } from "./search.js";
 import { meter, Table } from "./tables.js";
 
 const FIRST = 16;
@@ -22,15 +24,15 @@ const about = (row) => (row.fresh ? "" : "≈ ");
 const SOURCES = { learned: "learned", either: "events, unproven", most: "events, catching up", exact: "events" };
 
 const ENDPOINTS = [
-  { id: "id", title: "Endpoint", text: true, name: true, sort: (row) => row.id,
-    value: (row) => ({ text: row.id, title: [row.address, row.model, row.role].filter(Boolean).join(" · ") }) },
+  { id: "id", title: "Endpoint", text: true, name: true, sort: (row) => row.id, fill: page },
   { id: "state", title: "State", text: true, wide: true, value: state, sort: (row) => STATES[row.state].rank,
     hint: "Whether requests are sent there; if not, why and since when" },
   { id: "queue", title: "Waiting", sort: (row) => row.queue, value: (row) => about(row) + count(row.queue),
     hint: "Requests before their first token: the last scrape, corrected by our own requests since" },
   { id: "active", title: "Running", sort: (row) => row.active, value: (row) => about(row) + count(row.active),
     hint: "Requests past their first token, by the same account" },
-  { id: "kv", title: "KV cache", sort: (row) => row.kv, fill: meter((row) => row.kv, (row) => about(row) + percent(row.kv)), hint: "Blocks in use: as the engine reported, or estimated while it is silent" },
+  { id: "kv", title: "KV cache", sort: (row) => row.kv, value: (row) => about(row) + percent(row.kv),
+    fill: meter((row) => row.kv, (row) => about(row) + percent(row.kv)), hint: "Blocks in use: as the engine reported, or estimated while it is silent" },
   { id: "leases", title: "Ours in flight", sort: (row) => row.leases, value: (row) => count(row.leases), hint: "Requests that we sent and that have not ended" },
   { id: "sent", title: "Sent, 1 min", sort: (row) => row.sent, value: (row) => count(row.sent) },
   { id: "hits", title: "Prefix hits", sort: (row) => row.hit_rate, value: (row) => percent(row.hit_rate), hint: "Share of prompt tokens predicted to be cached, last minute" },
@@ -40,6 +42,33 @@ const ENDPOINTS = [
   { id: "trust", title: "Trust in index", wide: true, sort: (row) => row.trust,
     value: (row) => ({ text: `${SOURCES[row.source] ?? row.source} ${percent(row.trust)}`, title: "Where knowledge of its cache comes from, and how far predicted cached tokens came true" }) },
 ];
+
+function page(cell, row) {
+  if (cell.firstChild) return;
+  cell.append(make("a", { href: addressOf(row.id) }, row.id));
+  cell.title = [row.address, row.model, row.role].filter(Boolean).join(" · ");
+}
+
+const MODELS = [
+  { id: "model", title: "Model", text: true, name: true, sort: (row) => row.model, value: (row) => row.model || "(none named)" },
+  { id: "targets", title: "Goes to", text: true, wide: true, hint: "Where its requests were sent since the start",
+    value: (row) => (row.targets.length === 1 && row.targets[0].name === row.model ? DASH : row.targets.map((one) => `${one.name} ${percent(one.share)}`).join(", ")) },
+  { id: "served", title: "Served by", text: true, wide: true, value: (row) => row.targets.map((one) => servedBy(one, row)).join(", "), hint: "Endpoints that say they serve it: by their label, or as an adapter" },
+  { id: "rate", title: "Requests /s", sort: (row) => row.per_s, value: (row) => rate(row.per_s) },
+  { id: "running", title: "In flight", sort: (row) => row.running, value: (row) => count(row.running) },
+  { id: "requests", title: "Requests", sort: (row) => row.requests, value: (row) => count(row.requests) },
+  { id: "error_rate", title: "Error rate", sort: (row) => row.error_rate, value: (row) => ({ text: percent(row.error_rate, 1), kind: row.error_rate ? "bad" : "" }) },
+  { id: "errors", title: "Errors", sort: (row) => row.errors, value: (row) => count(row.errors) },
+  { id: "p50", title: "TTFT p50", sort: (row) => row.ttft_p50_ms, value: (row) => milliseconds(row.ttft_p50_ms) },
+  { id: "p95", title: "TTFT p95", sort: (row) => row.ttft_p95_ms, value: (row) => milliseconds(row.ttft_p95_ms) },
+  { id: "hits", title: "Prefix hits", sort: (row) => row.hit_rate, value: (row) => percent(row.hit_rate) },
+];
+
+function servedBy({ name, endpoints, adapter }, row) {
+  const which = row.targets.length > 1 ? `${name}: ` : "";
+  if (!endpoints) return `${which}${DASH}`;
+  return `${which}${adapter ? "adapter on " : ""}${count(endpoints)} endpoint${endpoints === 1 ? "" : "s"}`;
+}
 
 const TRAFFIC = [
   { id: "model", title: "Model", text: true, name: true, value: (row) => (row.target ? `${row.model} → ${row.target}` : row.model || "(none named)") },
@@ -52,13 +81,14 @@ const TRAFFIC = [
 ];
 
 const QUEUES = [
-  { id: "band", title: "Band", text: true, name: true, value: (row) => `band ${row.priority}` },
+  { id: "band", title: "Band, tenant", text: true, name: true,
+    value: (row) => (row.flow ? { text: `${row.tenant || "no tenant"} · ${row.model || "no model"}`, kind: "inner" } : `band ${row.priority}`) },
   { id: "waiting", title: "Waiting", value: (row) => count(row.waiting) },
-  { id: "flows", title: "Flows", value: (row) => count(row.flows), hint: "Tenants and models that wait" },
+  { id: "flows", title: "Flows", value: (row) => (row.flow ? "" : count(row.flows)), hint: "Tenants and models that wait; the five with the most are listed" },
   { id: "oldest", title: "Longest wait", value: (row) => (row.waiting ? seconds(row.oldest_s) : DASH) },
-  { id: "delay", title: "Until served", value: (row) => (row.waiting ? seconds(row.delay_s) : DASH), hint: "At the present pace; what Retry-After says" },
+  { id: "delay", title: "Until served", value: (row) => (row.flow ? "" : row.waiting ? seconds(row.delay_s) : DASH), hint: "At the present pace; what Retry-After says" },
   { id: "bytes", title: "Bodies", value: (row) => bytes(row.bytes) },
-  { id: "used", title: "Of its limit", value: (row) => percent(row.used) },
+  { id: "used", title: "Of its limit", value: (row) => (row.flow ? "" : percent(row.used)) },
 ];
 
 const SHADOWS = [
@@ -78,6 +108,7 @@ const DECISIONS = [
   { id: "why", title: "Decision", text: true, name: true, fill: link },
   { id: "at", title: "Time", text: true, value: (row) => timeOfDay(row.at) },
   { id: "model", title: "Model", text: true, wide: true, value: (row) => row.model || DASH },
+  { id: "tenant", title: "Tenant", text: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
   { id: "endpoint", title: "Went to", text: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
   { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
@@ -112,9 +143,14 @@ export class Panels {
   constructor() {
     this.endpoints = new Table($("endpoint-rows"), { caption: "Endpoints", columns: ENDPOINTS, key: (row) => row.id, sortBy: "id" });
     this.traffic = new Table($("traffic-rows"), { caption: "Traffic by model and band", columns: TRAFFIC, key: (row) => `${row.model}\n${row.target}\n${row.priority}` });
-    this.queues = new Table($("queue-rows"), { caption: "Queues by band", columns: QUEUES, key: (row) => row.priority });
+    this.models = new Table($("model-rows"), { caption: "Models", columns: MODELS, key: (row) => row.model });
+    this.queues = new Table($("queue-rows"), { caption: "Queues by band and tenant", columns: QUEUES, key: (row) => (row.flow ? `${row.priority}\n${row.tenant}\n${row.model}` : String(row.priority)) });
     this.shadows = new Table($("shadow-rows"), { caption: "Shadow policies", columns: SHADOWS, key: (row) => row.name });
     this.decisions = new Table($("decision-rows"), { caption: "Last decisions", columns: DECISIONS, key: (row) => row.id });
+    this.page = new EndpointPage(ENDPOINTS, new Table($("endpoint-decisions"), { caption: "Last decisions for this endpoint", columns: DECISIONS.filter(({ id }) => id !== "endpoint"), key: (row) => row.id }));
+    this.search = new Search((found) => this.showDecisions(found));
+    this.newest = [];
+    this.found = null;
     this.endpoints.limit = FIRST;
     this.paused = false;
     this.rows = [];
@@ -127,23 +163,37 @@ export class Panels {
   }
 
   pause(paused) {
-    this.paused = paused;
+    this.paused = this.search.paused = paused;
     setAttribute($("pause"), "aria-pressed", String(paused));
     setText($("pause"), paused ? "Go on" : "Pause the list");
-    setText($("decisions-sub"), paused ? "paused; newer ones are not shown" : "newest first");
+    this.showDecisions(this.found);
+  }
+
+  // `found`: what a search gave; without one, the newest.
+  showDecisions(found) {
+    const rows = found ? found.decisions ?? [] : this.newest;
+    if (found || this.found || !this.paused) this.decisions.show(rows);
+    this.found = found;
+    const order = this.paused ? "paused; newer ones are not shown" : "newest first";
+    setText($("decisions-sub"), found ? `${told(found)}; ${order}` : order);
+    empty("decisions", rows.length, found ? found.problem ?? "No decision that is still held matches. Older ones are in the journal, if one is kept."
+      : "No decision has been made yet. Send a request through the gateway, and it appears here with the reasons.");
   }
 
   show(now) {
     this.rows = now.endpoints;
     this.showEndpoints();
     this.strip(now.endpoints);
+    this.models.show(now.models);
+    empty("served", now.models.length, "No endpoint says which model it serves, and no request has named one.");
     this.traffic.show(now.traffic);
     empty("models", now.traffic.length, "No request has arrived since the start.");
     this.showQueues(now.queues);
     this.shadows.show(now.shadows);
     empty("shadows", now.shadows.length, "No policy is on trial, or none has judged a decision yet. They are set under “shadows” in the configuration.");
-    if (!this.paused) this.decisions.show(now.decisions);
-    empty("decisions", now.decisions.length, "No decision has been made yet. Send a request through the gateway, and it appears here with the reasons.");
+    this.newest = now.decisions;
+    if (!this.search.query) this.showDecisions(null);
+    this.page.show(now.endpoints);
   }
 
   showEndpoints() {
@@ -194,7 +244,7 @@ export class Panels {
   }
 
   showQueues(queues) {
-    this.queues.show(queues ? queues.bands : []);
+    this.queues.show(queues ? queues.bands.flatMap((band) => [band, ...band.longest.map((flow) => ({ ...flow, priority: band.priority, flow: true }))]) : []);
     if (!queues) {
       setText($("queues-sub"), "flow control is off");
       empty("queues", 0, "Nothing waits here: every request goes on at once, and waits at its endpoint if it must.");
@@ -218,6 +268,6 @@ function empty(name, rows, text) {
   const place = $(`${name}-empty`);
   setHidden(place, rows > 0);
   setText(place, text);
-  const table = { models: "traffic", queues: "queue", shadows: "shadow", decisions: "decision", endpoints: "endpoint" }[name];
+  const table = { models: "traffic", served: "model", queues: "queue", shadows: "shadow", decisions: "decision", endpoints: "endpoint" }[name];
   setHidden($(`${table}-rows`), rows === 0);
 }

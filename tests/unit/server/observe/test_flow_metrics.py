@@ -13,6 +13,7 @@ from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe.flow_metrics import jains_index
+from fairlead.server.observe.snapshot import FLOW_ROWS, queue_rows
 from fairlead.server.observe.watch import Watch
 
 
@@ -50,6 +51,25 @@ def test_nothing_is_said_while_it_is_off() -> None:
     assert "# TYPE llm_d_epp_flow_control_queue_size gauge" in page
     samples = [line for line in page.splitlines() if "flow" in line or "desired" in line]
     assert all(line.startswith("#") for line in samples), samples
+
+
+def test_the_dashboard_lists_the_flows_with_the_most_that_waits() -> None:
+    shop = Shop()
+    for number in range(20, 40):
+        shop.arrive(number, model="m", fairness_id=f"t{min(number - 20, 7)}", body_bytes=100)
+        shop.now += 1
+    queues = queue_rows(shop.watch, shop.now)
+    assert queues is not None
+    (band,) = queues.bands
+    assert (band.waiting, band.flows, len(band.longest)) == (20, 8, FLOW_ROWS)
+    longest = band.longest[0]
+    assert (longest.tenant, longest.model, longest.waiting, longest.oldest_s, longest.bytes) == (
+        "t7",
+        "m",
+        13,
+        13.0,
+        1300,
+    )
 
 
 def test_queues_by_flow_and_band() -> None:

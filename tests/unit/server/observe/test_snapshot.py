@@ -10,6 +10,7 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.request import Request
+from fairlead.server.observe.search import MAX_FOUND
 from fairlead.server.observe.snapshot import DECISIONS, TRAFFIC_ROWS, SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
@@ -162,6 +163,37 @@ def test_long_tables_end_somewhere(pool):
     shot = pool.maker.take()
     assert (len(shot.traffic), shot.traffic_left_out, len(shot.decisions)) == (TRAFFIC_ROWS, 10, DECISIONS)
     assert [row.id for row in shot.decisions] == [*range(TRAFFIC_ROWS + 9, TRAFFIC_ROWS + 9 - DECISIONS, -1)]
+
+
+def test_a_model_is_told_with_its_targets_and_where_its_adapter_is(pool):
+    pool.watch.on_models(["chat", "m", "sql"], [])
+    pool.fleet.table.set_listed(0, frozenset({"sql", "idle"}))
+    pool.maker.begin()
+    for i in range(4):
+        pool.serve(i, model="chat", target="sql" if i else "m")
+    chat, idle = pool.maker.take().models
+    assert (chat.model, chat.requests, chat.hit_rate, chat.error_rate) == ("chat", 4, 0.25, 0.0)
+    assert (chat.ttft_p50_ms, chat.ttft_p95_ms) == (30.0, 30.0)
+    targets = {target.name: (target.share, target.endpoints, target.adapter) for target in chat.targets}
+    assert targets == {"m": (0.25, 0, False), "sql": (0.75, 1, True)}
+    assert (idle.model, idle.requests, idle.per_s, idle.ttft_p50_ms) == ("idle", 0, None, None)
+    assert [target.endpoints for target in idle.targets] == [1]
+
+
+def test_a_search_reaches_all_decisions_that_are_held(pool):
+    for i in range(150):
+        pool.serve(i, fairness_id="t" if i < 120 else "u")
+    found = pool.maker.search({"tenant": "t"})
+    assert (found.matches, found.searched, len(found.decisions)) == (120, 150, MAX_FOUND)
+    assert [row.id for row in found.decisions[:2]] == [119, 118]
+    assert found.decisions[0].tenant == "t"
+
+
+def test_the_last_hour_of_an_endpoint_is_there_while_the_endpoint_is(pool):
+    pool.maker.history.look(pool.now)
+    past = pool.maker.endpoint({"id": "default/a"})
+    assert past is not None and [point.time for point in past.points] == [1_000_100.0]
+    assert pool.maker.endpoint({"id": "default/z"}) is None and pool.maker.endpoint({}) is None
 
 
 def test_shadows_tell_how_often_they_agree(pool):

@@ -1,0 +1,53 @@
+// Search over the decisions that the scheduler still holds, repeated while it goes on deciding.
+
+import { count } from "./format.js";
+import { $, setText } from "./dom.js";
+
+// Milliseconds between two searches, and after the last key.
+const EVERY = 2000;
+const TYPING = 200;
+
+export class Search {
+  // `show({ decisions, matches, searched })`, or `show({ problem })`, or `show(null)` when nothing is looked for.
+  constructor(show) {
+    this.show = show;
+    this.form = $("search");
+    this.asked = 0;
+    this.paused = false;
+    this.typing = 0;
+    const soon = () => {
+      clearTimeout(this.typing);
+      this.typing = setTimeout(() => this.ask(true), TYPING);
+    };
+    this.form.addEventListener("submit", (event) => event.preventDefault());
+    for (const event of ["input", "reset"]) this.form.addEventListener(event, soon);
+    setInterval(() => { if (this.query && !this.paused && !document.hidden) this.ask(); }, EVERY);
+  }
+
+  get query() {
+    const given = [...new FormData(this.form)].map(([name, value]) => [name, value.trim()]);
+    return new URLSearchParams(given.filter(([, value]) => value)).toString();
+  }
+
+  async ask(aloud = false) {
+    const number = ++this.asked;
+    const { query } = this;
+    const found = query ? await ask(`decisions?${query}`) : null;
+    if (number !== this.asked) return;
+    this.show(found);
+    if (aloud) setText($("search-said"), found ? told(found) : "");
+  }
+}
+
+export const told = ({ problem, matches, searched, decisions: shown }) => problem
+  ?? `${count(matches)} of the last ${count(searched)} match${matches > shown.length ? `; the newest ${count(shown.length)} are shown` : ""}`;
+
+// What the scheduler answers, or { problem }.
+export async function ask(path) {
+  try {
+    const answer = await fetch(`/dashboard/${path}`);
+    return answer.ok ? await answer.json() : { problem: (await answer.text()).trim() };
+  } catch {
+    return { problem: "The scheduler does not answer." };
+  }
+}
