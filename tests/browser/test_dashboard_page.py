@@ -13,7 +13,7 @@ from random import Random
 
 import aiohttp
 import pytest
-from br_checks import accessible, figure, fits, rows, text_of
+from br_checks import accessible, figure, fits, picture, rows, text_of
 from br_chromium import Browser, Page
 
 from fairlead.gateway.envoy.admin import GatewayError
@@ -26,8 +26,6 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 REPLICAS = 6
 #: Requests at once; each begins when one ends.
 CLIENTS = 16
-#: A folder for the pictures of docs/dashboard.md (docs/img, to make them anew); unset = none are kept.
-PICTURES = os.environ.get("FAIRLEAD_PICTURES", "")
 
 
 def free_ports(count: int) -> list[int]:
@@ -144,12 +142,6 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
             await made.stop()
 
 
-async def picture(page: Page, name: str) -> None:
-    if PICTURES:
-        await page.run("document.activeElement.blur(); scrollTo(0, 0)")
-        await page.screenshot(Path(PICTURES) / f"dashboard-{name}.png")
-
-
 async def test_a_run_seen_in_a_browser(run: Run, browser: Browser, axe: str) -> None:
     page = await browser.page(run.admin + "/", 1400, 1000)
     await page.until('document.body.dataset.state === "live"')
@@ -261,8 +253,7 @@ async def _explains(page: Page, axe: str) -> None:
     assert "Why 127.0.0.1:" in words and "cost-model" in words and "Cost, ms" in words
     assert await page.run("document.querySelectorAll('#why tbody tr').length") == REPLICAS
     await accessible(page, axe)
-    if PICTURES:
-        await page.screenshot(Path(PICTURES) / "dashboard-explain.png")
+    await picture(page, "explain", scrolled=True)
     await page.press("Escape")
     await page.until("!document.querySelector('#why').open")
     assert await page.run("document.activeElement.dataset.id") == wanted
@@ -284,7 +275,6 @@ async def _finds_and_opens_an_endpoint(page: Page, axe: str) -> None:
     await page.until("document.querySelectorAll('#endpoint-decisions tbody tr').length > 5")
     await page.until("document.getElementById('endpoint-load').ariaLabel.includes('running')")
     await accessible(page, axe)
-    await picture(page, "endpoint")
     await page.press("Escape")
     await page.until("!document.getElementById('endpoint').open")
 

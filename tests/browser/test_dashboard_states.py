@@ -3,10 +3,10 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from math import inf
+from math import inf, sin
 
 import pytest
-from br_checks import accessible, figure, fits, rows, text_of
+from br_checks import accessible, figure, fits, picture, rows, text_of
 from br_chromium import Browser, Page
 
 from fairlead.core.binding import PairBinder
@@ -92,7 +92,7 @@ class Scheduler:
 
     def serve(
         self, number: int, endpoint: str, model: str = "m", status: int = 200, tenant: str = "", client_id: str = "",
-        target: str = "", at: float | None = None,
+        target: str = "", at: float | None = None, ttft_ms: float = 110.0,
     ) -> None:  # fmt: skip
         request = Request(id=number, arrived=self.now(), model=model, target=target, prompt_tokens=900,
                           stream=True, fairness_id=tenant, external_id=client_id)  # fmt: skip
@@ -105,7 +105,7 @@ class Scheduler:
         self.watch.on_outcome(
             OutcomeRecord(
                 request=request, at=at, endpoint=endpoint, status=status, duration_ms=900.0,
-                ttft_ms=110.0 if status < 300 else -1.0,
+                ttft_ms=ttft_ms if status < 300 else -1.0,
                 forecast=forecast,
             )
         )  # fmt: skip
@@ -373,11 +373,11 @@ async def test_models_say_where_they_go_and_queues_who_waits(scheduler: Schedule
 async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, browser: Browser, axe: str) -> None:
     scheduler.add(3)
     history, now = scheduler.maker.history, scheduler.now()
-    for i in range(100):
-        scheduler.fleet.sampled(
-            "default/model-server-001", now, now, Sample(waiting=i % 7, running=i % 40, kv_usage=i / 100)
-        )
-        scheduler.serve(i, f"default/model-server-00{i % 3}", at=now + 15.0 * i)
+    for i in range(240):
+        busy = 1 + sin(i / 30)
+        load = Sample(waiting=max(10 * busy - 14, 0), running=16 * busy, kv_usage=0.4 * busy)
+        scheduler.fleet.sampled("default/model-server-001", now, now, load)
+        scheduler.serve(i, f"default/model-server-00{i % 3}", at=now + 15.0 * i, ttft_ms=90 * busy + i % 11)
         history.look(now + 15.0 * i)
     page = await browser.page(scheduler.url)
     await live(page)
@@ -388,11 +388,12 @@ async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, b
     await page.until("document.getElementById('endpoint').open")
     assert await text_of(page, "#endpoint-title") == "default/model-server-001"
     kv = "document.getElementById('endpoint-kv').ariaLabel"
-    await page.until(f"{kv}.startsWith('KV cache in use over the last 60 min. Now: in use 99 %')")
+    await page.until(f"{kv}.startsWith('KV cache in use over the last 60 min. Now: in use 80 %')")
     await page.until("document.querySelectorAll('#endpoint-decisions tbody tr').length === 20")
     facts = await text_of(page, "#endpoint-facts")
     assert "10.0.0.1:8000" in facts and "serving" in facts
     await _looks_good_everywhere(page, axe)
+    await picture(page, "endpoint")
     await page.run("document.querySelector('#endpoint-decisions button').click()")
     await page.until("document.getElementById('why').open")
     await page.press("Escape")

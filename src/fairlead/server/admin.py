@@ -53,8 +53,8 @@ _DASHBOARD = {
     "/": "the dashboard, for browsers",
     "/dashboard/snapshot": "what it shows, at this moment (JSON)",
     "/dashboard/stream": "the same twice a second (server-sent events)",
-    "/dashboard/decisions?…": "the last decisions by id, model, tenant, endpoint or outcome (JSON)",
-    "/dashboard/endpoint?id=…": "the last hour of one endpoint (JSON)",
+    "/dashboard/decisions?model=m": "the last decisions by id, model, tenant, endpoint or outcome (JSON)",
+    "/dashboard/endpoint?id=e": "the last hour of one endpoint (JSON)",
     "/dashboard/runbook.md": "what to do about what it says",
 }
 _DEBUG_PAGES = {
@@ -309,7 +309,7 @@ class Admin(HttpPort):
         if self._dashboard is not None and "text/html" in request.headers.get("Accept", ""):
             return self._dashboard.page(request)
         pages = _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
-        return web.Response(text="fairlead\n\n" + "".join(f"{path:<26}{text}\n" for path, text in pages.items()))
+        return web.Response(text="fairlead\n\n" + "".join(f"{path:<30}{text}\n" for path, text in pages.items()))
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -1,8 +1,13 @@
 """What every state of the page must stand."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from br_chromium import Page
+
+#: A folder for the pictures of docs/dashboard.md (docs/img, to make them anew); unset = none are kept.
+PICTURES = os.environ.get("FAIRLEAD_PICTURES", "")
 
 _AXE = """
 axe.run(document, {resultTypes: ["violations"], runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]})
@@ -42,3 +47,10 @@ async def rows(page: Page, table: str) -> dict[str, dict[str, str]]:
         Object.fromEntries([...row.children].map((cell) => [cell.dataset.column, cell.textContent]))]))"""
     )
     return found
+
+
+async def picture(page: Page, name: str, scrolled: bool = False) -> None:
+    """For the documentation: the top of the page, or where it is `scrolled` to."""
+    if PICTURES:
+        await page.run("document.activeElement.blur()" + ("" if scrolled else "; scrollTo(0, 0)"))
+        await page.screenshot(Path(PICTURES) / f"dashboard-{name}.png")

@@ -106,17 +106,17 @@ const share = (row) => (total(row) ? row.agree / total(row) : null);
 
 const DECISIONS = [
   { id: "why", title: "Decision", text: true, name: true, fill: link },
-  { id: "at", title: "Time", text: true, value: (row) => timeOfDay(row.at) },
+  { id: "at", title: "Time", text: true, wide: true, value: (row) => timeOfDay(row.at) },
   { id: "model", title: "Model", text: true, wide: true, value: (row) => row.model || DASH },
-  { id: "tenant", title: "Tenant", text: true, value: (row) => row.tenant || DASH },
+  { id: "tenant", title: "Tenant", text: true, wide: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
-  { id: "endpoint", title: "Went to", text: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
+  { id: "endpoint", title: "Went to", text: true, wide: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
   { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
   { id: "cached", title: "Cached", value: (row) => percent(row.prompt_tokens ? row.hit_tokens / row.prompt_tokens : null), hint: "Share of the prompt predicted to be cached there" },
   { id: "queued", title: "Queued", value: (row) => (row.queued_ms ? milliseconds(row.queued_ms) : DASH) },
   { id: "predicted", title: "TTFT predicted", value: (row) => milliseconds(row.predicted_ms) },
   { id: "actual", title: "TTFT actual", value: (row) => milliseconds(row.ttft_ms) },
-  { id: "ended", title: "Answer", text: true, value: ended },
+  { id: "ended", title: "Answer", text: true, wide: true, value: ended },
 ];
 
 function ended(row) {
