@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fairlead.server.admin import Admin, AdminSources
-from fairlead.server.dashboard import _GONE, SHARE, Dashboard, DashboardSources, encode, frame
+from fairlead.server.dashboard import SHARE, Dashboard, DashboardSources, encode, frame
 
 TICK = 0.02
 
@@ -247,7 +247,11 @@ async def test_a_snapshot_alone_that_fails(serve: Serve) -> None:
     [
         ("n=3", 200, "3"),
         ("n=x", 400, "Expected `int`, got `str`\n"),
-        ("n=unknown", 404, _GONE),
+        (
+            "n=unknown",
+            404,
+            "There is nothing of that name, or no longer. The dashboard and /debug/endpoints show what is there.\n",
+        ),
         ("m=3", 500, "/dashboard/numbers failed: KeyError\n"),
     ],
 )
