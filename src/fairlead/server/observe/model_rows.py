@@ -10,8 +10,11 @@ from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import ModelRow, TargetRow, TrafficRow
 from fairlead.server.observe.watch import Watch
 
+#: Endpoints per base model, and per adapter that they list or have loaded.
+Served = tuple[Counter[str], Counter[str]]
 
-def model_rows(watch: Watch, traffic: Iterable[TrafficRow], now: float) -> list[ModelRow]:
+
+def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now: float) -> list[ModelRow]:
     """The busiest first, then those that are served and not asked for."""
     by_model: dict[str, list[TrafficRow]] = defaultdict(list)
     for row in traffic:
@@ -20,7 +23,7 @@ def model_rows(watch: Watch, traffic: Iterable[TrafficRow], now: float) -> list[
     for record in watch.newest:
         if record.at > now - SHORT:
             ends[record.request.model].append(record)
-    bases, adapters = _served(watch.fleet.table)
+    bases, adapters = served
     sent_to = {row.target for rows in by_model.values() for row in rows}
     for name in (*bases, *adapters):
         if name not in sent_to:
@@ -65,8 +68,8 @@ def _row(
     )
 
 
-def _served(table: EndpointTable) -> tuple[Counter[str], Counter[str]]:
-    """Endpoints per base model, and per adapter that they list or have loaded."""
+def served_models(table: EndpointTable) -> Served:
+    """The same while `table.version` is."""
     bases: Counter[str] = Counter()
     lists: Counter[frozenset[str]] = Counter()
     for slot, endpoint in table.slots():

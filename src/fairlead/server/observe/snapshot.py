@@ -15,7 +15,7 @@ from fairlead.server.observe import snapshot_shape as shape
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import Counter, Family, Gauge
-from fairlead.server.observe.model_rows import model_rows
+from fairlead.server.observe.model_rows import model_rows, served_models
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.search import MAX_FOUND, Search, SearchResult
 from fairlead.server.observe.snapshot_shape import Happened, notices
@@ -270,6 +270,8 @@ class SnapshotMaker:
         self._policy = policy
         self._reasons = reasons
         self._happened = Happened()
+        #: The fleet's version, and what it serves since.
+        self._served = -1, served_models(watch.fleet.table)
         self.history = History(watch, now(), wall_offset)
         self.about = shape.About(
             version=__version__, pool=pool, started=now() + wall_offset, tick_s=TICK, point_s=POINT
@@ -303,6 +305,8 @@ class SnapshotMaker:
         endpoints = endpoint_rows(watch, recent, history.out, now, self._wall)
         queues = queue_rows(watch, now)
         traffic = traffic_of(watch, recent, now)
+        if self._served[0] != watch.fleet.table.version:
+            self._served = watch.fleet.table.version, served_models(watch.fleet.table)
         return shape.Snapshot(
             at=now + self._wall,
             policy=self._policy(),
@@ -311,7 +315,7 @@ class SnapshotMaker:
             totals=self._totals(),
             traffic=traffic[:TRAFFIC_ROWS],
             traffic_left_out=max(len(traffic) - TRAFFIC_ROWS, 0),
-            models=model_rows(watch, traffic, now)[:TRAFFIC_ROWS],
+            models=model_rows(watch, traffic, self._served[1], now)[:TRAFFIC_ROWS],
             latency=history.latency(now),
             queues=queues,
             decisions=[decision(self._wall, *entry) for entry in watch.journal.newest(DECISIONS)],
