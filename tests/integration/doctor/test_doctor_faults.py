@@ -204,13 +204,13 @@ async def test_a_certificate_of_our_own_that_cannot_be_used_is_named(world: Any,
 async def test_limits_that_do_not_fit_are_named(world: Any, pool_of: Listed) -> None:
     config: Json = {
         "endpoints": pool_of(await world.stubs(1)),
-        "gateway": {"mode": "embedded", "bodyLimit": "2MiB"},
+        "gateway": {"mode": "embedded", "bodyLimit": "2MiB", "maxHeap": "4096Ti"},
         "parsing": {"maxBodyBytes": "1MiB"},
         "metrics": {"maxRate": 0.1, "staleness": "3s"},
         "ledger": {"leaseTtl": "5s"},
     }
     found = await world.examined(config, only=("limits",))
-    assert codes(found) == {"limits.body", "limits.scrape-rate", "limits.lease"}
+    assert codes(found) == {"limits.body", "limits.heap", "limits.scrape-rate", "limits.lease"}
 
 
 async def test_few_open_files_are_named(world: Any, pool_of: Listed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.doctor.checks import exposure
-from fairlead.doctor.run import examine
+from fairlead.doctor.run import Finding, examine
 from fairlead.doctor.site import Site
 
 NEAR = ["127.0.0.1:9"]
 FAR = ["192.0.2.7:9"]
 KEYS = {"keys": {"file": "keys.txt"}}
-TOKENS = {"jwt": {"issuer": "issuer", "jwksFile": "jwks.json"}}
+TOKENS = {"jwt": {"issuer": "issuer", "audiences": ["us"], "jwksFile": "jwks.json"}}
+ENCRYPTED = {"tls": {"certDir": "nowhere"}}
 EVENTS = {"enabled": True, "port": 5557}
 #: Code, what makes it, and what takes it away.
 UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -27,7 +28,27 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("admin", {"admin": {"host": "0.0.0.0"}},
      {"admin": {"host": "0.0.0.0", "tokenFile": "token", "tls": {"certDir": "nowhere"}}}),
     ("token", {"admin": {"host": "0.0.0.0", "tokenFile": "token"}}, {"admin": {"tokenFile": "token"}}),
-    ("ext-proc", {"gateway": "none"}, {"gateway": "none", "extProc": {"host": "localhost"}}),
+    ("token", {"admin": {"metricsPort": 1, "metricsHost": "0.0.0.0", "tokenFile": "token"}},
+     {"admin": {"metricsHost": "0.0.0.0", "tokenFile": "token"}}),
+    ("ext-proc", {"gateway": "none", "headers": {"trust": []}}, {"gateway": "none", "extProc": {"host": "localhost"}}),
+    ("tenants", {"gateway": "none", "extProc": ENCRYPTED},
+     {"gateway": "none", "extProc": ENCRYPTED, "headers": {"trust": ["slo"]}}),
+    ("test-selection", {"gateway": "none", "extProc": ENCRYPTED, "headers": {"trust": ["test-selection"]}},
+     {"gateway": "none", "headers": {"trust": ["test-selection"]}, "extProc": {"host": "127.0.0.1"}}),
+    ("audience", {"gateway": {"jwt": TOKENS["jwt"] | {"audiences": []}}}, {"gateway": TOKENS}),
+    ("forward", {"gateway": {"keys": {"file": "keys.txt", "forward": True}}}, {"gateway": KEYS}),
+    ("forward", {"gateway": {"jwt": TOKENS["jwt"] | {"forward": True}}}, {"gateway": TOKENS}),
+    ("envoy-admin", {"gateway": {"adminPort": 9901}}, {"gateway": {"adminPort": 0}}),
+    ("indexer", {"kvEvents": {"enabled": True, "indexer": {"url": "http://index:9090"}}},
+     {"kvEvents": {"enabled": True, "indexer": {"url": "https://index:9090"}}}),
+    ("indexer", {"kvEvents": {"enabled": True, "port": 1, "indexer": {"warmFrom": "http://index:9090"}}},
+     {"kvEvents": {"enabled": True, "port": 1, "indexer": {"warmFrom": "http://localhost:9090"}}}),
+    ("replicas", {"replicas": {"via": "valkey://u@v:6379/0", "passwordFile": "token"}},
+     {"replicas": {"via": "valkeys://u@v:6379/0", "passwordFile": "token"}}),
+    ("replicas", {"replicas": {"via": "rediss://v:6379"}}, {"replicas": {"via": "redis://127.0.0.1:6379"}}),
+    ("password", {"replicas": {"via": "valkeys://u:secret@v:6379"}}, {"replicas": {"via": "unix:///run/valkey.sock"}}),
+    ("traces", {"tracing": {"endpoint": "http://otel:4318/v1/traces"}},
+     {"tracing": {"endpoint": "https://otel:4318/v1/traces"}}),
     ("ext-proc", {"extProc": {"host": "10.0.0.1"}}, {"extProc": {"host": "10.0.0.1", "tls": {"certDir": "nowhere"}}}),
     ("kv-events", {"kvEvents": EVENTS, "endpoints": FAR}, {"kvEvents": EVENTS}),
     ("kv-events", {"kvEvents": {"enabled": True, "bind": "tcp://0.0.0.0:5555"}},
@@ -41,12 +62,16 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-async def codes(config: dict[str, Any]) -> set[str]:
+async def findings(config: dict[str, Any]) -> tuple[Finding, ...]:
     admin = {"port": 1, **config.get("admin", {})}
     async with Site(load(json.dumps({"endpoints": NEAR, **config, "admin": admin}))) as site:
         found = await examine(site, [exposure.exposure])
     assert found.outcomes[0].state in ("well", "found"), found.outcomes
-    return {one.code for one in found.findings}
+    return found.findings
+
+
+async def codes(config: dict[str, Any]) -> set[str]:
+    return {one.code for one in await findings(config)}
 
 
 async def test_the_defaults_are_safe() -> None:
@@ -65,11 +90,41 @@ async def test_clients_who_choose_endpoints() -> None:
     assert await codes({"gateway": {"host": "0.0.0.0"}, **trusting}) == {"exposure.gateway", "exposure.test-selection"}
 
 
-async def test_paths_that_are_all_open() -> None:
-    near, far = {"paths": ["/*"]}, {"paths": ["/*"], "host": "0.0.0.0"}
+@pytest.mark.parametrize("path", ["/*", "/v1/*", "/sleep", "/wake*"])
+async def test_paths_that_clients_should_not_reach(path: str) -> None:
+    near, far = {"paths": [path]}, {"paths": [path], "host": "0.0.0.0"}
     assert await codes({"gateway": near}) == set()
     assert await codes({"gateway": far}) == {"exposure.gateway", "exposure.paths"}
-    assert await codes({"gateway": far | {"paths": ["/cohere/*"]}}) == {"exposure.gateway"}
+    assert await codes({"gateway": far | {"paths": ["/cohere/*", "/v1/realtime"]}}) == {"exposure.gateway"}
+
+
+async def test_uploads_without_a_bound() -> None:
+    near, far = {"uploadShare": 1}, {"uploadShare": 1, "host": "0.0.0.0"}
+    assert await codes({"gateway": near}) == set()
+    assert await codes({"gateway": far}) == {"exposure.gateway", "exposure.uploads"}
+
+
+async def test_a_password_is_not_repeated() -> None:
+    assert "secret" not in repr(await findings({"replicas": {"via": "valkey://u:secret@v:6379"}}))
+
+
+async def test_an_admin_port_that_the_system_chooses() -> None:
+    assert await codes({"admin": {"port": 0, "host": "0.0.0.0"}}) == {"exposure.admin"}
+
+
+async def test_files_that_others_may_write_or_read(tmp_path: Path) -> None:
+    keys, jwks, record = tmp_path / "keys.txt", tmp_path / "jwks.json", tmp_path / "journal" / "old.journal"
+    record.parent.mkdir()
+    for one in (keys, jwks, record):
+        one.touch()
+    gateway = {"keys": {"file": str(keys)}, "jwt": TOKENS["jwt"] | {"jwksFile": str(jwks)}}
+    config = {"gateway": gateway, "journal": {"path": str(record.parent)}}
+    for one, unsafe, code in ((keys, 0o646, "writable"), (jwks, 0o666, "writable"), (record, 0o644, "records")):
+        for safe in (keys, jwks, record):
+            safe.chmod(0o640)
+        assert await codes(config) == set()
+        one.chmod(unsafe)
+        assert await codes(config) == {f"exposure.{code}"}
 
 
 async def test_secrets_that_everybody_can_read(tmp_path: Path) -> None:
@@ -86,5 +141,5 @@ async def test_secrets_that_everybody_can_read(tmp_path: Path) -> None:
 
 
 def test_every_finding_is_tried_here() -> None:
-    others = {"exposure.test-selection", "exposure.paths", "exposure.secrets"}
+    others = {f"exposure.{code}" for code in ("paths", "uploads", "secrets", "writable", "records")}
     assert {f"exposure.{code}" for code, _, _ in UNSAFE} | others == {kind.code for kind in exposure.exposure.kinds}

@@ -1,5 +1,6 @@
 """A check of settings that are safe on one machine and are not on a network."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -8,6 +9,7 @@ from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
+from fairlead.gateway.envoy.routes import let_in
 
 _REACHABLE = "docs/security.md#what-is-reachable-from-where"
 
@@ -21,16 +23,39 @@ CLEAR = Kind(
     "put a TLS proxy in front of the gateway, and allow only the proxy to reach its port", _REACHABLE,
 )  # fmt: skip
 PATHS = Kind(
-    "exposure.paths", Severity.WARNING, "clients on the network reach every path of the model servers",
+    "exposure.paths", Severity.WARNING, "clients on the network reach administrative paths of the model servers",
     "list in gateway.paths only what clients need: other paths put servers to sleep or load adapters",
     "docs/gateway.md#what-is-let-in",
+)  # fmt: skip
+AUDIENCE = Kind(
+    "exposure.audience", Severity.WARNING, "a token that the issuer made for another service is accepted",
+    "set gateway.jwt.audiences to what tokens for this service say in aud", "docs/gateway.md#keys-and-tokens",
+)  # fmt: skip
+FORWARD = Kind(
+    "exposure.forward", Severity.NOTE, "model servers get clients' keys or tokens",
+    "leave gateway.keys.forward and gateway.jwt.forward at false, unless model servers check them too", _REACHABLE,
+)  # fmt: skip
+UPLOADS = Kind(
+    "exposure.uploads", Severity.WARNING, "one client may fill the gateway's memory with unfinished uploads",
+    "lower gateway.uploadShare, unless all clients come through one proxy that limits them",
+    "docs/gateway.md#uploads",
+)  # fmt: skip
+TENANTS = Kind(
+    "exposure.tenants", Severity.NOTE, "clients name their own tenant unless your gateway prevents it",
+    "have the gateway set or remove the fairness header, or leave fairness out of headers.trust",
+    "docs/security.md#tenants",
+)  # fmt: skip
+ENVOY = Kind(
+    "exposure.envoy-admin", Severity.NOTE, "every user and web page on this machine can control Envoy",
+    "set gateway.adminPort to 0 when you do not need the page: it has no password and can stop Envoy", _REACHABLE,
 )  # fmt: skip
 HEADERS = Kind(
     "exposure.test-selection", Severity.ERROR, "clients on the network choose the endpoint of their requests",
     "remove test-selection from headers.trust: it is for tests", _REACHABLE,
 )  # fmt: skip
 ADMIN = Kind(
-    "exposure.admin", Severity.WARNING, "anyone who reaches the admin port can read endpoints, tenants and decisions",
+    "exposure.admin", Severity.WARNING, "anyone who reaches the admin port can read endpoints, tenants, decisions and "
+"the journal",
     "bind admin.host to 127.0.0.1, set admin.tokenFile and admin.tls, or admin.debug: false", _REACHABLE,
 )  # fmt: skip
 EXT_PROC = Kind(
@@ -42,6 +67,23 @@ KV_EVENTS = Kind(
     "set kvEvents.curve, or isolate that network; false events cost cache hits until the self-check "
 "notices",
     _REACHABLE,
+)  # fmt: skip
+INDEXER = Kind(
+    "exposure.indexer", Severity.WARNING, "an indexer on another machine is asked without TLS",
+    "write https:// and put a TLS proxy in front of it, or isolate that network; false answers cost cache hits",
+    _REACHABLE,
+)  # fmt: skip
+REPLICAS = Kind(
+    "exposure.replicas", Severity.WARNING, "whoever is on the network can read or mislead the replicas",
+    "write valkeys:// for TLS in replicas.via, and set replicas.passwordFile", "docs/security.md#other-replicas",
+)  # fmt: skip
+PASSWORD = Kind(
+    "exposure.password", Severity.WARNING, "the configuration contains a password",
+    "move it into a file and name that in replicas.passwordFile", "docs/replicas.md",
+)  # fmt: skip
+TRACES = Kind(
+    "exposure.traces", Severity.NOTE, "traces cross the network without TLS",
+    "write https:// in tracing.endpoint; spans name models, tenants and endpoints", _REACHABLE,
 )  # fmt: skip
 REMOTE = Kind(
     "exposure.scheduler", Severity.WARNING, "a scheduler on another machine is asked without TLS",
@@ -61,6 +103,21 @@ SECRETS = Kind(
     "exposure.secrets", Severity.WARNING, "every user of this machine can read a secret",
     "chmod o-rwx the file", _REACHABLE,
 )  # fmt: skip
+WRITABLE = Kind(
+    "exposure.writable", Severity.ERROR, "every user of this machine can add a key that is accepted",
+    "chmod o-w the file", _REACHABLE,
+)  # fmt: skip
+RECORDS = Kind(
+    "exposure.records", Severity.WARNING, "every user of this machine can read who sent how much, and prompts' hashes",
+    "chmod o-rwx the files; publish captures (`fairlead journal capture`), whose hashes are salted, never journals",
+    "docs/security.md#what-it-does-not-protect",
+)  # fmt: skip
+#: Paths of vLLM that change or tell what clients may not.
+_ADMINISTRATIVE = (
+    *("/sleep", "/wake_up", "/pause", "/resume", "/shutdown_weight_transfer_engine", "/v1/load_lora_adapter"),
+    *("/v1/unload_lora_adapter", "/update_weights", "/collective_rpc", "/scale_elastic_ep", "/reset_prefix_cache"),
+    *("/abort_requests", "/inference/v1/abort_requests", "/start_profile", "/server_info", "/metrics"),
+)
 
 
 def _local_at(address: str) -> bool:
@@ -68,20 +125,45 @@ def _local_at(address: str) -> bool:
     return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
 
+def _clients(config: Config) -> Iterator[Finding]:
+    """What is unsafe where clients come in."""
+    gateway, trusted = config.gateway, config.headers.trust
+    ours = gateway.mode == "embedded"
+    host = gateway.host if ours else config.ext_proc.host or "0.0.0.0"
+    if not is_loopback(host) and "test-selection" in trusted:
+        yield HEADERS.at("headers.trust")
+    if not ours:
+        if not is_loopback(host) and "fairness" in trusted:
+            yield TENANTS.at("headers.trust")
+        return
+    if not is_loopback(host):
+        yield (CLEAR if gateway.asks else GATEWAY).at("gateway.host", host)
+        for path in gateway.paths:
+            known = re.compile(let_in((path,)))
+            if open_ := [one for one in _ADMINISTRATIVE if known.fullmatch(one)]:
+                yield PATHS.at("gateway.paths", f"{path} lets in {', '.join(open_[:3])}" + " …" * (len(open_) > 3))
+        if gateway.upload_share >= 1:
+            yield UPLOADS.at("gateway.uploadShare", f"{gateway.upload_share:g}")
+    if gateway.jwt and not gateway.jwt.audiences:
+        yield AUDIENCE.at("gateway.jwt.audiences")
+    for name, asked in (("keys", gateway.keys), ("jwt", gateway.jwt)):
+        if asked and asked.forward:
+            yield FORWARD.at(f"gateway.{name}.forward")
+    if gateway.admin_port:
+        yield ENVOY.at("gateway.adminPort", str(gateway.admin_port))
+
+
 def _incoming(config: Config) -> Iterator[Finding]:
-    gateway, admin, ext_proc = config.gateway, config.admin, config.ext_proc
-    embedded = gateway.mode == "embedded"
-    if embedded and not is_loopback(gateway.host):
-        yield (CLEAR if gateway.asks else GATEWAY).at("gateway.host", gateway.host)
-        if "test-selection" in config.headers.trust:
-            yield HEADERS.at("headers.trust")
-        yield from (PATHS.at("gateway.paths", path) for path in gateway.paths if path in ("*", "/*"))
-    if admin.port and not is_loopback(admin.host):
-        if admin.debug and not admin.token_file:
-            yield ADMIN.at("admin.host", admin.host)
-        if admin.token_file and admin.tls is None:
-            yield TOKEN.at("admin.tokenFile", f"admin.host {admin.host}, no admin.tls")
-    host = ext_proc.host or ("127.0.0.1" if embedded else "0.0.0.0")
+    yield from _clients(config)
+    admin, ext_proc = config.admin, config.ext_proc
+    pages = [("admin.host", admin.host)]
+    if admin.metrics_port:
+        pages.append(("admin.metricsHost", admin.metrics_host or admin.host))
+    if admin.debug and not admin.token_file and not is_loopback(admin.host):
+        yield ADMIN.at("admin.host", admin.host)
+    if admin.token_file and admin.tls is None:
+        yield from (TOKEN.at("admin.tokenFile", f"{name} {host}") for name, host in pages if not is_loopback(host))
+    host = ext_proc.host or ("127.0.0.1" if config.gateway.mode == "embedded" else "0.0.0.0")
     if ext_proc.tls is None and not is_loopback(host):
         yield EXT_PROC.at("extProc.host", host)
 
@@ -95,8 +177,32 @@ def _schedulers(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
             yield f"shadow {shadow.name}", shadow.scheduler
 
 
+def _clear(url: str) -> bool:
+    """Of a URL that leads to another machine, without TLS."""
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "valkey", "redis") and not is_loopback(parts.hostname or "")
+
+
+def _services(config: Config) -> Iterator[Finding]:
+    """What the scheduler talks to besides model servers and schedulers."""
+    indexer, replicas = config.kv_events.indexer, config.replicas
+    for name, url in (("url", indexer.url), ("warmFrom", indexer.warm_from)):
+        if _clear(url):
+            yield INDEXER.at(f"kvEvents.indexer.{name}", url)
+    via = urlsplit(replicas.via)
+    if _clear(replicas.via):
+        yield REPLICAS.at("replicas.via", "no TLS")
+    elif via.hostname and not is_loopback(via.hostname) and not (via.password or replicas.password_file):
+        yield REPLICAS.at("replicas.via", "no password")
+    if via.password:
+        yield PASSWORD.at("replicas.via")
+    if _clear(config.tracing.endpoint):
+        yield TRACES.at("tracing.endpoint", config.tracing.endpoint)
+
+
 def _outgoing(site: Site) -> Iterator[Finding]:
     config = site.config
+    yield from _services(config)
     events = config.kv_events
     if events.enabled and events.curve is None and not events.indexer.url:
         if events.bind:
@@ -114,28 +220,43 @@ def _outgoing(site: Site) -> Iterator[Finding]:
             yield REMOTE.at(name, scheduler.address)
     if config.metrics.token_file:
         for endpoint in site.endpoints:
-            url = urlsplit(endpoint.scrape_url)
-            if url.scheme == "http" and not is_loopback(url.hostname or ""):
+            if _clear(endpoint.scrape_url):
                 yield TOKEN.at(endpoint.id, endpoint.scrape_url)
 
 
-def _secrets(config: Config) -> Iterator[Finding]:
-    curve = config.kv_events.curve
-    files = [config.metrics.token_file, config.admin.token_file, curve.secret_key_file if curve else ""]
-    files += [str(Path(tls.cert_dir, "tls.key")) for tls in (config.ext_proc.tls, config.admin.tls) if tls]
-    for file in filter(None, files):
+def _files(config: Config) -> Iterator[tuple[Kind, int, str]]:
+    """Kind of finding, mode bits that make one, file."""
+    curve, gateway = config.kv_events.curve, config.gateway
+    secrets = [config.metrics.token_file, config.admin.token_file, config.replicas.password_file]
+    secrets += [curve.secret_key_file] if curve else []
+    pairs = [config.ext_proc.tls, config.admin.tls, *(scheduler.tls for _, scheduler in _schedulers(config))]
+    secrets += [str(Path(tls.cert_dir, "tls.key")) for tls in pairs if tls and tls.cert_dir]
+    yield from ((SECRETS, 0o007, file) for file in secrets)
+    accepted = [gateway.keys.file if gateway.keys else "", gateway.jwt.jwks_file if gateway.jwt else ""]
+    accepted += [curve.clients_file] if curve else []
+    yield from ((WRITABLE, 0o002, file) for file in accepted)
+    journal = Path(config.journal.path).glob("*") if config.journal.path else ()
+    records = {*map(str, journal), config.state.path(config.journal), config.kv_events.snapshot}
+    yield from ((RECORDS, 0o004, file) for file in sorted(records))
+
+
+def _modes(config: Config) -> Iterator[Finding]:
+    for kind, unsafe, file in _files(config):
         try:
-            mode = Path(file).stat().st_mode & 0o777
+            mode = Path(file).stat().st_mode & 0o777 if file else 0
         except OSError:
             continue  # other checks tell
-        if mode & 0o007:
-            yield SECRETS.at(file, f"mode {mode:o}")
+        if mode & unsafe:
+            yield kind.at(file, f"mode {mode:o}")
 
 
 @check(
     "exposure",
     "nothing is open to the network by mistake",
-    (GATEWAY, CLEAR, PATHS, HEADERS, ADMIN, EXT_PROC, KV_EVENTS, REMOTE, UNVERIFIED, TOKEN, SECRETS),
+    (
+        *(GATEWAY, CLEAR, AUDIENCE, FORWARD, PATHS, UPLOADS, HEADERS, TENANTS, ENVOY, ADMIN, EXT_PROC, KV_EVENTS),
+        *(INDEXER, REPLICAS, PASSWORD, REMOTE, TRACES, UNVERIFIED, TOKEN, SECRETS, WRITABLE, RECORDS),
+    ),
 )
 async def exposure(site: Site) -> list[Finding]:
-    return [*_incoming(site.config), *_outgoing(site), *_secrets(site.config)]
+    return [*_incoming(site.config), *_outgoing(site), *_modes(site.config)]

@@ -11,7 +11,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
-from fairlead.gateway.memory import FEW_FILES
+from fairlead.gateway.memory import FEW_FILES, memory_limit
 
 _UNEVEN = "docs/runbook.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
@@ -230,6 +230,11 @@ BODY = Kind(
     "limits.body", Severity.WARNING, "the gateway passes larger bodies than the scheduler reads",
     "set parsing.maxBodyBytes to gateway.bodyLimit or more", _SETTINGS,
 )  # fmt: skip
+HEAP = Kind(
+    "limits.heap", Severity.ERROR, "the gateway's heap limit is above the memory that it has",
+    "lower gateway.maxHeap, or leave it out for half of the memory: otherwise the kernel kills Envoy before it ends"
+    " an upload", "docs/gateway.md#uploads",
+)  # fmt: skip
 SCRAPES = Kind(
     "limits.scrape-rate", Severity.ERROR, "the pool is too large for metrics to stay fresh",
     "raise metrics.maxRate, or metrics.staleness", _SETTINGS,
@@ -244,9 +249,11 @@ LEASE = Kind(
 )  # fmt: skip
 #: Answers of reasoning models take minutes.
 _SHORT_LEASE = 60.0
+#: What Envoy takes besides the heap that is limited.
+_BESIDE_HEAP = 80 << 20
 
 
-@check("limits", "limits fit each other, the pool and this machine", (FILES, SCRAPES, BODY, INDEX, LEASE))
+@check("limits", "limits fit each other, the pool and this machine", (FILES, HEAP, SCRAPES, BODY, INDEX, LEASE))
 async def limits(site: Site) -> list[Finding]:
     config, count = site.config, len(site.endpoints)
     findings = []
@@ -261,6 +268,11 @@ async def limits(site: Site) -> list[Finding]:
             f"gateway.bodyLimit {config.gateway.body_limit}, parsing.maxBodyBytes {config.parsing.max_body_bytes}"
         )
         findings.append(BODY.at("", evidence))
+    heap, memory = config.gateway.max_heap, memory_limit()
+    if config.gateway.mode == "embedded" and heap and heap + _BESIDE_HEAP > memory:
+        findings.append(
+            HEAP.at("", f"gateway.maxHeap {heap >> 20} MiB of {memory >> 20} MiB, and Envoy needs 80 besides")
+        )
     between = max(config.metrics.idle_interval, count / config.metrics.max_rate)
     if between > config.metrics.staleness:
         evidence = f"{count} endpoints at {config.metrics.max_rate:g} scrapes/s: each is read every {between:.1f} s,"
