@@ -1,6 +1,7 @@
 """The stub over real sockets: streams, and clients that go away, stall, hurry or talk nonsense."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -339,3 +340,17 @@ async def test_a_body_in_chunks_is_understood(quick):
     head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
     answer = await _ask(quick.addresses[0], head + b"connection: close\r\n\r\n" + chunks + b"0\r\n\r\n")
     assert json.loads(_split(answer)[2])["usage"]["prompt_tokens"] == 750
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_that_is_being_accepted_is_cut_by_a_stop(turns: int) -> None:
+    """At whichever turn of the loop the server stops: its client must not wait for ever."""
+    async with StubPool(StubConfig()) as pool:
+        host, _, port = pool.addresses[0].rpartition(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.setblocking(False)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await pool.stop(0)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 20) == b""

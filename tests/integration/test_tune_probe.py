@@ -155,7 +155,7 @@ async def test_a_server_that_goes_away_leaves_what_it_told(little, monkeypatch, 
     monkeypatch.setattr(tune_probe, "ROUNDS", 1000)
     save = tmp_path / "seen.jsonl"
     async with StubPool(CONFIG) as pool:
-        arguments = ["tune", pool.addresses[0], "--time-ratio", "20", "--save", str(save)]
+        arguments = ["tune", pool.addresses[0], "--time-ratio", "20", "--seconds", "60", "--save", str(save)]
         probing = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, build_app(), arguments))
         while not _enough(save) and not probing.done():
             await asyncio.sleep(0.02)

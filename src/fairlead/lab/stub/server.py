@@ -30,6 +30,9 @@ from fairlead.pool.http1 import HttpRequest
 
 _METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 _BACKLOG = 1024
+#: Turns of the loop in which an accepted connection becomes one of ours. If the listener closes before, asyncio forgets
+#: the connection without closing it, and the client waits for ever.
+_ACCEPT_TURNS = 3
 _SWEEP_S = 1.0
 _METHODS = frozenset(HTTPMethod)
 
@@ -81,10 +84,14 @@ class ReplicaServer:
         """Close the port and cut every connection, like a killed server."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        self.replica.close()
         listener, self._listener = self._listener, None
         if listener is not None:
+            for one in listener.sockets:
+                asyncio.get_running_loop().remove_reader(one.fileno())
+            for _ in range(_ACCEPT_TURNS):
+                await asyncio.sleep(0)
             listener.close()
+        self.replica.close()
         for connection in list(self._connections):
             connection.cut()
         if listener is not None:
