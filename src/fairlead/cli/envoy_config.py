@@ -90,7 +90,7 @@ def envoy_config(
     """Print an Envoy configuration (YAML) for an Envoy that you run yourself.
 
     With FILE it is that of the embedded gateway, and the options given here override it. docs/gateway.md explains the
-    modes.
+    modes. What gateway.keys and gateway.jwt.jwksFile hold is printed as it is now: print it again when they change.
     """
     from msgspec.structs import replace
 
@@ -122,6 +122,8 @@ def envoy_config(
         source = ctx.get_parameter_source(name)
         if file is None or (source is not None and source.name == "COMMANDLINE"):
             options = replace(options, **fields)
+    if options.asks_for_keys or (options.jwt and options.jwt.jwks):
+        typer.echo(f"# Keys are those of {file} when this was printed. Print it again to add or revoke some.")
     typer.echo(_rendered(options, validate), nl=False)
 
 

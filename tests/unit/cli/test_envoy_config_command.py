@@ -78,7 +78,7 @@ def test_a_file_says_what_its_gateway_would_use(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("endpoints: ['10.0.0.1:1', '10.0.0.2:1']\ngateway: {port: 81, retry: connect, bodyLimit: 1Mi}\n")
     done = CliRunner().invoke(app, [str(file), "--ext-proc", "10.0.0.9:9002", "--retry", "hedge"])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0 and not done.stdout.startswith("#"), done.output
     options = gateway_options(load(file))
     assert (options.port, options.body_limit, options.retry) == (81, 1 << 20, "connect")
     expected = replace(options, ext_proc="10.0.0.9:9002", retry="hedge", endpoints=("10.0.0.1:1", "10.0.0.2:1"))
@@ -95,6 +95,7 @@ def test_keys_and_tokens_are_asked_for_as_by_the_embedded_gateway(tmp_path: Path
     file.write_text(f"endpoints: ['10.0.0.1:1']\ngateway: {gateway}\n")
     done = CliRunner().invoke(app, [str(file), "--validate"])
     assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(f"# Keys are those of {file} when this was printed.")
     options = gateway_options(load(file))
     assert options.jwt is not None
     write_jwt(tmp_path / "jwt.json", options.jwt, optional=True)
