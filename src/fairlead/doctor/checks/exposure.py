@@ -140,7 +140,7 @@ def _clients(config: Config) -> Iterator[Finding]:
         yield (CLEAR if gateway.asks else GATEWAY).at("gateway.host", host)
         for path in gateway.paths:
             known = re.compile(let_in((path,)))
-            if open_ := [one for one in _ADMINISTRATIVE if known.fullmatch(one)]:
+            if open_ := [admin for admin in _ADMINISTRATIVE if known.fullmatch(admin)]:
                 yield PATHS.at("gateway.paths", f"{path} lets in {', '.join(open_[:3])}" + " …" * (len(open_) > 3))
         if gateway.upload_share >= 1:
             yield UPLOADS.at("gateway.uploadShare", f"{gateway.upload_share:g}")

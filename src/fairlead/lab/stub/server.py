@@ -86,8 +86,8 @@ class ReplicaServer:
             self._sweeper.cancel()
         listener, self._listener = self._listener, None
         if listener is not None:
-            for one in listener.sockets:
-                asyncio.get_running_loop().remove_reader(one.fileno())
+            for sock in listener.sockets:
+                asyncio.get_running_loop().remove_reader(sock.fileno())
             for _ in range(_ACCEPT_TURNS):
                 await asyncio.sleep(0)
             listener.close()
