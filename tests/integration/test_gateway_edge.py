@@ -155,6 +155,20 @@ async def test_idle_uploads_above_the_heap_limit_cost_nobody_else_a_request() ->
     assert len(ended) > 8, "the largest uploads are ended"
 
 
+async def test_memory_is_given_back_once_uploads_have_ended() -> None:
+    """Small requests between them take a little of many pages, which the allocator would keep for minutes."""
+    async with edge(max_heap=1024 * MB, upload_share=1.0) as at, asyncio.timeout(60):
+        before = at.resident()
+        stalling = [asyncio.create_task(at.stall(6 * MB, [])) for _ in range(24)]
+        while at.resident() < before + 120 * MB:
+            assert await at.status() == 200
+        for task in stalling:
+            task.cancel()
+        await asyncio.gather(*stalling, return_exceptions=True)
+        while at.resident() > before + 40 * MB:
+            assert await at.status() == 200
+
+
 async def answer_of(reader: asyncio.StreamReader) -> bytes:
     async with asyncio.timeout(20):
         head = await reader.readuntil(b"\r\n\r\n")
