@@ -53,7 +53,8 @@ class Stream:
         self._answers = answers
 
     def route(self, route: Route) -> None:
-        self._answers.pick(Kind.REQUEST_HEADERS, route.endpoint, self._number, _NOTHING, route.prefill, route.fallback)
+        address = route.endpoint.address
+        self._answers.pick(Kind.REQUEST_HEADERS, address, self._number, _NOTHING, route.prefill, route.fallback)
 
     def reject(self, reject: Reject) -> None:
         refusal(reject)

@@ -106,7 +106,7 @@ class Rig:
 
     def _answer(self, request_id: int, endpoint: Endpoint | None) -> int:
         assert endpoint is not None
-        self.answers.pick(Kind.REQUEST_HEADERS, endpoint, request_id, frozenset())
+        self.answers.pick(Kind.REQUEST_HEADERS, endpoint.address, request_id, frozenset())
         return request_id
 
     def end(self, ids: Iterable[int]) -> None:

@@ -161,10 +161,15 @@ def _highest(params: ref.Picker, around: Around) -> list[Use]:
     return [Use("picker", "max-score", MaxScoreParams(near_tie=0.0))]
 
 
-def _more_endpoints(params: ref.Picker) -> str:
+def _names_more(params: ref.Picker) -> str:
     if params.max_num_of_endpoints <= 1:
         return ""
-    return "one endpoint is named per request; when it fails, the gateway's own retry policy decides"
+    return "answers name several endpoints, separated by commas; a gateway that takes one address answers 503 to those"
+
+
+def _more_endpoints(params: ref.Picker, settings: Settings) -> None:
+    if params.max_num_of_endpoints > 1:
+        settings.set("extProc", "maxEndpoints", params.max_num_of_endpoints)
 
 
 def _session_note(params: ref.SessionAffinity) -> str:
@@ -262,9 +267,13 @@ SCORERS: Table = {
 }
 
 PICKERS: Table = {
-    "max-score-picker": Entry("profile", "max-score", ref.Picker, use=_highest, note=_more_endpoints),
-    "random-picker": _same("picker", "random", params=ref.Picker, note=_more_endpoints),
-    "weighted-random-picker": _same("picker", "weighted-random", params=ref.Picker, note=_more_endpoints),
+    "max-score-picker": Entry(
+        "profile", "max-score", ref.Picker, use=_highest, note=_names_more, settings=_more_endpoints
+    ),
+    "random-picker": _same("picker", "random", params=ref.Picker, note=_names_more, settings=_more_endpoints),
+    "weighted-random-picker": _same(
+        "picker", "weighted-random", params=ref.Picker, note=_names_more, settings=_more_endpoints
+    ),
 }
 
 HANDLERS: Table = {

@@ -50,6 +50,9 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
     if settings.gateway.mode == "none" and settings.gateway.asks:
         hint = "let your gateway know its clients and set x-llm-d-inference-fairness-id"
         report.add(("gateway",), "only the embedded gateway asks for keys and tokens", hint)
+    if settings.gateway.mode == "embedded" and ext_proc.max_endpoints > 1:
+        hint = "leave it out: answers name a fallback endpoint for it in any case"
+        report.add(("extProc", "maxEndpoints"), "the embedded gateway takes one endpoint", hint)
     _check_metrics(settings.metrics, report)
     _check_tokens(settings.tokens, report)
     _check_kv_events(settings.kv_events, report)

@@ -166,6 +166,12 @@ class ExtProc(Section):
         default=0, description="A separate port for the gRPC health service, usually 9003; 0 = none."
     )
     tls: Tls | None = Field(default=None, description="Serve TLS.")
+    max_endpoints: int = Field(
+        default=1,
+        ge=1,
+        description="How many endpoints an answer names, separated by commas: the chosen one, then the next best. More "
+        "than 1 is for gateways of your own that try one after the other; Envoy's `ORIGINAL_DST` answers 503.",
+    )
 
 
 class Als(Section):

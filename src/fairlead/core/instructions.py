@@ -30,6 +30,8 @@ class Route(Struct, frozen=True, gc=False):
     repeatable: bool = False
     #: Milliseconds without a byte after which both may have it, and the first byte wins; 0 = never.
     hedge_after_ms: float = 0.0
+    #: Where the answer names several: their addresses, comma-separated, `endpoint` first; empty = it alone.
+    destination: str = ""
 
 
 class Reject(Struct, frozen=True, kw_only=True):

@@ -303,5 +303,17 @@ def runner_up(pick: Picked, table: EndpointTable) -> int:
     return slot if points[slot] > -inf else -1
 
 
+def in_order(pick: Picked, runner_up: int, table: EndpointTable, most: int) -> list[int]:
+    """At most `most` slots: of the pick, of its `runner_up` (-1 = none), and of those behind them, the best first."""
+    order = [slot for slot in (pick.slot, runner_up) if slot >= 0]
+    trace = pick.trace
+    if trace is None or trace.endpoints is not table.ids:
+        return order
+    points = np.array(_by_load(trace.candidates, table) if trace.total is None else trace.total)
+    points[[*order, pick.prefill_slot] if pick.prefill_slot >= 0 else order] = -inf
+    behind = np.argsort(-points, kind="stable")[: max(most - len(order), 0)]
+    return [*order, *(int(slot) for slot in behind if points[slot] > -inf)]
+
+
 def _by_load(able: BoolColumn | None, table: EndpointTable) -> FloatColumn:
     return np.where(table.alive if able is None else able & table.alive, -(table.queue + table.active), -inf)

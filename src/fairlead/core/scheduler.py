@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
+from msgspec import structs
+
 from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.clock import Clock
@@ -49,7 +51,7 @@ from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import Peers
 from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
-from fairlead.core.profile import runner_up
+from fairlead.core.profile import in_order, runner_up
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
 from fairlead.core.remote import RemotePolicy
 from fairlead.core.reports import SharedFleet
@@ -128,11 +130,12 @@ class Pipeline:
         shadows: CaseTaker | None = None,
         snapshot: Callable[[Fleet, float], Snapshot] | None = None,
         build: Build | None = None,
+        most_named: int = 1,
     ) -> None:
         """`flow_controller`: `None` = every request is scheduled at once. `remotes`: schedulers in other processes
         that `policy` may ask, by name. `shadows`: whom each decision is shown to afterwards. `snapshot`: takes down
         what each decision was made from. `build`: builds what the document of a `Reconfigured` says; `None` = none is
-        taken."""
+        taken. `most_named`: endpoints that a `Route` names, for gateways that try one after the other."""
         self._clock = clock
         self._rng = rng
         self.fleet = fleet
@@ -148,6 +151,7 @@ class Pipeline:
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
         self._build = build
+        self._more = most_named - 1
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
         #: All requests that are here.
         self.requests = Requests()
@@ -416,7 +420,6 @@ class Pipeline:
         hit = int(pick.hit_share * request.prompt_tokens)
         expected = self.tokens.estimate_output(request.target or request.model, request.max_tokens, request.api)
         shown = self.shadows.take(request, pick, fleet, now, expected) if self.shadows is not None else []
-        predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now) if fleet.exact is not None else None
         prefill = endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
         if prefill is None:
             lease = fleet.charge(request, slot, now, hit, expected)
@@ -424,7 +427,8 @@ class Pipeline:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
         if fleet.stalls.retried:
             fleet.stalls.charged(slot, now)
-        lease.predicted = predicted
+        if fleet.exact is not None:
+            lease.predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now)
         if queued_ms:
             lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease
@@ -449,6 +453,10 @@ class Pipeline:
             repeatable=request.api not in BEGUN_ONCE,
             hedge_after_ms=fleet.stalls.hedge_after_ms(lease) if fallback else 0.0,
         )
+        if self._more:
+            named = in_order(pick, fallback_slot, fleet.table, self._more + 1)
+            addresses = [one.address for other in named if (one := endpoints[other]) is not None]
+            route = structs.replace(route, destination=",".join(addresses))
         record = DecisionRecord(
             request=request,
             at=now,

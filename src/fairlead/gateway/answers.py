@@ -10,7 +10,6 @@ from msgspec.json import encode
 
 from fairlead.apis.errors import content_type, error_body, grpc_status
 from fairlead.core.apis import MODELS, api_of
-from fairlead.core.endpoint import Endpoint
 from fairlead.core.headers import (
     DESTINATION,
     DROPPED_REASON,
@@ -74,7 +73,7 @@ class Answers:
     def pick(
         self,
         kind: Kind,
-        endpoint: Endpoint,
+        destination: str,
         request_id: int,
         spoofed: frozenset[str],
         prefill: str = "",
@@ -82,23 +81,25 @@ class Answers:
         trace: str = "",
         retry: bytes = b"",
     ) -> bytes:
-        """Answer to a message of `kind`: the destination in header and metadata (never different), the lease in
-        metadata, the address of who computes the prompt if that is another one, that of who gets the request if the
-        first does not answer (with what `retry_headers` says of it), the header `traceparent` if the request is traced,
-        and the client's control headers (`spoofed`) out."""
+        """Answer to a message of `kind`: the destination (an address, or several with commas) in header and metadata
+        (never different), the lease in metadata, the address of who computes the prompt if that is another one, that of
+        who gets the request if the first does not answer (with what `retry_headers` says of it), the header
+        `traceparent` if the request is traced, and the client's control headers (`spoofed`) out."""
         end = b""
         if fallback:
             end = self._fallbacks.get((kind, fallback, retry)) or self._fallback(kind, fallback, retry)
         lease = b"%b.%016x" % (self._prefix, request_id)
         if trace:
-            address = endpoint.address.encode()
-            return ext_proc.answer(kind, *_parts(address, lease, spoofed, prefill, trace=trace), reroute=True) + end
-        key = kind, endpoint.address, spoofed, prefill
+            return (
+                ext_proc.answer(kind, *_parts(destination.encode(), lease, spoofed, prefill, trace=trace), reroute=True)
+                + end
+            )
+        key = kind, destination, spoofed, prefill
         template = self._templates.get(key)
         if template is None:
             if len(self._templates) > _CACHE:
                 self._templates.clear()
-            template = self._templates[key] = self._template(kind, endpoint.address.encode(), spoofed, prefill)
+            template = self._templates[key] = self._template(kind, destination.encode(), spoofed, prefill)
         return lease.join(template) + end
 
     def retry_headers(self, repeatable: bool, hedge_after_ms: float) -> bytes:
@@ -129,7 +130,7 @@ class Answers:
     def pick_with_body(
         self,
         modes: Modes,
-        endpoint: Endpoint,
+        destination: str,
         request_id: int,
         removed: frozenset[str],
         body: bytes,
@@ -147,7 +148,7 @@ class Answers:
             removed |= {"accept-encoding"}
             more[REWRITTEN] = b"1"
         lease = self.lease(request_id).encode()
-        mutation, metadata = _parts(endpoint.address.encode(), lease, removed, prefill, more, trace)
+        mutation, metadata = _parts(destination.encode(), lease, removed, prefill, more, trace)
         if fallback:
             mutation += retry
             metadata += self._fallback(Kind.REQUEST_BODY, fallback, b"")

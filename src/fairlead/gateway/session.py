@@ -330,7 +330,8 @@ class Session:
             mode = self._mode = without_access_log(mode)
         removed = REMOVED_HEADERS.intersection(self._headers)
         # With trailers Envoy would double the body.
-        fallback = route.fallback if mode.resizable and self._request_end is RequestEnd.MARKED else ""
+        marked = self._request_end is RequestEnd.MARKED
+        fallback = route.fallback if mode.resizable and marked else ""
         retry = host.answers.retry_headers(route.repeatable, route.hedge_after_ms) if fallback else b""
         trace = request.trace.traceparent if request.trace is not None else ""
         if route.target:
@@ -340,12 +341,10 @@ class Session:
                 host.driver.feed(StreamLost(request.id))
                 return
         else:
-            prefill, awaited = route.prefill, self._awaited
-            messages = [
-                host.answers.pick(awaited, route.endpoint, request.id, removed, prefill, fallback, trace, retry)
-            ]
-            if self._awaited is Kind.REQUEST_HEADERS:
-                if mode.request is BodyMode.STREAMED and self._request_end is RequestEnd.MARKED:  # mostly
+            to, awaited = route.destination or route.endpoint.address, self._awaited
+            messages = [host.answers.pick(awaited, to, request.id, removed, route.prefill, fallback, trace, retry)]
+            if awaited is Kind.REQUEST_HEADERS:
+                if marked and mode.request is BodyMode.STREAMED:  # mostly
                     messages += [_BODY_CONTINUES] * self._chunks
                 else:
                     trailers = self._request_end is RequestEnd.TRAILERS
@@ -379,7 +378,7 @@ class Session:
             self._renaming = Renaming(route.target, route.shown, mode.response, request.stream, mode.resizable)
         return self._host.answers.pick_with_body(
             mode.modes,
-            route.endpoint,
+            route.destination or route.endpoint.address,
             request.id,
             removed,
             body,

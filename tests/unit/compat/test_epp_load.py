@@ -9,6 +9,7 @@ from fairlead.cli.main import main
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_hasher, build_policy
 from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Picked
 from fairlead.core.profile import Profile
@@ -253,3 +254,13 @@ def test_plugins_of_ours_and_weights_keep_their_lines() -> None:
     profile = "schedulingProfiles:\n- name: a\n  plugins:\n  - pluginRef: queue-scorer\n    weight: 3\n"
     scorer = read(f"{HEAD}plugins:\n- type: queue-scorer\n{profile}").policy.scorers[0]
     assert (scorer.path, scorer.lines, scorer.stands_for) == ("$.plugins[0]", {"type": 4, "weight": 9}, "queue-scorer")
+
+
+@pytest.mark.parametrize("picker", ["max-score-picker", "random-picker", "weighted-random-picker"])
+@pytest.mark.parametrize(("most", "named"), [(0, 1), (1, 1), (3, 3)])
+def test_an_answer_names_as_many_endpoints_as_the_picker_says(picker: str, most: int, named: int) -> None:
+    text = f"{HEAD}plugins: [{{type: {picker}, parameters: {{maxNumOfEndpoints: {most}}}}}]\n"
+    assert read(text).ext_proc.max_endpoints == named
+    if named > 1:
+        with pytest.raises(ConfigError, match="the embedded gateway takes one endpoint"):
+            read(f"{text}gateway: embedded\nextProc: {{maxEndpoints: {most}}}\n")

@@ -12,7 +12,7 @@ from fairlead.core.events import EndpointUp, FirstTokenSeen, RequestArrived, Req
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route
 from fairlead.core.policy import Picked
-from fairlead.core.profile import runner_up
+from fairlead.core.profile import in_order, runner_up
 from fairlead.core.records import OutcomeRecord, Trace
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
@@ -82,10 +82,34 @@ def test_who_decided_may_name_it() -> None:
     assert fallback(Picked(0, prefill_slot=1, fallback_slot=1), fleet.table) == "", "not who prefills"
 
 
+def test_the_ones_behind_it_come_in_the_order_of_their_ratings() -> None:
+    fleet = table("a:1", "b:1", "c:1", "d:1", "e:1")
+    trace = Trace(endpoints=fleet.table.ids, total=[1.0, 5.0, -inf, 4.0, 3.0])
+
+    def order(pick: Picked, most: int) -> list[int]:
+        return in_order(pick, runner_up(pick, fleet.table), fleet.table, most)
+
+    assert [order(Picked(1, trace=trace), most) for most in (2, 3, 9)] == [[1, 3], [1, 3, 4], [1, 3, 4, 0]]
+    assert order(Picked(1, trace=trace, fallback_slot=0), 3) == [1, 0, 3], "who decided named the first of them"
+    assert order(Picked(1, prefill_slot=3, trace=trace), 3) == [1, 4, 0], "not who prefills"
+    assert order(Picked(1), 3) == [1], "nobody rated them"
+    assert order(Picked(3, trace=Trace(endpoints=fleet.table.ids)), 2)[0] == 3
+
+
+def test_a_route_names_as_many_as_it_is_to() -> None:
+    assert Rig().send(1).destination == ""
+    route = Rig(endpoints=4, most_named=3).send(1)
+    named = route.destination.split(",")
+    assert named[:2] == [route.endpoint.address, route.fallback] and len({*named}) == 3
+    alone = Rig(endpoints=1, most_named=3).send(1)
+    assert alone.destination == alone.endpoint.address
+
+
 class Rig:
-    def __init__(self, endpoints: int = 3) -> None:
+    def __init__(self, endpoints: int = 3, most_named: int = 1) -> None:
         self.clock = SimpleNamespace(now=100.0, time=lambda: self.clock.now)
-        self.pipeline = Pipeline(self.clock, Random(1), Fleet(), CostModel(), TokenEstimator())  # type: ignore[arg-type]
+        fleet, tokens = Fleet(), TokenEstimator()
+        self.pipeline = Pipeline(self.clock, Random(1), fleet, CostModel(), tokens, most_named=most_named)  # type: ignore[arg-type]
         for number in range(endpoints):
             self.pipeline.handle(EndpointUp(Endpoint(id=f"e{number}", address=f"10.0.0.{number}:80")))
 

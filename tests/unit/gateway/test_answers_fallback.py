@@ -24,33 +24,35 @@ def metadata(answer: bytes) -> dict[str, object]:
 def test_both_stand_in_the_answer(fallback: str) -> None:
     answers = Answers("fl")
     for _ in range(2):
-        found = metadata(answers.pick(Kind.REQUEST_BODY, FIRST, 7, frozenset(), fallback=fallback))
+        found = metadata(answers.pick(Kind.REQUEST_BODY, FIRST.address, 7, frozenset(), fallback=fallback))
         lease = answers.lease(7)
         assert found == {"envoy.lb": {DESTINATION: FIRST.address, LEASE_KEY: lease}, "fairlead": {"second": fallback}}
 
 
 def test_without_one_nothing_changes() -> None:
     answers = Answers("fl")
-    plain = answers.pick(Kind.REQUEST_BODY, FIRST, 7, frozenset())
-    more = answers.pick(Kind.REQUEST_BODY, FIRST, 7, frozenset(), fallback="10.0.0.2:1")
+    plain = answers.pick(Kind.REQUEST_BODY, FIRST.address, 7, frozenset())
+    more = answers.pick(Kind.REQUEST_BODY, FIRST.address, 7, frozenset(), fallback="10.0.0.2:1")
     assert more.startswith(plain) and b"fairlead\x12" not in plain
 
 
 def test_a_changed_body_has_it_too() -> None:
-    messages = Answers("fl").pick_with_body(MODES, FIRST, 7, frozenset(), b"{}", False, False, fallback="10.0.0.2:1")
+    messages = Answers("fl").pick_with_body(
+        MODES, FIRST.address, 7, frozenset(), b"{}", False, False, fallback="10.0.0.2:1"
+    )
     assert metadata(messages[0])["fairlead"] == {"second": "10.0.0.2:1"}
 
 
 def test_a_traced_answer_has_it_too() -> None:
     trace = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
-    answer = Answers("fl").pick(Kind.REQUEST_BODY, FIRST, 7, frozenset(), fallback="a:1", trace=trace)
+    answer = Answers("fl").pick(Kind.REQUEST_BODY, FIRST.address, 7, frozenset(), fallback="a:1", trace=trace)
     assert metadata(answer)["fairlead"] == {"second": "a:1"}
 
 
 def test_addresses_that_come_and_go_are_forgotten() -> None:
     answers = Answers("fl")
     for number in range(20_000):
-        answers.pick(Kind.REQUEST_BODY, FIRST, 7, frozenset(), fallback=f"10.0.0.1:{number}")
+        answers.pick(Kind.REQUEST_BODY, FIRST.address, 7, frozenset(), fallback=f"10.0.0.1:{number}")
     assert len(answers._fallbacks) < 17_000
 
 
@@ -59,7 +61,7 @@ def retry(mode: str, repeatable: bool, hedge_after_ms: float) -> dict[str, str]:
     answers = Answers("fl", mode)
     answer = answers.pick(
         Kind.REQUEST_BODY,
-        FIRST,
+        FIRST.address,
         7,
         frozenset(),
         fallback="a:1",
@@ -93,6 +95,6 @@ def test_a_changed_body_is_repeated_by_the_same_rules() -> None:
     answers = Answers("fl")
     headers = answers.retry_headers(True, 4000.0)
     messages = answers.pick_with_body(
-        MODES, FIRST, 7, frozenset(), b"{}", False, False, fallback="10.0.0.2:1", retry=headers
+        MODES, FIRST.address, 7, frozenset(), b"{}", False, False, fallback="10.0.0.2:1", retry=headers
     )
     assert headers in messages[0]

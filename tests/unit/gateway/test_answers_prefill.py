@@ -9,7 +9,7 @@ DECODER = Endpoint(id="d", address="10.0.0.1:8000")
 
 
 def answer(removed: frozenset[str] = frozenset(), prefill: str = "") -> bytes:
-    return Answers("fl").pick(Kind.REQUEST_BODY, DECODER, 7, removed, prefill)
+    return Answers("fl").pick(Kind.REQUEST_BODY, DECODER.address, 7, removed, prefill)
 
 
 def test_the_prefill_endpoint_is_set_once_and_not_removed() -> None:
@@ -27,7 +27,7 @@ def test_without_one_the_clients_header_goes() -> None:
 def test_answers_are_kept_apart_by_pair() -> None:
     answers = Answers("fl")
     first, second, alone = (
-        answers.pick(Kind.REQUEST_BODY, DECODER, 7, frozenset(), prefill)
+        answers.pick(Kind.REQUEST_BODY, DECODER.address, 7, frozenset(), prefill)
         for prefill in ("10.0.0.8:1", "10.0.0.9:1", "")
     )
     assert b"10.0.0.8:1" in first and b"10.0.0.9:1" in second

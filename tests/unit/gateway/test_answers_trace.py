@@ -14,20 +14,22 @@ def test_a_pick() -> None:
     answers, plain = Answers("0badcafe"), Answers("0badcafe")
     spoofed = frozenset({"x-prefiller-host-port"})
     for kind in (Kind.REQUEST_HEADERS, Kind.REQUEST_BODY):
-        told = answers.pick(kind, ENDPOINT, 7, spoofed, trace=TRACE)
+        told = answers.pick(kind, ENDPOINT.address, 7, spoofed, trace=TRACE)
         assert told.count(TRACE.encode()) == 1
         assert b"traceparent" in told
         assert answers.lease(7).encode() in told
         assert b"x-prefiller-host-port" in told
-        assert answers.pick(kind, ENDPOINT, 8, spoofed) == plain.pick(kind, ENDPOINT, 8, spoofed)
-        assert TRACE.encode() not in answers.pick(kind, ENDPOINT, 8, spoofed)
+        assert answers.pick(kind, ENDPOINT.address, 8, spoofed) == plain.pick(kind, ENDPOINT.address, 8, spoofed)
+        assert TRACE.encode() not in answers.pick(kind, ENDPOINT.address, 8, spoofed)
 
 
 def test_a_pick_with_another_body() -> None:
     answers, plain = Answers("0badcafe"), Answers("0badcafe")
 
     def sent(by: Answers, number: int, trace: str) -> bytes:
-        return b"".join(by.pick_with_body(MODES, ENDPOINT, number, NOTHING, b'{"model":"b"}', False, True, trace=trace))
+        return b"".join(
+            by.pick_with_body(MODES, ENDPOINT.address, number, NOTHING, b'{"model":"b"}', False, True, trace=trace)
+        )
 
     assert sent(answers, 7, TRACE).count(TRACE.encode()) == 1
     assert sent(answers, 8, "") == sent(plain, 8, "")

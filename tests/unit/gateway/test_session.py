@@ -221,6 +221,17 @@ def test_full_duplex_hands_the_body_back_and_leaves_at_the_pick_when_it_fits_one
     assert wire.status == 0
 
 
+def test_header_and_metadata_name_several_endpoints_where_it_is_to_be_so(rig):
+    rig.pipeline._more = 1
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.body(session, BODY)
+    headers = rig.answers(wire)[0]
+    named = headers.request_headers.response.header_mutation.set_headers[0].header.raw_value.decode()
+    assert named == headers.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    assert named.split(",") in (["10.0.0.0:80", "10.0.0.1:80"], ["10.0.0.1:80", "10.0.0.0:80"])
+
+
 def test_full_duplex_stays_when_the_window_is_too_small_and_echoes_to_the_end(rig):
     wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, window=100)
     rig.request_headers(session)
