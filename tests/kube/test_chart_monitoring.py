@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -63,6 +64,19 @@ def test_the_dashboard_is_the_file_to_the_byte(helm: Helm) -> None:
     more = ("monitoring.dashboards.namespace=grafana", "monitoring.dashboards.annotations.grafana_folder=LLM")
     elsewhere = one(helm.render(*WITH_DASHBOARDS, "--set", ",".join(more)), "ConfigMap", "-dashboards")["metadata"]
     assert (elsewhere["namespace"], elsewhere["annotations"]) == ("grafana", {"grafana_folder": "LLM"})
+
+
+def test_the_dashboard_has_the_metrics_that_rules_record_for_it(helm: Helm) -> None:
+    objects = helm.render(*WITH_DASHBOARDS, "--set", "monitoring.enabled=true")
+    rules = [rule for group in one(objects, "PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
+    recorded = {rule.get("record") for rule in rules}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    wanted = {
+        word for panel in panels for t in panel.get("targets", ()) for word in re.findall(r"\bvllm_\w+", t["expr"])
+    }
+    assert wanted and wanted <= recorded and None not in recorded
+    alone = {thing["kind"] for thing in helm.render(*WITH_DASHBOARDS)}
+    assert "PrometheusRule" not in alone, "without monitoring there may be no such resource"
 
 
 def test_a_package_has_both(helm: Helm, tmp_path: Path) -> None:
