@@ -1,3 +1,4 @@
+#!/usr/bin/env node
 // A replacement scheduler for Fairlead in JavaScript: least work first, work that is cached elsewhere weighed in.
 //
 // node main.js --listen 127.0.0.1:9101
@@ -13,12 +14,11 @@ const here = dirname(fileURLToPath(import.meta.url));
 const { values } = parseArgs({
   options: {
     listen: { type: "string", default: "127.0.0.1:9101" },
-    proto: { type: "string", default: join(here, "../../src/fairlead/server/remote/proto") },
+    proto: { type: "string", default: join(here, "scheduler.proto") },
   },
 });
 
-const definition = loader.loadSync("fairlead/scheduler/v1/scheduler.proto", {
-  includeDirs: [values.proto],
+const definition = loader.loadSync(values.proto, {
   enums: String,
   longs: String, // ids and numbers have 64 bits
   keepCase: false,

@@ -1,4 +1,4 @@
-"""Schedulers in other processes: the Python one, and the examples in Go and JavaScript, built where the tools are."""
+"""Schedulers in other processes: the Python one, and the examples in Go and JavaScript, built outside the repository where the tools are."""
 
 import os
 import shutil
@@ -11,8 +11,9 @@ from typing import Self
 import pytest
 from gw_processes import REPOSITORY, Child, free_ports
 
+from fairlead.cli.scheduler import contract
+
 EXAMPLES = REPOSITORY / "examples"
-PROTO = REPOSITORY / "src" / "fairlead" / "server" / "remote" / "proto"
 KINDS = ("python", "go", "node")
 _BUILD_SECONDS = 300.0
 
@@ -41,14 +42,19 @@ def build(kind: str, directory: Path) -> list[str]:
     if kind == "go":
         if shutil.which("go") is None:
             missing("go is not installed")
-        _run(EXAMPLES / "scheduler-go", "go", "build", "-o", str(directory / "scheduler-go"), ".")
+        copied = shutil.copytree(EXAMPLES / "scheduler-go", directory / "source")
+        _run(copied, "go", "build", "-o", str(directory / "scheduler-go"), ".")
         return [str(directory / "scheduler-go"), "-listen"]
     if shutil.which("node") is None or shutil.which("npm") is None:
         missing("node or npm is not installed")
-    for name in ("package.json", "package-lock.json", "main.js"):
-        shutil.copy(EXAMPLES / "scheduler-node" / name, directory)
-    _run(directory, "npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts")
-    return ["node", str(directory / "main.js"), "--proto", str(PROTO), "--listen"]
+    without = shutil.ignore_patterns("node_modules", "scheduler.proto")
+    copied = shutil.copytree(EXAMPLES / "scheduler-node", directory / "source", ignore=without)
+    (copied / "scheduler.proto").write_text(contract())
+    quiet = ("--no-audit", "--no-fund", "--ignore-scripts")
+    _run(copied, "npm", "pack", "--ignore-scripts", "--pack-destination", str(directory))
+    (package,) = directory.glob("*.tgz")
+    _run(directory, "npm", "install", "--prefix", str(directory), "--prefer-offline", *quiet, str(package))
+    return [str(directory / "node_modules" / ".bin" / "fairlead-scheduler-node"), "--listen"]
 
 
 class SchedulerProcess(Child):
