@@ -1,4 +1,4 @@
-"""Schedulers in other processes: the Python one, and the examples in Go and JavaScript, built outside the repository where the tools are."""
+"""Schedulers in other processes: the Python one, and the examples in Go and JavaScript, copied away and built there."""
 
 import os
 import shutil

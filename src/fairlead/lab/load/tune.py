@@ -406,6 +406,8 @@ class Measured(Struct):
 
 #: The tuning guide's bounds and divisor for `hashBlockSize`.
 BLOCK_LEAST, BLOCK_MOST, BLOCK_PER = 3, 20, 200
+#: Its share of the engine's sequences for `maxQueueLength`.
+QUEUE_SHARE = 0.8
 #: Its shares of prefix and load weights by hit rate, above `HIGH` and below `LOW`.
 HIGH, LOW = 0.7, 0.2
 
@@ -492,13 +494,12 @@ def _weights(traffic: Traffic) -> list[Advice]:
 
 def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     own = fitted.prefill_ms(traffic.prompt_tokens, _uncached(traffic)) - fitted.overhead_ms
-    value = max(1, min(facts.max_num_seqs or USUAL_SLOTS, int((traffic.ttft_ms - fitted.overhead_ms) / max(own, 1e-3))))
-    return Advice(
-        parameter="maxQueueLength",
-        value=value,
-        reason=f"a waiting prompt takes {own:,.1f} ms; behind more of them the first token is later than "
-        f"{traffic.ttft_ms:,.0f} ms",
-    )
+    slots = facts.max_num_seqs or USUAL_SLOTS
+    by_time, most = int((traffic.ttft_ms - fitted.overhead_ms) / max(own, 1e-3)), int(QUEUE_SHARE * slots)
+    why = f"a waiting prompt takes {own:,.1f} ms; behind more of them TTFT is above {traffic.ttft_ms:,.0f} ms"
+    if by_time >= most:
+        why = f"{QUEUE_SHARE:.0%} of the engine's {slots} sequences; so many prompts take {most * own:,.0f} ms"
+    return Advice(parameter="maxQueueLength", value=max(1, min(by_time, most)), reason=why)
 
 
 def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:

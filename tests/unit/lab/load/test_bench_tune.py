@@ -220,6 +220,8 @@ def test_every_advice_follows_from_traffic_and_has_a_reason():
     assert advised()["prefix-aware weight"].value == 60
     assert short["maxQueueLength"].value > long["maxQueueLength"].value >= 1
     assert short["lruCapacityPerServer"].value == 10_000
+    small = {one.parameter: one for one in advise(fitted, Facts(max_num_seqs=16), Traffic(prompt_tokens=400))}
+    assert small["maxQueueLength"].value == 12 and "80% of the engine's 16" in small["maxQueueLength"].reason
     full_step_s = preset("qwen3-32b-h100").latency.step_s(8192, 8192 * 4096.0, 0, 0)
     assert short["peakPrefillThroughput"].value == pytest.approx(8192 / full_step_s, rel=0.03)
     assert all(len(one.reason) > 20 for one in [*short.values(), *long.values()])
