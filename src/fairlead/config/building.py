@@ -201,7 +201,7 @@ def build_pipeline(
         shadows=scheduling.shadows,
         snapshot=Snapshots() if snapshots else None,
         build=build,
-        most_named=config.ext_proc.max_endpoints,
+        alternatives=config.ext_proc.max_endpoints - 1,
     )
 
 

@@ -130,12 +130,12 @@ class Pipeline:
         shadows: CaseTaker | None = None,
         snapshot: Callable[[Fleet, float], Snapshot] | None = None,
         build: Build | None = None,
-        most_named: int = 1,
+        alternatives: int = 0,
     ) -> None:
         """`flow_controller`: `None` = every request is scheduled at once. `remotes`: schedulers in other processes
         that `policy` may ask, by name. `shadows`: whom each decision is shown to afterwards. `snapshot`: takes down
         what each decision was made from. `build`: builds what the document of a `Reconfigured` says; `None` = none is
-        taken. `most_named`: endpoints that a `Route` names, for gateways that try one after the other."""
+        taken. `alternatives`: endpoints that a `Route` names beside its own."""
         self._clock = clock
         self._rng = rng
         self.fleet = fleet
@@ -146,12 +146,11 @@ class Pipeline:
         self.flow_controller = flow_controller
         #: What is defined of model names; an empty one changes nothing.
         self.models = Catalogue()
-        self.snapshot = snapshot
-        self.shadows = shadows
+        self.snapshot, self.shadows = snapshot, shadows
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
         self._build = build
-        self._more = most_named - 1
+        self.alternatives = alternatives
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
         #: All requests that are here.
         self.requests = Requests()
@@ -413,7 +412,7 @@ class Pipeline:
     ) -> list[Instruction]:
         if isinstance(pick, Refused):
             return self._refused(entry, trigger, pick, now, queued_ms)
-        request, fleet, slot = entry.request, self.fleet, pick.slot
+        request, fleet, slot, flow = entry.request, self.fleet, pick.slot, self.flow_controller
         endpoints = fleet.table.endpoints
         endpoint = endpoints[slot]
         assert endpoint is not None, "policies pick among living endpoints"
@@ -432,7 +431,6 @@ class Pipeline:
         if queued_ms:
             lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease
-        flow = self.flow_controller
         if flow is not None and entry.charge is None and flow.flow.only is None:
             entry.charge = flow.flow.sent(request, slot, lease.uncached_tokens, expected, fleet, now)
         self.requests.move(entry, trigger, S.ROUTED)
@@ -440,7 +438,6 @@ class Pipeline:
         if fallback_slot < 0 or fallback_slot == slot or prefill is not None:
             fallback_slot = runner_up(pick, fleet.table)
         fallback = endpoints[fallback_slot] if fallback_slot >= 0 else None
-        evictable = request.priority < 0 and flow is not None and flow.evicts
         route = Route(
             request.id,
             endpoint,
@@ -448,15 +445,13 @@ class Pipeline:
             fallback.address if fallback else "",
             request.target,
             request.model if request.target else "",
-            evictable,
+            request.priority < 0 and flow is not None and flow.evicts,
             entry.client,
             repeatable=request.api not in BEGUN_ONCE,
             hedge_after_ms=fleet.stalls.hedge_after_ms(lease) if fallback else 0.0,
         )
-        if self._more:
-            named = in_order(pick, fallback_slot, fleet.table, self._more + 1)
-            addresses = [one.address for other in named if (one := endpoints[other]) is not None]
-            route = structs.replace(route, destination=",".join(addresses))
+        if self.alternatives:
+            route = self._with_alternatives(route, pick, fallback_slot)
         record = DecisionRecord(
             request=request,
             at=now,
@@ -472,6 +467,12 @@ class Pipeline:
             trace=pick.trace,
         )
         return [route, Record(record), *shown]
+
+    def _with_alternatives(self, route: Route, pick: Picked, fallback_slot: int) -> Route:
+        table = self.fleet.table
+        endpoints = [table.endpoints[slot] for slot in in_order(pick, fallback_slot, table, self.alternatives + 1)]
+        addresses = [endpoint.address for endpoint in endpoints if endpoint is not None]
+        return structs.replace(route, destination=",".join(addresses))
 
     def _choose(self, request: Request, now: float, policy: Policy | None = None) -> Answer:
         policy = policy or self.policy

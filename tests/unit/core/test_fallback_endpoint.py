@@ -98,18 +98,18 @@ def test_the_ones_behind_it_come_in_the_order_of_their_ratings() -> None:
 
 def test_a_route_names_as_many_as_it_is_to() -> None:
     assert Rig().send(1).destination == ""
-    route = Rig(endpoints=4, most_named=3).send(1)
+    route = Rig(endpoints=4, alternatives=2).send(1)
     named = route.destination.split(",")
     assert named[:2] == [route.endpoint.address, route.fallback] and len({*named}) == 3
-    alone = Rig(endpoints=1, most_named=3).send(1)
+    alone = Rig(endpoints=1, alternatives=2).send(1)
     assert alone.destination == alone.endpoint.address
 
 
 class Rig:
-    def __init__(self, endpoints: int = 3, most_named: int = 1) -> None:
+    def __init__(self, endpoints: int = 3, alternatives: int = 0) -> None:
         self.clock = SimpleNamespace(now=100.0, time=lambda: self.clock.now)
         fleet, tokens = Fleet(), TokenEstimator()
-        self.pipeline = Pipeline(self.clock, Random(1), fleet, CostModel(), tokens, most_named=most_named)  # type: ignore[arg-type]
+        self.pipeline = Pipeline(self.clock, Random(1), fleet, CostModel(), tokens, alternatives=alternatives)  # type: ignore[arg-type]
         for number in range(endpoints):
             self.pipeline.handle(EndpointUp(Endpoint(id=f"e{number}", address=f"10.0.0.{number}:80")))
 

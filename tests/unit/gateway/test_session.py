@@ -222,7 +222,7 @@ def test_full_duplex_hands_the_body_back_and_leaves_at_the_pick_when_it_fits_one
 
 
 def test_header_and_metadata_name_several_endpoints_where_it_is_to_be_so(rig):
-    rig.pipeline._more = 1
+    rig.pipeline.alternatives = 1
     wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
     rig.request_headers(session)
     rig.body(session, BODY)
