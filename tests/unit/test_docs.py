@@ -217,8 +217,8 @@ def admin_routes() -> set[str]:
 
 def test_every_admin_page_that_is_named_exists() -> None:
     everything = "\n".join([*TEXTS.values(), *map(help_of, COMMANDS)])
-    named = {*re.findall(r"(?:127\.0\.0\.1|localhost):9090(/[\w/-]*)", everything)}
-    named |= {*re.findall(r"`(/(?:debug/[\w/-]*|healthz|readyz|metrics))", everything)}
+    named = {*re.findall(r"(?:127\.0\.0\.1|localhost):9090(/[\w/-]*(?:\.json)?)", everything)}
+    named |= {*re.findall(r"`(/(?:debug/[\w/-]*|healthz|readyz|metrics|openapi\.json))", everything)}
     assert named, "the documents name some"
     assert named <= admin_routes()
 

@@ -26,6 +26,7 @@ from msgspec import Struct
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.gateway.tls import ServerTls
+from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard, DashboardSources
 from fairlead.server.http_port import Access, HttpPort, Tokens
 
@@ -48,6 +49,7 @@ _PAGES = {
     "/healthz": "200 while the process is alive",
     "/readyz": "200 when requests can be served, else 503 and why not",
     "/metrics": "Prometheus text",
+    openapi.PATH: "these pages as an OpenAPI document",
 }
 _DASHBOARD = {
     "/": "the dashboard, for browsers",
@@ -61,10 +63,10 @@ _DEBUG_PAGES = {
     "/debug/endpoints": "all endpoints and what is known of them (JSON)",
     "/debug/replicas": "other schedulers of the pool, and what they told (JSON)",
     "/debug/knowledge": "tokenisers, whether engines agree, how far KV events are relied on (JSON)",
-    "/debug/decisions/id": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
+    "/debug/decisions/{name}": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
     "/debug/decisions?last=n": f"the last n decisions with their scores, at most {MAX_DECISIONS} (JSON)",
     "/debug/journal": "the segments of the decision journal, oldest first: name and bytes (JSON)",
-    "/debug/journal/name": "one of them",
+    "/debug/journal/{name}": "one of them",
 }
 
 Handler = Callable[[web.Request], Any]
@@ -262,6 +264,7 @@ class Admin(HttpPort):
         if self._dashboard is not None:
             self._dashboard.add_to(app)
         self._add(app, "/", self._index)
+        self._add(app, openapi.PATH, self._heavy(self._openapi))
         if self._debug:
             self._add(app, "/debug/endpoints", self._heavy(self._endpoints))
             self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
@@ -308,8 +311,15 @@ class Admin(HttpPort):
         """For browsers the dashboard, for others a list of what there is."""
         if self._dashboard is not None and "text/html" in request.headers.get("Accept", ""):
             return self._dashboard.page(request)
-        pages = _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
-        return web.Response(text="fairlead\n\n" + "".join(f"{path:<30}{text}\n" for path, text in pages.items()))
+        return web.Response(
+            text="fairlead\n\n" + "".join(f"{path:<30}{text}\n" for path, text in self._pages().items())
+        )
+
+    def _pages(self) -> dict[str, str]:
+        return _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
+
+    def _openapi(self, request: web.Request) -> Iterable[bytes]:
+        yield _json(openapi.document(self._pages())) + b"\n"
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
