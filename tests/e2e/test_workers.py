@@ -135,6 +135,30 @@ async def test_a_killed_worker_costs_nothing_and_joins_again(
 
 
 @pytest.mark.slow
+async def test_requests_past_hung_workers_are_counted_once(
+    upstream: Upstream, workers: Callable[..., Awaitable[Workers]]
+) -> None:
+    two = await workers(2, upstream.addresses)
+    await two.agree()
+    pids = two.serve.scheduler_pids()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        status, _ = await asyncio.to_thread(get_page, f"http://127.0.0.1:{two.serve.port}/v1/models")
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert status == 200
+    counted = "fairlead_fallback_requests_total{"
+    async with asyncio.timeout(PATIENCE):
+        while counted not in (first := await two.page(0, "/metrics")):
+            await asyncio.sleep(0.05)
+    assert sum(float(line.rpartition(" ")[2]) for line in first.splitlines() if line.startswith(counted)) == 1
+    await two.all_asked()
+    assert counted not in await two.page(1, "/metrics")
+
+
+@pytest.mark.slow
 async def test_valkey_dies_and_hangs_under_load(
     upstream: Upstream, workers: Callable[..., Awaitable[Workers]], figures: list[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """The effective configuration, value by value, with the origin of each."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from fairlead.config.yaml import Node, Tree
 from fairlead.plugins.params import camel
 
 DEFAULT = "default"
+_PASSWORD = re.compile(r"(?<=://)([^@/?#\s:]*):[^@/?#\s]*(?=@)")
 
 
 class Value(Struct, frozen=True):
@@ -26,7 +28,7 @@ class Value(Struct, frozen=True):
 
 
 def effective(config: Config, tree: Tree) -> list[Value]:
-    """Every value of a configuration that was read from `tree`."""
+    """Every value of a configuration that was read from `tree`. Passwords in URLs are masked."""
     return list(_Show(config, tree).values())
 
 
@@ -120,7 +122,10 @@ class _Show:
                 yield from self._section(path, value)
             else:
                 differs = value is not None and not field.is_required() and value != field.get_default()
-                yield Value(show(path), shown[key], self._origin(path, differs))
+                text = shown[key]
+                if isinstance(text, str):
+                    text = _PASSWORD.sub(r"\1:***", text)
+                yield Value(show(path), text, self._origin(path, differs))
 
     def _origin(self, place: Place, differs: bool = False) -> str:
         """`differs`: from the default."""

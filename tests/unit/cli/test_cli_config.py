@@ -28,6 +28,20 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("via", "shown"),
+    [
+        ("valkeys://fairlead:s3cret@h.example:6379/0", "valkeys://fairlead:***@h.example:6379/0"),
+        ("redis://:s3cret@10.0.0.1", "redis://:***@10.0.0.1"),
+        ("unix://me:s3cret@/run/v.sock", "unix://me:***@/run/v.sock"),
+        ("valkey://fairlead@h.example", "valkey://fairlead@h.example"),
+    ],
+)
+def test_passwords_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str], via: str, shown: str) -> None:
+    file = write(tmp_path, f"endpoints: ['10.0.0.1:1']\nreplicas: {{via: '{via}'}}\n")
+    assert show(file, capsys)["$.replicas.via"] == (shown, "line 2")
+
+
 def test_every_value_has_an_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """endpoints: ['10.0.0.1:1']
 gateway: none

@@ -96,6 +96,8 @@ class Live:
             tracing = start_tracing(stack, self.config, loop)
             self.core = core = wire(self.config, loop, tracing, self._adopt, self._refuse)
             self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
+            # Beside an embedded gateway the first worker has the file of the pool.
+            self.watch.counts_fallbacks = self._pool is not None or not self._gateway
             self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
             self._maker = self._snapshots(loop.time)
             if core.journal is not None:

@@ -88,6 +88,8 @@ class Watch:
         self._decisions: list[DecisionRecord] = []
         self._durations: list[float] = []
         self._outcomes: list[OutcomeRecord] = []
+        #: Whether requests past the scheduler are counted here; of several workers that all hear of them, one does.
+        self.counts_fallbacks = True
         self._unscheduled = 0
         self._unscheduled_logged_at = -inf
         #: The newest ends of requests.
@@ -269,6 +271,8 @@ class Watch:
 
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request without asking us."""
+        if not self.counts_fallbacks:
+            return
         self.metrics.on_fallback(address)
         self._unscheduled += 1
         now = self._now()

@@ -94,6 +94,15 @@ def test_fallback_traffic_is_counted_per_endpoint():
     assert value(watch, 'fairlead_fallback_requests_total{endpoint="10.0.0.1:80"}') == 1
 
 
+def test_fallback_traffic_that_another_worker_counts_is_not_counted_here(caplog):
+    watch, _ = make()
+    watch.counts_fallbacks = False
+    with caplog.at_level("WARNING", "fairlead"):
+        watch.on_fallback("10.0.0.1:80", 200)
+    assert value(watch, "fairlead_fallback_requests_total{") == 0
+    assert not caplog.records
+
+
 def test_fallback_traffic_is_told_in_few_lines_that_count(caplog):
     now = [100.0]
     watch = Watch(Fleet(), lambda: now[0])
