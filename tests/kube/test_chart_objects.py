@@ -66,7 +66,7 @@ def test_its_pods_may_run_where_only_restricted_ones_may(
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     kube.admin.patch({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}, label)
     objects = helm.render("--values", str(values), namespace=namespace)
-    for deployment in of_kind(objects, "Deployment"):
+    for deployment in (*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")):
         pod = {"apiVersion": "v1", "kind": "Pod", **deployment["spec"]["template"]}
         pod["metadata"] = {**pod["metadata"], "name": deployment["metadata"]["name"]}
         created = kube.admin.create(pod, namespace)

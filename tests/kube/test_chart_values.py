@@ -122,7 +122,8 @@ def test_notes(helm: Helm, values: Path) -> None:
 def test_notes_warn_of_schedulers_that_know_nothing_of_each_other(helm: Helm, values: Path) -> None:
     objects = rendered(helm, values)
     several = (one(objects, "Deployment", "-epp")["spec"].get("replicas", 2)) > 1
-    alone = several and not configured(objects).kubernetes.leader_election.enabled
+    config = configured(objects)
+    alone = several and not config.kubernetes.leader_election.enabled and not config.replicas.via
     assert ("replicas schedule for themselves" in helm.notes("--values", str(values))) == alone
     assert alone == (values.stem in ("kgateway", "standalone"))
 
@@ -334,7 +335,7 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
             [*LABELS, "--set", "standalone.enabled=true,autoscaling.enabled=true"],
             "autoscaling.enabled: each of these replicas would schedule for itself",
         ),
-        ([*LABELS, "--set", "autoscaling.enabled=true"], "with two replicas one leads"),
+        ([*LABELS, "--set", "autoscaling.enabled=true"], "inferenceExtension.valkey.enabled=true"),
         ([*LABELS, "--set", "tls.mode=cert-manager"], "tls.issuerRef.name"),
         ([*LABELS, "--set", "tls.mode=secret"], "tls.secretName"),
         ([*LABELS, "--set", "httpRoute.enabled=true"], "httpRoute.parentRefs"),

@@ -66,7 +66,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $several := gt (int .Values.inferenceExtension.replicas) 1 -}}
 {{- if kindIs "bool" $asked -}}
 {{- if $asked -}}true{{- end -}}
-{{- else if and $several (not .Values.standalone.enabled) (not .Values.autoscaling.enabled) -}}
+{{- else if and $several (not (include "fairlead.shared" .)) (not .Values.standalone.enabled) (not .Values.autoscaling.enabled) -}}
 true
 {{- end -}}
 {{- end }}
@@ -79,7 +79,7 @@ with three of them 42 instead of 74 % of prompt tokens were found in caches, and
 {{/* "true" where several replicas answer and know nothing of each other, or nothing */}}
 {{- define "fairlead.independent" -}}
 {{- $several := or (gt (int .Values.inferenceExtension.replicas) 1) .Values.autoscaling.enabled -}}
-{{- if and $several (not (include "fairlead.leaderElection" .)) -}}true{{- end -}}
+{{- if and $several (not (include "fairlead.leaderElection" .)) (not (include "fairlead.shared" .)) -}}true{{- end -}}
 {{- end }}
 
 {{/* "true", or nothing */}}
@@ -156,6 +156,7 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- /* On the pod's emptyDir, so that a container which is restarted goes on with it. Beside the journal where there is one. */ -}}
 {{- $_ := set $config "state" (dict "file" "/tmp/fairlead/learned.state") -}}
 {{- end -}}
+{{- with include "fairlead.replicas" . | fromYaml -}}{{- $_ := set $config "replicas" . -}}{{- end -}}
 {{- with .Values.tracing -}}
 {{- /* `--set` makes text of fractions. */ -}}
 {{- if .endpoint -}}{{- $_ := set $config "tracing" (dict "endpoint" .endpoint "sample" (float64 .sample)) -}}{{- end -}}
@@ -248,6 +249,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and .Values.standalone.keysSecret (not .Values.standalone.enabled) -}}
 {{- fail "standalone.keysSecret: only a gateway of our own asks for keys; set standalone.enabled, or let your gateway know its clients" -}}
 {{- end -}}
+{{- include "fairlead.checkValkey" . -}}
 {{- if include "fairlead.leaderElection" . -}}
 {{- if lt (int .Values.inferenceExtension.terminationGracePeriodSeconds) 45 -}}
 {{- fail "inferenceExtension.terminationGracePeriodSeconds: with leader election at least 45, for a leader that ends hands over first (11 s) and then finishes its requests (30 s)" -}}
@@ -261,7 +263,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- if and (include "fairlead.independent" .) (not (kindIs "bool" .Values.inferenceExtension.leaderElection.enabled)) -}}
 {{- $value := ternary "autoscaling.enabled" "inferenceExtension.replicas" .Values.autoscaling.enabled -}}
-{{- $instead := ternary "keep one replica, or leave out standalone and let a gateway ask the leader of two" "leave autoscaling out: with two replicas one leads" .Values.standalone.enabled -}}
+{{- $instead := "inferenceExtension.valkey.enabled=true, with which they decide as one" -}}
 {{- fail (printf "%s: each of these replicas would schedule for itself, without knowing the others' requests: %s. Better: %s. To have it all the same: inferenceExtension.leaderElection.enabled=false" $value (include "fairlead.independentCost" .) $instead) -}}
 {{- end -}}
 {{- if and (eq .Values.tls.mode "cert-manager") (not .Values.tls.issuerRef.name) -}}

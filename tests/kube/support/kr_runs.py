@@ -68,7 +68,7 @@ def free_ports(count: int) -> list[int]:
 def installed(kube: Cluster, namespace: str, objects: list[dict[str, Any]], kubeconfig: Path, part: str = "") -> None:
     """Apply all but the pods' controllers, and write a kubeconfig of the chart's account, `-epp` or `-indexer`."""
     for thing in objects:
-        if thing["kind"] != "Deployment":
+        if thing["kind"] not in ("Deployment", "StatefulSet"):
             kube.admin.apply(thing)
     account = one(objects, "ServiceAccount", part)["metadata"]["name"]
     kube.kubeconfig(kubeconfig, kube.token(namespace, account), namespace)
