@@ -153,7 +153,9 @@ async def test_one_that_leaves_is_gone_at_once_and_its_last_words_are_heard(serv
         async with running(other):
             await until(lambda: agree(one, other) and "b" in one.replicas.peers)
             other.say("farewell")
+            assert one.replicas.unheard_s == 0.0
         await until(lambda: PeerLost("b") in one.fed)
+        assert one.replicas.unheard_s > 0.0
         assert one.fed[-2:] == [PeerHeard("b", b"0 farewell"), PeerLost("b")]
 
 

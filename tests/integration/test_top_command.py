@@ -37,7 +37,16 @@ class Port:
             request = Request(id=i, arrived=now(), model="llama", prompt_tokens=100)
             record = DecisionRecord(request=request, at=now(), policy="p", endpoint="server-2", address="x:1")
             self.watch.on_decision(record, 1e-4)
-        maker = SnapshotMaker(self.watch, now, 0.0, pool="default", policy=lambda: "cost-model", reasons=list)
+        self.replicas = ""
+        maker = SnapshotMaker(
+            self.watch,
+            now,
+            0.0,
+            pool="default",
+            policy=lambda: "cost-model",
+            reasons=list,
+            replicas=lambda: self.replicas,
+        )
         dashboard = DashboardSources(
             begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.05
         )
@@ -74,7 +83,10 @@ async def test_one_moment_as_text(port: Port) -> None:
     assert "5 in all" in done.output and "llama" in done.output and "cost-model" in done.output
     assert "△ The metrics of endpoint server-1 cannot be read (no scrape has succeeded yet)" in done.output
     assert "metrics not read" in done.output and "≈0" in done.output
-    assert "\x1b" not in done.output
+    assert "\x1b" not in done.output and "replicas" not in done.output
+    port.replicas = "2 others, heard 7 ms late"
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
+    assert "replicas 2 others, heard 7 ms late" in done.output
 
 
 async def test_an_outage_is_said_with_its_time_and_what_to_do(port: Port) -> None:

@@ -100,7 +100,7 @@ SORTS: dict[str, Callable[[Row], Any]] = {
 }
 _DASH = "–"
 #: Lines of the screen that are not rows of the table of endpoints.
-_OTHER_LINES = 16
+_OTHER_LINES = 17
 
 
 def view(state: dict[str, Any], sort: str, width: int, height: int | None = None, problem: str = "") -> RenderableType:
@@ -113,6 +113,8 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
         parts.append(Text(f"! {problem}; these numbers are old", "bold red"))
     parts += _notices(now["notices"])
     parts.append(_figures(now))
+    if now["replicas"]:
+        parts.append(Text.assemble(("replicas ", "dim"), now["replicas"]))
     traffic, queues = now["traffic"][:4], now["queues"]
     used = len(now["notices"]) + len(traffic) + (len(queues["bands"]) + 2 if queues and queues["bands"] else 0)
     most = None if height is None else max(height - _OTHER_LINES - used, 3)

@@ -131,7 +131,7 @@ class Replicas:
         self.problem = "not connected yet"
         #: Seconds between our last entry's writing and its coming back.
         self.lag_s = 0.0
-        self._alone_since = time.monotonic()
+        self._alone_since = self._unheard_since = time.monotonic()
         self._untold: deque[bytes] = deque()
         self._untold_bytes = 0
         self._something = asyncio.Event()
@@ -155,6 +155,11 @@ class Replicas:
         return sorted(name for name, peer in self.peers.items() if peer.ask_at)
 
     @property
+    def unheard_s(self) -> float:
+        """Seconds without any other replica."""
+        return 0.0 if self.peers else time.monotonic() - self._unheard_since
+
+    @property
     def where(self) -> str:
         """The server, without user and password."""
         parts = urlsplit(self._settings.via)
@@ -172,7 +177,7 @@ class Replicas:
         """For people, while there is no trouble."""
         count = len(self.peers)
         peers = f"{count} other{'' if count == 1 else 's'}, heard {self.lag_s * 1e3:.0f} ms late"
-        return f"replicas: {peers}" + (f"; facts of {', '.join(self.missing)} are missing" if self.missing else "")
+        return peers + (f"; facts of {', '.join(self.missing)} are missing" if self.missing else "")
 
     def page(self) -> dict[str, object]:
         """For `/debug/replicas`."""
@@ -284,6 +289,7 @@ class Replicas:
 
     def _lose(self, name: str) -> None:
         del self.peers[name]
+        self._unheard_since = time.monotonic()
         log.info("a replica is gone", replica=name)
         self._feed(PeerLost(name))
 

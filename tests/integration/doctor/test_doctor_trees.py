@@ -95,6 +95,25 @@ async def test_a_state_file_that_cannot_be_written_is_named(world: Any, told: To
     assert found.findings[0].evidence == why
 
 
+@pytest.mark.parametrize(
+    ("metrics", "expected", "evidence"),
+    [
+        ("fairlead_replicas_connected 1\nfairlead_replicas_unheard_seconds 0\n", set(), ""),
+        ("fairlead_replicas_connected 1\nfairlead_replicas_unheard_seconds 2\n", set(), ""),
+        ("fairlead_replicas_connected 1\nfairlead_replicas_unheard_seconds 40\n", {"scheduler.no-peers"}, "for 40 s"),
+        ("fairlead_replicas_connected 0\nfairlead_replicas_unheard_seconds 40\n", {"scheduler.alone"}, "refused"),
+    ],
+)
+async def test_a_replica_that_nobody_hears_is_named(
+    world: Any, told: Told, metrics: str, expected: set[str], evidence: str
+) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    ready = "ready\n- this replica decides alone: valkey://h: connection refused\n"
+    found = await examined(world, await told(metrics, here, ready=ready), "scheduler")
+    assert codes(found) == expected
+    assert all(evidence in each.evidence for each in found.findings)
+
+
 async def test_events_that_are_not_relied_on_are_named_with_their_cause(world: Any, told: Told) -> None:
     metrics = (
         'fairlead_kv_feed_connected{endpoint="e0",rank="0"} 1\nfairlead_kv_feed_connected{endpoint="e1",rank="0"} 1\n'

@@ -47,6 +47,17 @@ FORGETS = Kind(
 "its own file",
     "docs/operations.md#what-a-restart-keeps",
 )  # fmt: skip
+ALONE = Kind(
+    "scheduler.alone", Severity.ERROR, "the scheduler cannot tell other replicas anything, so it decides alone",
+    "start the server in replicas.via and let the scheduler reach it; the evidence says what fails",
+    "docs/replicas.md#when-something-fails",
+)  # fmt: skip
+UNHEARD = Kind(
+    "scheduler.no-peers", Severity.WARNING, "replicas.via is set, but no other replica is heard",
+    "if there is only one, this is right. If not, compare replicas.via (with its database) and "
+"replicas.pool, which must be the same in all",
+    "docs/replicas.md#what-to-watch",
+)  # fmt: skip
 #: Share of requests that went past the scheduler from which on it is told.
 _MANY = 0.01
 
@@ -92,14 +103,27 @@ async def _forgets(site: Site) -> list[Finding]:
     return [FORGETS.at("", next((line.removeprefix("- ") for line in lines if "a restart forgets" in line), ""))]
 
 
+async def _alone(site: Site) -> list[Finding]:
+    connected = await site.metric("fairlead_replicas_connected")
+    if not connected:
+        return []
+    if not connected[0][1]:
+        lines = (await site.admin("/readyz")).body.decode("utf-8", "replace").splitlines()
+        return [ALONE.at("", next((line.removeprefix("- ") for line in lines if "decides alone" in line), ""))]
+    silent = max((seconds for _, seconds in await site.metric("fairlead_replicas_unheard_seconds")), default=0.0)
+    lease = site.config.replicas.lease
+    return [UNHEARD.at("", f"none for {silent:.0f} s")] if silent > lease else []
+
+
 @check(
     "scheduler",
     "the running scheduler is ready and has the configured endpoints",
-    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS, FORGETS),
+    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS, FORGETS, ALONE, UNHEARD),
     needs=("admin",),
 )
 async def scheduler(site: Site) -> list[Finding]:
-    findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _forgets(site)]
+    findings = [*await _ready(site), *await _metrics(site), *await _pool(site)]
+    findings += [*await _forgets(site), *await _alone(site)]
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))

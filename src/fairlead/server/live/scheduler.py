@@ -373,7 +373,12 @@ class Live:
             pool=self.config.kubernetes.pool or POOL,
             policy=lambda: self.pipeline.policy.name,
             reasons=self._reasons,
+            replicas=self._replicas,
         )
+
+    def _replicas(self) -> str:
+        replicas = self.core.replicas
+        return "" if replicas is None else replicas.trouble() or replicas.note()
 
     def _dashboard(self) -> DashboardSources:
         maker = self._maker
@@ -391,7 +396,7 @@ class Live:
         state, replicas = self.core.state, self.core.replicas
         notes = [state.note] if state is not None and state.note else []
         if replicas is not None and not replicas.problem:
-            notes.append(replicas.note())
+            notes.append(f"replicas: {replicas.note()}")
         return [*self.watch.troubles.look().values(), *notes]
 
     def _reasons(self) -> list[str]:

@@ -449,7 +449,7 @@ def show_state(registry: Registry, counts: StateCounts) -> None:
 
 def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
     """`None` = nothing is there to show, but its names."""
-    state = {name: Readings("gauge") for name in ("connected", "peers", "missing", "lag_seconds")}
+    state = {name: Readings("gauge") for name in ("connected", "peers", "unheard_seconds", "missing", "lag_seconds")}
     flows = {name: Readings("counter", "direction") for name in ("batches", "bytes", "snapshots")}
     losses = {name: Readings("counter") for name in ("dropped", "gaps", "outages")}
 
@@ -457,7 +457,8 @@ def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
         if replicas is None:
             return
         counts = asdict(replicas.counts)
-        now = (not replicas.problem, len(replicas.peers), len(replicas.missing), replicas.lag_s)
+        peers, missing = len(replicas.peers), len(replicas.missing)
+        now = (not replicas.problem, peers, replicas.unheard_s, missing, replicas.lag_s)
         for reading, value in zip(state.values(), now, strict=True):
             reading.take({(): value})
         for name, reading in losses.items():
@@ -470,6 +471,7 @@ def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
     for name, text in (
         ("connected", "1 while facts go to other replicas and come from them."),
         ("peers", "Other replicas that hold a lease."),
+        ("unheard_seconds", "Time without any other replica; 0 while there is one."),
         ("missing", "Other replicas of whom something is missing until their snapshot has come."),
         ("lag_seconds", "From the writing of the last fact to its coming back."),
     ):

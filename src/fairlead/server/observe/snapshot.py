@@ -252,6 +252,7 @@ class SnapshotMaker:
     """`begin`, then `take` once per tick, then `end`.
 
     `wall_offset`: seconds to add to the clock of records for the time of day. `reasons`: why we are not ready.
+    `replicas`: what is heard of other schedulers.
     """
 
     def __init__(
@@ -263,12 +264,14 @@ class SnapshotMaker:
         pool: str,
         policy: Callable[[], str],
         reasons: Callable[[], Sequence[str]],
+        replicas: Callable[[], str] = lambda: "",
     ) -> None:
         self._watch = watch
         self._now = now
         self._wall = wall_offset
         self._policy = policy
         self._reasons = reasons
+        self._replicas = replicas
         self._happened = Happened()
         #: The fleet's version, and what it serves since.
         self._served = -1, served_models(watch.fleet.table)
@@ -323,6 +326,7 @@ class SnapshotMaker:
             leases=len(watch.fleet.ledger),
             index_size=watch.fleet.prefix.entries,
             kv_events=watch.fleet.exact is not None,
+            replicas=self._replicas(),
             point=history.point(now),
         )
 

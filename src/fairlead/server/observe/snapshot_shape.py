@@ -278,6 +278,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     #: Entries of the prefix index, and whether KV events are listened to.
     index_size: int
     kv_events: bool
+    #: What is heard of other schedulers of the pool, for people; empty = they are not told anything.
+    replicas: str
     #: The newest point of the charts.
     point: Point
 

@@ -87,6 +87,8 @@ function figures() {
   setClass($("errors"), totals.error_rate ? "bad" : "");
   figure("refused", count(totals.refused));
   setText($("policy"), now.policy);
+  setText($("replicas"), now.replicas);
+  setHidden($("replicas").parentElement, !now.replicas);
   setText($("uptime"), seconds(Math.max(now.at - about.started, 0)));
 }
 
