@@ -84,6 +84,9 @@ async def test_one_moment_as_text(port: Port) -> None:
     assert "△ The metrics of endpoint server-1 cannot be read (no scrape has succeeded yet)" in done.output
     assert "metrics not read" in done.output and "≈0" in done.output
     assert "\x1b" not in done.output and "replicas" not in done.output
+
+
+async def test_other_schedulers_have_a_line(port: Port) -> None:
     port.replicas = "2 others, heard 7 ms late"
     done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
     assert "replicas 2 others, heard 7 ms late" in done.output
