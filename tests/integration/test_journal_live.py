@@ -89,14 +89,14 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
         ids = [name for _, name in answers]
         assert len({*ids}) == REQUESTS
         assert "" not in ids
-        async with session.get(f"{running.admin}/debug/decisions/{ids[-1]}") as answer:
-            page = await answer.json()
         async with session.get(f"{running.admin}/debug/decisions/nobody.ffff") as answer:
             assert answer.status == 404
         written = Counter[str]()
         while (written["decided"], written["ended"]) != (REQUESTS, REQUESTS):
             await asyncio.sleep(0.05)
             written = Counter(kind for kind, _, _ in one_run(running.journal).items())
+        async with session.get(f"{running.admin}/debug/decisions/{ids[-1]}") as answer:
+            page = await answer.json()
         async with session.get(f"{running.admin}/metrics") as answer:
             metrics = await answer.text()
     assert 'fairlead_journal_lost_total{why="busy"} 0' in metrics
