@@ -129,8 +129,8 @@ async def test_the_commands() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["serve"], "needs a policy"),
-        (["check"], "needs an address"),
+        (["serve"], "Missing argument 'policy'"),
+        (["check"], "Missing argument 'address'"),
         (["serve", "nonesuch"], "MODULE:NAME"),
         (["serve", "cost-model", "--listen", "nowhere"], "cannot listen"),
     ],
