@@ -188,7 +188,7 @@ def _services(config: Config) -> Iterator[Finding]:
     indexer, replicas = config.kv_events.indexer, config.replicas
     for name, url in (("url", indexer.url), ("warmFrom", indexer.warm_from)):
         if _clear(url):
-            yield INDEXER.at(f"kvEvents.indexer.{name}", url)
+            yield INDEXER.at(f"kvEvents.indexer.{name}")
     via = urlsplit(replicas.via)
     if _clear(replicas.via):
         yield REPLICAS.at("replicas.via", "no TLS")
@@ -197,7 +197,7 @@ def _services(config: Config) -> Iterator[Finding]:
     if via.password:
         yield PASSWORD.at("replicas.via")
     if _clear(config.tracing.endpoint):
-        yield TRACES.at("tracing.endpoint", config.tracing.endpoint)
+        yield TRACES.at("tracing.endpoint")
 
 
 def _outgoing(site: Site) -> Iterator[Finding]:
