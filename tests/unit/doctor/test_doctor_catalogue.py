@@ -9,6 +9,7 @@ from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Kind
+from fairlead.server.observe.component_metrics import show_replicas
 from fairlead.server.observe.kv_metrics import KvMetrics
 from fairlead.server.observe.watch import Watch
 
@@ -48,6 +49,7 @@ def test_every_metric_that_is_read_exists() -> None:
     read = set(re.findall(r'"((?:fairlead|llm_d_epp|kv_cache)_\w+)"', texts))
     watch = Watch(Fleet(), lambda: 0.0)
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
+    show_replicas(watch.metrics.registry, None)
     shown = set(re.findall(r"^# TYPE (\S+)", b"".join(watch.exposition()).decode(), re.MULTILINE))
     assert len(read) > 10
     assert {name.removesuffix("_sum") for name in read} <= shown

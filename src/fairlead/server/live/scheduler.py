@@ -94,10 +94,10 @@ class Live:
             log.warning("few open files are allowed; the gateway takes two for each request at a time", limit=files)
         async with contextlib.AsyncExitStack() as stack:
             tracing = start_tracing(stack, self.config, loop)
-            self.core = core = wire(self.config, loop, tracing, self._adopt, self._refuse)
-            self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
             # Beside an embedded gateway the first worker has the file of the pool.
-            self.watch.counts_fallbacks = self._pool is not None or not self._gateway
+            counts = self._pool is not None or not self._gateway
+            self.core = core = wire(self.config, loop, tracing, self._adopt, self._refuse, counts)
+            self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
             self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
             self._maker = self._snapshots(loop.time)
             if core.journal is not None:

@@ -154,8 +154,10 @@ def wire(
     tracing: Tracing | None,
     adopt: Callable[[AdoptConfiguration], object],
     refuse: Callable[[RefuseConfiguration], object],
+    counts_fallbacks: bool = True,
 ) -> Core:
-    """`adopt` and `refuse` hear what became of a `Reconfigured`. Raises `ConfigError` or `PluginError`."""
+    """`adopt` and `refuse` hear what became of a `Reconfigured`; `counts_fallbacks`: see `Watch`. Raises
+    `ConfigError` or `PluginError`."""
     check_schedulers(config)
     rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
     inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
@@ -165,7 +167,7 @@ def wire(
         driver.feed(event)
 
     connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
-    scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing)
+    scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing, counts_fallbacks)
     kv = knowledge(config, fleet, watch.metrics.registry)
     builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
     journal = LiveJournal(config, clock, run, rng, watch.metrics.registry) if config.journal.path else None
@@ -248,6 +250,7 @@ def _observers(
     feed: Callable[[Event], None],
     shadows: LiveShadows,
     tracing: Tracing | None,
+    counts_fallbacks: bool,
 ) -> tuple[Scraper, ServedModels, Watch]:
     """The scraper, who reads lists of models, and the watch that wakes the one and tells what it says."""
     scraper = Scraper(
@@ -273,6 +276,7 @@ def _observers(
         served=served.names,
         skipped=shadows.skipped,
         cut=shadows.cut,
+        counts_fallbacks=counts_fallbacks,
         objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
     )
     return scraper, served, watch

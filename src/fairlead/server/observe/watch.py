@@ -42,7 +42,8 @@ class Watch:
 
     `on_routed` is told the endpoint of each routed request that is not in `awake` at the time; `tracing` hears of every
     record at once; `scrapes` are the scraper's totals; `served` lists what endpoints say they serve; `skipped` and
-    `cut` tell of shadows, see `ShadowMetrics`; `objective` is what an autoscaler is asked to keep.
+    `cut` tell of shadows, see `ShadowMetrics`; `objective` is what an autoscaler is asked to keep. Of several workers
+    that all hear of requests past the scheduler, one counts them (`counts_fallbacks`).
 
     Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
     cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
@@ -63,8 +64,9 @@ class Watch:
         skipped: Callable[[], Mapping[str, int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
         objective: Objective | None = None,
+        counts_fallbacks: bool = True,
     ) -> None:
-        self.fleet = fleet
+        self.fleet, self._counts_fallbacks = fleet, counts_fallbacks
         self._now = now
         self.journal = Journal()
         self._listed = served
@@ -88,8 +90,6 @@ class Watch:
         self._decisions: list[DecisionRecord] = []
         self._durations: list[float] = []
         self._outcomes: list[OutcomeRecord] = []
-        #: Whether requests past the scheduler are counted here; of several workers that all hear of them, one does.
-        self.counts_fallbacks = True
         self._unscheduled = 0
         self._unscheduled_logged_at = -inf
         #: The newest ends of requests.
@@ -271,7 +271,7 @@ class Watch:
 
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request without asking us."""
-        if not self.counts_fallbacks:
+        if not self._counts_fallbacks:
             return
         self.metrics.on_fallback(address)
         self._unscheduled += 1

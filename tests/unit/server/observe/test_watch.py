@@ -95,8 +95,7 @@ def test_fallback_traffic_is_counted_per_endpoint():
 
 
 def test_fallback_traffic_that_another_worker_counts_is_not_counted_here(caplog):
-    watch, _ = make()
-    watch.counts_fallbacks = False
+    watch = Watch(Fleet(), lambda: 0.0, counts_fallbacks=False)
     with caplog.at_level("WARNING", "fairlead"):
         watch.on_fallback("10.0.0.1:80", 200)
     assert value(watch, "fairlead_fallback_requests_total{") == 0
