@@ -156,8 +156,7 @@ def wire(
     refuse: Callable[[RefuseConfiguration], object],
     counts_fallbacks: bool = True,
 ) -> Core:
-    """`adopt` and `refuse` hear what became of a `Reconfigured`; `counts_fallbacks`: see `Watch`. Raises
-    `ConfigError` or `PluginError`."""
+    """`adopt` and `refuse` hear what became of a `Reconfigured`. Raises `ConfigError` or `PluginError`."""
     check_schedulers(config)
     rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
     inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
@@ -204,11 +203,10 @@ def wire(
         prompts=kv.prompts if kv is not None else None,
         trace=tracing.arrived if tracing is not None else None,
     )
-    inspect = inspection if kv is None else kv.inspecting(inspection)
-    host = _host(config, clock.time, run, driver, understanding, watch, inspect, served)
+    inspected = inspection if kv is None else kv.inspecting(inspection)
+    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served)
     shared = config, pipeline, driver, clock, watch.metrics.registry
-    state, replicas = _state_file(*shared), _replicas(run, *shared)
-    parts = fleet, scraper, served, watch, kv, builder, journal, state, replicas
+    parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), _replicas(run, *shared)
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host)
 
 
