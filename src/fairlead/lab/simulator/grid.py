@@ -15,6 +15,7 @@ from math import exp, log
 from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
 from statistics import fmean
+from threading import current_thread, main_thread
 from time import process_time
 from typing import Any
 
@@ -171,13 +172,22 @@ def workers(processes: int, begin: Callable[..., object] | None = None, *given: 
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Ctrl-C goes to all processes of a terminal; those that are started here leave it to this one."""
+    """Ctrl-C goes to all processes of a terminal; those that are started here leave it to this one, which takes it when
+    the body is done: a process that is started half would be nobody's. To block the signal does not do, since other
+    threads (numpy has some) take it then, and Python interrupts the main thread all the same."""
     resource_tracker.ensure_running()  # which unblocks signals when it starts
+    came: list[int] = []
+    main = current_thread() is main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if main:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 # How much worse than the best policy of the run each one is.
