@@ -25,6 +25,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.cost import STEP_TOKENS, Known
+from fairlead.core.flow_control import FlowController
 
 #: Seconds whose requests are the load, and over which its growth is looked for; and between two totals that are kept.
 RECENT_S, TREND_S, APART_S = 60.0, 300.0, 5.0
@@ -72,6 +73,13 @@ class Demand:
             kept.append(totals)
         while len(kept) > 2 and kept[1].time < totals.time - TREND_S:
             kept.popleft()
+
+    def desired(self, fleet: Known, flow: FlowController | None, now: float) -> int | None:
+        """How many there should be, by the load and by what waits (`flow`); `None` = too little is known of both."""
+        asked = self.endpoints(fleet)
+        if flow is None or not len(flow.flow):
+            return asked
+        return max(asked or 0, flow.wanted(fleet.table.count, now))
 
     def endpoints(self, fleet: Known) -> int | None:
         """How many the load asks for, 0 where nothing comes; `None` = it was not looked at for long enough."""

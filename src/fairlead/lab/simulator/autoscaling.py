@@ -63,12 +63,8 @@ class Autoscaler:
     def wanted(self) -> int:
         """What `fairlead_desired_replicas` says."""
         pipeline, now = self.simulation.pipeline, self.simulation.kernel.now
-        known = self.demand.endpoints(pipeline.fleet)
-        asked = len(self.serving) if known is None else known
-        flow = pipeline.flow_controller
-        if flow is None or not len(flow.flow):
-            return asked
-        return max(asked, flow.wanted(len(self.serving), now))
+        desired = self.demand.desired(pipeline.fleet, pipeline.flow_controller, now)
+        return len(self.serving) if desired is None else desired
 
     def _samples(self) -> list[Sample]:
         samples = [self.simulation.servers[index].sample() for index in sorted(self.serving)]

@@ -186,13 +186,9 @@ class Watch:
     def desired_endpoints(self) -> int | None:
         """How many the load asks for; `None` = too little is known of it."""
         self.count()
-        now, counted, table = self._now(), self.metrics, self.fleet.table
+        now, counted = self._now(), self.metrics
         self._demand.observe(Totals(now, counted.routed, counted.prompt_tokens, counted.cached_tokens))
-        asked = self._demand.endpoints(self.fleet)
-        flow = self.queue.flow_controller
-        if flow is not None and len(flow.flow):
-            return max(asked or 0, flow.wanted(table.count, now))
-        return asked
+        return self._demand.desired(self.fleet, self.queue.flow_controller, now)
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:
         """Show what waits there; `None` = flow control is off."""
