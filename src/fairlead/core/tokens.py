@@ -104,21 +104,16 @@ class TokenEstimator:
     def answer_tokens(self, request: Request, response_bytes: int) -> int:
         """Completion tokens in an answer of so many bytes that was not streamed; -1 = not known."""
         known = self._learned.get((request.target_model, request.api), _UNKNOWN)
-        if request.stream:
+        if request.stream or response_bytes <= 0 or known.answer_bytes <= 0.0:
             return -1
-        if response_bytes <= 0 or known.answer_bytes <= 0.0:
-            return -1
-        text = min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS)
-        return min(max(round(text * known.answer_tokens / known.answer_bytes), 1), MAX_TOKENS)
+        tokens = _text_bytes(response_bytes) * known.answer_tokens / known.answer_bytes
+        return min(max(round(tokens), 1), MAX_TOKENS)
 
     def learn_answer(self, request: Request, response_bytes: int, completion_tokens: int) -> None:
         """Take what an answer had of both. In one that is streamed each token comes in wrapping of its own."""
         if completion_tokens > 0 < response_bytes and not request.stream:
-            known, size = (
-                self._entry(request.target_model, request.api),
-                min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS),
-            )
-            known.answer_bytes += size - known.answer_bytes * DECAY
+            known = self._entry(request.target_model, request.api)
+            known.answer_bytes += _text_bytes(response_bytes) - known.answer_bytes * DECAY
             known.answer_tokens += min(completion_tokens, MAX_TOKENS) - known.answer_tokens * DECAY
 
     def learned(self) -> tuple[ModelLearned, ...]:
@@ -149,3 +144,8 @@ class TokenEstimator:
         else:
             self._learned.move_to_end(key)
         return known
+
+
+def _text_bytes(response_bytes: int) -> int:
+    """Of an answer that was not streamed, without what is around its text."""
+    return min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS)
