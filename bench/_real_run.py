@@ -39,6 +39,8 @@ FRONT_NICE = -20
 AFTER, LONGEST = 60, 5
 #: Envoy tells the end of a request up to so long after it.
 SETTLED_S = 1.5
+#: A history of 10,000 batches takes a second or two.
+CAUGHT_UP_S = 60.0
 
 
 class Case(Struct, frozen=True):
@@ -117,7 +119,10 @@ class Gateway:
         set_group_nice(self._process.pid, FRONT_NICE)
         problem = wait_for(f"http://127.0.0.1:{self.admin}/readyz", self._look)
         problem = problem or wait_for(f"{self.url}/v1/models", self._look)
+        deadline = time.monotonic() + CAUGHT_UP_S
         while not problem and self._events and not self._caught_up():
+            if time.monotonic() > deadline:
+                problem = "the KV events published before are not read"
             time.sleep(0.1)
         if problem:
             self.__exit__()
