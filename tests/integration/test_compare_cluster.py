@@ -50,20 +50,8 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
 
 
 def compare(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "fairlead",
-        "sim",
-        "compare",
-        "-w",
-        "paced-prefix",
-        "-p",
-        "default",
-        "-p",
-        "round-robin",
-    ]
-    command += ["--requests", "6", "--out", str(out), "--processes", "1", *more]
+    command = [sys.executable, "-m", "fairlead", "sim", "compare", "-w", "paced-prefix", "-p", "default"]
+    command += ["-p", "round-robin", "--requests", "6", "--out", str(out), "--processes", "1", *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -73,20 +73,8 @@ def test_what_there_is_can_be_listed():
 
 
 def test_policies_are_compared_and_reported(tmp_path):
-    arguments = [
-        "sim",
-        "compare",
-        "-w",
-        "paced-prefix",
-        "-p",
-        "default",
-        "-p",
-        "round-robin",
-        "--requests",
-        "4",
-        "--load",
-        "1,2",
-    ]
+    arguments = ["sim", "compare", "-w", "paced-prefix", "-p", "default", "-p", "round-robin"]
+    arguments += ["--requests", "4", "--load", "1,2"]
     arguments += ["--out", str(tmp_path), "--processes", "1"]
     done = call(*arguments)
     assert done.exit_code == 0, done.output
