@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from fairlead.core.records import LOST, DecisionRecord, OutcomeRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.observe.decisions import request_number
 from fairlead.server.observe.snapshot_shape import DecisionRow
 
@@ -61,6 +61,6 @@ def outcome_of(decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outco
         return "refused"
     if outcome is None:
         return "running"
-    if outcome.status >= 400 or outcome.cause in LOST:
+    if outcome.status >= 400 or outcome.failed:
         return "failed"
     return "answered" if outcome.cause == "natural" else "cancelled"
