@@ -83,12 +83,16 @@ def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
 
 def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
     """Until endpoints have given back enough memory for each prompt; `None` = all have. Who runs nothing has nothing to
-    give back, whatever its gauges say."""
+    give back, whatever its gauges say. A prompt that is larger than all memory of each engine waits for none: it would
+    wait for as long as others come, and the engine has an answer for it (a real one refuses it as too long)."""
     if not np.count_nonzero(terms.used > 1.0):
         return None
     table = fleet.table
     waits: FloatColumn = memory_wait(terms.used, table.kv, fleet.predictor.hold_ms)
     waits[:, table.active + table.queue <= 0.0] = 0.0
+    too_large = terms.uncached * table.per_capacity > 1.0
+    if np.count_nonzero(too_large):
+        waits[(too_large | ~table.alive).all(axis=1)] = 0.0
     return waits
 
 

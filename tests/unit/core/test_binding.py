@@ -213,6 +213,16 @@ def test_it_does_not_wait_for_room_for_ever(fleet, queue):
     assert binder().bind([queue(30_000, NOW - 200)], fleet, ALL, NOW).slot in (0, 1, 2)
 
 
+def test_what_no_engine_could_hold_waits_for_no_room(fleet, queue):
+    """Others would pass it for ever: there is never as much."""
+    full_but_for(fleet, 5000)
+    assert binder().bind([queue(100_001)], fleet, ALL, NOW).slot in (0, 1, 2)
+    fleet.table.capacity_tokens[1], fleet.table.per_capacity[1] = 200_000.0, 5e-6
+    assert isinstance(binder().bind([queue(100_001)], fleet, ALL, NOW), float), "one could"
+    fleet.down("e1")
+    assert binder().bind([queue(100_001)], fleet, ALL, NOW).slot in (0, 2)
+
+
 def test_prompts_on_their_way_take_room(fleet, queue):
     full_but_for(fleet, 8000)
     fleet.table.queued_tokens[:] = 5000.0
