@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import shlex
 import socket
 import subprocess
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from demo_ports import free_port_block
 from gw_processes import REPOSITORY, Child
 
 pytestmark = pytest.mark.slow
 
-#: Offsets of the ports that a demo with two replicas listens on.
-_PORTS = (0, 1, 2, 10, 11)
 _REQUESTS = 40
 _SECONDS = 60.0
 
@@ -36,19 +34,6 @@ class Demo(NamedTuple):
         """What is to be typed to try it by hand, word by word."""
         lines = self.printed.partition("\nBy hand")[2].splitlines()
         return [shlex.split(line) for line in lines if line.startswith("  ")]
-
-
-def free_port_block() -> int:
-    """Below the range from which the kernel takes ports for connections."""
-    for _ in range(100):
-        base = random.randrange(20_000, 30_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for offset in _PORTS:
-                probe = stack.enter_context(socket.socket())
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", base + offset))
-            return base
-    raise AssertionError("no free ports")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from demo_ports import free_port_block
 
 PATIENCE_S = 60.0
 
@@ -44,9 +45,9 @@ PLAN = ("plan", "-w", "deep-research", "--seconds", "2000", "--slo", "ttft_p95=1
 def test_a_command_that_is_ended_takes_its_children_with_it(
     tmp_path: Path, command: tuple[str, ...], asked: signal.Signals
 ) -> None:
-    out = ("--out", str(tmp_path / "out")) if command[0] != "demo" else ()
+    more = ("--out", str(tmp_path / "out")) if command[0] != "demo" else ("--port", str(free_port_block()))
     process = subprocess.Popen(
-        [sys.executable, "-m", "fairlead", *command, *out],
+        [sys.executable, "-m", "fairlead", *command, *more],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
