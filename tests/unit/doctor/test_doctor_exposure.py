@@ -30,6 +30,8 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("token", {"admin": {"host": "0.0.0.0", "tokenFile": "token"}}, {"admin": {"tokenFile": "token"}}),
     ("token", {"admin": {"metricsPort": 1, "metricsHost": "0.0.0.0", "tokenFile": "token"}},
      {"admin": {"metricsHost": "0.0.0.0", "tokenFile": "token"}}),
+    ("hosts", {"admin": {"hosts": [".com"]}}, {"admin": {"hosts": [".example.com", ".internal", "dev"]}}),
+    ("hosts", {"admin": {"hosts": [".com"]}}, {"admin": {"hosts": [".com"], "tokenFile": "token"}}),
     ("ext-proc", {"gateway": "none", "headers": {"trust": []}}, {"gateway": "none", "extProc": {"host": "localhost"}}),
     ("tenants", {"gateway": "none", "extProc": ENCRYPTED},
      {"gateway": "none", "extProc": ENCRYPTED, "headers": {"trust": ["slo"]}}),
@@ -140,6 +142,19 @@ async def test_secrets_that_everybody_can_read(tmp_path: Path) -> None:
         assert await codes(config) == {"exposure.secrets"}
 
 
+async def test_an_api_server_that_anybody_can_be(tmp_path: Path) -> None:
+    file = tmp_path / "kubeconfig"
+    cluster = {"server": "https://127.0.0.1:6443"}
+    context = {"name": "c", "context": {"cluster": "c"}}
+    kubernetes = {"pool": "p", "kubeconfig": str(file)}
+    for more, expected in (({}, set()), ({"insecure-skip-tls-verify": True}, {"exposure.api-server"})):
+        clusters = [{"name": "c", "cluster": cluster | more}]
+        file.write_text(json.dumps({"current-context": "c", "contexts": [context], "clusters": clusters}))
+        assert await codes({"kubernetes": kubernetes, "endpoints": []}) == expected
+    file.unlink()
+    assert await codes({"kubernetes": kubernetes, "endpoints": []}) == set()
+
+
 def test_every_finding_is_tried_here() -> None:
-    others = {f"exposure.{code}" for code in ("paths", "uploads", "secrets", "writable", "records")}
+    others = {f"exposure.{code}" for code in ("paths", "uploads", "secrets", "writable", "records", "api-server")}
     assert {f"exposure.{code}" for code, _, _ in UNSAFE} | others == {kind.code for kind in exposure.exposure.kinds}

@@ -1,5 +1,6 @@
 """A check of settings that are safe on one machine and are not on a network."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,11 @@ from urllib.parse import urlsplit
 
 from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Config, SchedulerSettings
+from fairlead.core.errors import ConfigError
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.envoy.routes import let_in
+from fairlead.pool.kube.auth import find_access
 
 _REACHABLE = "docs/security.md#what-is-reachable-from-where"
 
@@ -58,6 +61,11 @@ ADMIN = Kind(
 "the journal",
     "bind admin.host to 127.0.0.1, set admin.tokenFile and admin.tls, or admin.debug: false", _REACHABLE,
 )  # fmt: skip
+HOSTS = Kind(
+    "exposure.hosts", Severity.WARNING, "a web page in an operator's browser can read the admin port",
+    "list whole names in admin.hosts, or a domain whose names are all yours; or set admin.tokenFile",
+    "docs/operations.md#the-admin-port",
+)  # fmt: skip
 EXT_PROC = Kind(
     "exposure.ext-proc", Severity.WARNING, "requests reach extProc over the network without TLS",
     "set extProc.tls.certDir, or bind extProc.host to 127.0.0.1 if the gateway is on this machine", _REACHABLE,
@@ -99,6 +107,12 @@ TOKEN = Kind(
 " the token",
     _REACHABLE,
 )  # fmt: skip
+CLUSTER = Kind(
+    "exposure.api-server", Severity.WARNING, "the API server's certificate is not checked",
+    "remove insecure-skip-tls-verify from the kubeconfig, and name the authority there: whoever answers in its place "
+"gets the token and chooses the endpoints",
+    _REACHABLE,
+)  # fmt: skip
 SECRETS = Kind(
     "exposure.secrets", Severity.WARNING, "every user of this machine can read a secret",
     "chmod o-rwx the file", _REACHABLE,
@@ -118,6 +132,10 @@ _ADMINISTRATIVE = (
     *("/v1/unload_lora_adapter", "/update_weights", "/collective_rpc", "/scale_elastic_ep", "/reset_prefix_cache"),
     *("/abort_requests", "/inference/v1/abort_requests", "/start_profile", "/server_info", "/metrics"),
 )
+
+
+#: A whole top-level domain, in which anybody can register a name; not those that are for private networks.
+_PUBLIC = re.compile(r"\.(?!(internal|intranet|lan|local|localhost|private|corp|home|test)$)[^.]+")
 
 
 def _local_at(address: str) -> bool:
@@ -161,6 +179,8 @@ def _incoming(config: Config) -> Iterator[Finding]:
         pages.append(("admin.metricsHost", admin.metrics_host or admin.host))
     if admin.debug and not admin.token_file and not is_loopback(admin.host):
         yield ADMIN.at("admin.host", admin.host)
+    if admin.debug and not admin.token_file:
+        yield from (HOSTS.at("admin.hosts", host) for host in admin.hosts if _PUBLIC.fullmatch(host.lower()))
     if admin.token_file and admin.tls is None:
         yield from (TOKEN.at("admin.tokenFile", f"{name} {host}") for name, host in pages if not is_loopback(host))
     host = ext_proc.host or ("127.0.0.1" if config.gateway.mode == "embedded" else "0.0.0.0")
@@ -198,6 +218,11 @@ def _services(config: Config) -> Iterator[Finding]:
         yield PASSWORD.at("replicas.via")
     if _clear(config.tracing.endpoint):
         yield TRACES.at("tracing.endpoint")
+    if config.kubernetes.on:
+        with contextlib.suppress(ConfigError):  # there is none, or it cannot be read: another check tells
+            where = find_access(config.kubernetes.kubeconfig, config.kubernetes.context).where
+            if where.server.startswith("https:") and not where.verify:
+                yield CLUSTER.at("kubernetes.kubeconfig", where.server)
 
 
 def _outgoing(site: Site) -> Iterator[Finding]:
@@ -254,8 +279,21 @@ def _modes(config: Config) -> Iterator[Finding]:
     "exposure",
     "nothing is open to the network by mistake",
     (
-        *(GATEWAY, CLEAR, AUDIENCE, FORWARD, PATHS, UPLOADS, HEADERS, TENANTS, ENVOY, ADMIN, EXT_PROC, KV_EVENTS),
-        *(INDEXER, REPLICAS, PASSWORD, REMOTE, TRACES, UNVERIFIED, TOKEN, SECRETS, WRITABLE, RECORDS),
+        *(GATEWAY, CLEAR, AUDIENCE, FORWARD, PATHS, UPLOADS, HEADERS, TENANTS, ENVOY, ADMIN, HOSTS, EXT_PROC),
+        *(
+            KV_EVENTS,
+            INDEXER,
+            REPLICAS,
+            PASSWORD,
+            REMOTE,
+            TRACES,
+            CLUSTER,
+            UNVERIFIED,
+            TOKEN,
+            SECRETS,
+            WRITABLE,
+            RECORDS,
+        ),
     ),
 )
 async def exposure(site: Site) -> list[Finding]:
