@@ -44,7 +44,7 @@ class Scheduler:
         maker = self.maker
         source = DashboardSources(
             begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.25,
-            answers={"decisions": maker.search, "endpoint": maker.endpoint},
+            answers={"decisions": maker.search, "endpoint": maker.endpoint, "model": maker.model},
         )  # fmt: skip
         sources = AdminSources(
             metrics=self.watch.exposition,
@@ -408,3 +408,35 @@ async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, b
     )
     await accessible(named, axe)
     await named.close()
+
+
+async def test_a_model_has_a_page_with_its_last_hour(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(2)
+    scheduler.watch.on_models(["chat", "other", "m"], [])
+    history, now = scheduler.maker.history, scheduler.now()
+    for i in range(240):
+        for number in (2 * i, 2 * i + 1):
+            failed = number % 10 == 9
+            scheduler.serve(
+                number, f"default/model-server-00{number % 2}", "chat" if i % 3 else "other", at=now + 15.0 * i,
+                status=503 if failed else 200, ttft_ms=90 + 60 * sin(i / 20) + number % 7,
+            )  # fmt: skip
+        history.look(now + 15.0 * i)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelectorAll('#model-rows tbody a').length === 3")
+    await page.run("document.querySelector('#model-rows tr[data-key=chat] a').focus()")
+    await page.press("Enter")
+    await page.until("document.getElementById('model').open")
+    assert await text_of(page, "#model-title") == "chat"
+    traffic = "document.getElementById('model-traffic').ariaLabel"
+    await page.until(f"{traffic}.startsWith('Requests per second over the last 60 min. Now: asked 0.13, failed 0.07')")
+    await page.until("document.querySelectorAll('#model-decisions tbody tr').length === 20")
+    assert "Served by" in await text_of(page, "#model-facts")
+    await _looks_good_everywhere(page, axe)
+    await picture(page, "model")
+    await page.press("Escape")
+    await page.until("!document.getElementById('model').open && !location.hash")
+    assert await page.run("document.activeElement.textContent") == "chat"
+    assert page.messages == []
+    await page.close()

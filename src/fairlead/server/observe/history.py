@@ -18,6 +18,7 @@ from msgspec import Struct
 from fairlead.core.stalls import OUT_OF_USE
 from fairlead.pool.scrape import TOLD_AFTER
 from fairlead.server.observe.endpoint_history import EndpointHistory
+from fairlead.server.observe.model_rows import ModelHistory
 from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles
 from fairlead.server.observe.watch import Watch
@@ -74,6 +75,7 @@ class History:
         #: Endpoints out of use, by id.
         self.out: dict[str, Out] = {}
         self.endpoints = EndpointHistory()
+        self.models = ModelHistory()
 
     def look(self, now: float) -> None:
         self._watch.count()
@@ -86,6 +88,7 @@ class History:
             self.rates = _rates(self._counts[0], counts)
         self._look_at_endpoints(now)
         self.endpoints.keep(self._watch.fleet.table, self._watch.newest, now)
+        self.models.keep(self._watch, now)
         if now >= self._next_point:
             self.points.append(self.point(now))
             self._next_point = now - now % POINT + POINT

@@ -1,17 +1,75 @@
-"""What the dashboard says of each model that clients name: its traffic, its targets, and where adapters are."""
+"""What the dashboard says of each model that clients name: its traffic now and in the last hour, its targets, and where
+adapters are."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from math import inf
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.table import EndpointTable
+from fairlead.server.observe.endpoint_history import POINTS, STEP
 from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import ModelRow, TargetRow, TrafficRow
 from fairlead.server.observe.watch import Watch
 
 #: Endpoints per base model, and per adapter that they list or have loaded.
 Served = tuple[Counter[str], Counter[str]]
+#: Models that a point of the past has, the busiest ones.
+_MOST_MODELS = 64
+
+
+class ModelPoint(Struct, frozen=True):
+    """One moment of one model. `time`: seconds since 1970; the rest since the point before."""
+
+    time: float
+    per_s: float = 0.0
+    errors_per_s: float = 0.0
+    #: Of streamed answers; `None` = there were none.
+    ttft_p50_ms: float | None = None
+    ttft_p95_ms: float | None = None
+
+
+class ModelHistory:
+    """The last hour of each model that was asked for. `keep` now and then, and `of` a model."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, dict[str, ModelPoint]]] = deque(maxlen=POINTS)
+        self._last, self._before = -inf, dict[str, list[float]]()
+
+    def keep(self, watch: Watch, now: float) -> None:
+        """Add a point if it is time."""
+        since = self._last
+        if now < since + STEP:
+            return
+        counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        families = watch.metrics.families
+        for column, family in enumerate((families.requests, families.errors)):
+            for (model, *_), child in family.children.items():
+                counts[model][column] += child.value
+        first_tokens: dict[str, list[float]] = defaultdict(list)
+        for end in watch.newest:
+            if end.at > since and end.status < 400 and end.request.stream and end.ttft_ms >= 0.0:
+                first_tokens[end.request.model].append(end.ttft_ms)
+        points = {}
+        for model, (requests, errors) in counts.items():
+            asked, failed = self._before.get(model, (0.0, 0.0))
+            # Counters of a model that nobody asks for are forgotten, and begin again at zero.
+            rates = (max(requests - asked, 0.0) / (now - since), max(errors - failed, 0.0) / (now - since))
+            if any(rates) or model in first_tokens:
+                p50, p95 = percentiles(first_tokens[model], (0.5, 0.95))
+                points[model] = ModelPoint(now, *rates, p50, p95)
+        busiest = sorted(points, key=lambda model: -points[model].per_s)[:_MOST_MODELS]
+        self._steps.append((now, {model: points[model] for model in busiest}))
+        self._last, self._before = now, counts
+
+    def of(self, model: str, wall: float) -> list[ModelPoint]:
+        """The oldest first. `wall`: seconds to add to the clock for the time of day."""
+        history = (points.get(model) or ModelPoint(time) for time, points in self._steps)
+        return [replace(point, time=point.time + wall) for point in history]
 
 
 def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now: float) -> list[ModelRow]:

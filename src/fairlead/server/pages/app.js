@@ -226,7 +226,7 @@ const theme = $("theme");
 const stored = (() => { try { return localStorage.getItem("fairlead-theme"); } catch { return null; } })();
 function dress(name) {
   document.documentElement.dataset.theme = name;
-  for (const one of [...Object.values(charts), ...panels.page.charts]) one.redraw();
+  for (const one of [...Object.values(charts), ...panels.pages.flatMap((page) => page.charts)]) one.redraw();
 }
 theme.value = ["light", "dark"].includes(stored) ? stored : "auto";
 dress(theme.value);

@@ -2,7 +2,7 @@
 
 import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
-import { addressOf, EndpointPage } from "./endpoint.js";
+import { addressOf, Page } from "./page.js";
 import { explain } from "./explain.js";
 import { Search, told } from "./search.js";
 import { meter, Table } from "./tables.js";
@@ -45,12 +45,16 @@ const ENDPOINTS = [
 
 function page(cell, row) {
   if (cell.firstChild) return;
-  cell.append(make("a", { href: addressOf(row.id) }, row.id));
+  cell.append(make("a", { href: addressOf("endpoint", row.id) }, row.id));
   cell.title = [row.address, row.model, row.role].filter(Boolean).join(" · ");
 }
 
+function modelPage(cell, row) {
+  if (!cell.firstChild) cell.append(make("a", { href: addressOf("model", row.model) }, row.model || "(none named)"));
+}
+
 const MODELS = [
-  { id: "model", title: "Model", text: true, name: true, sort: (row) => row.model, value: (row) => row.model || "(none named)" },
+  { id: "model", title: "Model", text: true, name: true, sort: (row) => row.model, fill: modelPage },
   { id: "targets", title: "Goes to", text: true, wide: true, hint: "Where its requests were sent since the start",
     value: (row) => (row.targets.length === 1 && row.targets[0].name === row.model ? DASH : row.targets.map((one) => `${one.name} ${percent(one.share)}`).join(", ")) },
   { id: "served", title: "Served by", text: true, wide: true, value: (row) => row.targets.map((one) => servedBy(one, row)).join(", "), hint: "Endpoints that say they serve it: by their label, or as an adapter" },
@@ -147,7 +151,8 @@ export class Panels {
     this.queues = new Table($("queue-rows"), { caption: "Queues by band and tenant", columns: QUEUES, key: (row) => (row.flow ? `${row.priority}\n${row.tenant}\n${row.model}` : String(row.priority)) });
     this.shadows = new Table($("shadow-rows"), { caption: "Shadow policies", columns: SHADOWS, key: (row) => row.name });
     this.decisions = new Table($("decision-rows"), { caption: "Last decisions", columns: DECISIONS, key: (row) => row.id });
-    this.page = new EndpointPage(ENDPOINTS, new Table($("endpoint-decisions"), { caption: "Last decisions for this endpoint", columns: DECISIONS.filter(({ id }) => id !== "endpoint"), key: (row) => row.id }));
+    this.pages = [["endpoint", ENDPOINTS], ["model", MODELS]].map(([kind, columns]) => new Page(kind, columns,
+      new Table($(`${kind}-decisions`), { caption: `Last decisions for this ${kind}`, columns: DECISIONS.filter(({ id }) => id !== kind), key: (row) => row.id })));
     this.search = new Search((found) => this.showDecisions(found));
     this.newest = [];
     this.found = null;
@@ -193,7 +198,8 @@ export class Panels {
     empty("shadows", now.shadows.length, "No policy is on trial, or none has judged a decision yet. They are set under “shadows” in the configuration.");
     this.newest = now.decisions;
     if (!this.search.query) this.showDecisions(null);
-    this.page.show(now.endpoints);
+    this.pages[0].show(now.endpoints);
+    this.pages[1].show(now.models);
   }
 
   showEndpoints() {

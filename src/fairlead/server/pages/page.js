@@ -1,0 +1,120 @@
+// One endpoint or model: what is known of it now, its last hour, and its last decisions. The page's address names it.
+
+import { count, DASH, decimal, milliseconds, percent } from "./format.js";
+import { $, make, setHidden, setText } from "./dom.js";
+import { Chart } from "./charts.js";
+import { ask } from "./search.js";
+
+const EVERY = 15000;
+const SHOWN = 20;
+const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 10, show: milliseconds };
+
+// By kind. `key`: what names a row, and is asked for in the past; `facts`: those that are no columns of its table.
+const KINDS = {
+  endpoint: {
+    key: "id", ask: "id", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
+    charts: [
+      { name: "load", title: "Requests there", unit: "requests", least: 4, show: count, lines: [
+        { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.active },
+        { title: "waiting", color: "orange", dash: "dashed", value: (point) => point.queue },
+      ] },
+      { name: "kv", title: "KV cache in use", unit: "share of blocks", least: 1, show: percent, lines: [
+        { title: "in use", color: "teal", dash: "solid", width: 2.5, fill: true, value: (point) => point.kv },
+      ] },
+      { ...TTFT, lines: [{ title: "mean", color: "violet", dash: "solid", dots: true, value: (point) => point.ttft_ms }] },
+    ],
+  },
+  model: {
+    key: "model", ask: "name", facts: () => [],
+    charts: [
+      { name: "traffic", title: "Requests per second", unit: "requests per second", least: 0.2, show: (value) => decimal(value, 2), lines: [
+        { title: "asked", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
+        { title: "failed", color: "bad", dash: "dotted", width: 3, value: (point) => point.errors_per_s },
+      ] },
+      { ...TTFT, lines: [
+        { title: "p50", color: "blue", dash: "solid", width: 2.5, dots: true, value: (point) => point.ttft_p50_ms },
+        { title: "p95", color: "orange", dash: "dashed", dots: true, value: (point) => point.ttft_p95_ms },
+      ] },
+    ],
+  },
+};
+
+export const addressOf = (kind, id) => `#${kind}=${encodeURIComponent(id)}`;
+
+export class Page {
+  // `columns`: of the table of all; `table`: of its decisions.
+  constructor(kind, columns, table) {
+    this.kind = kind;
+    this.of = KINDS[kind];
+    this.prefix = `#${kind}=`;
+    this.columns = columns;
+    this.table = table;
+    this.dialog = $(kind);
+    this.rows = [];
+    this.facts = new Map();
+    this.id = null;
+    this.charts = this.of.charts.map(({ name, title, ...rest }) => {
+      const made = new Chart({
+        ...rest, name: title, chart: $(`${kind}-${name}`), legend: $(`${kind}-${name}-legend`),
+        axis: (value) => (value || name !== "ttft" ? rest.show(value) : "0"),
+      });
+      made.longest = 3600;
+      return made;
+    });
+    this.dialog.addEventListener("close", () => {
+      if (location.hash.startsWith(this.prefix)) history.replaceState(null, "", location.pathname);
+      this.id = null;
+    });
+    addEventListener("hashchange", () => this.follow());
+    setInterval(() => { if (this.id !== null && !document.hidden) this.ask(); }, EVERY);
+    this.follow();
+  }
+
+  follow() {
+    if (!location.hash.startsWith(this.prefix)) {
+      this.dialog.close();
+      return;
+    }
+    this.id = decodeURIComponent(location.hash.slice(this.prefix.length));
+    setText($(`${this.kind}-title`), this.id || "(none named)");
+    this.describe();
+    if (!this.dialog.open) this.dialog.showModal();
+    this.ask();
+  }
+
+  show(rows) {
+    this.rows = rows;
+    if (this.id !== null) this.describe();
+  }
+
+  describe() {
+    const row = this.rows.find((one) => one[this.of.key] === this.id);
+    const list = $(`${this.kind}-facts`);
+    setHidden(list, !row);
+    if (!row) return;
+    const facts = [...this.of.facts(row), ...this.columns.filter((column) => !column.name).map((column) => [column.title, column.value(row)])];
+    for (const [name, value] of facts) {
+      if (!this.facts.has(name)) {
+        this.facts.set(name, make("dd"));
+        list.append(make("div", {}, make("dt", {}, name), this.facts.get(name)));
+      }
+      setText(this.facts.get(name), typeof value === "string" ? value : value.text);
+    }
+  }
+
+  async ask() {
+    const { id, kind } = this;
+    const name = encodeURIComponent(id);
+    const [past, sent] = await Promise.all([ask(`${kind}?${this.of.ask}=${name}`), ask(`decisions?${kind}=${name}`)]);
+    if (id !== this.id) return;
+    const part = (what) => $(`${kind}-${what}`);
+    const problem = past.problem ?? sent.problem ?? (past.points.length ? "" : "Nothing has been recorded yet; a point comes every 15 seconds.");
+    setText(part("problem"), problem);
+    setHidden(part("problem"), !problem);
+    setHidden(part("charts"), !past.points?.length);
+    for (const one of this.charts) one.draw((past.points ?? []).map((point) => ({ ...point, at: point.time })), past.point_s);
+    this.table.show((sent.decisions ?? []).slice(0, SHOWN));
+    setHidden(part("decisions"), !sent.decisions?.length);
+    setHidden(part("empty"), Boolean(sent.decisions?.length));
+  }
+}
