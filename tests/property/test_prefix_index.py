@@ -169,6 +169,18 @@ TestBounded = BoundedMachine.TestCase
 TestBounded.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 5), max_size=6)), max_size=12))
+def test_hashes_that_collide_lose_no_block_and_raise_nothing(sent: list[tuple[int, list[int]]]) -> None:
+    """Whoever knows the hash can make prompts whose blocks collide."""
+    index = PrefixIndex()
+    for slot in (0, 1):
+        index.add_slot(slot)
+    for slot, hashes in sent:
+        index.insert(slot, PrefixChain(tuple(hashes), tuple(range(10, 10 * len(hashes) + 10, 10))))
+        index.validate()
+        assert {*hashes} <= {*index.newest(slot, 100)}
+
+
 @given(shared=st.binary(max_size=400), one=st.binary(max_size=200), other=st.binary(max_size=200))
 def test_chains_agree_up_to_the_last_border_that_the_prompts_share(shared: bytes, one: bytes, other: bytes) -> None:
     first, second = shared + one, shared + other

@@ -6,8 +6,8 @@ from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
 
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, StreamOptions, count, flag
-from fairlead.apis.parsed import MAX_N, ParsedRequest, Text, is_sent, named, reading, scope, short_text
-from fairlead.apis.prompt import MEDIA_BYTES, list_prefix, text_or_list, token_ids
+from fairlead.apis.parsed import ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
+from fairlead.apis.prompt import MEDIA_BYTES, items, list_prefix, prompts_in, text_or_list, token_ids
 from fairlead.core.apis import GENERATE, SGLANG
 from fairlead.core.errors import ClientError
 
@@ -49,7 +49,6 @@ _read_sglang = Reader(SglangBody).read
 _decode_sampling = Decoder(_Sampling | list[_Sampling] | None).decode
 _decode_features = Decoder(_Features).decode
 _decode_hashes = Decoder(dict[str, list[Any] | None]).decode
-_decode_items = Decoder(list[Raw]).decode
 
 
 @reading(_read_generate)
@@ -67,7 +66,7 @@ def parse_generate(read: GenerateBody) -> ParsedRequest:
         flag(read.stream, "stream"),
         count(sampling.max_tokens, "max_tokens"),
         options is not None and flag(options.include_usage, "stream_options"),
-        min(max(count(sampling.n, "n"), 1), MAX_N),
+        choices(sampling.n),
         prompt=(ids,),
         # Placeholder tokens are alike for all media: without the hashes two images would be one prefix.
         root=scope(b"generate %b" % named(read.model, read.cache_salt), (b"media", hashes)),
@@ -80,9 +79,9 @@ def parse_generate(read: GenerateBody) -> ParsedRequest:
 @reading(_read_sglang)
 def parse_sglang(read: SglangBody) -> ParsedRequest:
     """The adapter (`lora_path`) is the model unless one is named."""
-    text = _sglang_prompt(read)
+    text, prompts = _sglang_prompt(read)
     sampling = _sampling(read.sampling_params)
-    media = sum(map(_items, (read.image_data, read.audio_data, read.video_data)))
+    media = sum(map(items, (read.image_data, read.audio_data, read.video_data)))
     return ParsedRequest(
         SGLANG,
         read.model or short_text(read.lora_path),
@@ -90,7 +89,7 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
         count(sampling.max_new_tokens, "max_new_tokens"),
         # Every reply and every event of a stream has its `meta_info`.
         include_usage=True,
-        n=min(max(count(sampling.n, "n"), 1), MAX_N),
+        n=choices(sampling.n, prompts),
         prompt=(text.view,),
         root=scope(
             b"sglang %b" % named(read.model, read.extra_key),
@@ -106,15 +105,16 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
     )
 
 
-def _sglang_prompt(read: SglangBody) -> Text:
+def _sglang_prompt(read: SglangBody) -> tuple[Text, int]:
+    """The prompt, and how many there are."""
     for raw in (read.input_ids, read.text):
         text = text_or_list(raw)
         if text is not None:
-            return text
+            return text, prompts_in(raw)
     embeds = list_prefix(read.input_embeds)
     if embeds is None:
         raise ClientError("Missing required parameter: 'input_ids' or 'text'.", param="input_ids")
-    return Text(embeds, 0, 0)
+    return Text(embeds, 0, 0), 1
 
 
 def _sampling(raw: Raw) -> _Sampling:
@@ -139,13 +139,3 @@ def _features(raw: Raw) -> tuple[Raw, int]:
         return hashes, sum(len(of_kind or ()) for of_kind in _decode_hashes(hashes).values()) if is_sent(hashes) else 0
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return ABSENT, 0
-
-
-def _items(raw: Raw) -> int:
-    """How many there are in a list, or one that stands alone."""
-    if not is_sent(raw):
-        return 0
-    try:
-        return len(_decode_items(raw))
-    except (DecodeError, UnicodeDecodeError, RecursionError):
-        return 1

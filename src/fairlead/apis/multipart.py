@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Raw
 
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, count, flag
-from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, is_sent, model_bytes, short_text, unread
+from fairlead.apis.parsed import Parsed, ParsedRequest, choices, is_sent, model_bytes, short_text, unread
 from fairlead.apis.prompt import MEDIA_BYTES, anything, media_items
 from fairlead.core.apis import AUDIO, IMAGES
 from fairlead.core.errors import ClientError
@@ -183,7 +183,7 @@ def _from_form(api: str, form: Form) -> ParsedRequest:
         model,
         flag(form.text("stream") or None, "stream"),
         count(form.text("max_completion_tokens") or None, "max_completion_tokens"),
-        n=_choices(form.text("n") or None),
+        n=choices(form.text("n") or None),
         prompt_bytes=len(prompt) + len(form.files) * MEDIA_BYTES,
         user=_short(form),
         media=len(form.files),
@@ -204,15 +204,11 @@ def _from_json(api: str, body: bytes, content_type: str) -> Parsed:
         read.model or "",
         flag(read.stream, "stream"),
         count(read.max_completion_tokens, "max_completion_tokens"),
-        n=_choices(read.n),
+        n=choices(read.n),
         prompt_bytes=text.size,
         user=short_text(read.user),
         media=media_items(text.view),
     )
-
-
-def _choices(n: Scalar) -> int:
-    return 1 if n is None else min(max(count(n, "n"), 1), MAX_N)
 
 
 def _short(form: Form) -> str:

@@ -8,10 +8,10 @@ from msgspec.json import Decoder
 
 from fairlead.apis.body import ABSENT, MAX_COUNT, Body, Reader, Scalar, StreamOptions, count, flag
 from fairlead.apis.parsed import (
-    MAX_N,
     Parsed,
     ParsedRequest,
     Text,
+    choices,
     is_sent,
     model_bytes,
     named,
@@ -20,7 +20,7 @@ from fairlead.apis.parsed import (
     sent,
     short_text,
 )
-from fairlead.apis.prompt import anything, list_prefix, media_items, text_or_list, text_size
+from fairlead.apis.prompt import anything, list_prefix, media_items, prompts_in, text_or_list, text_size
 from fairlead.core.apis import (
     CHAT,
     COMPLETIONS,
@@ -104,12 +104,12 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         stream if stream is True or stream is False else flag(stream, "stream"),
         limit if type(limit) is int and 0 <= limit <= MAX_COUNT else count(limit, "max_tokens"),
         options is not None and flag(options.include_usage, "stream_options"),
-        1 if read.n is None else min(max(count(read.n, "n"), 1), MAX_N),
+        1 if read.n is None else choices(read.n),
         (messages,),
         root,
         size,
         0,
-        "" if read.user is read.prompt_cache_key is ABSENT else short_text(read.prompt_cache_key, read.user),
+        "" if read.user is ABSENT and read.prompt_cache_key is ABSENT else short_text(read.prompt_cache_key, read.user),
         "",
         items,
     )
@@ -170,7 +170,7 @@ def parse_completion(read: CompletionBody) -> ParsedRequest:
         flag(read.stream, "stream"),
         count(read.max_tokens, "max_tokens"),
         options is not None and flag(options.include_usage, "stream_options"),
-        1 if read.n is None else min(max(count(read.n, "n"), 1), MAX_N),
+        choices(read.n, prompts_in(read.prompt)),
         (text.view,),
         b"completions %b" % named(read.model, read.cache_salt),
         text.size,
@@ -235,6 +235,7 @@ def _pooled(api: str, read: EmbeddingBody) -> ParsedRequest:
         root=b"%b %b" % (api.encode(), named(read.model, read.cache_salt)),
         prompt_bytes=size,
         prompt_tokens=tokens,
+        n=choices(None, prompts_in(read.input)),
         user=short_text(read.user),
         media=items,
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
 
-from fairlead.apis.body import ABSENT
+from fairlead.apis.body import ABSENT, Scalar, count
 from fairlead.core.apis import OTHER, STREAMING
 from fairlead.core.errors import ClientError
 
@@ -15,7 +15,7 @@ B = TypeVar("B")
 MAX_MODEL_CHARS = 1024
 #: Longer ones are not used as a session hint.
 MAX_USER_CHARS = 1024
-#: The highest `n` that vLLM takes (VLLM_MAX_N_SEQUENCES).
+#: The highest `n` that vLLM takes (VLLM_MAX_N_SEQUENCES). It does not know `best_of` any more.
 MAX_N = 16384
 
 #: First bytes of a JSON string and of `null`; nothing else begins with them.
@@ -36,7 +36,7 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     max_tokens: int = 0
     #: The client wants usage in its stream (`stream_options.include_usage`).
     include_usage: bool = False
-    #: Completions asked for.
+    #: Completions asked for, for all prompts together.
     n: int = 1
     #: Raw bytes that form the prompt, to be hashed one after another. A conversation that grows by appended messages,
     #: or a growing token list, keeps its former bytes as a prefix: the closing bracket is left out. Empty when nothing
@@ -121,6 +121,11 @@ def short_text(*candidates: Raw) -> str:
         if text and len(text) <= MAX_USER_CHARS:
             return text
     return ""
+
+
+def choices(n: Scalar, prompts: int = 1) -> int:
+    """Completions asked for. Raises `ClientError`."""
+    return min(max(count(n, "n"), 1) * prompts, MAX_N)
 
 
 class Text(NamedTuple):

@@ -2,7 +2,8 @@
 
 import re
 
-from msgspec import Raw
+from msgspec import DecodeError, Raw
+from msgspec.json import Decoder
 
 from fairlead.apis.parsed import QUOTE, Text, is_sent
 
@@ -30,6 +31,27 @@ def text_or_list(raw: Raw) -> Text | None:
         return Text(view[1:-1], len(view) - 2, 0)
     array = list_prefix(raw)
     return None if array is None else Text(array, len(array), token_ids(array))
+
+
+def prompts_in(raw: Raw) -> int:
+    """Prompts in what `text_or_list` reads: one, or as many as a list has that is not of token ids. At least 1."""
+    array = list_prefix(raw)
+    if array is None or bytes(array[1:64]).lstrip(_SPACE)[:1].isdigit():
+        return 1
+    return max(items(raw), 1)
+
+
+_decode_items = Decoder(list[Raw]).decode
+
+
+def items(raw: Raw) -> int:
+    """How many there are in a list, or one that stands alone."""
+    if not is_sent(raw):
+        return 0
+    try:
+        return len(_decode_items(raw))
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return 1
 
 
 def anything(raw: Raw) -> Text:

@@ -39,6 +39,8 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
 The coefficients are those of `PRIOR`, times three factors per endpoint that are learned, as N is (`core.rates`).
 `kappa`, `hold` and A are learned by `core.predictor`.
 
+Where endpoints are elsewhere, `topology` is added: what that was configured to cost.
+
 Shapes. One request: `prompts` is a number, `cached` a column, and so are the terms. R requests: `prompts` is an R × 1
 array, `cached` R × slots, and terms are matrices. A term that is the same everywhere may be a number (0-d array).
 """
@@ -116,6 +118,8 @@ class Factors(Protocol):
     """Columns that multiply the coefficients of the prior: of prefill, of what every step costs, and of its load."""
 
     prior: StepModel
+    #: 5 × slots: `kappa` and `tpot_kappa`, and the three below.
+    columns: FloatColumn
     #: `prior.columnwise()`.
     columnwise: StepModel
     prefill: FloatColumn
@@ -242,7 +246,8 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     table, learned = fleet.table, fleet.predictor
     decode = weights.decode * max(learned.answer_steps, 1.0)
     cost: FloatColumn = terms.ttft + interference(terms, weights, fleet) + decode * terms.step
-    for more in memory_price(terms, weights, fleet), patience_price(terms.ttft, table):
+    distance = table.distance_ms if table.distant else None
+    for more in memory_price(terms, weights, fleet), patience_price(terms.ttft, table), distance:
         if more is not None:
             cost = cost + more
     return cost
@@ -262,6 +267,7 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
     ]
     own = (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
     listed += [(name, terms.kappa * term) for name, term in own if np.any(term)]
+    listed += [("topology", table.distance_ms)] if table.distant else []
     return listed if patience is None else [*listed, ("patience", patience)]
 
 
@@ -351,48 +357,51 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 # `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; `slots`; the
 # factor of prefill.
 READY = 10
+#: Places in one of those tuples.
+AT_QUEUE, AT_KV = 11, 14
 
 
 def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
-    """Make one slot ready from its columns."""
+    """Make one slot ready from its columns. The caller takes it out of `EndpointTable.stale`."""
     factors = learned.rates
-    floats = table.floats[:, slot].tolist()
     (
         _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
-        per_capacity, slots,
-    ) = floats  # fmt: skip
-    factor, load, kappa = factors.prefill.item(slot), factors.load.item(slot), learned.kappa.item(slot)
+        per_capacity, slots, _,
+    ) = table.floats[:, slot].tolist()  # fmt: skip
+    kappa, tpot_kappa, factor, base, load = factors.columns[:, slot].tolist()
     prior = factors.prior
-    step = factors.step.item(slot) * prior.c0 + load * prior.load_ms(active, kv_tokens)
+    step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
     next_step = step + load * prior.c_seq
-    done_ms, left_ms, due_ms, pace = -inf, 0.0, inf, 1.0
+    left_ms, due_ms, pace = 0.0, inf, 1.0
     if queued:
         queued_ms *= factor
         done_ms = since_ms + queued_ms
         if head_ms < inf:
             left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
-        if head_ms < inf and kv <= CROWDED:
-            first_ms = factor * head_ms + 2.0 * step
-            due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
+            if kv <= CROWDED:
+                first_ms = factor * head_ms + 2.0 * step
+                due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
+    else:
+        done_ms = -inf
     if slots and queue + active >= slots:
         if active >= slots:
             done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
-        answer_ms = 2.0 * growth / max(held, 1.0) * float(learned.tpot_kappa[slot]) * step
+        answer_ms = 2.0 * growth / max(held, 1.0) * tpot_kappa * step
         wait = (queue + active + 0.5 - slots) * answer_ms / slots
         done_ms, left_ms = done_ms + wait, left_ms + wait
     free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
-    easy = min(free, STEP_TOKENS) - queued
-    pausing, steps = factor * (active + queue), 1.5 * kappa * step
-    ready = (kappa * factor, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy)
+    easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
+    pausing = factor * (active + queue)
+    ready = kappa * factor, pausing, 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy
     learned.ready[:, slot] = ready
-    learned.slots[slot] = (*ready, queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)
-    table.stale.discard(slot)
+    learned.slots[slot] = ready + (queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)  # noqa: RUF005
 
 
 def ready_at(slot: int, table: EndpointTable, learned: Learned) -> tuple[float, ...]:
     """What is kept ready of one slot, as it is now."""
     if slot in table.stale:
         renew(slot, table, learned)
+        table.stale.discard(slot)
     return learned.slots[slot]
 
 
@@ -412,9 +421,15 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     """`weighed` of one request without an adapter; `share` of the prompt is cached there."""
     table, learned = fleet.table, fleet.predictor
     if len(table.endpoints) > FEW:
-        return weighed(cost(prompt, None if share is None else share * scalar(prompt), fleet, now), weights, fleet)
-    for slot in table.stale.copy():
-        renew(slot, table, learned)
+        if share is not None:
+            return weighed(cost(prompt, share * scalar(prompt), fleet, now), weights, fleet)
+        costs = weighed(cost(prompt, None, fleet, now), weights, fleet)
+        return costs if table.collisions is None else costs + table.collisions
+    stale = table.stale
+    if stale:
+        for slot in stale:
+            renew(slot, table, learned)
+        stale.clear()
     own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy = learned.rows
     uncached: Any = max(prompt, 1.0)
     crowded = easy[easy.argmin()] < uncached
@@ -436,4 +451,8 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     best = ttft[ttft.argmin()] if table.count == len(table.endpoints) else best_offer(ttft, table)
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     total += ttft + excess * excess * (0.5 / best)
+    if table.distant:
+        total += table.distance_ms
+    if share is None and table.collisions is not None:
+        total += table.collisions
     return total

@@ -18,6 +18,7 @@ ROLES = frozenset().union(*STAGES.values()) - {""}
 #: Roles that prefill and do not decode.
 PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 MODEL_LABEL = "model-id"
+ZONE_LABEL, NODE_LABEL = "topology.kubernetes.io/zone", "kubernetes.io/hostname"
 #: Ports of an InferencePool; each is an endpoint of its own.
 MAX_PORTS = 8
 
@@ -36,6 +37,16 @@ class Endpoint(Struct, frozen=True):
     @property
     def scrape_url(self) -> str:
         return self.metrics_url or f"http://{self.address}/metrics"
+
+
+class Topology(Struct, frozen=True):
+    """What it costs to reach endpoints that are not where we are."""
+
+    #: Label, its value where we are, and milliseconds anywhere else. An endpoint without the label may be here.
+    places: tuple[tuple[str, str, float], ...] = ()
+
+    def ms(self, labels: Mapping[str, str]) -> float:
+        return sum(ms for label, own, ms in self.places if labels.get(label, own) != own)
 
 
 class Sample(Struct, frozen=True, kw_only=True):

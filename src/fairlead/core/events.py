@@ -64,8 +64,6 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
     response_bytes: int = -1
     #: The client went away before the response was complete.
     client_gone: bool = False
-    #: `host:port` that served, as the gateway says; empty = unknown.
-    served_by: str = ""
 
 
 class RequestMoved(Struct, frozen=True, gc=False):
@@ -149,10 +147,13 @@ class Restored(Struct, frozen=True):
 
 class PeerHeard(Struct, frozen=True, gc=False):
     """Another scheduler of the pool told what it did since its last message (`fairlead.core.facts.Batch`). `origin`:
-    whose it is, another name after each start; never our own."""
+    whose it is, another name after each start; never our own, `to`. `lag_s`: seconds that it took, as far as that is
+    known."""
 
     origin: str
     payload: bytes
+    lag_s: float = 0.0
+    to: str = ""
 
 
 class PeerSnapshot(Struct, frozen=True, gc=False):

@@ -1,42 +1,53 @@
 """What schedulers that serve one pool tell each other ↔ bytes.
 
-A batch has what its origin itself did and saw since the batch before: leases charged, first tokens, ends, and prompts
-sent. A snapshot has the leases that its origin holds, and the prompts that it sent last.
+A batch has what its origin itself did and saw since the batch before: leases charged, first tokens, ends, failures,
+and prompts sent. A snapshot has the leases that its origin holds, and the prompts that it sent last.
 
 Rules
 * Only facts, never sums: whatever arrives twice, late or not at all, the views that others keep of an origin converge.
-* Leases are numbered by their origin from 1. Endpoints are named once in a message, and referred to by position.
-* A prompt's chain is told as its blocks that are new since the dictionary began (`generation`), behind `parent`, the
-  last block of it that was told before; 0 = from the start. All new blocks of a message stand in one string of bytes.
+* Leases are numbered by their origin from 1. Endpoints are told once in a message, by a hash of their id, and referred
+  to by position.
+* A prompt's chain is told as its blocks that nobody told since their dictionary began (`generation`), behind `parent`,
+  the last block of it that somebody did; 0 = from the start. All new blocks of a message stand in one string of
+  bytes. Their sizes follow in another, unless all are cut as `ChainHasher` does by default.
 * Values may come from anybody who can reach the transport. Decoding refuses what is out of bounds.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import lt
+from itertools import accumulate, chain
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from xxhash import xxh3_64_intdigest
 
-VERSION = 1
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.request import PrefixChain
+
+VERSION = 2
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Tokens = Annotated[int, Meta(ge=0, le=1_000_000_000)]
+Id = Annotated[int, Meta(ge=0)]
 #: Blocks of one chain, at most: `ChainHasher` cuts none of more than 400.
 CHAIN_BLOCKS = 4096
-#: Bytes of an encoded block: its hash, and where it ends.
-BLOCK_BYTES = 8, 4
+#: Bytes of a block's hash, and of its size.
+BLOCK_BYTES, SIZE_BYTES = 8, 2
 #: `Ended.tokens` of an answer that did not become complete, and of one whose length is not known.
 BROKEN, UNKNOWN = -2, -1
 #: Seconds in the unit of ages.
 AGE_UNIT = 1e-4
+#: Where blocks end that are cut as by default.
+_USUAL = tuple(ChainHasher().borders(1 << 40))
 
 
 class Charged(Struct, frozen=True, array_like=True, gc=False):
-    """A lease at the endpoint of that position, with what `Lease` says of it. `ttft_ms`: the forecast."""
+    """A lease at the endpoint of that position, with what `Lease` says of it. `age`: how long before the message was
+    made, in `AGE_UNIT`. `ttft_ms`: the forecast."""
 
     endpoint: Count
+    age: Count
     uncached: Tokens
     kv: Tokens
     growth: Tokens
@@ -44,6 +55,7 @@ class Charged(Struct, frozen=True, array_like=True, gc=False):
     blind: bool
     ttft_ms: Tokens
     adapter: str = ""
+    sequences: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
 
 
 class Sent(Struct, frozen=True, array_like=True, gc=False):
@@ -55,16 +67,16 @@ class Sent(Struct, frozen=True, array_like=True, gc=False):
 
 
 class FirstToken(Struct, frozen=True, array_like=True, gc=False):
-    """`age`: how long before the message was made, in `AGE_UNIT`."""
+    """Of the lease that was charged `back` leases before the next one. `age` is that of `Charged`."""
 
-    number: Count
+    back: Count
     age: Count
 
 
 class Ended(Struct, frozen=True, array_like=True, gc=False):
-    """A lease is over. `tokens` of the answer, if it became complete."""
+    """A lease is over, see `FirstToken`. `tokens` of the answer, if it became complete."""
 
-    number: Count
+    back: Count
     tokens: Annotated[int, Meta(ge=BROKEN, le=1_000_000_000)] = BROKEN
 
 
@@ -81,38 +93,32 @@ class Held(Struct, frozen=True, array_like=True, gc=False):
     served_ms: Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
-class Blocks(Struct, frozen=True, array_like=True, gc=False):
-    """New blocks of all chains of a message: hashes, and ends in bytes of the prompt, both little-endian."""
+class Avoided(Struct, frozen=True, array_like=True, gc=False):
+    """An endpoint that its origin avoids, after failures, for so many milliseconds from now."""
 
-    hashes: bytes = b""
-    ends: bytes = b""
-
-    @staticmethod
-    def of(hashes: Sequence[int], ends: Sequence[int]) -> "Blocks":
-        return Blocks(array("Q", hashes).tobytes(), array("I", ends).tobytes())
-
-    def read(self) -> "tuple[array[int], array[int]]":
-        hashes, ends = array("Q"), array("I")
-        hashes.frombytes(self.hashes)
-        ends.frombytes(self.ends)
-        return hashes, ends
+    endpoint: Count
+    left_ms: Tokens
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
     """`sequence` counts an origin's batches from 1. `number`: of the first lease charged; the others follow. `held`:
-    flows that changed."""
+    flows that changed. `failed`: endpoints, once for each response that they failed. `avoided`: all that are; `None` =
+    they are as before."""
 
     version: Count
     sequence: Count
     generation: Count
-    names: tuple[str, ...]
+    endpoints: tuple[Id, ...]
     number: Count
     charged: tuple[Charged, ...]
     first_tokens: tuple[FirstToken, ...]
     ended: tuple[Ended, ...]
     sent: tuple[Sent, ...]
-    blocks: Blocks
+    blocks: bytes
+    sizes: bytes
     held: tuple[Held, ...] = ()
+    failed: tuple[Count, ...] = ()
+    avoided: tuple[Avoided, ...] | None = None
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
@@ -121,14 +127,16 @@ class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
 
     version: Count
     sequence: Count
-    names: tuple[str, ...]
+    endpoints: tuple[Id, ...]
     number: Count
     numbers: tuple[Count, ...]
     charged: tuple[Charged, ...]
     pending: tuple[Count, ...]
     sent: tuple[Sent, ...]
-    blocks: Blocks
+    blocks: bytes
+    sizes: bytes
     held: tuple[Held, ...] = ()
+    avoided: tuple[Avoided, ...] = ()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -152,12 +160,12 @@ def _reader(kind: type[_Message]) -> Callable[[bytes], _Message]:
             raise ValueError(
                 f"it has version {message.version}, and this is {VERSION}; run the same Fairlead everywhere"
             )
-        endpoints = len(message.names)
-        facts: Iterable[Charged | Sent] = chain(message.charged, message.sent)
-        if any(fact.endpoint >= endpoints for fact in facts):
+        facts: Iterable[Charged | Sent | Avoided] = chain(message.charged, message.sent, message.avoided or ())
+        failed = message.failed if isinstance(message, Batch) else ()
+        if max(chain([fact.endpoint for fact in facts], failed), default=-1) >= len(message.endpoints):
             raise ValueError("a fact is of an endpoint that it does not name")
-        count = sum(sent.blocks for sent in message.sent)
-        if (len(message.blocks.hashes), len(message.blocks.ends)) != tuple(count * size for size in BLOCK_BYTES):
+        count = sum([sent.blocks for sent in message.sent])
+        if len(message.blocks) != count * BLOCK_BYTES or len(message.sizes) not in (0, count * SIZE_BYTES):
             raise ValueError("it has other blocks than its prompts need")
         if isinstance(message, Snapshot) and len(message.numbers) != len(message.charged):
             raise ValueError("it has other leases than numbers")
@@ -170,6 +178,62 @@ read_batch = _reader(Batch)
 read_snapshot = _reader(Snapshot)
 
 
-def rising(ends: Sequence[int]) -> bool:
-    """Whether each block ends behind the one before."""
-    return all(map(lt, ends, ends[1:]))
+class Dictionary:
+    """Blocks that one origin told: block → a chain that has it, and how deep. Those of the generation before are kept
+    for others who have not heard yet that a new one began."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[PrefixChain, int]] = {}
+        self._before: dict[int, tuple[PrefixChain, int]] = {}
+
+    def begin(self) -> None:
+        """A new generation."""
+        self._before, self.blocks = self.blocks, {}
+
+    def add(self, chain: PrefixChain, depth: int) -> None:
+        """All of it is told, and its blocks from that depth on were not."""
+        for position in range(depth, len(chain.hashes)):
+            self.blocks[chain.hashes[position]] = chain, position + 1
+
+    def find(self, block: int) -> tuple[PrefixChain, int] | None:
+        return self.blocks.get(block) or self._before.get(block)
+
+
+def endpoint_hash(endpoint_id: str) -> int:
+    """By which an endpoint is told."""
+    return xxh3_64_intdigest(endpoint_id.encode())
+
+
+def block_bytes(hashes: Sequence[int]) -> bytes:
+    return array("Q", hashes).tobytes()
+
+
+def block_hashes(blocks: bytes) -> "array[int]":
+    hashes = array("Q")
+    hashes.frombytes(blocks)
+    return hashes
+
+
+def usual_ends(begin: int, count: int) -> tuple[int, ...] | None:
+    """Where `count` blocks behind `begin` end that are cut as by default; `None` = none begins there."""
+    first = bisect_left(_USUAL, begin) + 1
+    usual = _USUAL[first : first + count]
+    return usual if len(usual) == count and _USUAL[first - 1] == begin else None
+
+
+def block_sizes(parts: Iterable[tuple[int, Sequence[int]]]) -> bytes:
+    """Of all blocks, given where each part of a chain begins, and where its blocks end; empty = they are as usual. A
+    block of more than 64 KiB counts as one of so many: only its weight in a cache depends on that."""
+    if all(usual_ends(begin, len(ends)) == ends for begin, ends in parts):
+        return b""
+    sizes = array("H")
+    for begin, ends in parts:
+        sizes.extend([min(end - start, 0xFFFF) for start, end in zip((begin, *ends[:-1]), ends, strict=True)])
+    return sizes.tobytes()
+
+
+def sized_ends(begin: int, sizes: bytes) -> tuple[int, ...] | None:
+    """Where blocks of these sizes end; `None` = nowhere."""
+    read = array("H")
+    read.frombytes(sizes)
+    return None if 0 in read else tuple(accumulate(read, initial=begin))[1:]

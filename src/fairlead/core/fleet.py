@@ -9,7 +9,7 @@ import numpy as np
 from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, PRIOR, StepModel
-from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
@@ -49,10 +49,12 @@ class Fleet:
         exact: ExactKnowledge | None = None,
         prior: StepModel = PRIOR,
         ledger: type[Ledger] = Ledger,
+        topology: Topology = Topology(),  # noqa: B008 frozen
     ) -> None:
         """`prior`: what engines are believed to take before anything is learned of them."""
         self._prior = prior
         self.table = EndpointTable()
+        self.topology = topology
         self.ledger = ledger(self.table, lease_ttl)
         #: What first tokens will take, learned from those that came.
         self.predictor = Predictor(self.table, prior)
@@ -70,12 +72,17 @@ class Fleet:
         #: many parts of its prefixes came, and its oldest block so far.
         self._recalled: dict[int, tuple[EndpointLearned, float]] = {}
         self._extending: dict[int, tuple[int, int | None]] = {}
+        #: Endpoints whose cache was found empty since the last look at this.
+        self.cold: list[str] = []
+        #: By slot: until when it is avoided on the word of others, and for own reasons.
+        self._avoided: dict[int, list[float]] = {}
 
     def up(self, endpoint: Endpoint) -> list[Lease]:
         """An endpoint joined or changed. Leases at an address it gave up are returned, released."""
         slot = self.table.slot(endpoint.id)
         if slot is None:
             slot = self.table.add(endpoint)
+            self.table.set_distance(slot, self.topology.ms(endpoint.labels))
             self.prefix.add_slot(slot)
             if self.exact is not None:
                 self.exact.add_slot(slot)
@@ -88,6 +95,7 @@ class Fleet:
             self.up(endpoint)
             return leases
         self.table.replace(slot, endpoint)
+        self.table.set_distance(slot, self.topology.ms(endpoint.labels))
         self._looks_like(slot)
         return []
 
@@ -112,6 +120,9 @@ class Fleet:
         if slot is None:
             return []
         leases = self.ledger.abandon(slot)
+        if slot in self._avoided:
+            self.avoid(slot, -inf)
+            del self._avoided[slot]
         self.prefix.drop_slot(slot)
         if self.exact is not None:
             self.exact.drop_slot(slot)
@@ -148,6 +159,8 @@ class Fleet:
         restarted = before is not None and _restarted(before, sample)
         if restarted:
             self._emptied(slot)
+        if restarted or (before is None and not sample.prefix_queries and slot not in self._recalled):
+            self.cold.append(endpoint_id)
         if (
             restarted
             or before is None
@@ -234,19 +247,26 @@ class Fleet:
             table.kv[slot] = min(table.kv_tokens[slot] / capacity, 1.0) if capacity else 0.0
             table.stale.add(slot)
 
-    def answered(self, slot: int, ok: bool, now: float) -> None:
-        """A response ended. Some failures in a row make policies avoid the endpoint a moment, or until one works."""
+    def answered(self, slot: int, ok: bool, now: float, own: bool = True) -> None:
+        """A response ended, an own one or one that another scheduler tells of. Some failures in a row make policies
+        avoid the endpoint a moment, or until one works."""
         table = self.table
         if ok:
             if table.errors[slot]:
                 table.errors[slot] = 0
-                table.ejected_until[slot] = -inf
-                table.judge_trouble()
+                self.avoid(slot, -inf)
             return
         table.errors[slot] += 1
         table.troubled = True
         if table.errors[slot] >= ERRORS_TO_EJECT:
-            table.ejected_until[slot] = now + EJECT_SECONDS
+            self.avoid(slot, now + EJECT_SECONDS)
+
+    def avoid(self, slot: int, until: float, own: bool = True) -> None:
+        """Avoid an endpoint until then (-inf = not), for reasons of our own or on the word of others."""
+        known = self._avoided.setdefault(slot, [-inf, -inf])
+        known[own] = until
+        self.table.ejected_until[slot] = max(known)
+        self.table.judge_trouble()
 
     def charge(
         self,
@@ -259,8 +279,9 @@ class Fleet:
         auxiliary: bool = False,
         reserved: bool = False,
     ) -> Lease:
-        """Charge a lease and remember the prompt's prefix for the endpoint. `reserved`: only keep a place there for a
-        request that may go elsewhere in the end; nothing is learned of it."""
+        """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
+        sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
+        learned of it."""
         endpoint = self.table.endpoints[slot]
         assert endpoint is not None
         prompt = request.prompt_tokens
@@ -274,13 +295,14 @@ class Fleet:
             now,
             uncached,
             # Whole tokens: sums of them are exact whatever comes and goes. NaN counts as the least.
-            float(round(min(max(1.0, prompt + half), MOST))),
+            min(max(1.0, prompt + half), MOST) // 1.0,
             hit_tokens,
             min(round(1e3 * alone_ms), MOST_WORK),
-            float(round(min(max(0.0, half), MOST))),
+            min(max(0.0, half), MOST) // 1.0,
             self.predictor.forecast(slot, prompt, uncached, alone_ms, now),
             auxiliary or reserved,
             request.blind or not request.stream,
+            request.sequences,
         )
         if lease.blind and now >= self.predictor.marks_at[slot]:
             self.predictor.marks_at[slot] = now + BLIND_S
@@ -348,7 +370,14 @@ class Fleet:
                 if lease.cold is not None:
                     self._loaded(lease, lease.cold, (now - lease.charged_at) * 1e3)
                 self.predictor.first_token(
-                    lease.slot, lease.forecast, lease.uncached_tokens, lease.work_us * 1e-3, lease.charged_at, now, cold
+                    lease.slot,
+                    lease.forecast,
+                    lease.uncached_tokens,
+                    lease.work_us * 1e-3,
+                    lease.charged_at,
+                    now,
+                    lease.hit_tokens,
+                    cold,
                 )
                 lease.mark = self.predictor.mark(lease.slot)
         self.ledger.first_token(lease, now)
@@ -367,7 +396,13 @@ class Fleet:
         Its tokens stay in the engine's cache as well, until they are the least recently used; nobody asks for them, but
         they push prompts out. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
         and 88 % without.
+
+        Of several sequences the longest ends last: how many steps that were is known if all were cut by the limit.
         """
+        output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
+        if lease.sequences > 1:
+            limit = lease.request.max_tokens
+            completion_tokens = limit if 0 < limit * lease.sequences <= completion_tokens else -1
         if lease.first_token_at < 0.0:
             self.stalls.moved(lease.slot, now)
         if (lease.mark is not None or lease.request.stream) and not self.stalls.was_out(lease):
@@ -377,7 +412,6 @@ class Fleet:
                 held_ms = (now - lease.first_token_at) * 1e3
                 tokens = -1 if lease.blind else completion_tokens
                 self.predictor.ended(lease.slot, lease.forecast, held_ms, tokens, lease.mark or (0.0, 0.0), now)
-        output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
         if output > 0.0:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * self._budgeted_with))
 
@@ -472,10 +506,8 @@ class Fleet:
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
         chain, slots = request.prefix, len(self.table.endpoints)
-        column: FloatColumn | None = None
-        if chain.hashes:
-            # Inline media count for less in `prompt_bytes` than they take up in the chain.
-            column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1]))
+        # Inline media count for less in `prompt_bytes` than they take up in the chain.
+        column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1])) if chain.hashes else None
         if self.exact is not None:
             rates = self.predictor.rates
             return self.exact.refine(request, column, slots, rates.prior.c_pf * rates.prefill)
@@ -501,7 +533,7 @@ class Fleet:
 
 def _restarted(before: Sample, sample: Sample) -> bool:
     """Its counters began again."""
-    return (before.prefix_queries or 0.0) > (sample.prefix_queries or inf)
+    return sample.prefix_queries is not None and (before.prefix_queries or 0.0) > sample.prefix_queries
 
 
 def _computed(sample: Sample) -> float:

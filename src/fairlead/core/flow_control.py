@@ -17,7 +17,7 @@ Rules
   whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
 * While nobody waits and all that is in flight is of one flow, there is nothing to share, and requests are not counted:
-  flow control costs a request one look at the endpoint that the policy chose (`alone`). What is in flight is counted
+  flow control costs a request one look at the endpoint that the policy chose (`only`). What is in flight is counted
   when that ends (`count`).
 * Between flows (`core.fairness.Demand`): a light one's requests go at once unless a higher band waits, also where the
   worked-out gate says closed; those of heavy ones wait where they would slow it down.
@@ -48,7 +48,7 @@ from fairlead.core.flow import (
     Waiting,
 )
 from fairlead.core.gates import EarlyShedding, PoolGate
-from fairlead.core.instructions import Evict, Instruction, Record, Reject, SetTimer
+from fairlead.core.instructions import Evict, Instruction, Reject, SetTimer
 from fairlead.core.ledger import Lease
 from fairlead.core.peer_queues import PeerQueues
 from fairlead.core.policy import Refused
@@ -123,7 +123,7 @@ class Binder(Protocol):
 
 
 #: The only flow while no other has come: whoever comes first.
-_ANYBODY = FlowKey(0, "", "")
+ANYBODY = FlowKey(0, "", "")
 
 #: Request → expected tokens of its answer.
 Expect = Callable[[Request], float]
@@ -222,16 +222,6 @@ class FlowControl:
 
     # ---- one flow alone ----
 
-    def alone(self, request: Request, fleet: Fleet) -> bool:
-        """Whether the request's flow is the only one, so that it goes uncounted if the gate admits it where the policy
-        wants it."""
-        only = self.only
-        if only is None or not fleet.table.count:
-            return False
-        if only is _ANYBODY:
-            only = self.only = self.queues.key(request)
-        return request.fairness_id == only.tenant and request.model == only.model and request.priority == only.priority
-
     def count(self, leases: Iterable[tuple[Lease, float]], fleet: Fleet) -> list[Charge]:
         """From now on all requests are counted. `leases`: of those in flight, with the tokens of the answer expected.
         Returns their charges."""
@@ -244,13 +234,13 @@ class FlowControl:
     @property
     def uncounted(self) -> FlowKey | None:
         """The one flow whose requests go uncounted."""
-        return None if self.only is _ANYBODY else self.only
+        return None if self.only is ANYBODY else self.only
 
     def relax(self) -> None:
         """Stop counting if there is one flow at most. To be called now and then."""
         if self.only is None and self._ceiling is None and self._shedding is None and not len(self.queues):
             active = self.queues.active()
-            only = active[0] if active else _ANYBODY
+            only = active[0] if active else ANYBODY
             if len(active) < 2 and not self.peers.beside(only):
                 self.only = only
 
@@ -311,7 +301,7 @@ class FlowControl:
         if not (free or slot >= 0) or not self._below_ceiling(request.priority, fleet, now):
             return False
         opened = self.gate.open(fleet, now)
-        goes = opened is None or (slot >= 0 and bool(opened[slot]))
+        goes = opened is None or (slot >= 0 and bool(opened[slot]) and not self.peers.ahead(request.priority, now))
         if slot < 0:
             return goes
         band, flow = self.queues.of(request, now)
@@ -413,7 +403,7 @@ class FlowControl:
         bands, held_back = self._served(fleet, now)
         for band in bands:
             if band.count:
-                left, more_at = self.peers.left(band.priority, opened, now)
+                left, more_at = self.peers.left(band.priority, band.oldest(), opened, fleet.table, now)
                 self.look_again = min(self.look_again, more_at)
                 held_back = held_back or left is not opened
                 among = self._calm(band, left, fleet.table, now)
@@ -744,21 +734,19 @@ class FlowController:
 
     def record(
         self, request: Request, why: Refused, now: float, waiting: Waiting | None = None, queued_ms: float = 0.0
-    ) -> Record:
+    ) -> DecisionRecord:
         trace = None
         if waiting is not None:
             queued_ms = (now - waiting.since) * 1e3
             trace = Trace(outcome="none", waited=self.flow.tally.of(waiting, now))
-        return Record(
-            DecisionRecord(
-                request=request,
-                at=now,
-                policy=self.policy,
-                outcome=why.reason,
-                status=why.status,
-                queued_ms=queued_ms,
-                trace=trace,
-            )
+        return DecisionRecord(
+            request=request,
+            at=now,
+            policy=self.policy,
+            outcome=why.reason,
+            status=why.status,
+            queued_ms=queued_ms,
+            trace=trace,
         )
 
     def validate(self) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import FULL, ready_at, step_ms, wait_at, waits
+from fairlead.core.cost import AT_KV, AT_QUEUE, FULL, ready_at, step_ms, wait_at, waits
 from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
@@ -40,11 +40,11 @@ class LedgerGate:
         return None if np.count_nonzero(opened) == len(table) else opened
 
     def admits(self, slot: int, fleet: FleetView, now: float) -> bool:
-        if fleet.table.kv.item(slot) > FULL or fleet.table.queue.item(slot) >= self._requests:
-            return False
         learned = fleet.predictor
         ready = ready_at(slot, fleet.table, learned)
-        return wait_at(ready, now) <= self._steps * learned.rates.prior.whole_step_ms * ready[-1]
+        if ready[AT_KV] > FULL or ready[AT_QUEUE] >= self._requests:
+            return False
+        return wait_at(ready, now) <= self._steps * learned.whole_step_ms * ready[-1]
 
     def level(self, fleet: FleetView, now: float) -> float:
         return _mean(np.maximum(self._levels(fleet, now), fleet.table.queue / self._requests), fleet.table.alive)

@@ -44,7 +44,8 @@ REQUEST_ID = "x-request-id"
 #: W3C Trace Context: read where requests are traced, and always passed on.
 TRACE_HEADERS = ("traceparent", "tracestate")
 
-#: Conformance tests: addresses (`ip`, `ip:port`, comma list) to choose from, and who served, on the response.
+#: Conformance tests: addresses (`ip`, `ip:port`, comma list) to choose from, and who served, on the response. Model
+#: servers get it: the extension's tests look for it there.
 TEST_SELECTION = "test-epp-endpoint-selection"
 TEST_SERVED = "x-conformance-test-served-endpoint"
 
@@ -68,7 +69,6 @@ STEERING_HEADERS = frozenset(
         *TPOT_SLO_HEADERS,
         *TTL_HEADERS,
         *REWRITE_HEADERS,
-        TEST_SELECTION,
         "x-llm-d-video-fps",
         "x-llm-d-video-duration-seconds",
         "x-llm-d-video-resolution",
@@ -106,6 +106,8 @@ WHOLE_BODY_METADATA = "fairlead-whole-body"
 #: Likewise: the gateway takes the length off the response to a pick that carries `REWRITTEN` in its metadata, so that
 #: chunks may become longer or shorter.
 RESIZABLE_METADATA = "fairlead-resizable"
+#: For a scheduler with several pools: `namespace/name` of the one that the stream is for.
+POOL_METADATA = "fairlead-pool"
 REWRITTEN = "fairlead-rewritten"
 #: A namespace of its own for what `RESIZABLE_METADATA` also promises: with `FALLBACK` in it, the address of another
 #: endpoint, a request whose endpoint cannot be reached is repeated there.

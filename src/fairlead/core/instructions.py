@@ -110,6 +110,12 @@ class ListAdapters(Struct, frozen=True, gc=False):
     endpoint_id: str
 
 
+class WarmUp(Struct, frozen=True, gc=False):
+    """The cache of this endpoint is empty: it is new, or was restarted. May be left undone."""
+
+    endpoint_id: str
+
+
 class SetTimer(Struct, frozen=True, gc=False):
     """Feed `TimerFired(name)` back at `at` (clock seconds). A second one of the same name replaces the first."""
 
@@ -117,11 +123,8 @@ class SetTimer(Struct, frozen=True, gc=False):
     at: float
 
 
-class Record(Struct, frozen=True, gc=False):
-    """Something worth counting happened: for metrics, journal and logs. Never changes what is done."""
-
-    record: DecisionRecord | OutcomeRecord | ShadowRecord | StallRecord
-
+#: Something worth counting happened: for metrics, journal and logs. Never changes what is done.
+Record = DecisionRecord | OutcomeRecord | ShadowRecord | StallRecord
 
 Instruction = (
     Route
@@ -133,6 +136,7 @@ Instruction = (
     | AdoptConfiguration
     | RefuseConfiguration
     | ListAdapters
+    | WarmUp
     | SetTimer
     | Record
 )

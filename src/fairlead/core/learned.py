@@ -35,6 +35,8 @@ class ClassLearned(Struct, frozen=True, array_like=True):
     squares: Three
     products: Three
     observed: Three
+    #: The same of the lag: its products with the three, its square, its right-hand side.
+    lagged: tuple[Amount, Amount, Amount, Amount, Amount] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class SpeedsLearned(Struct, frozen=True, array_like=True):

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from itertools import islice, takewhile
+from itertools import accumulate, takewhile
 from math import inf
 from typing import Any
 
@@ -53,6 +53,8 @@ class Lease(Struct, eq=False, gc=False):
     auxiliary: bool = False
     #: Nobody will see its first token: it is not streamed, or the gateway shows no responses.
     blind: bool = False
+    #: That it is in the engine. Tokens are of all of them.
+    sequences: int = 1
     #: It is on the books.
     held: bool = False
     #: Of a pair: the lease at the endpoint that computes the prompt for this one. Ends with this one's first token.
@@ -112,17 +114,19 @@ SETTLED = 2.0
 #: Seconds that an endpoint must show itself idle before leases are dropped: ends may come late, in batches of a
 #: gateway's access log (flushed every second). A first prefill is invisible while it lasts, so those wait longer.
 IDLE_SECONDS = 5.0
+#: Leases of other schedulers are heard of so many seconds after their charge, mostly.
+HEARD_S = 0.25
 IDLE_SECONDS_PENDING = 30.0
 
 
 class Account:
-    """Numbers are requests, or tokens where the name says so."""
+    """Numbers are sequences, which engines call requests, or tokens where the name says so."""
 
     __slots__ = (
         "_idle_scrapes",
         "_idle_since",
-        "_scraped",
         "_surpluses",
+        "active",
         "blind",
         "blind_work",
         "early",
@@ -137,16 +141,18 @@ class Account:
         "pending_tokens",
         "pending_work",
         "prefill_since",
+        "scraped",
         "waited",
     )
 
     def __init__(self) -> None:
         #: In the order of their charge; an ordered set.
         self.leases: dict[Lease, None] = {}
-        self.pending = 0
+        #: Before and past their first token.
+        self.pending = self.active = 0
         self.pending_tokens = 0.0
         self.pending_work = 0.0
-        #: Of those pending: whose first token nobody sees.
+        #: Leases of those pending: whose first token nobody sees.
         self.blind = 0
         #: Of all that were ever charged.
         self.blind_work = 0.0
@@ -167,20 +173,20 @@ class Account:
         self.lost = 0.0
         self.others_waiting = 0.0
         self.others_running = 0.0
-        self._scraped = float("-inf")
+        self.scraped = float("-inf")
         self._surpluses: tuple[float, ...] = ()
         self._idle_scrapes = 0
         self._idle_since = 0.0
 
     def row(self) -> tuple[float, ...]:
         """What stands in the columns of `fairlead.core.table.LOAD`, in their order."""
-        pending, early, inflight = self.pending, self.early, len(self.leases)
+        pending, early = self.pending, self.early
         work = self.pending_work
-        active = inflight - pending - self.lost
+        active = self.active - self.lost
         return (
             pending - early + self.others_waiting,
             (active if active > 0.0 else 0.0) + early + self.others_running,
-            inflight,
+            pending + self.active,
             pending,
             self.pending_tokens,
             self.pending_tokens,
@@ -191,36 +197,34 @@ class Account:
             inf if self.blind else min(self.head_work, work) * 1e-3,
         )
 
-    def charge(self, lease: Lease) -> None:
-        self.leases[lease] = None
-        if not self.pending:
-            self.prefill_since = lease.charged_at
-            self.head_work = lease.work_us
-        self.pending += 1
-        self.pending_tokens += lease.uncached_tokens
-        self.pending_work += lease.work_us
-        if lease.blind:
-            self.blind += 1
-            self.blind_work += lease.work_us
-        self.kv_tokens += lease.kv_tokens
-        self.growth_tokens += lease.growth_tokens
+    def was_shown(self, lease: Lease) -> None:
+        """It is another scheduler's, and a scrape since its charge showed it as somebody else's."""
+        if self.others_waiting >= lease.sequences:
+            self.others_waiting -= lease.sequences
+        elif self.others_running >= lease.sequences:
+            self.others_running -= lease.sequences
+            self.early += lease.sequences
 
     def release(self, lease: Lease, prefill_only: bool = False) -> None:
         """It is over, or its prefill is."""
         if lease.pending:
             lease.pending = False
-            self.pending -= 1
+            self.pending -= lease.sequences
             self.pending_tokens -= lease.uncached_tokens
             self.pending_work -= lease.work_us
             if lease.blind:
                 self.blind -= 1
-            if self.early and lease.charged_at < self._scraped:
-                self.early = max(self.early - 1.0, 0.0)
+            if self.early and lease.charged_at < self.scraped:
+                self.early = max(self.early - lease.sequences, 0.0)
             if not self.pending:  # sums of floats: no request has exactly no tokens
                 self.pending_tokens = self.pending_work = 0.0
             elif lease.blind:  # it was computed by now, and the next one since it was expected to be
                 self.prefill_since = max(self.prefill_since, lease.charged_at + 1e-3 * lease.forecast.ttft_ms)
-        if not prefill_only:
+        else:
+            self.active -= lease.sequences
+        if prefill_only:
+            self.active += lease.sequences
+        else:
             del self.leases[lease]
             self.kv_tokens -= lease.kv_tokens
             self.growth_tokens -= lease.growth_tokens
@@ -243,11 +247,12 @@ class Account:
 
         Returns leases that the endpoint provably holds no more; they are still charged.
         """
-        later = list(takewhile(lambda lease: lease.charged_at >= started, reversed(self.leases)))
-        later_pending = sum(lease.pending for lease in later)
+        newest = takewhile(lambda lease: lease.charged_at >= started - HEARD_S, reversed(self.leases))
+        later = [lease for lease in newest if lease.charged_at >= started]
+        later_pending = sum(lease.sequences for lease in later if lease.pending)
         pending = self.pending - later_pending
-        active = len(self.leases) - self.pending - (len(later) - later_pending)
-        self._scraped = started
+        active = self.active - (sum(lease.sequences for lease in later) - later_pending)
+        self.scraped = started
         self.waited = waiting >= 1.0
         self.early = min(max(pending - waiting, 0.0), max(running - active, 0.0))
         foreign = max(waiting + running - pending - active, 0.0)
@@ -257,12 +262,13 @@ class Account:
         return self._dropped(started, waiting + running)
 
     def begun(self, started: float) -> list[Lease]:
-        """The oldest of those whose first token nobody sees, as many as ran at the scrape sent at `started`: from now
-        on their prompts count as computed."""
+        """The oldest of those whose first token nobody sees, as many as ran, all or some of their sequences, at the
+        scrape sent at `started`: from now on their prompts count as computed."""
         if not self.blind:
             return []
-        waited = (lease for lease in self.leases if lease.pending and lease.charged_at < started)
-        ran = [lease for lease in islice(waited, int(self.early)) if lease.blind]
+        waited = [lease for lease in self.leases if lease.pending and lease.charged_at < started]
+        before = accumulate((lease.sequences for lease in waited), initial=0)
+        ran = [lease for lease, first in zip(waited, before, strict=False) if lease.blind and first < int(self.early)]
         begun = [lease for lease in ran if lease.charged_at + 1e-3 * lease.forecast.ttft_ms <= started]
         for lease in begun:
             self.release(lease, prefill_only=True)
@@ -273,7 +279,8 @@ class Account:
     def _find_lost(self, started: float, active: int, seen: float) -> None:
         surplus = 0.0
         if active > seen:
-            settled = sum(not lease.pending and lease.charged_at < started - SETTLED for lease in self.leases)
+            old = (lease for lease in self.leases if not lease.pending and lease.charged_at < started - SETTLED)
+            settled = sum(lease.sequences for lease in old)
             surplus = max(settled - seen, 0.0)
         self._surpluses = (*self._surpluses[1 - PATIENCE_SCRAPES :], surplus)
         self.lost = min(self._surpluses) if len(self._surpluses) == PATIENCE_SCRAPES else 0.0
@@ -298,7 +305,8 @@ class Account:
         """Raise `AssertionError` unless the sums are those of the leases and no part is negative."""
         pending = [lease for lease in self.leases if lease.pending]
         assert all(lease.held for lease in self.leases)
-        assert self.pending == len(pending)
+        assert self.pending == sum(lease.sequences for lease in pending)
+        assert self.active == sum(lease.sequences for lease in self.leases) - self.pending
         assert abs(self.pending_tokens - sum(lease.uncached_tokens for lease in pending)) < 1e-3
         assert self.blind == sum(lease.blind for lease in pending)
         queue, active, _, _, _, queued_tokens, queued_ms, *_ = self.row()
@@ -336,11 +344,30 @@ class Ledger:
         lease.held = True
         self._leases[lease] = None
         slot = lease.slot
-        account = self._accounts.get(slot) or self._account(slot)
-        account.charge(lease)
+        account = self._accounts.get(slot) or self.account(slot)
+        account.leases[lease] = None
+        if not account.pending:
+            account.prefill_since = lease.charged_at
+            account.head_work = lease.work_us
+        account.pending += lease.sequences
+        account.pending_tokens += lease.uncached_tokens
+        account.pending_work += lease.work_us
+        if lease.blind:
+            account.blind += 1
+            account.blind_work += lease.work_us
+        account.kv_tokens += lease.kv_tokens
+        account.growth_tokens += lease.growth_tokens
         table = self._table
         table.load[slot] = account.row()
         table.stale.add(slot)
+
+    def charge_late(self, lease: Lease) -> None:
+        """Take another scheduler's lease on the books, which was charged a moment ago."""
+        self.charge(lease)
+        account = self._accounts[lease.slot]
+        if lease.charged_at < account.scraped:
+            account.was_shown(lease)
+            self._write(lease.slot, account)
 
     def first_token(self, lease: Lease, now: float | None = None) -> bool:
         """The prefill is over, and that of the next one begins (`now`). False = that is known."""
@@ -412,7 +439,7 @@ class Ledger:
 
     def blind_ms(self, slot: int) -> float:
         """All that was ever charged there to requests whose first token nobody sees, at the prior's speed."""
-        return self._account(slot).blind_work * 1e-3
+        return self.account(slot).blind_work * 1e-3
 
     def of_slot(self, slot: int) -> list[Lease]:
         account = self._accounts.get(slot)
@@ -448,7 +475,7 @@ class Ledger:
 
         `waiting` and `running` are finite and not negative; `Fleet.sampled` sees to it.
         """
-        account = self._account(slot)
+        account = self.account(slot)
         dropped = account.reconcile(started, waiting, running)
         for lease in account.begun(started):
             self.began(lease)
@@ -462,7 +489,7 @@ class Ledger:
 
     def own_accounting(self, slot: int) -> None:
         """No fresh scrape: the effective columns are what we know ourselves."""
-        account = self._account(slot)
+        account = self.account(slot)
         account.forget_scrapes()
         self._write(slot, account)
 
@@ -470,7 +497,8 @@ class Ledger:
         self._table.load[slot] = account.row()
         self._table.stale.add(slot)
 
-    def _account(self, slot: int) -> Account:
+    def account(self, slot: int) -> Account:
+        """What the leases at one slot add up to."""
         account = self._accounts.get(slot)
         if account is None:
             account = self._accounts[slot] = Account()

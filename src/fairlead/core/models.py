@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from fairlead.core.apis import OTHER
-from fairlead.core.instructions import Instruction, Record, Reject
+from fairlead.core.instructions import Instruction, Reject
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import PrefixChain, Request
 
@@ -61,6 +61,16 @@ class Target(Struct, frozen=True):
     weight: int | None = None
 
 
+class Latency(Struct, frozen=True):
+    """A latency objective in milliseconds; 0 = none."""
+
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+
+
+ANY_LATENCY = Latency()
+
+
 class InferenceModel(Struct, frozen=True, kw_only=True):
     """A name that clients ask for."""
 
@@ -71,13 +81,15 @@ class InferenceModel(Struct, frozen=True, kw_only=True):
     targets: tuple[Target, ...] = ()
     #: A key of `CRITICALITY`.
     criticality: str = "Standard"
+    latency: Latency = ANY_LATENCY
 
 
 class InferenceObjective(Struct, frozen=True, kw_only=True):
-    """A priority with a name; requests refer to it by header."""
+    """A priority and a latency with a name; requests refer to it by header."""
 
     origin: Origin
     priority: int = 0
+    latency: Latency = ANY_LATENCY
 
 
 class RewriteRule(Struct, frozen=True):
@@ -131,6 +143,7 @@ class ModelRules(Struct, frozen=True, kw_only=True):
 #    one after the other. A rule that names the model beats one for all models; then the oldest object counts, then the
 #    first rule in it.
 # 5. An objective, named by header, gives the priority instead. One that nobody defined changes nothing.
+# 6. A latency that the headers name counts, else that of the objective, else that of the InferenceModel.
 #
 # Of equals the oldest object counts, by creation time, then by namespace and name. Of a split with weights on some
 # targets only, the others get nothing; without any weights all get the same.
@@ -159,6 +172,7 @@ class Resolution(Struct, frozen=True, gc=False):
     priority: int
     #: The InferenceModelRewrite (`namespace/name`) that decided the target; empty = none did.
     rewrite: str = ""
+    latency: Latency = ANY_LATENCY
 
 
 class Refusal(Struct, frozen=True):
@@ -182,20 +196,29 @@ def unnamed(request: Request, why: Refusal, now: float, policy: str, client: Any
         client=client,
     )
     record = DecisionRecord(request=request, at=now, policy=policy, outcome=why.code, status=why.status)
-    return [reject, Record(record)]
+    return [reject, record]
 
 
 def applied(request: Request, resolution: Resolution) -> Request:
     """The request with what was found for it. Its prompt counts as another one for another target: engines share no
     cached prefix between models."""
     target = resolution.target if resolution.target != request.model else ""
-    if not target and resolution.priority == request.priority:
+    latency = resolution.latency
+    if not target and resolution.priority == request.priority and latency == ANY_LATENCY:
         return request
     prefix = request.prefix
     if target and prefix.hashes:
         salt = xxh3_64_intdigest(target.encode("utf-8", "surrogatepass"))
         prefix = PrefixChain(tuple([block_hash ^ salt for block_hash in prefix.hashes]), prefix.ends)
-    return replace(request, target=target, priority=resolution.priority, rewritten_by=resolution.rewrite, prefix=prefix)
+    return replace(
+        request,
+        target=target,
+        priority=resolution.priority,
+        rewritten_by=resolution.rewrite,
+        prefix=prefix,
+        slo_ttft_ms=request.slo_ttft_ms or latency.ttft_ms,
+        slo_tpot_ms=request.slo_tpot_ms or latency.tpot_ms,
+    )
 
 
 class Split:
@@ -232,6 +255,7 @@ class _Name(Struct, frozen=True):
     split: Split
     priority: int
     created: int
+    latency: Latency = ANY_LATENCY
 
 
 class Listed(Struct, frozen=True):
@@ -253,9 +277,9 @@ class Catalogue:
         self._exact: dict[str, _Rule] = {}
         self._generic: _Rule | None = None
         self._index_rewrites(models)
-        self._objectives: dict[str, int] = {}
+        self._objectives: dict[str, InferenceObjective] = {}
         for objective in sorted(models.objectives, key=lambda item: item.origin.age_order):
-            self._objectives.setdefault(objective.origin.name, objective.priority)
+            self._objectives.setdefault(objective.origin.name, objective)
         #: Every name that is defined, be it asked for or a target.
         self.known = frozenset(self._names) | self._targets()
         #: Only defined names are served.
@@ -275,7 +299,8 @@ class Catalogue:
             owners[item.model] = str(item.origin)
             created = item.origin.created
             split = Split(item.targets or (Target(item.model),))
-            by_name[item.model] = _Name(split, CRITICALITY[item.criticality], int(created) if created < 2**63 else 0)
+            created = int(created) if created < 2**63 else 0
+            by_name[item.model] = _Name(split, CRITICALITY[item.criticality], created, item.latency)
         return by_name
 
     def _index_rewrites(self, models: ModelSet) -> None:
@@ -314,9 +339,9 @@ class Catalogue:
         if self.empty and not request.rewrite:
             return Resolution(request.model, request.priority)
         name = self._names.get(request.model)
-        priority = self._priority(request, name)
+        priority, latency = self._wanted(request, name)
         if not request.model and (request.unread or request.api in _NAMELESS):
-            return self._unread(request) or Resolution("", priority)
+            return self._unread(request) or Resolution("", priority, latency=latency)
         rule = self._exact.get(request.model) or self._generic
         split = rule.split if rule else name.split if name and not request.rewrite else None
         if self.strict and not rule:
@@ -324,16 +349,18 @@ class Catalogue:
             if refusal is not None:
                 return refusal
         if split is None:
-            return Resolution(request.rewrite or request.model, priority)
+            return Resolution(request.rewrite or request.model, priority, latency=latency)
         if not split.names:
             return _gone(request.model)
         session = request.session if self._rules.sticky_sessions else ""
-        return Resolution(split.choose(rng, session), priority, rule.origin if rule else "")
+        return Resolution(split.choose(rng, session), priority, rule.origin if rule else "", latency)
 
-    def _priority(self, request: Request, name: _Name | None) -> int:
-        if request.objective in self._objectives:
-            return self._objectives[request.objective]
-        return name.priority if name else request.priority
+    def _wanted(self, request: Request, name: _Name | None) -> tuple[int, Latency]:
+        """Priority and latency."""
+        objective, latency = self._objectives.get(request.objective), name.latency if name else ANY_LATENCY
+        if objective is not None:
+            return objective.priority, latency if objective.latency == ANY_LATENCY else objective.latency
+        return name.priority if name and not request.priority else request.priority, latency
 
     def _unread(self, request: Request) -> Refusal | None:
         """A body that is there and could not be read may name anything."""

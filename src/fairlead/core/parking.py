@@ -1,6 +1,6 @@
 """Requests that wait for the answer of a scheduler in another process; the rules are those of `remote`."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import inf
 
 import numpy as np
@@ -293,20 +293,20 @@ def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) ->
             gone = gone and name in question.ids
         elif able is None or able[slot]:
             picked = _pick(question, slot, pick.prefill, fleet)
-            picked.fallback_slot = _fallback_slot(picked, names[rank + 1 :], able, fleet)
+            picked.alternatives = tuple(_alternatives(picked, names[rank + 1 :], able, fleet))
+            picked.fallback_slot = picked.alternatives[0] if picked.alternatives else -1
             return picked, "alternative" if rank else ""
         else:
             gone = gone and fleet.table.ids is not question.ids
     return None, "gone" if gone else "invalid"
 
 
-def _fallback_slot(pick: Picked, names: Sequence[str], able: BoolColumn | None, fleet: Fleet) -> int:
-    """The first of these alternatives that is there and can serve it; -1 = none."""
+def _alternatives(pick: Picked, names: Sequence[str], able: BoolColumn | None, fleet: Fleet) -> Iterator[int]:
+    """Those of these alternatives that are there and can serve it."""
     for name in names:
         slot = fleet.table.slot(name)
         if slot is not None and slot not in (pick.slot, pick.prefill_slot) and (able is None or able[slot]):
-            return slot
-    return -1
+            yield slot
 
 
 def _pick(question: Question, slot: int, prefill: str, fleet: Fleet) -> Picked:

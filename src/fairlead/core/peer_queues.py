@@ -2,24 +2,26 @@
 
 Rules
 * Bands are strict over all schedulers: while a peer holds a request of a higher band, an endpoint that opens is left to
-  it for `YIELD_S`. What it has not taken by then it cannot use, and a lower band may.
+  it for `YIELD` times as long as it takes to hear of each other. What it has not taken by then it cannot use, and a
+  lower band may.
+* Within a band, who holds the oldest request goes first, and the next one `TURN` times as long later, and so on: by
+  then it has heard of a charge that closes the endpoint. If all went at once, they would meet at one endpoint.
 * Service counts over all: what a peer gave a flow moves the flow's turn here, too.
-* Limits of an endpoint may be exceeded by one request per further scheduler that holds one of the same band: each sees
-  it open, and hears of the others' charges only later.
 """
 
 from collections.abc import Iterable
 from math import inf
 
-import numpy as np
-
 from fairlead.core.columns import BoolColumn
-from fairlead.core.facts import Held
+from fairlead.core.facts import AGE_UNIT, Held
 from fairlead.core.flow import FlowKey
 from fairlead.core.queues import Queues
+from fairlead.core.table import EndpointTable
 
-#: Longer than a peer takes to hear that an endpoint opened, and to be heard that it sent a request there.
-YIELD_S = 0.05
+#: Multiples of the mean time from a charge until others know.
+YIELD, TURN = 8.0, 3.0
+#: That time, as long as it is not measured, and its bounds. Seconds.
+DELAY_S, LEAST_S, MOST_S = 0.0125, 0.005, 0.1
 #: Flows kept of one peer: clients choose tenants' names.
 MOST_FLOWS = 10_000
 
@@ -31,7 +33,15 @@ class PeerQueues:
         self._held: dict[str, dict[FlowKey, Held]] = {}
         self._waiting: dict[int, int] = {}
         self.top = -inf
-        self._open_since: dict[int, float] = {}
+        #: By slot: since when it is open to one more, and how many wait there for their first token.
+        self._open_since: dict[int, tuple[float, float]] = {}
+        #: By origin and priority: flows that wait, and since when their first request does. Clock seconds.
+        self._heads: dict[tuple[str, int], dict[FlowKey, float]] = {}
+        self._delay_s = DELAY_S
+
+    def measured(self, delay_s: float) -> None:
+        """From a charge until others know."""
+        self._delay_s = min(max(delay_s, LEAST_S), MOST_S)
 
     def take(self, origin: str, held: Iterable[Held], queues: Queues, now: float) -> None:
         """A peer told of these flows; of others nothing has changed."""
@@ -42,6 +52,11 @@ class PeerQueues:
             if before is None and len(flows) >= MOST_FLOWS:
                 continue
             flows[key] = flow
+            heads = self._heads.setdefault((origin, flow.priority), {})
+            if flow.count:
+                heads[key] = now - flow.age * AGE_UNIT
+            else:
+                heads.pop(key, None)
             # A smaller sum than before is that of a flow which was forgotten there meanwhile.
             if before is not None and flow.served_ms != before.served_ms:
                 credited = before.served_ms if before.served_ms < flow.served_ms else 0.0
@@ -52,6 +67,7 @@ class PeerQueues:
         """It is lost, and so is what waited there."""
         for flow in self._held.pop(origin, {}).values():
             self._count(flow.priority, -flow.count)
+            self._heads.pop((origin, flow.priority), None)
 
     def _count(self, priority: int, more: int) -> None:
         if more:
@@ -70,15 +86,28 @@ class PeerQueues:
         """Requests of the flow that wait elsewhere."""
         return sum(flows[key].count for flows in self._held.values() if key in flows)
 
-    def left(self, priority: int, opened: BoolColumn, now: float) -> tuple[BoolColumn, float]:
-        """Of the endpoints that are open those that a band may have, and the clock seconds when it may have more."""
-        slots = np.flatnonzero(opened).tolist()
-        self._open_since = {slot: self._open_since.get(slot, now) for slot in slots}
-        if priority >= self.top:
-            return opened, inf
-        yielded = [slot for slot in slots if now < self._open_since[slot] + YIELD_S]
+    def ahead(self, priority: int, since: float) -> int:
+        """Others who hold an older request of the band."""
+        return sum(
+            band == priority and min(heads.values(), default=inf) < since for (_, band), heads in self._heads.items()
+        )
+
+    def left(
+        self, priority: int, since: float, opened: BoolColumn, table: EndpointTable, now: float
+    ) -> tuple[BoolColumn, float]:
+        """Of the endpoints that are open those that a band may have whose oldest request waits `since` then, and the
+        clock seconds when it may have more."""
+        slots: list[int] = opened.nonzero()[0].tolist()
+        before, self._open_since = self._open_since, {}
+        for slot in slots:
+            opened_at, pending = before.get(slot, (now, inf))
+            there = table.pending.item(slot)
+            self._open_since[slot] = (now if there > pending else opened_at), there
+        turns = YIELD if priority < self.top else TURN * self.ahead(priority, since)
+        wait_s = turns * self._delay_s
+        yielded = [slot for slot in slots if now < self._open_since[slot][0] + wait_s]
         if not yielded:
             return opened, inf
         opened = opened.copy()
         opened[yielded] = False
-        return opened, min(self._open_since[slot] for slot in yielded) + YIELD_S
+        return opened, min(self._open_since[slot][0] for slot in yielded) + wait_s

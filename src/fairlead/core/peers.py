@@ -13,36 +13,53 @@ Rules
   (`Account.reconcile`), or after the ledger's time.
 * Of an origin that is lost the leases stay until the next scrape of their endpoint: that shows what still runs there
   as the load of others, without a dip in between.
+* Of two schedulers that choose at once neither sees the other's choice. So each prefers some endpoints, and all know
+  which: for a prompt that is cached nowhere it leaves to a peer those that the peer prefers, if others cost nearly
+  the same. "Nearly" grows with what the peer sends until it is heard (`EndpointTable.collisions`). Cached prompts stay
+  where they are: moving them costs more where memory is short.
 * A message that makes no sense changes nothing; `View.problem` says why.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import TypeVar
 
+import numpy as np
 from msgspec import Struct, field
 
 from fairlead.core.clock import Clock
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
+    SIZE_BYTES,
     Batch,
     Charged,
-    Ended,
+    Dictionary,
     Snapshot,
+    block_hashes,
+    endpoint_hash,
     read_batch,
     read_snapshot,
-    rising,
+    sized_ends,
+    usual_ends,
 )
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease
 from fairlead.core.records import Forecast
+from fairlead.core.reports import SharedFleet
 from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
 #: Origins, leases of one, batches behind a missing one, blocks of a dictionary, and endpoints that are not known here.
 MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_BLOCKS, MOST_UNKNOWN = 256, 262_144, 4096, 262_144, 1024
 #: A peer's request is not known here: which one it is does not matter, only whether its first token is seen.
 _REQUESTS = {stream: Request(id=-1, arrived=0.0, stream=stream) for stream in (False, True)}
+#: Seconds between two looks at what others send, and the weight of the newest one.
+SPREAD_S, SPREAD_SHARE = 1.0, 0.5
+DELAY_SHARE = 0.1
+#: What a peer sends until it is heard counts so often: who comes second waits, so does who came first by interference,
+#: and a peer sends more to the endpoints that it prefers than to others. Simulated: 3 to 8 do as well.
+COLLIDES = 5.0
 _Message = TypeVar("_Message", Batch, Snapshot)
 #: A chain and how much of it is meant: from the start, and of one that was never told.
 _START, _NOT_KNOWN = (NO_PREFIX, 0), (NO_PREFIX, -1)
@@ -61,10 +78,18 @@ class View(Struct, eq=False):
     #: Leases told to have begun to answer since the first missing batch, and whether they have ended.
     early: dict[int, bool] = field(default_factory=dict)
     generation: int = 0
-    #: Block → a chain that has it, and how deep.
-    dictionary: "Dictionary" = field(default_factory=dict)
-    #: Endpoints that it sends to and that are not in the pool here.
-    unknown: set[str] = field(default_factory=set)
+    dictionary: Dictionary = field(default_factory=Dictionary)
+    #: Endpoints that it sends to and that are not in the pool here, as it tells them.
+    unknown: set[int] = field(default_factory=set)
+    #: Endpoints that it avoids, likewise, and until when (clock seconds); of which message that is.
+    avoided: dict[int, float] = field(default_factory=dict)
+    avoided_sequence: int = 0
+    #: Milliseconds of prompts charged since the last look, times the seconds until we heard of each; milliseconds that
+    #: are on their way at any time.
+    unheard: float = 0.0
+    unheard_ms: float = 0.0
+    #: Seconds from a charge until we hear of it, mostly.
+    delay_s: float = 0.0
     #: Messages taken, and refused; why the last one was.
     messages: int = 0
     refused: int = 0
@@ -92,9 +117,6 @@ class View(Struct, eq=False):
             self.beyond.remove(self.sequence)
 
 
-Dictionary = dict[int, tuple[PrefixChain, int]]
-
-
 class Peers:
     """Changed by events alone; see the module's rules."""
 
@@ -106,6 +128,15 @@ class Peers:
         self.views: dict[str, View] = {}
         #: Leases of origins that are lost, and when they were.
         self._orphans: dict[str, tuple[float, dict[int, Lease]]] = {}
+        #: Endpoints as others tell them.
+        self._ids: dict[int, str] = {}
+        self._name = ""
+        #: What we told ourselves, if we do.
+        self._own: list[Dictionary] = []
+        if isinstance(fleet, SharedFleet):
+            self._own.append(fleet.reports.dictionary)
+            fleet.reports.known_elsewhere = self._known
+        self._spread_at = -inf
 
     def follow(self, flow: FlowControl) -> None:
         """Flow control was turned on: tell it of what waits elsewhere."""
@@ -123,8 +154,9 @@ class Peers:
 
     # ---- messages ----
 
-    def batch(self, origin: str, payload: bytes) -> None:
-        """A batch came."""
+    def batch(self, origin: str, payload: bytes, lag_s: float = 0.0, to: str = "") -> None:
+        """A batch came, which was made `lag_s` seconds ago. `to`: our own name."""
+        self._name = to
         view, batch = self._read(origin, payload, read_batch)
         if view is None or batch is None or batch.sequence <= view.sequence or batch.sequence in view.beyond:
             return
@@ -133,21 +165,31 @@ class Peers:
             return
         view.received({batch.sequence})
         now = self._clock.time()
+        made, next_number = now - lag_s, batch.number + len(batch.charged)
         for number, charged in enumerate(batch.charged, batch.number):
-            self._charge(view, number, charged, batch.names)
+            self._charge(view, number, charged, batch, made)
         if batch.generation > view.generation:
-            view.generation, view.dictionary = batch.generation, {}
-        self._insert(view, batch, view.dictionary if batch.generation == view.generation else {})
+            view.generation = batch.generation
+            view.dictionary.begin()
+        self._insert(view, batch, view.dictionary if batch.generation == view.generation else Dictionary())
         for first in batch.first_tokens:
+            number = next_number - first.back
             if view.beyond:
-                view.early.setdefault(first.number, False)
-            self._first_token(view, first.number, now - first.age * AGE_UNIT)
+                view.early.setdefault(number, False)
+            self._first_token(view, number, made - first.age * AGE_UNIT)
         for ended in batch.ended:
+            number = next_number - ended.back
             if view.beyond:
-                view.early[ended.number] = True
-            self._end(view, ended, now)
+                view.early[number] = True
+            self._end(view, number, ended.tokens, now)
+        for position in batch.failed:
+            slot = self._slot(batch.endpoints[position])
+            if slot is not None:
+                self._fleet.answered(slot, False, now, own=False)
         self._hold(origin, view, batch, now)
         self._settle(view)
+        if now >= self._spread_at:
+            self._spread(now)
 
     def snapshot(self, origin: str, payload: bytes) -> None:
         """All that it has running. What it began or ended after that, and was heard before, stands."""
@@ -162,10 +204,10 @@ class Peers:
                 self._fleet.ledger.release(view.leases.pop(number))
         pending, now = set(snapshot.pending), self._clock.time()
         for number, charged in live.items():
-            self._charge(view, number, charged, snapshot.names)
+            self._charge(view, number, charged, snapshot, now)
             if number not in pending:
                 self._first_token(view, number, now)
-        self._insert(view, snapshot, {})
+        self._insert(view, snapshot, Dictionary())
         self._hold(origin, view, snapshot, now)
         view.sequence = snapshot.sequence
         view.beyond = {sequence for sequence in view.beyond if sequence > snapshot.sequence}
@@ -179,6 +221,9 @@ class Peers:
             self._flow.peers.drop(origin)
         if view is not None and view.leases:
             self._orphans[origin] = self._clock.time(), view.leases
+        for endpoint in view.avoided if view is not None else ():
+            self._avoid(endpoint)
+        self._prefer()
 
     def _read(
         self, origin: str, payload: bytes, read: Callable[[bytes], _Message]
@@ -207,22 +252,39 @@ class Peers:
     # ---- facts ----
 
     def _hold(self, origin: str, view: View, message: Batch | Snapshot, now: float) -> None:
-        """Flows as they stand now: what is older than was told already says nothing."""
+        """Flows and endpoints as they stand now: what is older than was told already says nothing."""
         if self._flow is not None and message.sequence >= view.newest:
             self._flow.peers.take(origin, message.held, self._flow.queues, now)
+        if message.avoided is not None and message.sequence >= view.avoided_sequence:
+            before, view.avoided_sequence = view.avoided, message.sequence
+            view.avoided = {message.endpoints[each.endpoint]: now + each.left_ms * 1e-3 for each in message.avoided}
+            for endpoint in before | view.avoided:
+                self._avoid(endpoint)
 
-    def _charge(self, view: View, number: int, charged: Charged, names: tuple[str, ...]) -> None:
+    def _avoid(self, endpoint: int) -> None:
+        """As long as the last of the others does."""
+        slot = self._slot(endpoint)
+        if slot is not None:
+            until = max((view.avoided.get(endpoint, -inf) for view in self.views.values()), default=-inf)
+            self._fleet.avoid(slot, until, own=False)
+
+    def _slot(self, endpoint: int) -> int | None:
+        """Where the endpoint is that is told so; `None` = it is not in the pool here."""
+        endpoint_id = self._ids.get(endpoint)
+        return None if endpoint_id is None else self._fleet.table.slot(endpoint_id)
+
+    def _charge(self, view: View, number: int, charged: Charged, message: Batch | Snapshot, made: float) -> None:
         if number in view.leases or view.early.get(number, False):
             return
-        fleet, name, now = self._fleet, names[charged.endpoint], self._clock.time()
-        slot = fleet.table.slot(name)
+        fleet, endpoint = self._fleet, message.endpoints[charged.endpoint]
+        slot, now = self._slot(endpoint), made - charged.age * AGE_UNIT
         if slot is None or len(view.leases) >= MOST_LEASES:
-            self._unknown(view, name)
+            self._unknown(view, endpoint)
             return
         lease = view.leases[number] = Lease(
             _REQUESTS[not charged.blind],
             slot,
-            name,
+            self._ids[endpoint],
             now,
             float(max(charged.uncached, 1)),
             float(max(charged.kv, 1)),
@@ -232,8 +294,12 @@ class Peers:
             Forecast(charged.ttft_ms),
             auxiliary=True,
             blind=charged.blind,
+            sequences=charged.sequences,
         )
-        fleet.ledger.charge(lease)
+        fleet.ledger.charge_late(lease)
+        delay_s = self._clock.time() - now
+        view.unheard += charged.work_us * 1e-3 * delay_s
+        view.delay_s += (DELAY_SHARE if view.delay_s else 1.0) * (delay_s - view.delay_s)
         if charged.adapter:
             lease.adapter = charged.adapter
             fleet.ledger.starts(lease)
@@ -247,48 +313,101 @@ class Peers:
         if lease is not None and lease.held and lease.pending:
             self._fleet.first_token(lease, seen)
 
-    def _end(self, view: View, ended: Ended, now: float) -> None:
-        lease = view.leases.pop(ended.number, None)
+    def _end(self, view: View, number: int, tokens: int, now: float) -> None:
+        lease, fleet = view.leases.pop(number, None), self._fleet
         if lease is not None and lease.held:
-            self._fleet.ledger.release(lease)
-            if ended.tokens > BROKEN:
-                self._fleet.completed(lease, now, ended.tokens)
+            fleet.ledger.release(lease)
+            if tokens > BROKEN:
+                if fleet.table.troubled:
+                    fleet.answered(lease.slot, True, now, own=False)
+                fleet.completed(lease, now, tokens)
 
     def _insert(self, view: View, message: Batch | Snapshot, dictionary: Dictionary) -> None:
-        hashes, ends = message.blocks.read()
+        hashes = block_hashes(message.blocks)
         begin = 0
         for sent in message.sent:
             fresh = slice(begin, begin + sent.blocks)
             begin += sent.blocks
-            slot = self._fleet.table.slot(message.names[sent.endpoint])
-            base, depth = dictionary.get(sent.parent, _NOT_KNOWN) if sent.parent else _START
-            if depth < len(base.hashes) or sent.blocks:
-                base = PrefixChain((*base.hashes[:depth], *hashes[fresh]), (*base.ends[:depth], *ends[fresh]))
-            if depth < 0 or not rising(base.ends[max(depth - 1, 0) :]) or len(dictionary) > MOST_BLOCKS:
+            slot = self._slot(message.endpoints[sent.endpoint])
+            base, depth = (dictionary.find(sent.parent) or self._find(sent.parent)) if sent.parent else _START
+            before = base.ends[depth - 1] if depth > 0 else 0
+            if message.sizes:
+                ends = sized_ends(before, message.sizes[SIZE_BYTES * fresh.start : SIZE_BYTES * fresh.stop])
+            else:
+                ends = usual_ends(before, sent.blocks) if sent.blocks else ()
+            if depth < 0 or ends is None or len(dictionary.blocks) > MOST_BLOCKS:
                 view.missed()
                 continue
-            for position in range(depth, depth + sent.blocks):
-                dictionary[base.hashes[position]] = base, position + 1
+            if depth < len(base.hashes) or sent.blocks:
+                base = PrefixChain((*base.hashes[:depth], *hashes[fresh]), (*base.ends[:depth], *ends))
+            dictionary.add(base, depth)
             if slot is None:
-                self._unknown(view, message.names[sent.endpoint])
+                self._unknown(view, message.endpoints[sent.endpoint])
             elif base.hashes:
                 self._fleet.prefix.insert(slot, base)
 
+    def _known(self, block: int) -> bool:
+        """Whether others told of it lately."""
+        return any(block in view.dictionary.blocks for view in self.views.values())
+
+    def _find(self, block: int) -> tuple[PrefixChain, int]:
+        """A block that somebody told."""
+        for dictionary in (*self._own, *(view.dictionary for view in self.views.values())):
+            entry = dictionary.find(block)
+            if entry is not None:
+                return entry
+        return _NOT_KNOWN
+
     # ---- endpoints ----
 
+    def _spread(self, now: float) -> None:
+        """Look at what others send."""
+        passed, self._spread_at = now - self._spread_at + SPREAD_S, now + SPREAD_S
+        for view in self.views.values():
+            view.unheard_ms += SPREAD_SHARE * (view.unheard / min(passed, 2.0 * SPREAD_S) - view.unheard_ms)
+            view.unheard = 0.0
+        delay_s = max(view.delay_s for view in self.views.values())
+        if self._flow is not None and delay_s:
+            self._flow.peers.measured(delay_s)
+        self._prefer()
+
+    def _prefer(self) -> None:
+        """Who prefers which endpoints: in the order of their hashes one for each in turn."""
+        table = self._fleet.table
+        table.collisions = np.zeros(len(table.endpoints)) if self.views else None
+        if table.collisions is None:
+            return
+        names = sorted([self._name, *self.views])
+        slots = [slot for _, slot in sorted((endpoint_hash(endpoint.id), slot) for slot, endpoint in table.slots())]
+        own: list[int] = []
+        for number, name in enumerate(names):
+            preferred = slots[number % max(len(slots), 1) :: len(names)]
+            if name in self.views:
+                table.collisions[preferred] += COLLIDES * self.views[name].unheard_ms
+            else:
+                own = preferred
+        table.collisions[own] = 0.0
+
     @staticmethod
-    def _unknown(view: View, endpoint_id: str) -> None:
+    def _unknown(view: View, endpoint: int) -> None:
         view.missed()
         if len(view.unknown) < MOST_UNKNOWN:
-            view.unknown.add(endpoint_id)
+            view.unknown.add(endpoint)
 
     def joined(self, endpoint_id: str) -> None:
         """An endpoint is in the pool (again): what was told of it before can be used."""
+        endpoint = endpoint_hash(endpoint_id)
+        if endpoint not in self._ids and len(self._ids) > 2 * len(self._fleet.table) + MOST_UNKNOWN:
+            self._ids = {endpoint_hash(known.id): known.id for _, known in self._fleet.table.slots()}
+        self._ids[endpoint] = endpoint_id
+        self._prefer()
         for view in self.views.values():
             gone = (not lease.held and lease.endpoint_id == endpoint_id for lease in view.leases.values())
-            if endpoint_id in view.unknown or any(gone):
-                view.unknown.discard(endpoint_id)
+            if endpoint in view.unknown or any(gone):
+                view.unknown.discard(endpoint)
                 view.missed()
+            if endpoint in view.avoided:
+                self._avoid(endpoint)
 
     def sampled(self, endpoint_id: str, started: float) -> None:
         """A scrape that was sent at `started` is about to be taken. It shows what lost origins still have there."""
@@ -300,7 +419,11 @@ class Peers:
                     del self._orphans[origin]
 
     def expire(self, now: float) -> None:
-        """Leases that are past their time are over, whatever their origin says."""
+        """Leases that are past their time are over, whatever their origin says, and endpoints are avoided no more."""
+        for view in self.views.values():
+            for endpoint in [endpoint for endpoint, until in view.avoided.items() if until <= now]:
+                del view.avoided[endpoint]
+                self._avoid(endpoint)
         for leases in [view.leases for view in self.views.values()] + [leases for _, leases in self._orphans.values()]:
             for lease in list(leases.values()):
                 if lease.charged_at + self._fleet.ledger.ttl > now:

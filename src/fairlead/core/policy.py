@@ -112,6 +112,8 @@ class Picked(Struct):
     #: Who gets it if no connection to `slot` can be made; -1, or `slot` itself, = the runner-up of `trace`, if there is
     #: one.
     fallback_slot: int = -1
+    #: Who comes behind, for callers that take several; the best first.
+    alternatives: tuple[int, ...] = ()
 
 
 class Refused(Struct):

@@ -66,10 +66,15 @@ class _Stretch(Struct):
     """Prefill without a pause at one endpoint."""
 
     start: float
+    #: When first tokens came last, there or before its beginning, and how long a step took then, in seconds.
     end: float = 0.0
+    step_s: float = 0.0
     tokens: float = 0.0
+    cached: float = 0.0
     work_ms: float = 0.0
     steps: float = 0.0
+    #: How often what was computed next had come in the middle of a step.
+    lags: float = 0.0
     #: Tokens of the first tokens that came last, at one moment.
     newest: float = 0.0
     #: The endpoint waited for memory, or for an adapter.
@@ -86,8 +91,8 @@ class Predictor:
     def __init__(self, table: EndpointTable, prior: StepModel = PRIOR) -> None:
         self._table = table
         self.rates = Rates(prior, table.stale)
-        self.kappa: FloatColumn = np.ones(0)
-        self.tpot_kappa: FloatColumn = np.ones(0)
+        self.whole_step_ms = prior.whole_step_ms
+        self.kappa, self.tpot_kappa = self.rates.kappa, self.rates.tpot_kappa
         self.hold_ms = HOLD_MS
         self.answer_steps = ANSWER_STEPS
         self._answers = 0
@@ -112,8 +117,7 @@ class Predictor:
             self.ready = np.hstack((self.ready, np.zeros((READY, 1))))
             self.rows = list(self.ready)
             self.slots.append(())
-            self.kappa = np.append(self.kappa, 1.0)
-            self.tpot_kappa = np.append(self.tpot_kappa, 1.0)
+        self.kappa, self.tpot_kappa = self.rates.kappa, self.rates.tpot_kappa
         self._stretches[slot] = None
         self.kappa[slot] = self.tpot_kappa[slot] = 1.0
 
@@ -153,11 +157,12 @@ class Predictor:
             ttft = max(ttft, queue * self.hold_ms / max(active, 1.0))
         if uncached < prompt:
             kind += KINDS
-        band, expected = self._bands[kind], ttft * kappa
+        middle, low, high = self._bands[kind].factors
+        expected = ttft * kappa
         return Forecast(
-            expected * exp(band.middle),
-            expected * exp(band.low),
-            expected * exp(band.high),
+            expected * middle,
+            expected * low,
+            expected * high,
             next_step * self.tpot_kappa.item(slot),
             ttft,
             next_step,
@@ -178,8 +183,8 @@ class Predictor:
         return self._of_kind(slot, forecast, forecast.model_ttft_ms, 2 * KINDS + cached + 2 * scarce)
 
     def _of_kind(self, slot: int, forecast: Forecast, ttft: float, kind: int) -> Forecast:
-        band, expected = self._bands[kind], ttft * float(self.kappa[slot])
-        middle, low, high = (expected * exp(part) for part in (band.middle, band.low, band.high))
+        expected = ttft * float(self.kappa[slot])
+        middle, low, high = (expected * factor for factor in self._bands[kind].factors)
         return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
 
     # ---- learning ----
@@ -192,13 +197,14 @@ class Predictor:
         work_ms: float,
         sent: float,
         now: float,
+        cached: float = 0.0,
         cold: bool = False,
     ) -> None:
         """A request charged at `sent` got its first token. Call it before the ledger learns of it. `cold`: it waited
         for its adapter, too."""
         self._computed_ms[slot] += work_ms
         self.judge(slot, forecast, (now - sent) * 1e3)
-        self._stretch(slot, uncached, work_ms, now, cold)
+        self._stretch(slot, uncached, cached, work_ms, sent, now, cold)
 
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
         """A first token took so long."""
@@ -210,28 +216,39 @@ class Predictor:
             band = self._bands[forecast.kind] = Band(band)
         off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
         bounded = min(max(off - band.middle, -0.3), 0.3)
-        band.add(off)
-        self._all.add(off)
+        below, above = took_ms < forecast.low_ms, took_ms > forecast.high_ms
+        band.add(off, below, above)
+        self._all.add(off, below, above)
         low, high = KAPPA
         self._table.stale.add(slot)
         self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)
 
-    def _stretch(self, slot: int, uncached: float, work_ms: float, now: float, cold: bool) -> None:
+    def _stretch(
+        self, slot: int, uncached: float, cached: float, work_ms: float, sent: float, now: float, cold: bool
+    ) -> None:
         """Add a first token to the open stretch, and close that if it ends or is long enough."""
         table = self._table
         stretch = self._stretches[slot]
         running, usage, slots = float(table.active[slot]), float(table.kv[slot]), float(table.max_seqs[slot])
         if stretch is None:
             stretch = self._stretches[slot] = _Stretch(float(table.prefill_since_ms[slot]) * 1e-3)
-            stretch.steps = 0.5 * min(running, 1.0)
         if now - stretch.end < SAME_STEP:
             stretch.steps -= _steps(stretch.newest)
             stretch.newest += uncached
         else:
+            begun = stretch.end
+            if begun:
+                lag = float(sent > begun - stretch.step_s)
+            else:
+                begun, lag = stretch.start, min(running, 1.0)
+                stretch.steps = 0.5 * lag
+            stretch.lags += lag
+            stretch.step_s = (now - begun) / (1.0 + lag)
             stretch.newest = uncached
         stretch.steps += _steps(stretch.newest)
         stretch.end = now
         stretch.tokens += uncached
+        stretch.cached += cached
         stretch.work_ms += work_ms
         stretch.spoiled |= cold or usage > CROWDED
         more = float(table.queued_tokens[slot]) - uncached
@@ -243,8 +260,10 @@ class Predictor:
                 # A step reads a shared beginning once per sequence: the ledger's sum counts, not the memory in use.
                 load_ms = self.rates.prior.load_ms(running, float(table.kv_tokens[slot]))
                 took = (now - stretch.start) * 1e3
-                self.rates.observe(slot, stretch.work_ms, stretch.steps, load_ms, took, now)
-            self._stretches[slot] = _Stretch(now) if more > 0.0 else None
+                self.rates.observe(
+                    slot, stretch.work_ms, stretch.steps, load_ms, took, now, stretch.lags, stretch.cached
+                )
+            self._stretches[slot] = _Stretch(now, now, stretch.step_s) if more > 0.0 else None
 
     def logged(
         self,
@@ -259,8 +278,8 @@ class Predictor:
         """A first token took so long; it is told only now, when the answer is over. `load_ms`: what decoding added to a
         step when it was charged. Where it found nobody before it, it is a stretch of its own."""
         if forecast.kind < 2 * KINDS and forecast.kind % KINDS < 2:
-            steps = _steps(uncached) + 0.5 * (forecast.kind % KINDS)
-            self.rates.observe(slot, work_ms, steps, load_ms, took_ms, now)
+            lags = float(forecast.kind % KINDS)
+            self.rates.observe(slot, work_ms, _steps(uncached) + 0.5 * lags, load_ms, took_ms, now, lags)
 
     def complete(
         self,

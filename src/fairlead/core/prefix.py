@@ -15,9 +15,10 @@ Rules
   removed little by little.
 """
 
-from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from operator import sub
 
@@ -47,6 +48,8 @@ class ChainHasher:
         self.growth = growth
         self._borders = [0]
         self._blocks: list[slice] = []
+        #: By number of blocks: where they end, the same for all prompts.
+        self._ends: dict[int, tuple[int, ...]] = {}
         self._max_bytes = max_bytes
 
     def borders(self, length: int) -> list[int]:
@@ -68,10 +71,14 @@ class ChainHasher:
         borders = self._borders
         if borders[-1] <= length:
             self.borders(length)
-        count = bisect_right(borders, length)
+        count = bisect_right(borders, length) - 1
+        ends = self._ends.get(count)
+        if ends is None:
+            ends = self._ends[count] = tuple(borders[1 : count + 1])
         parent = xxh3_64_intdigest(root)
-        hashes = [parent := xxh3_64_intdigest(text[block], parent) for block in self._blocks[: count - 1]]
-        return PrefixChain(tuple(hashes), tuple(borders[1:count]))
+        return PrefixChain(
+            tuple([parent := xxh3_64_intdigest(text[block], parent) for block in self._blocks[:count]]), ends
+        )
 
 
 class PrefixIndex:
@@ -138,10 +145,12 @@ class PrefixIndex:
 
     def match(self, chain: PrefixChain, slots: int, total_bytes: int = 1) -> FloatColumn | None:
         """Matched bytes over `total_bytes`, as a column of length `slots`; `None` when nobody holds anything of it."""
-        column: FloatColumn | None = None
-        first = chain.hashes[0] if chain.hashes else 0
+        if not chain.hashes:
+            return None
+        first = chain.hashes[0]
         if first not in self._holders[first % _PARTS]:
             return None
+        column: FloatColumn | None = None
         for holders, matched in self._depths(chain):
             if column is None:
                 column = np.zeros(slots)
@@ -184,24 +193,30 @@ class PrefixIndex:
             self._sweep()
         lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         hashes, ends = chain.hashes, chain.ends
-        before = len(lru)
-        added, used = hashes, self._used[slot]
-        blocks = zip(reversed(hashes), map(sub, reversed(ends), (*ends[-2::-1], 0)))  # noqa: B905 - equally long
-        if lru.keys().isdisjoint(hashes):  # all in one go
-            lru.update(blocks)
-            used += ends[-1] if ends else 0
-            if len(lru) - before != len(hashes):  # two blocks of the chain have the same hash
-                used = sum(lru.values())
-        else:
-            added = tuple(block for block in hashes if block not in lru)
-            for block, size in blocks:
-                if block in lru:
-                    lru.move_to_end(block)
-                else:
-                    lru[block] = size
-                    used += size
+        if not hashes:
+            return
+        before, added = len(lru), hashes
+        used = self._used[slot] + ends[-1]
+        blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(ends))  # noqa: B905 - equally long
+        if hashes[0] in lru:
+            # It has the first blocks, up to one: no chain has a hole.
+            known = len(hashes) if hashes[-1] in lru else bisect_left(hashes, True, key=lambda block: block not in lru)
+            added = hashes[known:]
+            blocks = islice(blocks, len(added))
+            used -= ends[known - 1]
+        lru.update(blocks)
+        if len(lru) - before != len(added):  # two blocks of the chain have the same hash
+            used = sum(lru.values())
         for block in added:
             holders[block % _PARTS][block] |= bit
+        if added is not hashes:
+            try:
+                deque(map(lru.move_to_end, hashes[len(hashes) - len(added) - 1 :: -1]), maxlen=0)
+            except KeyError:  # there is a hole: blocks of different prompts have the same hash
+                for block, size in zip(reversed(hashes), _sizes(ends), strict=True):
+                    lru[block] = lru.pop(block, size)
+                    holders[block % _PARTS][block] |= bit
+                used = sum(lru.values())
         self._used[slot] = used
         self._entries += len(lru) - before
         if used > self._capacity[slot]:
@@ -210,11 +225,10 @@ class PrefixIndex:
             self._make_room(slot)
 
     def occupy(self, slot: int, size: int) -> None:
-        """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer."""
+        """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer. Nobody
+        will look for it, so it has no holders."""
         self._occupied += 1
-        block = -self._occupied  # hashes of prompts are not negative
-        self._lru[slot][block] = size
-        self._holders[block % _PARTS][block] = 1 << slot
+        self._lru[slot][-self._occupied] = size  # hashes of prompts are not negative
         self._entries += 1
         self._used[slot] = used = self._used[slot] + size
         if used > self._capacity[slot]:
@@ -257,7 +271,8 @@ class PrefixIndex:
                 block = -self._occupied
             lru[block] = size
             lru.move_to_end(block, last=False)
-            holders[block % _PARTS][block] |= bit
+            if block >= 0:
+                holders[block % _PARTS][block] |= bit
             used, left, last = used + size, left - 1, block
         self._used[slot] = used
         self._entries += len(lru) - before
@@ -272,6 +287,8 @@ class PrefixIndex:
         while used > capacity and lru:  # nearly as many as are inserted: what `_evict_one` does, without its calls
             block, size = lru.popitem(last=False)
             used -= size
+            if block < 0:
+                continue
             part = holders[block % _PARTS]
             remaining = part[block] & other_bits
             if remaining:
@@ -302,6 +319,8 @@ class PrefixIndex:
         self._unmark(block, slot)
 
     def _unmark(self, block: int, slot: int) -> None:
+        if block < 0:
+            return
         part = self._holders[block % _PARTS]
         remaining = part[block] & ~(1 << slot)
         if remaining:
@@ -320,9 +339,16 @@ class PrefixIndex:
             assert self._used[slot] <= self._capacity[slot] or not lru
         for slot, lru in held:
             for block in lru:
-                marks[block] = marks.get(block, 0) | 1 << slot
+                if block >= 0:
+                    marks[block] = marks.get(block, 0) | 1 << slot
         assert marks == {block: mask for part in self._holders for block, mask in part.items()}
         assert all(block % _PARTS == number for number, part in enumerate(self._holders) for block in part)
+
+
+@lru_cache(maxsize=4096)  # prompts of equally many blocks share them
+def _sizes(ends: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of a chain's blocks, the last one first."""
+    return tuple(map(sub, reversed(ends), (*ends[-2::-1], 0)))
 
 
 def _mask(holders: int, slots: int) -> BoolColumn:

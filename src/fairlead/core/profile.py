@@ -305,7 +305,8 @@ def runner_up(pick: Picked, table: EndpointTable) -> int:
 
 def in_order(pick: Picked, runner_up: int, table: EndpointTable, most: int) -> list[int]:
     """At most `most` slots: of the pick, of its `runner_up` (-1 = none), and of those behind them, the best first."""
-    order = [slot for slot in (pick.slot, runner_up) if slot >= 0]
+    named = dict.fromkeys((pick.slot, runner_up, *pick.alternatives))
+    order = [slot for slot in named if slot >= 0 and slot != pick.prefill_slot][:most]
     trace = pick.trace
     if trace is None or trace.endpoints is not table.ids:
         return order

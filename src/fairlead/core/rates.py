@@ -11,6 +11,13 @@ Theory
   border fell inside a step. Not single TTFTs: a small prompt shares its step with the beginning of a long one behind
   it, and would teach that small prompts are slow. And whole answers, where their tokens are known: so many steps, and
   the prompts that were computed meanwhile.
+* A prompt that comes in the middle of a step waits for its end, and with asynchronous scheduling for one more, which
+  was settled before. This *lag* is learned beside the factors, in steps at the prior's speed. Without it they would
+  have to make up for it: where nearly all of each prompt is cached, the lag is several times the prompt's own work,
+  and prefill would look that slow. What stretches cannot tell apart, the prior decides: engines lag more easily than
+  they are slow.
+* What is believed to be cached may not be. A part of it, `MISSED`, counts as noise, so stretches that compute next to
+  nothing say little. And a stretch makes older ones forgotten only as far as it says something.
 * Endpoints that look alike (`Fleet.up`) are a class. The factors are those of the class: least squares over all its
   stretches, relative to what was expected, drawn weakly to the pool's mean.
 * What an endpoint is besides, is one number: how much longer it takes than its class. Most endpoints are what they
@@ -44,12 +51,21 @@ from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
 
 # How far off forecasts are: quantiles of log(observed / forecast) among the last `WINDOW` of them. No distribution is
 # assumed, so a band holds what it says, and what was not yet learned in the beginning leaves the window.
+#
+# Quantiles of the past hold for the future only if that is like it: in a growing queue each first token comes later
+# than those before. So the distance of each end from the middle is multiplied by e^(0.95·WIDEN) for a first token
+# beyond that end, and by e^(-0.05·WIDEN) for another one. Over N of them, whatever they are, the share beyond an end is
+# then 5 % give or take log(WIDEST / NARROWEST) / (WIDEN·N), unless a bound is reached (adaptive conformal inference,
+# Gibbs and Candès 2021).
 
 #: The band is that of the middle 90 %.
 LOW, HIGH = 0.05, 0.95
 WINDOW, FIRST = 64, 16
 #: Log ratios stay within ± this.
 LIMIT = 5.0
+#: How fast an end of a band learns, the bounds of its distance from the middle as a multiple of the quantile's, and
+#: what is added to the latter, a logarithm: nobody needs to know more exactly.
+WIDEN, NARROWEST, WIDEST, FINEST = 0.1, 0.5, 8.0, 0.02
 #: Before any observation a forecast is believed to be right within a factor of two: the logarithms, evenly spread.
 _BEFORE = tuple(log(2.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
 
@@ -58,7 +74,7 @@ class Band:
     """The middle 90 % of a stream of log ratios, and its median. A new one begins with `FIRST` values of its parent,
     or with half to twice what was forecast."""
 
-    __slots__ = ("_ranked", "_recent", "high", "low", "middle")
+    __slots__ = ("_above", "_below", "_ranked", "_recent", "factors", "high", "low", "middle")
 
     def __init__(self, parent: "Band | None" = None, values: Sequence[float] = ()) -> None:
         """`values`: those that another one had (`values`)."""
@@ -67,27 +83,41 @@ class Band:
         else:
             values = _BEFORE if parent is None else [parent.at((i + 0.5) / FIRST) for i in range(FIRST)]
         self._recent, self._ranked = deque(values), sorted(values)
-        self.low, self.middle, self.high = self.at(LOW), self.at(0.5), self.at(HIGH)
+        self._below = self._above = 1.0
+        self._measure()
 
     @property
     def values(self) -> tuple[float, ...]:
         return tuple(self._recent)
 
     def at(self, p: float) -> float:
-        """The quantile `p`: the share of further observations that will be below, as those before tell."""
+        """The quantile `p` (0.05..0.95): the share of further observations that will be below."""
+        off = self._quantile(p) - self.middle + FINEST * (p - 0.5) / (HIGH - 0.5)
+        return min(max(self.middle + off * (self._below if p < 0.5 else self._above), -LIMIT), LIMIT)
+
+    def _quantile(self, p: float) -> float:
         ranked = self._ranked
         place = min(max(p * (len(ranked) + 1) - 1.0, 0.0), len(ranked) - 1.0)
         below = int(place)
         above = min(below + 1, len(ranked) - 1)
         return ranked[below] + (place - below) * (ranked[above] - ranked[below])
 
-    def add(self, x: float) -> None:
+    def add(self, x: float, below: bool = False, above: bool = False) -> None:
+        """`below`, `above`: it is beyond that end of the band as it was when the forecast was made."""
         x = min(max(x, -LIMIT), LIMIT)
         self._recent.append(x)
         insort(self._ranked, x)
         if len(self._recent) > WINDOW:
             del self._ranked[bisect_left(self._ranked, self._recent.popleft())]
-        self.low, self.middle, self.high = self.at(LOW), self.at(0.5), self.at(HIGH)
+        self._below = min(max(self._below * exp(WIDEN * (below - LOW)), NARROWEST), WIDEST)
+        self._above = min(max(self._above * exp(WIDEN * (above - LOW)), NARROWEST), WIDEST)
+        self._measure()
+
+    def _measure(self) -> None:
+        self.middle = self._quantile(0.5)
+        self.low, self.high = self.at(LOW), self.at(HIGH)
+        #: Of the middle, the lower and the upper end: what a forecast is multiplied with.
+        self.factors = exp(self.middle), exp(self.low), exp(self.high)
 
     def validate(self) -> None:
         assert self._ranked == sorted(self._recent) and len(self._ranked) <= WINDOW
@@ -102,9 +132,12 @@ FORGET, CLASS_FORGET = 1 / 12, 1 / 100
 #: More than that where a class is no longer what it was: the mean of the last ten or so stretches is off by more than
 #: chance explains.
 CHANGED_FORGET, DRIFT_SHARE, STEADY = 0.15, 0.1, 0.25
-#: So many stretches weigh as much as the pool's mean does: of the prefill factor, of the ratio of c0's to it, and of
-#: the load's to c0's. The last is weak: the load is a small part of most steps, and tells as little of its factor.
-PRIOR_WEIGHTS = (1.0, 3.0, 10.0 / 64.0)
+#: So many stretches weigh as much as the pool's mean does: of the prefill factor, of the ratio of c0's to it, of the
+#: load's to c0's, and of the lag to c0's. The last two are weak: the load is a small part of most steps, and tells as
+#: little of its factor; and a lag is no step or one, as the engine schedules.
+PRIOR_WEIGHTS = (1.0, 3.0, 10.0 / 64.0, 1.0 / 16.0)
+#: Share of what is believed to be cached that may have to be computed after all: a standard deviation.
+MISSED = 0.05
 #: A stretch that took e^0.3 of what was expected, or e^-0.3, has full weight; beyond, less and less.
 INLIER = 0.3
 #: Weight of a class's newest factors in the pool's mean, once there were enough of them for a mean.
@@ -132,6 +165,7 @@ MOST_CLASSES = 256
 CHANGED = 0.005
 
 _Three = tuple[float, float, float]
+_Five = tuple[float, float, float, float, float]
 
 
 class _Limit(Struct):
@@ -162,11 +196,12 @@ class _Limit(Struct):
 
 
 class _Class:
-    """Endpoints that look alike: normal equations of `observed = prefill·x + step·y + load·z`, all relative to what was
-    expected, and the factors that solve them. Plain floats: arrays of three cost four times as much."""
+    """Endpoints that look alike: normal equations of `observed = prefill·x + step·y + load·z + lag·w`, all relative to
+    what was expected, and the factors that solve them. Plain floats: arrays of three cost four times as much."""
 
     def __init__(self, factors: _Three) -> None:
         self.factors = factors
+        self.lag = factors[1]
         self.level = _level(factors)
         self.noise = NOISE
         #: Of the members' own means: their weights, and the weighted sum.
@@ -181,11 +216,14 @@ class _Class:
         #: x·y, x·z, y·z.
         self._products: _Three = (0.0, 0.0, 0.0)
         self._observed: _Three = (0.0, 0.0, 0.0)
+        #: x·w, y·w, z·w, w·w, observed·w.
+        self._lagged: _Five = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def add(self, row: _Three, observed: float, weight: float, pool: _Three) -> None:
-        """`row`: what multiplies each factor, as shares of what was expected."""
+    def add(self, row: _Three, lag: float, observed: float, weight: float, pool: _Three) -> None:
+        """`row` and `lag`: what multiplies each factor, as shares of what was expected."""
         self._drift += DRIFT_SHARE * (log(observed) / sqrt(self.noise) - self._drift)
-        keep = 1.0 - CLASS_FORGET - min(max(self._drift * self._drift - STEADY, 0.0), 1.0) * CHANGED_FORGET
+        changed = min(max(self._drift * self._drift - STEADY, 0.0), 1.0)
+        keep = 1.0 - weight * (CLASS_FORGET + changed * CHANGED_FORGET)
         x, y, z = row
         (xx, yy, zz), (xy, xz, yz), (ox, oy, oz) = self._squares, self._products, self._observed
         xx, yy, zz = keep * xx + weight * x * x, keep * yy + weight * y * y, keep * zz + weight * z * z
@@ -193,20 +231,26 @@ class _Class:
         seen = weight * observed
         ox, oy, oz = keep * ox + seen * x, keep * oy + seen * y, keep * oz + seen * z
         self._squares, self._products, self._observed = (xx, yy, zz), (xy, xz, yz), (ox, oy, oz)
-        # The prior: `near` of (a/A - 1)², `tied` of (b/B - a/A)², `loose` of (c/C - b/B)², with the pool's A, B and C.
-        near, tied, loose = PRIOR_WEIGHTS
+        xw, yw, zw, ww, ow = (keep * sum_ for sum_ in self._lagged)
+        if lag:
+            w = weight * lag
+            xw, yw, zw, ww, ow = xw + w * x, yw + w * y, zw + w * z, ww + w * lag, ow + w * observed
+        self._lagged = (xw, yw, zw, ww, ow)
+        # The prior: `near` of (a/A - 1)², `tied` of (b/B - a/A)², `loose` of (c/C - b/B)², `free` of (l/B - b/B)², with
+        # the pool's A, B and C.
+        near, tied, loose, free = PRIOR_WEIGHTS
         a, b, c = 1.0 / pool[0], 1.0 / pool[1], 1.0 / pool[2]
         xx, ox = xx + (near + tied) * a * a, ox + near * a
-        yy, zz = yy + (tied + loose) * b * b, zz + loose * c * c
+        yy, zz = yy + (tied + loose + free) * b * b, zz + loose * c * c
         xy, yz = xy - tied * a * b, yz - loose * b * c
-        # Cramer's rule; the prior makes the matrix positive definite.
-        first, second, third = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
-        det = xx * first + xy * second + xz * third
-        solution = (
-            (ox * first + oy * second + oz * third) / det,
-            (ox * second + oy * (xx * zz - xz * xz) + oz * (xy * xz - xx * yz)) / det,
-            (ox * third + oy * (xy * xz - xx * yz) + oz * (xx * yy - xy * xy)) / det,
-        )
+        yw, ww = yw - free * b * b, ww + free * b * b
+        # What the lag explains is taken out; where that would have to be negative, it explains nothing.
+        p, q, r = xw / ww, yw / ww, zw / ww
+        matrix = (xx - p * xw, yy - q * yw, zz - r * zw, xy - p * yw, xz - p * zw, yz - q * zw)
+        solution = _solved(*matrix, ox - p * ow, oy - q * ow, oz - r * ow)
+        self.lag = ow / ww - p * solution[0] - q * solution[1] - r * solution[2]
+        if self.lag < 0.0:
+            self.lag, solution = 0.0, _solved(xx, yy, zz, xy, xz, yz, ox, oy, oz)
         a, b, c = (
             min(max(new, FALL * old, 1.0 / SLOWEST), SLOWEST) for new, old in zip(solution, self.factors, strict=True)
         )
@@ -224,20 +268,35 @@ class _Class:
             self._squares,
             self._products,
             self._observed,
+            self._lagged,
         )
 
     @classmethod
     def restored(cls, learned: ClassLearned) -> "_Class | None":
         """`None` = its equations are none that observations lead to, and may have no solution."""
-        (xx, yy, zz), (xy, xz, yz) = learned.squares, learned.products
-        least = np.linalg.eigvalsh(np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]]))[0]
-        if least < -1e-9 * (xx + yy + zz):
+        (xx, yy, zz), (xy, xz, yz), (xw, yw, zw, ww, _) = learned.squares, learned.products, learned.lagged
+        matrix = np.array([[xx, xy, xz, xw], [xy, yy, yz, yw], [xz, yz, zz, zw], [xw, yw, zw, ww]])
+        if np.linalg.eigvalsh(matrix)[0] < -1e-9 * matrix.trace():
             return None
         alike = cls(_bounded(learned.factors))
         alike.noise, alike._drift = max(learned.noise, LEAST_NOISE), learned.drift
         alike.limit = _Limit(*learned.limit)
         alike._squares, alike._products, alike._observed = learned.squares, learned.products, learned.observed
+        alike._lagged = learned.lagged
         return alike
+
+
+def _solved(
+    xx: float, yy: float, zz: float, xy: float, xz: float, yz: float, ox: float, oy: float, oz: float
+) -> _Three:
+    """Cramer's rule; the prior makes the matrix positive definite."""
+    first, second, third = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
+    det = xx * first + xy * second + xz * third
+    return (
+        (ox * first + oy * second + oz * third) / det,
+        (ox * second + oy * (xx * zz - xz * xz) + oz * (xy * xz - xx * yz)) / det,
+        (ox * third + oy * (xy * xz - xx * yz) + oz * (xx * yy - xy * xy)) / det,
+    )
 
 
 def _bounded(factors: _Three) -> _Three:
@@ -295,14 +354,21 @@ class Rates:
     """Columns of factors, one entry per slot: `prefill` multiplies c_pf and c_attn of `PRIOR`, `step` c0, and `load`
     c_seq and c_kv."""
 
+    kappa: FloatColumn
+    tpot_kappa: FloatColumn
+    prefill: FloatColumn
+    step: FloatColumn
+    load: FloatColumn
+
     def __init__(self, prior: StepModel = PRIOR, stale: set[int] | None = None) -> None:
         """`stale`: is told the slots whose factors changed."""
         self.prior = prior
         self.columnwise = prior.columnwise()
         self._stale = set() if stale is None else stale
-        self.prefill: FloatColumn = np.ones(0)
-        self.step: FloatColumn = np.ones(0)
-        self.load: FloatColumn = np.ones(0)
+        #: 5 × slots, and its rows: the factors of first tokens and of output tokens (`core.predictor` learns them), of
+        #: prefill, of a step and of its load.
+        self.columns: FloatColumn = np.ones((5, 0))
+        self.kappa, self.tpot_kappa, self.prefill, self.step, self.load = self.columns
         self._ratios: FloatColumn = np.ones(0)
         self._classes: dict[Hashable, _Class] = {}
         self._looks: list[Hashable] = []
@@ -316,8 +382,9 @@ class Rates:
         while slot >= len(self._own):
             self._own.append(_Own())
             self._looks.append(None)
-            columns = (self.prefill, self.step, self.load, self._ratios)
-            self.prefill, self.step, self.load, self._ratios = (np.append(column, 1.0) for column in columns)
+            self.columns = np.hstack((self.columns, np.ones((5, 1))))
+            self.kappa, self.tpot_kappa, self.prefill, self.step, self.load = self.columns
+            self._ratios = np.append(self._ratios, 1.0)
         before = self._classes.get(self._looks[slot])
         if before is not None and slot in before.members:
             self._own[slot].count(before, -1.0)
@@ -333,13 +400,25 @@ class Rates:
         self._ratios[slot] = 1.0
         self._publish(alike)
 
-    def observe(self, slot: int, work_ms: float, steps: float, load_ms: float, took_ms: float, now: float) -> None:
+    def observe(
+        self,
+        slot: int,
+        work_ms: float,
+        steps: float,
+        load_ms: float,
+        took_ms: float,
+        now: float,
+        lags: float = 0.0,
+        cached: float = 0.0,
+    ) -> None:
         """A stretch took `took_ms`. It was prefill of `work_ms` in `steps` steps that carried a load of `load_ms` each,
-        all at the prior's speed."""
+        all at the prior's speed. `lags`: how often what was computed next had come in the middle of a step; `cached`:
+        prompt tokens that were not to be computed."""
         alike = self._classes[self._looks[slot]]
         a, b, c = alike.factors
+        lag_ms = lags * (self.prior.c0 + load_ms)
         fixed_ms, load_ms = steps * self.prior.c0, steps * load_ms
-        expected = a * work_ms + b * fixed_ms + c * load_ms
+        expected = a * work_ms + b * fixed_ms + c * load_ms + alike.lag * lag_ms
         if not (0.0 < expected < 1e9 and 0.0 < took_ms < 1e9):
             return
         own = self._own[slot]
@@ -347,8 +426,10 @@ class Rates:
         off = min(max(log(took_ms / expected) - usual, -_LOG_OUTLIER), _LOG_OUTLIER)
         own.add(alike.level + usual + off, now, alike)
         alike.noise += NOISE_SHARE * (max(off * off, LEAST_NOISE) - alike.noise)
-        weight = min(1.0, INLIER / max(abs(off), 1e-9))
-        alike.add((work_ms / expected, fixed_ms / expected, load_ms / expected), exp(off), weight, self._pool)
+        missed = a * self.prior.c_pf * MISSED * cached / expected
+        weight = min(1.0, INLIER / max(abs(off), 1e-9)) * alike.noise / (alike.noise + missed * missed)
+        row = (work_ms / expected, fixed_ms / expected, load_ms / expected)
+        alike.add(row, lag_ms / expected, exp(off), weight, self._pool)
         self._observed += 1
         share = max(POOL_SHARE, 3.0 / (2 + self._observed))  # the first ones still move, and count for less
         a, b, c = (mean + share * (new - mean) for mean, new in zip(self._pool, alike.factors, strict=True))

@@ -7,8 +7,9 @@ Rules
 * A reservation is not told: it lasts for milliseconds, and the lease that follows is.
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from math import inf
 from typing import Any
@@ -17,15 +18,19 @@ from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
     VERSION,
+    Avoided,
     Batch,
-    Blocks,
     Charged,
+    Dictionary,
     Ended,
     FirstToken,
     Held,
     Sent,
     Snapshot,
+    block_bytes,
+    block_sizes,
     encode,
+    endpoint_hash,
 )
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import FlowKey
@@ -56,8 +61,13 @@ class Reports:
         self._charged: list[Lease] = []
         self._first_tokens: list[tuple[int, float]] = []
         self._ended: dict[int, int] = {}
-        #: Blocks that others know since the dictionary began.
-        self._known: set[int] = set()
+        self._failed: list[str] = []
+        #: Endpoints that are avoided, and until when (clock seconds); whether others know.
+        self._avoided: dict[str, float] = {}
+        self._avoided_told = True
+        #: Blocks that others know since the dictionary began, and whether they know one from somebody else.
+        self.dictionary = Dictionary()
+        self.known_elsewhere: Callable[[int], bool] = _never
         self._generation = 1
         self._recent: deque[tuple[str, PrefixChain]] = deque(maxlen=RECENT)
         self._now = 0.0
@@ -89,6 +99,19 @@ class Reports:
         if len(self._ended) > MOST_FACTS:
             self._drop()
 
+    def failed(self, endpoint_id: str) -> None:
+        self._failed.append(endpoint_id)
+        if len(self._failed) > MOST_FACTS:
+            self._drop()
+
+    def avoided(self, endpoint_id: str, until: float) -> None:
+        """-inf = it is not any more."""
+        self._avoided_told = False
+        if until > -inf:
+            self._avoided[endpoint_id] = until
+        else:
+            self._avoided.pop(endpoint_id, None)
+
     def _drop(self) -> None:
         """Nobody fetches: what waits becomes a gap, and whoever listens again asks for a snapshot."""
         self.sequence += 1
@@ -96,10 +119,10 @@ class Reports:
         self._begin_dictionary()
 
     def _forget(self) -> None:
-        self._charged, self._first_tokens, self._ended = [], [], {}
+        self._charged, self._first_tokens, self._ended, self._failed = [], [], {}, []
 
     def _begin_dictionary(self) -> None:
-        self._known.clear()
+        self.dictionary.begin()
         self._generation += 1
 
     # ---- told ----
@@ -108,58 +131,73 @@ class Reports:
         """What is new since the last batch; `b""` = nothing. `now`: clock seconds."""
         self._now = now
         held = self._changed(now)
-        if not (self._charged or self._first_tokens or self._ended or held):
+        if not (self._charged or self._first_tokens or self._ended or held or self._failed) and self._avoided_told:
             return b""
-        if len(self._known) > DICTIONARY:
+        if len(self.dictionary.blocks) > DICTIONARY:
             self._begin_dictionary()
         self.sequence += 1
-        names = _Names()
-        prompts = _Prompts(names, self._known)
+        endpoints = _Endpoints()
+        prompts = _Prompts(endpoints, self.dictionary, self.known_elsewhere)
         charged = []
         for lease in self._charged:
-            charged.append(_charge(lease, names))
+            charged.append(_charge(lease, endpoints, now))
             prefix = lease.request.prefix
             if prefix.hashes:
                 prompts.add(lease.endpoint_id, prefix)
                 self._recent.append((lease.endpoint_id, prefix))
+        next_number = self._next
+        failed = tuple([endpoints.of(endpoint_id) for endpoint_id in self._failed])
+        avoided = None if self._avoided_told else self._avoiding(endpoints)
         message = Batch(
             VERSION,
             self.sequence,
             self._generation,
-            tuple(names),
-            self._next - len(charged),
+            tuple(endpoints),
+            next_number - len(charged),
             tuple(charged),
-            tuple([FirstToken(number, _age(now - seen)) for number, seen in self._first_tokens]),
-            tuple([Ended(*fact) for fact in self._ended.items()]),
+            tuple([FirstToken(next_number - number, _age(now - seen)) for number, seen in self._first_tokens]),
+            tuple([Ended(next_number - number, tokens) for number, tokens in self._ended.items()]),
             tuple(prompts.sent),
-            prompts.blocks(),
+            block_bytes(prompts.hashes),
+            block_sizes(prompts.parts),
             held,
+            failed,
+            avoided,
         )
+        self._avoided_told = True
         self._forget()
         return encode(message)
 
     def snapshot(self) -> bytes:
         """What somebody needs who has missed batches, or all of them."""
-        names = _Names()
-        prompts = _Prompts(names, set())
+        endpoints = _Endpoints()
+        prompts = _Prompts(endpoints, Dictionary(), _never)
         for endpoint_id, prefix in self._recent:
             prompts.add(endpoint_id, prefix)
         leases = [lease for lease in self._ledger if lease.number]
-        charged = tuple([_charge(lease, names) for lease in leases])
+        charged = tuple([_charge(lease, endpoints, self._now) for lease in leases])
+        avoided = self._avoiding(endpoints)
         self._begin_dictionary()
         message = Snapshot(
             VERSION,
             self.sequence,
-            tuple(names),
+            tuple(endpoints),
             self._next,
             tuple([lease.number for lease in leases]),
             charged,
             tuple([lease.number for lease in leases if lease.pending]),
             tuple(prompts.sent),
-            prompts.blocks(),
+            block_bytes(prompts.hashes),
+            block_sizes(prompts.parts),
             self._held(self._flow.queues.active() if self._flow is not None else [], self._now),
+            avoided,
         )
         return encode(message)
+
+    def _avoiding(self, endpoints: "_Endpoints") -> tuple[Avoided, ...]:
+        self._avoided = {name: until for name, until in self._avoided.items() if until > self._now}
+        left_ms = {name: int((until - self._now) * 1e3) for name, until in self._avoided.items()}
+        return tuple([Avoided(endpoints.of(name), ms) for name, ms in left_ms.items()])
 
     def _changed(self, now: float) -> tuple[Held, ...]:
         """Flows that changed since they were told of, the first `MOST_FLOWS`."""
@@ -186,43 +224,45 @@ class Reports:
         return tuple(rows)
 
 
-class _Names(dict[str, int]):
-    """Endpoint id → position."""
+class _Endpoints(dict[int, int]):
+    """The hash of an endpoint's id → position."""
 
-    def __missing__(self, name: str) -> int:
-        position = self[name] = len(self)
-        return position
+    def of(self, endpoint_id: str) -> int:
+        return self.setdefault(endpoint_hash(endpoint_id), len(self))
 
 
 class _Prompts:
-    """The chains of one message. `known`: blocks told before; those told now are added."""
+    """The chains of one message. `dictionary`: blocks told before; those told now are added. `known_elsewhere`: see
+    `Reports`."""
 
-    def __init__(self, names: _Names, known: set[int]) -> None:
-        self._names = names
-        self._known = known
+    def __init__(self, endpoints: _Endpoints, dictionary: Dictionary, known_elsewhere: Callable[[int], bool]) -> None:
+        self._endpoints = endpoints
+        self._dictionary, self._known_elsewhere = dictionary, known_elsewhere
         self.sent: list[Sent] = []
-        self._hashes: list[int] = []
-        self._ends: list[int] = []
+        self.hashes: list[int] = []
+        #: Of what is new of each chain: where it begins, and where its blocks end.
+        self.parts: list[tuple[int, tuple[int, ...]]] = []
 
     def add(self, endpoint_id: str, prefix: PrefixChain) -> None:
-        hashes, known = prefix.hashes, self._known
-        depth = len(hashes)
-        while depth and hashes[depth - 1] not in known:
-            depth -= 1
+        hashes, blocks, elsewhere = prefix.hashes, self._dictionary.blocks, self._known_elsewhere
+        # Of a chain that is known in part the first blocks are.
+        depth = bisect_left(hashes, True, key=lambda block: not (block in blocks or elsewhere(block)))
         fresh = hashes[depth:]
         if fresh:
-            known.update(fresh)
-            self._hashes += fresh
-            self._ends += prefix.ends[depth:]
-        self.sent.append(Sent(self._names[endpoint_id], hashes[depth - 1] if depth else 0, len(fresh)))
-
-    def blocks(self) -> Blocks:
-        return Blocks.of(self._hashes, self._ends) if self._hashes else Blocks()
+            self._dictionary.add(prefix, depth)
+            self.hashes += fresh
+            self.parts.append((prefix.ends[depth - 1] if depth else 0, prefix.ends[depth:]))
+        self.sent.append(Sent(self._endpoints.of(endpoint_id), hashes[depth - 1] if depth else 0, len(fresh)))
 
 
-def _charge(lease: Lease, names: _Names) -> Charged:
+def _never(block: int) -> bool:
+    return False
+
+
+def _charge(lease: Lease, endpoints: _Endpoints, now: float) -> Charged:
     return Charged(
-        names[lease.endpoint_id],
+        endpoints.of(lease.endpoint_id),
+        _age(now - lease.charged_at),
         int(lease.uncached_tokens),
         int(lease.kv_tokens),
         int(lease.growth_tokens),
@@ -230,6 +270,7 @@ def _charge(lease: Lease, names: _Names) -> Charged:
         lease.blind,
         int(min(lease.forecast.ttft_ms, LONGEST_MS)),
         lease.adapter,
+        lease.sequences,
     )
 
 
@@ -290,6 +331,18 @@ class SharedFleet(Fleet):
         if not reserved:
             self.reports.charged(lease)
         return lease
+
+    def answered(self, slot: int, ok: bool, now: float, own: bool = True) -> None:
+        super().answered(slot, ok, now, own)
+        endpoint = self.table.endpoints[slot]
+        if own and not ok and endpoint is not None:
+            self.reports.failed(endpoint.id)
+
+    def avoid(self, slot: int, until: float, own: bool = True) -> None:
+        super().avoid(slot, until, own)
+        endpoint = self.table.endpoints[slot]
+        if own and endpoint is not None:
+            self.reports.avoided(endpoint.id, until)
 
     def completed(
         self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0, duration_ms: float = -1.0

@@ -47,7 +47,7 @@ class Request(Struct, frozen=True, gc=False):
     prompt_bytes: int = 0
     #: Estimated (or, with a tokeniser, counted) prompt tokens.
     prompt_tokens: int = 0
-    #: Output limit the client set; 0 = none.
+    #: Output limit the client set, of each sequence; 0 = none.
     max_tokens: int = 0
     prefix: PrefixChain = NO_PREFIX
     #: Images, sounds, videos and files in the prompt.
@@ -69,6 +69,8 @@ class Request(Struct, frozen=True, gc=False):
     external_id: str = ""
     #: The gateway shows nothing of its response before the end.
     blind: bool = False
+    #: Sequences that it becomes in the engine: `n` answers to each of its prompts. They share their prompt's prefill.
+    sequences: int = 1
     #: What exact prefix knowledge keeps of the tokenised prompt: hashes of its blocks. Opaque to all others, and in no
     #: record, log or journal.
     blocks: Any = None

@@ -6,7 +6,7 @@
     admitted    at once while endpoints are open, else it waits (`core/flow_control`) until one is
     scheduled   the policy chooses an endpoint; the lease is charged in the same call
     routed      `Route` or `Reject` goes back to the session, which answers the gateway
-    observed    `FirstTokenSeen` frees the prefill, `ResponseEnded` the rest; `Record` tells metrics and journal
+    observed    `FirstTokenSeen` frees the prefill, `ResponseEnded` the rest; a `Record` tells metrics and journal
 
 Rules
 * `handle` is the only door: nothing else changes state. It is synchronous, does no I/O, reads no clock but the one
@@ -15,7 +15,7 @@ Rules
 * Every request here has one entry in `requests`, whose state says what it may meet and what is held for it: see
   `fairlead.core.requests`. What comes for a state that does not expect it is ignored in `handle`, and nowhere else.
 * Every `RequestArrived` is answered by exactly one `Route` or `Reject`, at once or by a later call, unless its
-  `StreamLost` comes first. Every routed request ends in exactly one `Record(OutcomeRecord)`, whatever mix of ends,
+  `StreamLost` comes first. Every routed request ends in exactly one `OutcomeRecord`, whatever mix of ends,
   cancels, losses, expiries and departures follows.
 """
 
@@ -31,18 +31,18 @@ from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, LEFT, Waiting
-from fairlead.core.flow_control import MARGIN, Bound, FlowControl, FlowController
+from fairlead.core.flow_control import ANYBODY, MARGIN, Bound, FlowControl, FlowController
 from fairlead.core.instructions import (
     AdoptConfiguration,
     Evict,
     Hold,
     Instruction,
     ListAdapters,
-    Record,
     RefuseConfiguration,
     Reject,
     Route,
     SetTimer,
+    WarmUp,
 )
 from fairlead.core.learned import Common
 from fairlead.core.ledger import Lease
@@ -138,7 +138,7 @@ class Pipeline:
         taken. `alternatives`: endpoints that a `Route` names beside its own."""
         self._clock = clock
         self._rng = rng
-        self.fleet = fleet
+        self.fleet, self._stalls = fleet, fleet.stalls
         self.policy = policy
         #: Read by parsers to estimate prompt tokens; learns only in here.
         self.tokens = tokens
@@ -172,7 +172,7 @@ class Pipeline:
             ev.Restored: self._restored,
             **dict.fromkeys((ev.PeerHeard, ev.PeerSnapshot, ev.PeerLost), self._peer),
             **dict.fromkeys((ev.RemoteUp, ev.RemoteDown, ev.RemotePicked), self._remote),
-            ev.ShadowsJudged: lambda event: [Record(record) for record in event.records],
+            ev.ShadowsJudged: lambda event: list(event.records),
             ev.StopAsked: self._stop_asked,
             ev.TimerFired: self._timer_fired,
         }
@@ -188,8 +188,8 @@ class Pipeline:
                 instructions = []  # late
             else:
                 instructions = self._handlers[kind](entry, event)
-        if self.fleet.stalls.changes:
-            instructions = instructions + [Record(record) for record in self.fleet.stalls.take_changes()]
+        if self._stalls.changes:
+            instructions = [*instructions, *self._stalls.take_changes()]
         flow = self.flow_controller
         if flow is not None and flow.flow.queues.count:
             instructions = instructions + flow.dispatched(self._bound, self._evict, self.fleet, self._clock.time())
@@ -205,8 +205,8 @@ class Pipeline:
 
     def _request_arrived(self, event: ev.RequestArrived) -> list[Instruction]:
         now = self._clock.time()
-        if now >= self.fleet.stalls.due:
-            self.fleet.stalls.look(now)
+        if now >= self._stalls.due:
+            self._stalls.look(now)
         request = event.request
         if not self.models.empty or request.rewrite:
             resolution = self.models.resolve(request, self._rng)
@@ -214,8 +214,9 @@ class Pipeline:
                 return unnamed(request, resolution, now, self.policy.name, event.client)
             request = applied(request, resolution)
         entry = self.requests.add(request, event.client)
-        if self.flow_controller is not None:
-            return self._admitted(self.flow_controller, entry, now)
+        flow = self.flow_controller
+        if flow is not None:
+            return self._admitted(flow, entry, now)
         if self.parking is not None:
             asked = self._ask(self.parking, entry, ev.RequestArrived, now)
             if asked:
@@ -227,8 +228,11 @@ class Pipeline:
         question = pick = None
         request, control, fleet = entry.request, flow.flow, self.fleet
         arrived = ev.RequestArrived
-        if control.only is not None and self.parking is None:
-            if control.alone(request, fleet):
+        only = control.only
+        if only is not None and self.parking is None:
+            if only is ANYBODY:
+                only = control.only = control.queues.key(request)
+            if request.model == only.model and request.fairness_id == only.tenant and request.priority == only.priority:
                 pick = self._choose(request, now)
                 if isinstance(pick, Picked) and control.gate.admits(pick.slot, fleet, now):
                     return self._send(entry, arrived, pick, now)
@@ -265,8 +269,9 @@ class Pipeline:
             entry.charge = charge
 
     def _output(self, request: Request) -> int:
-        """Expected tokens of the answer."""
-        return self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+        """Expected tokens of all its sequences."""
+        tokens = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
+        return tokens * request.sequences
 
     def _ask(
         self,
@@ -310,7 +315,7 @@ class Pipeline:
             api=request.api,
             client=entry.client,
         )
-        return [reject, Record(record)]
+        return [reject, record]
 
     def _unrouted(self, entry: RequestEntry, trigger: type | Trigger) -> None:
         """It ends without having been sent anywhere."""
@@ -416,16 +421,16 @@ class Pipeline:
         endpoints = fleet.table.endpoints
         endpoint = endpoints[slot]
         assert endpoint is not None, "policies pick among living endpoints"
-        hit = int(pick.hit_share * request.prompt_tokens)
-        expected = self.tokens.estimate_output(request.target or request.model, request.max_tokens, request.api)
+        model, hit = request.target or request.model, int(pick.hit_share * request.prompt_tokens)
+        expected = request.sequences * self.tokens.estimate_output(model, request.max_tokens, request.api)
         shown = self.shadows.take(request, pick, fleet, now, expected) if self.shadows is not None else []
         prefill = endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
         if prefill is None:
             lease = fleet.charge(request, slot, now, hit, expected)
         else:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
-        if fleet.stalls.retried:
-            fleet.stalls.charged(slot, now)
+        if self._stalls.retried:
+            self._stalls.charged(slot, now)
         if fleet.exact is not None:
             lease.predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now)
         if queued_ms:
@@ -448,7 +453,7 @@ class Pipeline:
             request.priority < 0 and flow is not None and flow.evicts,
             entry.client,
             repeatable=request.api not in BEGUN_ONCE,
-            hedge_after_ms=fleet.stalls.hedge_after_ms(lease) if fallback else 0.0,
+            hedge_after_ms=self._stalls.hedge_after_ms(lease) if fallback else 0.0,
         )
         if self.alternatives:
             route = self._with_alternatives(route, pick, fallback_slot)
@@ -466,7 +471,7 @@ class Pipeline:
             forecast=lease.forecast,
             trace=pick.trace,
         )
-        return [route, Record(record), *shown]
+        return [route, record, *shown]
 
     def _with_alternatives(self, route: Route, pick: Picked, fallback_slot: int) -> Route:
         table = self.fleet.table
@@ -522,7 +527,8 @@ class Pipeline:
             self.tokens.learn(request.model, request.prompt_bytes, usage.prompt_tokens, request.api)
             self.fleet.measured(self.tokens.bytes_per_token(request.model, request.api))
         if usage.completion_tokens > 0:
-            self.tokens.learn_output(request.target_model, usage.completion_tokens, request.max_tokens, request.api)
+            tokens = -(-usage.completion_tokens // request.sequences)
+            self.tokens.learn_output(request.target_model, tokens, request.max_tokens, request.api)
 
     def _response_ended(self, entry: RequestEntry, event: ev.ResponseEnded) -> list[Instruction]:
         lease, fleet = entry.lease, self.fleet
@@ -532,15 +538,15 @@ class Pipeline:
         fleet.ledger.release(lease)
         if event.client_gone:
             return [self._ended(entry, ev.ResponseEnded, event, "client-disconnect", now)]
-        failed = not 0 < status < 500
-        if failed or fleet.table.troubled:
-            fleet.answered(lease.slot, not failed, now)
+        done = 200 <= status < 300
+        if not done or fleet.table.troubled:
+            fleet.answered(lease.slot, 0 < status < 500, now)
         if usage is not None:
             self._learn(entry.request, usage)
             self.tokens.learn_answer(entry.request, event.response_bytes, usage.completion_tokens)
         else:
             usage = entry.usage
-        if 200 <= status < 300:
+        if done:
             tokens = usage.completion_tokens if usage is not None else -1
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
@@ -551,7 +557,7 @@ class Pipeline:
 
     def _ended(
         self, entry: RequestEntry, trigger: type | Trigger, event: ev.ResponseEnded, cause: str, now: float
-    ) -> Record:
+    ) -> OutcomeRecord:
         """A routed request is over, and its lease is off the books."""
         lease, request = entry.lease, entry.request
         assert lease is not None
@@ -564,24 +570,22 @@ class Pipeline:
                 tokens = self._output(request)
             self._settle(entry, event.status, tokens, event.duration_ms)
         self.requests.move(entry, trigger, S.ENDED)
-        return Record(
-            OutcomeRecord(
-                request=request,
-                at=now,
-                endpoint=lease.endpoint_id,
-                status=event.status,
-                cause=cause,
-                ttft_ms=event.ttft_ms if event.status < 300 else -1.0,  # an error has no tokens
-                duration_ms=event.duration_ms,
-                response_bytes=event.response_bytes,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-                hit_tokens=lease.hit_tokens,
-                forecast=lease.forecast,
-                unreached=lease.unreached,
-                queued_ms=lease.queued_ms,
-            )
+        return OutcomeRecord(
+            request=request,
+            at=now,
+            endpoint=lease.endpoint_id,
+            status=event.status,
+            cause=cause,
+            ttft_ms=event.ttft_ms if event.status < 300 else -1.0,  # an error has no tokens
+            duration_ms=event.duration_ms,
+            response_bytes=event.response_bytes,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            hit_tokens=lease.hit_tokens,
+            forecast=lease.forecast,
+            unreached=lease.unreached,
+            queued_ms=lease.queued_ms,
         )
 
     def _stream_lost(self, entry: RequestEntry, event: ev.StreamLost) -> list[Instruction]:
@@ -644,16 +648,19 @@ class Pipeline:
         now = self._clock.time()
         self.peers.sampled(event.endpoint_id, event.started)
         held_no_more = self.fleet.sampled(event.endpoint_id, event.started, now, event.sample)
-        if now >= self.fleet.stalls.due:
-            self.fleet.stalls.look(now)
+        if now >= self._stalls.due:
+            self._stalls.look(now)
         asked: list[Instruction] = [ListAdapters(event.endpoint_id)] if self.fleet.adapters.news() else []
+        if self.fleet.cold:
+            asked += map(WarmUp, self.fleet.cold)
+            self.fleet.cold.clear()
         return asked + self._endings.add(self._entries(held_no_more), T.RECONCILED) if held_no_more else asked
 
     def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
         now = self._clock.time()
         self.fleet.scrape_failed(event.endpoint_id, now, event.answered)
-        if now >= self.fleet.stalls.due:
-            self.fleet.stalls.look(now)
+        if now >= self._stalls.due:
+            self._stalls.look(now)
         return []
 
     def _adapters_listed(self, event: ev.AdaptersListed) -> list[Instruction]:
@@ -714,7 +721,7 @@ class Pipeline:
 
     def _peer(self, event: ev.PeerHeard | ev.PeerSnapshot | ev.PeerLost) -> list[Instruction]:
         if isinstance(event, ev.PeerHeard):
-            self.peers.batch(event.origin, event.payload)
+            self.peers.batch(event.origin, event.payload, event.lag_s, event.to)
         elif isinstance(event, ev.PeerSnapshot):
             self.peers.snapshot(event.origin, event.payload)
         else:

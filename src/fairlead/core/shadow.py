@@ -83,10 +83,7 @@ class Replica:
             return fleet
         fleet.table.floats[:] = snapshot.floats
         predictor = fleet.predictor
-        rates = predictor.rates
-        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step, rates.load)
-        for column, values in zip(columns, snapshot.learned, strict=True):
-            column[:] = values
+        predictor.rates.columns[:] = snapshot.learned
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
         fleet.table.rewritten()
         fleet.held, fleet.wait = case.held, case.loading

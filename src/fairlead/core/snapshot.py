@@ -34,20 +34,13 @@ class Snapshots:
             self._version = table.version
             self._endpoints, self._adapters = tuple(table.endpoints), tuple(table.adapters)
             self._listed = tuple(table.listed)
-        rates = predictor.rates
         return Snapshot(
             now,
             self._endpoints,
             self._adapters,
             self._listed,
             table.floats.copy(),
-            (
-                predictor.kappa.copy(),
-                predictor.tpot_kappa.copy(),
-                rates.prefill.copy(),
-                rates.step.copy(),
-                rates.load.copy(),
-            ),
+            predictor.rates.columns.copy(),
             predictor.hold_ms,
             predictor.answer_steps,
         )
@@ -64,10 +57,7 @@ class Restored(Fleet):
         predictor = self.predictor
         for slot in range(len(self.table)):
             predictor.reset(slot)
-        rates = predictor.rates
-        columns = (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step, rates.load)
-        for column, values in zip(columns, snapshot.learned, strict=True):
-            column[:] = values
+        predictor.rates.columns[:] = snapshot.learned
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
 
     def match(self, request: Request) -> FloatColumn | None:
@@ -89,7 +79,8 @@ def _fill(table: EndpointTable, snapshot: Snapshot) -> None:
             table.set_listed(slot, snapshot.listed[slot])
     for slot in free:
         table.remove(slot)
-    table.floats[:] = np.asarray(snapshot.floats, dtype=np.float64)
+    floats = np.asarray(snapshot.floats, dtype=np.float64)
+    table.floats[: len(floats)] = floats  # an older journal has fewer
     table.rewritten()
 
 

@@ -5,7 +5,8 @@ Theory
   (generated, or looked up in the cache) or more memory in use than the last one; of an engine that counts no tokens,
   also one with less memory in use, other requests that run or fewer that wait. Neither more that wait nor, where tokens
   are counted, fewer that run: fronts take requests, and give up those whose clients left, while the engine hangs.
-* Silence is the time since the last progress, or since there is work. It is plausible for as long as the longest of
+* Silence is the time since the last progress, or since there is work: requests that only peers told of, and that the
+  page does not show, are none. It is plausible for as long as the longest of
 
       PLAUSIBLE_S                                whatever the engine is
       PACED × the longest silence that ended     of the last minute or so: its own recent pace. One silence teaches at
@@ -63,6 +64,7 @@ LOOK_S = 0.2
 
 OVERDUE = 3.0
 OVERDUE_S, OVERDUE_WHOLE_S, NEVER_S = 4.0, 10.0, 600.0
+_OVERDUE_PER_MS = OVERDUE * 1e-3
 #: What a hedge in vain and any other request make of the factor on it, and the most that it becomes.
 IN_VAIN, WORTH_IT, MOST = 1.25, 0.995, 16.0
 
@@ -167,15 +169,22 @@ class Stalls:
         table = self._table
         for slot, work in enumerate((table.queue + table.active).tolist()):
             watched = self._watched[slot]
-            if work <= 0.0 or watched.since == -inf:
+            silent = now - watched.since
+            if work <= 0.0 or silent == inf or (silent > PLAUSIBLE_S and self._only_told(slot)):
                 watched.since = now
                 if table.suspicion[slot]:
                     watched.empty_since = min(watched.empty_since, now)
                     if now - watched.empty_since > RETRIED_S:
                         self._judged(slot, WELL, 0.0, now)
                         self.retried.add(slot)
-            elif now - watched.since > PLAUSIBLE_S:
+            elif silent > PLAUSIBLE_S:
                 self._judge(slot, watched, now)
+
+    def _only_told(self, slot: int) -> bool:
+        """Peers told of all its work, and a later page shows none: who died cannot tell of an end."""
+        table, leases = self._table, self._ledger.of_slot(slot)
+        newest = max((lease.charged_at if lease.request.id < 0 else inf for lease in leases), default=inf)
+        return bool(table.sampled_at[slot] > newest + SEEN_S and table.waiting[slot] + table.running[slot] <= 0.0)
 
     def silence(self, slot: int, now: float) -> float:
         """Seconds without progress, as of the last look; 0 = nothing is there that could move."""
@@ -251,10 +260,11 @@ def overdue_s(lease: Lease, begins: bool) -> float:
     """Seconds from its charge after which its answer should have begun, or, unless it is seen when it `begins`, should
     be over; `inf` = nobody can say."""
     forecast = lease.forecast
-    first = OVERDUE * 1e-3 * forecast.high_ms
+    first = _OVERDUE_PER_MS * forecast.high_ms
     if first <= 0.0:
         return inf
     if begins:
         return first if first > OVERDUE_S else OVERDUE_S
-    tokens = lease.request.max_tokens or 20.0 * lease.growth_tokens
-    return max(first + 2e-3 * tokens * forecast.tpot_ms, OVERDUE_WHOLE_S)
+    tokens = lease.request.max_tokens or 20.0 * lease.growth_tokens / lease.sequences
+    full = first + 2e-3 * tokens * forecast.tpot_ms
+    return full if full > OVERDUE_WHOLE_S else OVERDUE_WHOLE_S

@@ -22,7 +22,7 @@ FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "head_ms",
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
-    "capacity_tokens", "per_capacity", "max_seqs",
+    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
@@ -76,6 +76,8 @@ class EndpointTable:
     per_capacity: FloatColumn
     #: Sequences that the engine runs at once; 0 = no limit is known.
     max_seqs: FloatColumn
+    #: What reaching it costs more than reaching one beside us (`core.endpoint.Topology`).
+    distance_ms: FloatColumn
     #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
     suspicion: FloatColumn
 
@@ -92,6 +94,8 @@ class EndpointTable:
         self.dynamic: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: Some endpoint has slots for adapters.
         self.lora = False
+        #: Some endpoint is elsewhere.
+        self.distant = False
         self.samples: list[Sample | None] = []
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: All float columns as the rows of one array, in the order of `FLOATS`: copied in one go.
@@ -102,6 +106,8 @@ class EndpointTable:
         self.version = 0
         #: Some endpoint has failed scrapes or responses now, or hangs.
         self.troubled = False
+        #: By slot, milliseconds that others' requests, not heard of yet, may cost one that is cached nowhere.
+        self.collisions: FloatColumn | None = None
         #: Slots whose numbers changed since `cost.renew` looked. Who writes a column adds its slot.
         self.stale: set[int] = set()
         self._slots: dict[str, int] = {}
@@ -254,16 +260,24 @@ class EndpointTable:
             self.lora = bool(np.count_nonzero(self.max_adapters))
             self._adapters_changed()
 
+    def set_distance(self, slot: int, ms: float) -> None:
+        self.distance_ms[slot] = ms
+        self.distant = bool(np.count_nonzero(self.distance_ms))
+
     def rewritten(self) -> None:
         """To be called when whole columns were written from outside."""
         self.stale.update(range(len(self.endpoints)))
         self.lora = bool(np.count_nonzero(self.max_adapters))
+        self.distant = bool(np.count_nonzero(self.distance_ms))
         self.judge_trouble()
 
     def judge_trouble(self) -> None:
         """To be called when a failure counter changed."""
         self.troubled = bool(
-            np.count_nonzero(self.failures) or np.count_nonzero(self.errors) or np.count_nonzero(self.suspicion)
+            np.count_nonzero(self.failures)
+            or np.count_nonzero(self.errors)
+            or np.count_nonzero(self.suspicion)
+            or np.count_nonzero(self.ejected_until > -inf)
         )
 
     def set_suspicion(self, slot: int, level: float) -> None:

@@ -111,7 +111,7 @@ CASES = {
     "embeddings": Case(
         "/v1/embeddings",
         b'{"model":"e","input":["one","two"],"user":"u"}',
-        ParsedRequest("embeddings", "e", root=b"embeddings 1:e", prompt_bytes=12, user="u"),
+        ParsedRequest("embeddings", "e", n=2, root=b"embeddings 1:e", prompt_bytes=12, user="u"),
         [b'["one","two"'],
         JSON,
         compact(data=[{"embedding": [0.5]}], usage={"prompt_tokens": 6, "total_tokens": 6}),
@@ -328,6 +328,7 @@ CASES = {
             False,
             6,
             True,
+            n=2,
             root=b'sglang 0: lora 4:"ad" image 5:["x"]',
             prompt_bytes=12 + MEDIA_BYTES,
             media=1,

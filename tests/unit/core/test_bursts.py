@@ -15,7 +15,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import REFUSALS, FlowControl, FlowController
 from fairlead.core.gates import LedgerGate
-from fairlead.core.instructions import Instruction, Record, Reject, Route, SetTimer
+from fairlead.core.instructions import Instruction, Reject, Route, SetTimer
 from fairlead.core.policy import Context, Picked, Refused
 from fairlead.core.queues import Queues
 from fairlead.core.records import OutcomeRecord
@@ -60,8 +60,8 @@ class World:
             elif isinstance(instruction, Route | Reject):
                 self.answers[instruction.request_id] += 1
                 self.reasons[getattr(instruction, "reason", "routed")] += 1
-            elif isinstance(instruction, Record) and isinstance(instruction.record, OutcomeRecord):
-                self.ended[instruction.record.request.id, instruction.record.cause] += 1
+            elif isinstance(instruction, OutcomeRecord):
+                self.ended[instruction.request.id, instruction.cause] += 1
         self.pipeline.validate()
         return self.last
 
@@ -175,9 +175,9 @@ def test_thousands_of_leases_are_over_at_once(cause: str) -> None:
         for _ in range(3):
             world.clock.advance(3.0)
             world.feed(ev.MetricsSampled("e0", world.clock.time(), Sample(waiting=0.0, running=0.0)))
-    ended = [world.count(Record)]
+    ended = [world.count(OutcomeRecord)]
     while world.turn():
-        ended.append(world.count(Record))
+        ended.append(world.count(OutcomeRecord))
     assert [count for count in ended if count] == [scheduler.MOST, scheduler.MOST, 7]
     assert world.timers.get(EXPIRY_TIMER, inf) > world.clock.time()
     assert world.ended == {(number, cause): 1 for number in range(1, MANY + 1)}

@@ -11,7 +11,7 @@ from fairlead.core.fairness import Fcfs, Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limits
 from fairlead.core.flow_control import CONFIRM, GRACE, Eviction, FlowControl, FlowController
-from fairlead.core.instructions import Evict, Record, Reject, Route
+from fairlead.core.instructions import Evict, Reject, Route
 from fairlead.core.queues import Queues
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
@@ -99,7 +99,7 @@ def test_the_next_ones_go_when_the_first_are_gone_and_a_moment_later():
         house.arrive(5)
     assert house.evicted(0.3) == [4, 3]
     found = house.lost(4) + house.lost(3)
-    causes = [one.record.cause for one in found if isinstance(one, Record) and isinstance(one.record, OutcomeRecord)]
+    causes = [one.cause for one in found if isinstance(one, OutcomeRecord)]
     assert causes == ["evicted", "evicted"]
     assert len(routes(found)) == 2, "their places are taken at once"
     assert house.evicted(GRACE - 0.05) == []

@@ -12,7 +12,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp, FirstTokenSeen, RequestArrived, ResponseEnded
 from fairlead.core.exact import SETTLING, ExactKnowledge
 from fairlead.core.fleet import Fleet
-from fairlead.core.instructions import Record, Route
+from fairlead.core.instructions import Route
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe
 from fairlead.core.prefix import ChainHasher
@@ -95,18 +95,17 @@ class World:
     def send(self, ids: list[int], **more: str) -> tuple[Request, DecisionRecord]:
         request = self.request(ids, **more)
         (route, record) = self.pipeline.handle(RequestArrived(request))
-        assert isinstance(route, Route) and isinstance(record, Record)
-        assert isinstance(record.record, DecisionRecord)
-        return request, record.record
+        assert isinstance(route, Route) and isinstance(record, DecisionRecord)
+        return request, record
 
     def end(self, request: Request, prompt: int, cached: int) -> OutcomeRecord:
         self.pipeline.handle(FirstTokenSeen(request.id))
         usage = Usage(prompt_tokens=prompt, completion_tokens=1, cached_tokens=cached)
         (record,) = self.pipeline.handle(ResponseEnded(request_id=request.id, status=200, usage=usage))
-        assert isinstance(record, Record) and isinstance(record.record, OutcomeRecord)
+        assert isinstance(record, OutcomeRecord)
         self.clock.advance(1.0)
         self.pipeline.validate()
-        return record.record
+        return record
 
     def prove(self, engine: Engine, answers: int = 3) -> None:
         """Requests at that endpoint alone whose predictions come true."""

@@ -121,7 +121,7 @@ class Rig:
 
     def feed(self, event) -> list[OutcomeRecord]:
         self.clock.now += 0.1
-        found = [i.record for i in self.pipeline.handle(event) if isinstance(i, Record)]
+        found = [i for i in self.pipeline.handle(event) if isinstance(i, Record)]
         self.pipeline.validate()
         return found
 

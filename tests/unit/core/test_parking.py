@@ -3,6 +3,7 @@
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from driver_clients import Clients
 
@@ -21,7 +22,7 @@ from fairlead.core.events import (
     ResponseEnded,
     StreamLost,
 )
-from fairlead.core.instructions import AskRemote
+from fairlead.core.instructions import AskRemote, Route
 from fairlead.core.remote import REFUSED, BreakerRules, Canary, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
@@ -320,3 +321,15 @@ def test_being_late_again_and_again_opens_the_breaker_and_one_good_answer_closes
     assert rig.policy.breaker.state == "closed"
     rig.arrive()
     assert len(rig.asked) == 5
+
+
+def test_a_caller_that_takes_several_endpoints_gets_all_that_were_named() -> None:
+    rig = Rig(able=lambda request, fleet, now: np.array([True, True, True, False]))
+    rig.driver.feed(EndpointUp(builders.endpoint("e3")))
+    rig.pipeline.alternatives = 3
+    request = rig.arrive()
+    names = (("e3", 3.0), ("e0", 2.0), ("gone", 1.0), ("e1", 0.0))
+    pick = RemotePick(request.id, Outcome.PICKED, "e2", alternatives=names)
+    route, *_ = rig.pipeline.handle(RemotePicked("remote", (pick,)))
+    assert isinstance(route, Route)
+    assert route.destination == "10.0.0.2:8000,10.0.0.0:8000,10.0.0.1:8000" and route.fallback == "10.0.0.0:8000"

@@ -20,11 +20,12 @@ from fairlead.core.events import (
 from fairlead.core.facts import read_batch
 from fairlead.core.flow_control import DISPATCH_TIMER
 from fairlead.core.instructions import Route
-from fairlead.core.peer_queues import YIELD_S
+from fairlead.core.peer_queues import DELAY_S, TURN, YIELD
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.testing import SimClock
 
+YIELD_S = YIELD * DELAY_S
 #: One request at each endpoint at a time.
 CONFIG = "flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 1}}"
 
@@ -56,7 +57,7 @@ class Scheduler:
 
     def tell(self, other):
         payload = self.pipeline.fleet.reports.batch(self.clock.time())
-        return other.feed(PeerHeard(self.name, payload)) if payload else []
+        return other.feed(PeerHeard(self.name, payload, DELAY_S, other.name)) if payload else []
 
 
 @pytest.fixture
@@ -109,6 +110,37 @@ def test_a_newcomer_of_a_lower_band_does_not_overtake_those_that_wait_elsewhere(
     a.end(1)
     assert a.send(2) == []
     assert a.send(3, priority=7) == [3], "a higher one does"
+
+
+def test_within_a_band_the_oldest_goes_first_and_the_next_one_after_a_turn(two, clock):
+    a, b = two
+    assert a.send(1, tenant="x") == [1]
+    a.tell(b)
+    b.send(1)
+    clock.advance(0.001)
+    a.send(2)
+    b.tell(a)
+    a.tell(b)
+    assert a.end(1) == [], "b has an older one"
+    clock.advance(TURN * DELAY_S / 2)
+    assert a.feed(TimerFired(DISPATCH_TIMER)) == [] and a.send(3) == [], "nor may a newcomer"
+    assert a.tell(b) == [1], "b had nobody to wait for"
+    b.tell(a)
+    b.end(1)
+    assert b.tell(a) == [2]
+
+
+def test_a_turn_that_nobody_takes_passes(two, clock):
+    a, b = two
+    a.send(1, tenant="x")
+    a.tell(b)
+    b.send(1)
+    clock.advance(0.001)
+    a.send(2)
+    b.tell(a)
+    a.end(1)
+    clock.advance(2 * TURN * DELAY_S)
+    assert a.feed(TimerFired(DISPATCH_TIMER)) == [2]
 
 
 def test_what_waited_at_a_lost_peer_holds_up_nobody(two):

@@ -3,6 +3,7 @@
 from random import Random
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -19,7 +20,7 @@ from fairlead.core.events import (
     ResponseEnded,
     TimerFired,
 )
-from fairlead.core.facts import Batch, Blocks, Snapshot, read_batch
+from fairlead.core.facts import Batch, Snapshot, block_bytes, endpoint_hash, read_batch
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Picked
 from fairlead.core.prefix import ChainHasher
@@ -167,7 +168,7 @@ def test_an_older_snapshot_changes_nothing(pair):
     assert other.column("inflight") == [0, 0]
 
 
-GOOD = Batch(1, 1, 1, ("e0",), 1, (), (), (), (), Blocks())
+GOOD = Batch(2, 1, 1, (endpoint_hash("e0"),), 1, (), (), (), (), b"", b"")
 
 
 @pytest.mark.parametrize(
@@ -176,13 +177,15 @@ GOOD = Batch(1, 1, 1, ("e0",), 1, (), (), (), (), Blocks())
         (b"", "truncated"),
         (b"\xff\x00nonsense", "Expected"),
         (msgspec.msgpack.encode(GOOD)[:-3], "truncated"),
-        (msgspec.msgpack.encode(replace(GOOD, version=2)), "version 2"),
-        (msgspec.msgpack.encode(replace(GOOD, charged=((3, 1, 1, 1, 1, True, 0, ""),))), "does not name"),
-        (msgspec.msgpack.encode(replace(GOOD, charged=((0, -1, 1, 1, 1, True, 0, ""),))), ">= 0"),
-        (msgspec.msgpack.encode(replace(GOOD, charged=((0, 1e30, 1, 1, 1, True, 0, ""),))), "int"),
+        (msgspec.msgpack.encode(replace(GOOD, version=1)), "version 1"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((3, 0, 1, 1, 1, 1, True, 0, ""),))), "does not name"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((0, 0, -1, 1, 1, 1, True, 0, ""),))), ">= 0"),
+        (msgspec.msgpack.encode(replace(GOOD, charged=((0, 0, 1e30, 1, 1, 1, True, 0, ""),))), "int"),
         (msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),))), "other blocks"),
+        (msgspec.msgpack.encode(replace(GOOD, failed=(1,))), "does not name"),
+        (msgspec.msgpack.encode(replace(GOOD, avoided=((1, 10),))), "does not name"),
         (msgspec.msgpack.encode(replace(GOOD, ended=((1, -7),))), ">= -2"),
-        (msgspec.msgpack.encode(Snapshot(1, 1, (), 1, (1,), (), (), (), Blocks())), "Invalid value"),
+        (msgspec.msgpack.encode(Snapshot(2, 1, (), 1, (1,), (), (), (), b"", b"")), "Invalid value"),
     ],
 )
 def test_a_message_that_makes_no_sense_is_refused_with_a_reason(clock, payload, why):
@@ -195,11 +198,117 @@ def test_a_message_that_makes_no_sense_is_refused_with_a_reason(clock, payload, 
     assert (scheduler.pipeline.fleet.table.floats == before).all()
 
 
-def test_blocks_in_a_wrong_order_are_not_believed(clock):
+def test_what_one_told_the_others_need_not_tell_again(clock):
+    one, other, third = (Scheduler(clock) for _ in range(3))
+    one.send(1)
+    first = one.batch()
+    for scheduler in (other, third):
+        scheduler.feed(PeerHeard("a", first))
+    other.send(1, SYSTEM + b"more" * 300)
+    payload = other.batch()
+    assert len(payload) < 150 < len(first)
+    one.feed(PeerHeard("b", payload))
+    third.feed(PeerHeard("b", payload))
+    blocks = {scheduler.pipeline.fleet.prefix.entries for scheduler in (one, other, third)}
+    assert len(blocks) == 1 and third.pipeline.peers.gaps() == one.pipeline.peers.gaps() == []
+
+
+def test_blocks_without_a_size_are_not_believed(clock):
     scheduler = Scheduler(clock)
-    payload = msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),), blocks=Blocks.of([1, 2], [512, 256])))
-    scheduler.feed(PeerHeard("a", payload))
+    blocks = {"blocks": block_bytes([1, 2]), "sizes": b"\x00\x01\x00\x00"}
+    scheduler.feed(PeerHeard("a", msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),), **blocks))))
     assert scheduler.view().gap and not scheduler.pipeline.fleet.prefix.entries
+
+
+@pytest.mark.parametrize("cut", [HASHER, ChainHasher(finest=100)])
+def test_where_blocks_end_is_told_as_it_is(pair, cut):
+    one, other = pair
+    for number, size in ((1, 16_000), (2, 700), (3, 9_000)):
+        chain = cut.chain(b"m", SYSTEM[:size])
+        one.feed(RequestArrived(Request(number, 0.0, prompt_tokens=4000, prefix=chain)))
+        payload = one.batch()
+        assert number > 1 or bool(read_batch(payload).sizes) == (cut is not HASHER)
+        other.feed(PeerHeard("a", payload))
+    own, theirs = (scheduler.pipeline.fleet.prefix for scheduler in pair)
+    assert (blocks := own.newest(0, 10_000)) == theirs.newest(0, 10_000)
+    assert own.sizes(0, blocks) == theirs.sizes(0, blocks)
+
+
+def test_what_is_heard_late_counts_from_its_charge(pair, clock):
+    one, other = pair
+    one.send(1)
+    clock.advance(0.02)
+    other.feed(MetricsSampled("e0", clock.time(), Sample(waiting=0.0, running=1.0)))
+    clock.advance(0.01)
+    payload = one.batch()
+    clock.advance(0.05)
+    other.feed(PeerHeard("a", payload, lag_s=0.05))
+    lease = next(iter(other.pipeline.fleet.ledger))
+    assert lease.charged_at == pytest.approx(clock.time() - 0.08)
+    assert other.column("queue") == [0, 0] and other.column("active") == [1, 0], "the scrape showed it, once"
+
+
+def fails(scheduler, numbers):
+    for number in numbers:
+        scheduler.send(number)
+        scheduler.feed(ResponseEnded(request_id=number, status=503))
+
+
+def avoided(*schedulers):
+    return [(each.pipeline.fleet.table.ejected_until > each.clock.time()).tolist() for each in schedulers]
+
+
+def test_failures_count_over_all_schedulers_and_all_avoid_the_endpoint_at_once(clock):
+    one, other, third = (Scheduler(clock) for _ in range(3))
+    fails(one, [1, 2])
+    other.feed(PeerHeard("a", one.batch()))
+    fails(other, [1])
+    assert avoided(one, other, third) == [[False, False], [True, False], [False, False]]
+    told = other.batch()
+    one.feed(PeerHeard("b", told))
+    third.feed(PeerHeard("b", told))
+    assert avoided(one, third) == [[True, False], [True, False]]
+    assert one.pipeline.fleet.table.troubled and third.pipeline.fleet.table.troubled
+
+
+def test_what_works_again_at_one_scheduler_is_avoided_by_none(clock):
+    one, other = Scheduler(clock), Scheduler(clock)
+    fails(one, [1, 2, 3])
+    other.feed(PeerHeard("a", one.batch()))
+    other.send(1)
+    other.feed(ResponseEnded(request_id=1, status=200, usage=Usage(completion_tokens=9)))
+    one.feed(PeerHeard("b", other.batch()))
+    other.feed(PeerHeard("a", one.batch()))
+    assert avoided(one, other) == [[False, False], [False, False]]
+    assert not one.pipeline.fleet.table.troubled and not other.pipeline.fleet.table.troubled
+
+
+def test_a_joiner_avoids_what_others_do_until_they_are_lost_or_its_time_is_over(clock):
+    one = Scheduler(clock)
+    fails(one, [1, 2, 3])
+    one.batch()
+    lost, over = Scheduler(clock), Scheduler(clock, endpoints=0)
+    for joiner in (lost, over):
+        joiner.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    over.feed(EndpointUp(Endpoint("e0", "10.0.0.0:8000")))
+    assert avoided(lost, over) == [[True, False], [True]]
+    lost.feed(PeerLost("a"))
+    clock.advance(4.0)
+    over.feed(TimerFired(EXPIRY_TIMER))
+    for joiner in (lost, over):
+        assert not joiner.pipeline.fleet.table.troubled
+
+
+def test_of_endpoints_that_cost_the_same_each_scheduler_prefers_others(clock):
+    one, other = Scheduler(clock, endpoints=4), Scheduler(clock, endpoints=4)
+    for scheduler, name, peer in ((one, "a", other), (other, "b", one)):
+        scheduler.send(1)
+        to = "b" if name == "a" else "a"
+        peer.feed(PeerHeard(name, scheduler.batch(), lag_s=0.05, to=to))
+    ours, theirs = (np.array(each.column("collisions")) > 0.0 for each in (one, other))
+    assert (ours != theirs).all() and ours.sum() == 2
+    other.feed(PeerLost("a"))
+    assert other.pipeline.fleet.table.collisions is None, "alone, nothing is left to anybody"
 
 
 def test_what_a_lost_peer_left_stays_until_a_scrape_shows_it(pair, clock):

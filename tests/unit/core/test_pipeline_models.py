@@ -3,13 +3,24 @@
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, ListAdapters, Record, Reject, Route
-from fairlead.core.models import InferenceModel, InferenceModelRewrite, ModelSet, Origin, RewriteRule, Target
+from fairlead.core.models import (
+    InferenceModel,
+    InferenceModelRewrite,
+    InferenceObjective,
+    Latency,
+    ModelSet,
+    Origin,
+    RewriteRule,
+    Target,
+)
 from fairlead.core.profile import Profile
-from fairlead.core.records import DecisionRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import PrefixChain, Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
@@ -39,9 +50,9 @@ def arrive(made: Pipeline, number: int = 1, **fields: Any) -> tuple[Instruction,
     """The instruction, and the request as it was recorded."""
     request = Request(id=number, arrived=0.0, api="chat", prefix=CHAIN, prompt_bytes=768, prompt_tokens=200, **fields)
     first, record = made.handle(ev.RequestArrived(request))
-    assert isinstance(record, Record) and isinstance(record.record, DecisionRecord)
+    assert isinstance(record, DecisionRecord)
     made.validate()
-    return first, record.record.request
+    return first, record.request
 
 
 def test_the_target_is_what_endpoints_are_chosen_for() -> None:
@@ -112,7 +123,7 @@ def test_a_404_takes_the_adapter_off_the_list_and_has_lists_read_again() -> None
     made = pipeline()
     for name in ("e-a", "e-b"):
         made.handle(ev.AdaptersListed(name, frozenset({"poet", "critic"})))
-    assert [type(told) for told in answered(made, 1, 200, "poet")] == [Record]
+    assert [type(told) for told in answered(made, 1, 200, "poet")] == [OutcomeRecord]
     record, asked = answered(made, 2, 404, "poet")
     assert isinstance(record, Record) and asked == ListAdapters("e-b")
     assert made.fleet.table.listed == [frozenset({"poet", "critic"}), frozenset({"critic"})]
@@ -123,5 +134,26 @@ def test_a_404_takes_the_adapter_off_the_list_and_has_lists_read_again() -> None
 
 def test_a_404_for_the_base_model_is_no_matter_of_adapters() -> None:
     made = pipeline()
-    assert [type(told) for told in answered(made, 1, 404, "a")] == [Record]
-    assert [type(told) for told in answered(made, 2, 404, "")] == [Record]
+    assert [type(told) for told in answered(made, 1, 404, "a")] == [OutcomeRecord]
+    assert [type(told) for told in answered(made, 2, 404, "")] == [OutcomeRecord]
+
+
+def objective(name: str, priority: int = 0, **latency: float) -> InferenceObjective:
+    return InferenceObjective(origin=Origin(namespace="n", name=name), priority=priority, latency=Latency(**latency))
+
+
+def test_a_latency_is_the_header_s_else_the_objective_s_else_the_model_s() -> None:
+    made = pipeline()
+    chat = replace(model("chat"), latency=Latency(800.0, 60.0))
+    urgent, batch = objective("urgent", 5, ttft_ms=200.0), objective("batch", -5)
+    made.handle(ev.ModelsChanged(ModelSet((chat, model("a")), (urgent, batch))))
+
+    def latency(number: int, **fields: Any) -> tuple[float, float]:
+        request = arrive(made, number, **fields)[1]
+        return request.slo_ttft_ms, request.slo_tpot_ms
+
+    assert latency(1, model="chat") == (800.0, 60.0)
+    assert latency(2, model="a") == (0.0, 0.0)
+    assert latency(3, model="chat", objective="urgent") == (200.0, 0.0)
+    assert latency(4, model="chat", objective="batch") == (800.0, 60.0)
+    assert latency(5, model="a", objective="urgent", slo_ttft_ms=90.0) == (90.0, 0.0)

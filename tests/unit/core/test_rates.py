@@ -67,6 +67,38 @@ def test_the_three_may_differ(true: tuple[float, float, float]) -> None:
     assert rates.load[0] == pytest.approx(true[2], rel=0.6)
 
 
+@pytest.mark.parametrize("waited", [0.0, 1.0])
+def test_steps_before_the_first_one_are_not_taken_for_slow_prefill(waited: float) -> None:
+    """Engines as the prior has them, with a step that was settled before the prompt came, or without. Where nearly all
+    of each prompt is cached, that step is longer than the prompt's own work."""
+    rates, rng = pool(1), Random(10)
+    for number in range(600):
+        tokens, running = rng.uniform(50.0, 300.0), rng.randrange(20, 40)
+        work, load = PRIOR.prefill_ms(7000.0, tokens), PRIOR.load_ms(running, running * 7000.0)
+        took = work + (1.5 + waited) * (PRIOR.c0 + load) + 1.5
+        rates.observe(0, work, 1.5, load, took * rng.lognormvariate(0.0, 0.03), 0.1 * number, 1.0)
+        if number % 30 == 0:
+            rates.observe(0, 300.0, 500.0, load, 300.0 + 500.0 * (PRIOR.c0 + load), 0.1 * number)
+    assert (rates.prefill[0], rates.step[0]) == pytest.approx((1.0, 1.0), rel=0.2)
+    assert rates.load[0] == pytest.approx(1.0, rel=0.3)
+    # Both were long ago when the first long prompt comes: it takes what the prior says.
+    work = PRIOR.prefill_ms(30_000.0, 30_000.0)
+    assert rates.prefill[0] * work == pytest.approx(work, rel=0.2)
+
+
+def test_a_beginning_that_was_not_cached_after_all_is_no_slow_engine() -> None:
+    """Cold prompts first; then all but 80 of 7,200 tokens are believed to be cached, and a thousand are computed."""
+    engines = Engines(pool(1), seed=11)
+    rates = engines.rates
+    for _ in range(100):
+        engines.stretch(0)
+    for _ in range(200):
+        took = PRIOR.prefill_ms(7200.0, 1080.0) + 1.5 * PRIOR.c0
+        engines.now += 0.1
+        rates.observe(0, PRIOR.prefill_ms(7200.0, 80.0), 1.5, 0.0, took, engines.now, cached=7120.0)
+    assert rates.prefill[0] < 1.6
+
+
 def test_a_few_that_took_far_too_long_change_little() -> None:
     engines = Engines(pool(1), seed=3)
     for number in range(100):

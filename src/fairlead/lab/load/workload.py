@@ -281,6 +281,8 @@ class Replay:
             "messages": [{"role": "user", "content": record.text or self._prompt(record).decode("ascii")}],
             "max_tokens": self._output_tokens or record.out_tokens,
         }
+        if record.n > 1:
+            fields["n"] = record.n
         if record.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         return msgspec.json.encode(fields | self._extra)

@@ -153,6 +153,7 @@ def _record(
 ) -> Record:
     request = decision.request
     rate = rates[0][request.model].value
+    n = request.sequences if outcome is None or outcome.status < 400 else 1  # what was refused may be any number
     reported = outcome.prompt_tokens if outcome is not None else -1
     made.estimated_prompts += reported <= 0
     in_tokens = reported if reported > 0 else max(round(request.prompt_bytes / rate), 1) or request.prompt_tokens
@@ -160,7 +161,8 @@ def _record(
     return Record(
         id=str(index),
         in_tokens=in_tokens,
-        out_tokens=_answer(request, outcome, rates, made),
+        out_tokens=-(-_answer(request, outcome, rates, made) // n),
+        n=n,
         arrival_us=max(round((request.arrived - begin) * 1e6 * stretch), 0),
         session=names.text("s", request.session),
         model=request.model,

@@ -84,7 +84,7 @@ def _work(scenario: Scenario, wanted: Sequence[Objective]) -> tuple[float, float
     step_s = latency.step_s(0, 0.0, batch, int(batch * context))
     hits = _cached(scenario.workload)
     prompts_s = sum(_prompt_s(replica, record.in_tokens, hit) for record, hit in zip(records, hits, strict=True))
-    return prompts_s, sum(record.out_tokens for record in records) * step_s / batch / replica.speed
+    return prompts_s, sum(record.n * record.out_tokens for record in records) * step_s / batch / replica.speed
 
 
 def first_guess(scenario: Scenario, wanted: Sequence[Objective]) -> int:

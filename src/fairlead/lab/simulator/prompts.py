@@ -41,6 +41,7 @@ class Prompts:
             prompt_bytes=size,
             prompt_tokens=tokens.estimate(record.lora or record.model, size, api),
             max_tokens=record.max_tokens if self._lengths_told else 0,
+            sequences=record.n,
             prefix=self._chain(record),
             session=record.session,
             priority=record.priority,
@@ -51,15 +52,16 @@ class Prompts:
         )
 
     def engine_request(
-        self, index: int, record: Record, block_size: int, *, max_tokens: int = 0, loaded: int = 0
+        self, index: int, record: Record, block_size: int, *, max_tokens: int = 0, loaded: int = 0, choice: int = 0
     ) -> EngineRequest:
         """`max_tokens`: of the answer, 0 = as the record says. `loaded`: prompt tokens whose KV comes from elsewhere.
+        `choice`: which of its answers; what follows later goes on with the first.
 
         Raises `ValueError` when the engine's blocks do not fit the trace's."""
         hashes: list[int] = []
         if record.hash_ids:
             root = root_hash(record.lora)
-            longest = self._followers.get(index, record)
+            longest = record if choice else self._followers.get(index, record)
             known = min(longest.in_tokens, record.in_tokens + record.out_tokens)
             chain = chained(longest.hash_ids, root)
             hashes = engine_hashes(chain, record.block_size, known, block_size)
@@ -71,7 +73,7 @@ class Prompts:
             str(index),
             b"",
             max_tokens or record.out_tokens,
-            seed=index * 977,
+            seed=index * 977 + choice * 7919,
             lora=record.lora,
             prompt_tokens=record.in_tokens,
             hashes=hashes,

@@ -15,7 +15,6 @@ from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.schema import Config
 from fairlead.core.errors import PluginError
 from fairlead.core.events import EndpointUp, Event, Reconfigured
-from fairlead.core.instructions import Record
 from fairlead.core.policy import Answer, Context, Picked, Policy
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.request import Request
@@ -138,8 +137,7 @@ class Player:
                 self.pipeline.handle(head.models)
             for listed in head.listed:
                 self.pipeline.handle(listed)
-        records = [instruction.record for instruction in self.pipeline.handle(event) if type(instruction) is Record]
-        return [record for record in records if type(record) is DecisionRecord]
+        return [record for record in self.pipeline.handle(event) if isinstance(record, DecisionRecord)]
 
     def _heed(self, scheduling: Any) -> None:
         """Take note of who decides too, from here on."""

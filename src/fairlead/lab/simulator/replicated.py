@@ -95,7 +95,7 @@ class ReplicatedSimulation(Simulation):
         for peer in range(len(self.pipelines)):
             if peer != number:
                 if payload and self._chance_lost.random() >= exchange.loss:
-                    event = ev.PeerHeard(f"s{number}", payload)
+                    event = ev.PeerHeard(f"s{number}", payload, exchange.lag_ms * 1e-3, f"s{peer}")
                     self.kernel.call_at(now + exchange.lag_ms * 1e-3, self.fire, peer, event)
                 self._catch_up(peer, number, fleet)
         self.kernel.call_at(now + exchange.exchange_ms * 1e-3, self._tell, number)

@@ -18,7 +18,6 @@ from fairlead.core.errors import PluginError
 from fairlead.core.events import EndpointDown
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Evict, Instruction, Reject, Route, SetTimer
-from fairlead.core.instructions import Record as Note
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.request import Usage
@@ -151,8 +150,7 @@ class Pairs:
 
     def _moved(self, job: "Job", served: EngineRequest) -> None:
         if job.status == "waiting":
-            job.served = served
-            self._sim.put(job, job.server, served)
+            self._sim.answer(job, served)
 
 
 # One run: the workload's clients, the pipeline's driver and the gateway, all on one heap of timers.
@@ -343,10 +341,16 @@ class Simulation:
         self._over(job, "cancelled", "client gone")
         index, served = job.leg()
         if served is not None and index >= 0:
-            self.kernel.call_at(self.kernel.now + self.network, self._abort, index, served, self.servers[index].engine)
+            self._abort_later(job, index, served)
         if job.request is not None:
             gone = ev.ResponseEnded(request_id=job.request.id, status=200 if seen else 0, client_gone=True)
             self.feed(gone if seen else ev.StreamLost(job.request.id))
+
+    def _abort_later(self, job: Job, index: int, served: EngineRequest) -> None:
+        """The server notices."""
+        engine, reaches = self.servers[index].engine, self.kernel.now + self.network
+        for each in (served, *job.siblings):
+            self.kernel.call_at(reaches, self._abort, index, each, engine)
 
     def _abort(self, index: int, served: EngineRequest, engine: object) -> None:
         server = self.servers[index]
@@ -376,18 +380,17 @@ class Simulation:
 
     def do(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
-            kind = type(instruction)
-            if kind is Note:
+            if isinstance(instruction, DecisionRecord | OutcomeRecord | StallRecord):
                 if self._watch is not None:
-                    self._watch(instruction.record)  # type: ignore[union-attr, arg-type]
-            elif kind is Route:
-                self._route(instruction)  # type: ignore[arg-type]
-            elif kind is Reject:
-                self._reject(instruction)  # type: ignore[arg-type]
-            elif kind is Evict:
-                self._evict(instruction)  # type: ignore[arg-type]
-            elif kind is SetTimer:
-                self._set_timer(instruction)  # type: ignore[arg-type]
+                    self._watch(instruction)
+            elif isinstance(instruction, Route):
+                self._route(instruction)
+            elif isinstance(instruction, Reject):
+                self._reject(instruction)
+            elif isinstance(instruction, Evict):
+                self._evict(instruction)
+            elif isinstance(instruction, SetTimer):
+                self._set_timer(instruction)
 
     def _route(self, route: Route) -> None:
         job = self.jobs[route.request_id - 1]
@@ -414,7 +417,7 @@ class Simulation:
         index, served = job.leg()
         if job.status == "waiting" and served is not None:
             self._over(job, "shed", evict.told.reason)
-            self.kernel.call_at(self.kernel.now + self.network, self._abort, index, served, self.servers[index].engine)
+            self._abort_later(job, index, served)
             self.kernel.call_at(self.kernel.now, self.feed, ev.StreamLost(evict.told.request_id))
 
     def _set_timer(self, timer: SetTimer) -> None:
@@ -446,9 +449,20 @@ class Simulation:
     def _deliver(self, job: Job) -> None:
         if job.status != "waiting":
             return
-        server = self.servers[job.server]
-        job.served = self.prompts.engine_request(job.index, job.record, server.replica.engine.block_size)
-        self.put(job, job.server, job.served)
+        size = self.servers[job.server].replica.engine.block_size
+        self.answer(job, self.prompts.engine_request(job.index, job.record, size))
+
+    def answer(self, job: Job, served: EngineRequest) -> None:
+        """The request reaches the server that answers it, and is as many there as answers are wanted."""
+        size, record = self.servers[job.server].replica.engine.block_size, job.record
+        job.served, job.left = served, record.n
+        job.siblings = tuple(
+            self.prompts.engine_request(job.index, record, size, loaded=served.loaded, choice=choice)
+            for choice in range(1, record.n)
+        )
+        for each in (served, *job.siblings):
+            if job.status == "waiting":
+                self.put(job, job.server, each)
 
     def put(self, job: Job, index: int, served: EngineRequest) -> None:
         """A request, or one part of it, reaches a server."""
@@ -472,7 +486,7 @@ class Simulation:
         network, kernel = self.network, self.kernel
         for served in result.first:
             job = self.jobs[int(served.id)]
-            if served is job.prefilled:
+            if served is job.prefilled or job.first_at >= 0.0:
                 continue
             job.first_at = served.first_token_at + network
             if job.prefilled is None:
@@ -483,20 +497,22 @@ class Simulation:
             job = self.jobs[int(served.id)]
             if served is job.prefilled:
                 self._pairs.computed(job)
-            else:
-                kernel.call_at(served.finished_at + network, self._finished, job)
+                continue
+            job.left -= 1
+            if not job.left:
+                kernel.call_at(served.finished_at + network, self._finished, job, served)
 
     def _first_token(self, job: Job) -> None:
         if job.status == "waiting" and job.record.stream and self.world.watched:
             self.feed(ev.FirstTokenSeen(job.index + 1))
 
-    def _finished(self, job: Job) -> None:
-        served = job.served
-        if job.status != "waiting" or served is None:
+    def _finished(self, job: Job, served: EngineRequest) -> None:
+        if job.status != "waiting" or job.served is None:
             return
         job.ended_at = served.finished_at + self.network
-        job.output_tokens = served.output
-        job.preemptions = served.preemptions
+        answers = (job.served, *job.siblings)
+        job.output_tokens = sum(each.output for each in answers)
+        job.preemptions = sum(each.preemptions for each in answers)
         self._over(job, "done")
         if self.world.watched and (served.limit == 1 or not job.record.stream):
             self.feed(ev.FirstTokenSeen(job.index + 1))

@@ -250,6 +250,9 @@ class Job(Struct, gc=False):
     arrived: float
     request: Request | None = None
     served: EngineRequest | None = None
+    #: Its other answers, and how many are not over.
+    siblings: tuple[EngineRequest, ...] = ()
+    left: int = 1
     #: Where its prompt is computed for the server that answers, and the engine's side of that; -1 = there.
     prefill_server: int = -1
     prefilled: EngineRequest | None = None
@@ -282,4 +285,5 @@ class Job(Struct, gc=False):
     @property
     def tpot_ms(self) -> float:
         """Of the tokens after the first; 0 when there are none."""
-        return (self.ended_at - self.first_at) * 1e3 / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+        more = self.output_tokens / self.record.n - 1
+        return (self.ended_at - self.first_at) * 1e3 / more if more > 0 else 0.0

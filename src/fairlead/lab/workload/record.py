@@ -37,7 +37,10 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     #: Unique in its workload; what `parent` refers to.
     id: str
     in_tokens: int
+    #: Of each answer.
     out_tokens: int
+    #: Answers to the one prompt.
+    n: int = 1
     #: Microseconds after the start of the workload.
     arrival_us: int = 0
     session: str = ""
@@ -97,6 +100,8 @@ def problem_of(record: Record) -> tuple[str, str] | None:
         return "in_tokens", f"{record.in_tokens} is no prompt; at least 1 token is needed"
     if record.out_tokens < 1:
         return "out_tokens", f"{record.out_tokens} is no answer; at least 1 token is needed"
+    if record.n < 1:
+        return "n", f"{record.n} answers are none; at least 1 is needed"
     if record.arrival_us < 0:
         return "arrival_us", f"{record.arrival_us} is before the start"
     if record.think_ms < 0 or record.cancel_after_ms < 0:

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import FEW, Terms, Weights, cost_of_one, parts, weighed
+from fairlead.core.cost import DECODE, FEW, Terms, Weights, cost_of_one, parts, weighed
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused, loading, prefix_share
 from fairlead.core.profile import estimate
 from fairlead.core.records import Trace
@@ -44,7 +44,7 @@ class CostModelParams(Params):
     interference: Weight = Field(
         default=0.1, description="Weight of the delay that a prefill causes to running answers."
     )
-    decode: Weight = Field(default=0.03, description="Weight of the time of the answer's own tokens.")
+    decode: Weight = Field(default=DECODE, description="Weight of the time of the answer's own tokens.")
     memory: Weight = Field(default=1.0, description="Weight of the KV memory that the request takes.")
     near_tie: float = Field(default=0.02, ge=0, lt=1, description="Costs within this share of the best count as equal.")
 
@@ -79,7 +79,9 @@ class CostModel(Ranked):
 
     def terms(self, request: Request, fleet: FleetView, cycle: Cycle) -> list[tuple[str, FloatColumn]]:
         """The parts of `cost` in milliseconds, for people: their sum is the cost."""
-        return parts(estimate(request, fleet, cycle), self.weights, fleet)
+        listed, collisions = parts(estimate(request, fleet, cycle), self.weights, fleet), fleet.table.collisions
+        known = prefix_share(request, fleet, cycle) is not None or loading(request, fleet, cycle) is not None
+        return listed if known or collisions is None else [*listed, ("collisions", collisions)]
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         table = fleet.table

@@ -6,6 +6,8 @@ import pytest
 from msgspec import structs
 
 from fairlead.core.cost import PRIOR
+from fairlead.core.records import OutcomeRecord
+from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.run import policy_from
 from fairlead.lab.simulator.scenarios import lora
 from fairlead.lab.simulator.server import LateEvents
@@ -84,3 +86,25 @@ def test_what_is_learned_makes_up_for_a_wrong_beginning_after_200_requests():
         assert list(rates.prefill * rates.prior.c_pf) == pytest.approx([PRIOR.c_pf] * 3, rel=0.25)
     assert max(wrong) > 0.25
     assert 0.95 < geometric_mean(ratios) < 1.05
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize(("name", "lags"), [("agents", True), ("headline-stage-20", True), ("think-time", False)])
+def test_engines_as_expected_are_found_to_be_so_where_little_is_computed(name, lags):
+    made = build(ScenarioSpec(name=name, source=name, head=1400))
+    servers = tuple(structs.replace(r, engine=structs.replace(r.engine, async_scheduling=lags)) for r in made.replicas)
+    simulation = Simulation(structs.replace(made, replicas=servers), policy_from("policy: default"))
+    simulation.run()
+    assert 0.75 < simulation.pipeline.fleet.predictor.rates.prefill.mean() < 1.35
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("name", ["paced-prefix", "shared-prefix-20"])
+def test_bands_hold_what_they_say_without_noise_and_in_a_growing_queue(name):
+    records = []
+    simulation = Simulation(
+        build(ScenarioSpec(name=name, source=name)), policy_from("policy: default"), watch=records.append
+    )
+    simulation.run()
+    ends = [r for r in records if isinstance(r, OutcomeRecord) and r.forecast is not None][len(simulation.jobs) // 10 :]
+    assert fmean(r.forecast.low_ms <= r.sent_ttft_ms <= r.forecast.high_ms for r in ends) > 0.83

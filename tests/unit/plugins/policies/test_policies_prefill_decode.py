@@ -107,8 +107,8 @@ class Run:
         self.table = self.pipeline.fleet.table
         self.table.active[1] = 60.0
         self.route, decision = self.send(7)
-        assert isinstance(decision, Record) and isinstance(decision.record, DecisionRecord)
-        self.decision = decision.record
+        assert isinstance(decision, DecisionRecord)
+        self.decision = decision
 
     def send(self, number: int) -> tuple[Route, Instruction]:
         asked = request(LONG, id=number, stream=True)
@@ -145,7 +145,7 @@ def test_every_other_end_frees_both(event: ev.Event) -> None:
     run = Run()
     records = run.pipeline.handle(event)
     assert run.table.inflight.sum() == 0
-    assert [type(one.record) for one in records if isinstance(one, Record)] == [OutcomeRecord]
+    assert [type(one) for one in records if isinstance(one, Record)] == [OutcomeRecord]
     run.pipeline.validate()
 
 
