@@ -49,10 +49,11 @@ class Stream:
     def __init__(self, call: Any, pb: ModuleType) -> None:
         self._call, self._pb, self._first = call, pb, True
 
-    async def send(self, **message: Any) -> None:
+    async def send(self, announced: bool = True, **message: Any) -> None:
+        """`announced`: the first message tells the modes."""
         made = self._pb.ProcessingRequest(**message)
-        if self._first:
-            self._first = False
+        first, self._first = self._first, False
+        if first and announced:
             made.protocol_config.request_body_mode = made.protocol_config.response_body_mode = FULL_DUPLEX
         await self._call.write(made)
 
@@ -68,6 +69,15 @@ class Stream:
     async def send_body(self, body: bytes, end: bool, response: bool = False) -> None:
         chunk = self._pb.HttpBody(body=body, end_of_stream=end)
         await self.send(**{"response_body" if response else "request_body": chunk})
+
+    async def only_ask(self) -> None:
+        """There will be no more messages."""
+        await self._call.done_writing()
+
+    async def ended(self) -> bool:
+        """Whether the picker ends the stream, without an error, and says no more before."""
+        async with asyncio.timeout(PATIENCE):
+            return await self._call.read() is grpc.aio.EOF and await self._call.code() is grpc.StatusCode.OK
 
     async def answer(self, kind: str) -> Any:
         """The next answer, which must be of this kind, or one to the client instead."""

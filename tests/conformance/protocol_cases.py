@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from picker_client import CHAT, DESTINATION, POST, Picker, hold
+from picker_client import CHAT, DESTINATION, POST, Pick, Picker, hold
 
 SERVING, NOT_SERVING = 1, 2
 ENDPOINT = r"(?:\d+(?:\.\d+){3}|\[[0-9a-fA-F:]+\]):\d+"
@@ -107,6 +107,24 @@ async def local_reply(picker: Picker) -> None:
             hold(piece.body == b"request timeout" and piece.end_of_stream, "its body did not come back")
 
 
+@case("SHOULD", "a gateway that asks and sends no more is answered (NGINX Gateway Fabric: no modes, no :path, no end)")
+async def only_asked(picker: Picker) -> None:
+    pick = await _only_ask(picker)
+    hold(pick.header, f"{pick.refused or 'no'} pick")
+
+
+async def _only_ask(picker: Picker) -> Pick:
+    async with picker.stream() as stream:
+        headers = picker.pb.HttpHeaders()
+        headers.headers.headers.add(key="Content-Type", value="application/json")
+        await stream.send(announced=False, request_headers=headers)
+        await stream.send_body(CHAT, end=True)
+        await stream.only_ask()
+        pick: Pick = await stream.pick()
+        hold(await stream.ended(), "the stream does not end")
+        return pick
+
+
 # ---- endpoint subset ----
 
 
@@ -189,6 +207,8 @@ async def dropped(picker: Picker) -> None:
         await running.pick()
         pick = await picker.ask()
         hold(pick.refused == 429, f"{pick.refused or pick.header} instead of 429")
+        pick = await _only_ask(picker)
+        hold(pick.refused == 429, f"{pick.refused or pick.header} instead of 429 for a gateway that sends no more")
 
 
 # ---- destination endpoint served ----

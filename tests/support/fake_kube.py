@@ -16,7 +16,7 @@ Object = dict[str, Any]
 
 
 class Selector:
-    """Namespace, `labelSelector` (equality only) and `fieldSelector` (name only)."""
+    """Namespace (empty: all), `labelSelector` (equality only) and `fieldSelector` (name only)."""
 
     def __init__(self, namespace: str, labels: dict[str, str], name: str) -> None:
         self._namespace, self._labels, self._name = namespace, labels, name
@@ -25,7 +25,7 @@ class Selector:
         meta = value["metadata"]
         own = meta.get("labels") or {}
         return (
-            meta["namespace"] == self._namespace
+            self._namespace in ("", meta["namespace"])
             and all(own.get(key) == wanted for key, wanted in self._labels.items())
             and self._name in ("", meta["name"])
         )
@@ -252,6 +252,8 @@ class FakeKube:
         if not path:
             resources = [{"name": plural} for plural in self.groups[version]]
             return web.json_response({"kind": "APIResourceList", "resources": resources})
+        if len(path) == 1:
+            path = ["namespaces", "", path[0]]
         if len(path) < 3 or path[0] != "namespaces" or path[2] not in self.groups[version]:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         namespace, plural, names = path[1], path[2], path[3:]

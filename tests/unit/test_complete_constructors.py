@@ -16,6 +16,7 @@ from fairlead.lab.simulator.replay import Replayed
 from fairlead.lab.simulator.replay_change import Compared
 from fairlead.lab.simulator.world import Job, Scenario
 from fairlead.lab.workload.record import Workload
+from fairlead.server.observe.component_metrics import WarmingCounts
 from fairlead.server.remote.messages import State
 from fairlead.server.sdk.server import SchedulerStats
 
@@ -24,6 +25,7 @@ FOLDERS = ("server/live", "server/sdk", "lab/simulator")
 #: Tallies and records: plain data, filled in by the code that follows what happens. By the name of the variable.
 RECORDS: dict[str, tuple[type[Struct], ...]] = {
     "_stats": (SchedulerStats,),
+    "counts": (WarmingCounts,),
     "faults": (Faults,),
     "job": (Job,),
     "made": (Captured, Scenario, Workload),

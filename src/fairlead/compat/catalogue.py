@@ -181,7 +181,7 @@ def _session_note(params: ref.SessionAffinity) -> str:
 
 
 _PREDICTED = "no prediction service: the latency model in this process predicts and learns"
-_LEVELS = "host, rack and zone are not known here; pin pods with label-selector-filter"
+_LEVELS = "zone and node are a cost here: set topology; or pin pods with label-selector-filter"
 
 FILTERS: Table = {
     "label-selector-filter": _same("filter", "label-selector", LabelSelectorParams),

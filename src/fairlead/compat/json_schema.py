@@ -23,8 +23,10 @@ from fairlead.config.plugin_reader import (
     FLOW_FIELDS,
     FLOW_KINDS,
     METRIC_SOURCES,
+    OF_A_POOL,
     PARAMETERS,
     PARSERS,
+    POOLS,
 )
 from fairlead.config.registry import RegisteredPlugin, Registry
 from fairlead.config.schema import SECTIONS, BandSettings, FileSource, FlowSettings
@@ -154,12 +156,14 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Bas
     for kind in FLOW_KINDS:
         flow[kind] = _or_nothing({"$ref": f"#/$defs/{_entry_name(kind)}"})
     flow[BANDS] = _or_nothing({"type": "array", "items": _band(ref[BandSettings]["$ref"], flow)})
+    flow_control = _or_nothing({"type": "object", "properties": flow, "additionalProperties": False})
+    everything = {**scheduling, FLOW_CONTROL: flow_control, **sections}
+    of_a_pool = {"type": "object", "properties": {key: everything[key] for key in OF_A_POOL}}
     return {
-        **scheduling,
+        **everything,
         METRIC_SOURCES: listed("metric-source"),
         PARSERS: listed("parser"),
-        FLOW_CONTROL: _or_nothing({"type": "object", "properties": flow, "additionalProperties": False}),
-        **sections,
+        POOLS: _or_nothing({"type": "object", "additionalProperties": {**of_a_pool, "additionalProperties": False}}),
         "endpoints": {"anyOf": [{"type": "array", "items": _ENDPOINT}, ref[FileSource], *_ABSENT]},
         "seed": {"type": ["integer", "null"], "minimum": 0},
         "inferenceExtension": {
@@ -181,7 +185,7 @@ def _or_nothing(schema: Schema) -> Schema:
 
 def _document(schema: Schema, own: Schema) -> Schema:
     """The reference's fields, and those of ours that may stand beside them."""
-    beside = {key: own[key] for key in (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")}
+    beside = {key: own[key] for key in (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)}
     known = {"apiVersion": {"enum": list(API_VERSIONS)}, "kind": {"const": KIND}}
     properties = {**beside, **schema["properties"], **known}
     types = {"type": "string", "examples": sorted(CATALOGUE)}

@@ -18,14 +18,16 @@ from fairlead.config.plugin_reader import (
     FLOW_CONTROL,
     KEYS,
     METRIC_SOURCES,
+    OF_A_POOL,
     PARSERS,
+    POOLS,
     Extras,
     Source,
     check_choosers,
     check_metric_names,
     read_policy,
 )
-from fairlead.config.problems import InvalidConfig, Place, Problem, Report, describe
+from fairlead.config.problems import InvalidConfig, Place, Problem, Report, describe, shorten
 from fairlead.config.registry import Registry
 from fairlead.config.schema import (
     SECTIONS,
@@ -49,12 +51,12 @@ if TYPE_CHECKING:
 #: Where the scheduling part may stand instead: the values of the extension's Helm chart.
 CHART = "inferenceExtension"
 CUSTOM = "pluginsCustomConfig"
-FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", CHART)
+FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, CHART)
 
 #: Where the reference listens; it has no gateway of its own.
 _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
 #: What may stand beside the fields of another picker's configuration.
-BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed")
+BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)
 _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
 _NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
 _TWICE = "leave one out, or give each a name and an address of its own"
@@ -182,6 +184,8 @@ class _Assembly:
             self._check_endpoints_file(endpoints.file, settings, policy)
         if policy is None or self._report.problems:
             return None
+        if self._root.get(POOLS) and not settings.kubernetes.namespaces:
+            self._report.add((POOLS,), "there are not several pools", "set kubernetes.namespaces, or leave pools out")
         return Config.model_construct(
             **dict(settings),
             policy=policy,
@@ -191,7 +195,41 @@ class _Assembly:
             endpoints=endpoints,
             source=source,
             notes=tuple(self._report.notes),
+            pools=self._pools(source),
         )
+
+    def _pools(self, source: str) -> dict[str, Config]:
+        """Of each pool that has something of its own, the whole: that, and the rest of this file."""
+        value = self._root.get(POOLS) or {}
+        if not isinstance(value, dict):
+            self._report.add((POOLS,), f"expected a mapping from namespace/name, got {describe(value)}")
+            return {}
+        pools: dict[str, Config] = {}
+        for key, own in value.items():
+            place = (POOLS, key)
+            namespace, slash, name = key.partition("/")
+            if not (namespace and slash and name) or "/" in name:
+                self._report.add(place, f"'{shorten(key)}' names no pool", "write namespace/name")
+            elif not isinstance(own, dict):
+                self._report.add(place, f"expected a mapping, got {describe(own)}")
+            elif unknown := [field for field in own if field not in OF_A_POOL]:
+                for field in unknown:
+                    hint = "all pools share it: write it at the top of the file" if field in FIELDS else ""
+                    self._report.unknown((*place, field), "field", field, OF_A_POOL, hint)
+            elif (config := self._pool(place, own, source)) is not None:
+                pools[key] = config
+        return pools
+
+    def _pool(self, place: Place, own: dict[str, Any], source: str) -> Config | None:
+        root = {key: value for key, value in self._root.items() if key != POOLS}
+        if any(key in KEYS for key in own):  # a policy is one whole
+            shared = BESIDE if self._translation else (*BESIDE, FLOW_CONTROL)
+            root = {key: value for key, value in root.items() if key in shared}
+        report = Report(lambda inner: self._tree.line((*place, *inner)), place)
+        merged = _Assembly({**root, **own}, self._tree, report, self._base, self._registry, self._thorough)
+        config = merged.config(source, need_endpoints=False)
+        self._report.take(report)
+        return config
 
     def _check_made(self, *specs: PluginSpec) -> None:
         """Those that the file names; what runs without it can be made."""

@@ -57,6 +57,8 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
     _check_tokens(settings.tokens, report)
     _check_kv_events(settings.kv_events, report)
     _check_kubernetes(settings.kubernetes, report)
+    if settings.kubernetes.namespaces:
+        _check_several(settings, report)
     return settings if base is None else located(settings, base)
 
 
@@ -293,6 +295,14 @@ def _check_kubernetes(section: Kubernetes, report: Report) -> None:
     key = "kubernetes"
     if section.pool and section.selector:
         report.add((key, "selector"), "give 'pool' or 'selector', not both")
+    if section.namespaces and (section.pool or section.selector):
+        single = "pool" if section.pool else "selector"
+        report.add((key, "namespaces"), f"give '{single}' or 'namespaces', not both", "namespaces: serves every pool")
+    if not all(section.namespaces):
+        report.add((key, "namespaces"), "a namespace has no name", "name it, or '*' for all")
+    for field, labels in (("poolSelector", section.pool_selector), ("podSelector", section.pod_selector)):
+        if labels and not section.namespaces:
+            report.add((key, field), "it is for several pools", "set namespaces:, or leave it out")
     if bool(section.selector) != bool(section.target_ports):
         lacks = "targetPorts" if section.selector else "selector"
         report.add((key,), f"field '{lacks}' is missing", "pods without an InferencePool need both")
@@ -307,7 +317,33 @@ def _check_kubernetes(section: Kubernetes, report: Report) -> None:
         report.add((key, "leaderElection", "renewDeadline"), "must be shorter than leaseDuration")
     if election.retry_period * _JITTER >= election.renew_deadline:
         report.add((key, "leaderElection", "retryPeriod"), f"times {_JITTER} must be shorter than renewDeadline")
+    if election.service and section.namespaces:
+        hint = "leave it out: the service that each pool names is kept"
+        report.add((key, "leaderElection", "service"), "several pools have a service each", hint)
     if election.service and not election.enabled:
         report.add((key, "leaderElection", "service"), "there is no leader to lead to", "enabled: true")
     if election.lease_duration < 1:
         report.add((key, "leaderElection", "leaseDuration"), "must be at least 1s, as leases count whole seconds")
+
+
+#: What one process with several pools cannot do, and what to do about it.
+_ONE_POOL_EACH = "leave it out, or run a scheduler for each pool (kubernetes.pool)"
+
+
+def _check_several(settings: Settings, report: Report) -> None:
+    """What belongs to one pool, but is there once in a process."""
+    refused: list[tuple[Place, bool, str]] = [
+        (("gateway", "mode"), settings.gateway.mode == "embedded", "the embedded gateway has one pool"),
+        (
+            ("extProc", "transport"),
+            settings.ext_proc.transport != "http2",
+            "it does not tell for which pool a stream is",
+        ),
+        (("replicas", "via"), bool(settings.replicas.via), "schedulers of several pools do not share what they know"),
+        (("autoscaling", "port"), bool(settings.autoscaling.port), "KEDA asks for one pool; the metrics have each"),
+        (("kvEvents", "bind"), bool(settings.kv_events.bind), "engines that dial in do not tell their pool"),
+    ]
+    for place, wrong, why in refused:
+        if wrong:
+            hint = "gateway: none" if place[0] == "gateway" else _ONE_POOL_EACH
+            report.add(place, f"not with several pools: {why}", hint)

@@ -329,6 +329,9 @@ def check_choosers(canary: Canary, shadows: Shadows, report: Report, registry: R
 
 METRIC_SOURCES, PARSERS, FLOW_CONTROL = "metricSources", "parsers", "flowControl"
 EXTRA_KEYS = (METRIC_SOURCES, PARSERS, FLOW_CONTROL)
+#: What pools have of their own, by `namespace/name`, and what that may be.
+POOLS = "pools"
+OF_A_POOL = (*KEYS, FLOW_CONTROL, "models", "autoscaling", "inspect")
 FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation", "ceiling")
 BAND_KINDS: tuple[Kind, ...] = ("fairness", "ordering")
 BANDS = "bands"

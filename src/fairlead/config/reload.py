@@ -42,6 +42,8 @@ _FIXED: Final[Mapping[str, str]] = {
     "journal": "its files are open already",
     "state": "its file was read at the start",
     "autoscaling": "the objective was taken at the start",
+    "topology": "endpoints were placed by it as they came",
+    "warming": "prompts are counted by it from the start on",
     "tokens": "tokenisers are loaded at the start",
     "replicas": "the connection to others was begun with it",
     "tracing": "its exporter was started with it",
@@ -54,7 +56,7 @@ _QUEUES: Final = "its queues were made with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened for smaller bodies"
 _MANIFESTS: Final = "the files of models are followed on their own, this setting is not"
 #: Not settings.
-_IGNORED: Final = frozenset({"source", "notes", "flags"})
+_IGNORED: Final = frozenset({"source", "notes", "flags", "pools"})
 
 
 class Changes(Struct, frozen=True):
@@ -69,7 +71,7 @@ class Changes(Struct, frozen=True):
 
 def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
     """(what applies, what is refused). Pure; neither configuration is touched."""
-    applied: dict[str, Any] = {"source": new.source, "notes": new.notes}
+    applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
     refused: list[Problem] = []
     pairs = [(name, before, after) for (name, before), (_, after) in zip(old, new, strict=True)]

@@ -312,9 +312,18 @@ class LeaderElection(Section):
 
 
 class Kubernetes(Section):
-    """Endpoints and model names from an API server. Off without `pool` and `selector`."""
+    """Endpoints and model names from an API server. Off without `pool`, `namespaces` and `selector`."""
 
     pool: KubeName = Field(default="", description="Name of the InferencePool.")
+    namespaces: tuple[KubeName, ...] = Field(
+        default=(),
+        description="In place of `pool`: serve every InferencePool of these namespaces; `*` = of all. See "
+        "docs/kubernetes.md#several-pools.",
+    )
+    pool_selector: dict[str, str] = Field(default={}, description="With `namespaces`: labels that pools must have.")
+    pod_selector: dict[str, str] = Field(
+        default={}, description="With `namespaces`: labels that pods of all pools have. Empty = every pod is read."
+    )
     namespace: KubeName = Field(
         default="",
         description="Empty = $NAMESPACE, else that of the service account or of the kubeconfig's context, else "
@@ -339,7 +348,7 @@ class Kubernetes(Section):
 
     @property
     def on(self) -> bool:
-        return bool(self.pool or self.selector)
+        return bool(self.pool or self.selector or self.namespaces)
 
 
 class KvCurve(Section):
@@ -475,6 +484,8 @@ class ModelEntry(Section):
     criticality: Literal["Critical", "Standard", "Sheddable"] = Field(
         default="Standard", description="`Critical` = priority 10, `Standard` = 0, `Sheddable` = -10."
     )
+    ttft: Seconds = Field(default=0.0, description="Objective for the time to the first token; 0 = none.")
+    tpot: Seconds = Field(default=0.0, description="For each further token; 0 = none.")
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -836,6 +847,33 @@ class Autoscaling(Section):
     port: Port = Field(default=0, description="Its gRPC port; 0 = off.")
 
 
+class Place(Section):
+    own: str = Field(
+        default="", max_length=253, description="Where Fairlead runs; see docs/policies.md for the default."
+    )
+    cost: Seconds = Field(default=0.0, description="Added to the cost of endpoints that are elsewhere; 0 = nothing.")
+
+
+class TopologySettings(Section):
+    """How much endpoints in another zone, or on another node, cost more."""
+
+    zone: Place = Field(default_factory=Place, description="By the label `topology.kubernetes.io/zone`.")
+    node: Place = Field(default_factory=Place, description="By the label `kubernetes.io/hostname`.")
+
+
+class Warming(Section):
+    """New and restarted endpoints compute what many prompts begin with before clients ask: see docs/autoscaling.md."""
+
+    enabled: bool = Field(default=False, description="Keep the text of shared beginnings in memory, and send it.")
+    tokens: int = Field(default=100_000, ge=1, description="Prompt tokens that one endpoint is sent at most.")
+    shared: int = Field(
+        default=4, ge=2, le=1024, description="So many of the last 1,024 prompts must have a beginning in common."
+    )
+    max_bytes: Annotated[int, Field(ge=64 << 10), SIZE] = Field(
+        default=4 << 20, description="Of text that is kept. What fewer prompts share gives way."
+    )
+
+
 class Tracing(Section):
     """Off without `endpoint`: then OpenTelemetry is not loaded."""
 
@@ -967,6 +1005,8 @@ class Settings(Section):
     journal: JournalSettings = Field(default_factory=JournalSettings)
     state: StateSettings = Field(default_factory=StateSettings)
     autoscaling: Autoscaling = Field(default_factory=Autoscaling)
+    warming: Warming = Field(default_factory=Warming)
+    topology: TopologySettings = Field(default_factory=TopologySettings)
     tokens: Tokens = Field(default_factory=Tokens)
     kv_events: KvEvents = Field(default_factory=KvEvents)
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
@@ -996,6 +1036,7 @@ class Config(Settings):
         default={}, description="Values that the command line gave, in the shape of the file."
     )
     notes: tuple[Problem, ...] = Field(default=(), description="What was accepted and has no effect.")
+    pools: dict[str, Any] = Field(default={}, description="By `namespace/name`, the configuration of a pool's own.")
 
 
 #: Sections that are read as they stand, by their name in the file.

@@ -299,7 +299,6 @@ class AccessLogs:
                     duration_ms=entry.duration_ms,
                     response_bytes=entry.response_bytes,
                     client_gone=entry.client_gone,
-                    served_by=entry.upstream,
                 )
             )
         elif not entry.lease:

@@ -100,64 +100,79 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         return self._view
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Cut what was read into frames and handle them. A frame that is one whole message of a stream at work, as
-        nearly all are that hold data, goes to its handler from here."""
-        self.wakeups += 1
+        """Cut what was read into frames and handle them, nearly all right here: whole messages, header blocks that are
+        known, resets of exchanges that are over."""
         self._silent = False
         if self.closing:
             return
         self.corked = True
         plain = not self._need
         try:
-            if not plain:
-                data, end = self._with_carry(nbytes)
-            else:
+            if plain:
                 data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
-            pos, last, longest, find = 0, end - _HEAD_SIZE, self._max_message, self.streams.get
-            handlers, table, lingering = self.handlers, self._table, self.lingering
+            else:
+                data, end = self._with_carry(nbytes)
+            pos, last = 0, end - _HEAD_SIZE
+            longest = self._max_message if self.handlers is self._table else 0
             while pos <= last:
                 length, flags, stream_id, compressed, size = _heads(data, pos)
                 stop = pos + _HEAD_SIZE + (length >> 8)
+                if stop > end:
+                    break
                 size += _PREFIX_SIZE
                 if (
-                    stop <= end
-                    and size << 8 == length <= longest  # DATA
+                    size << 8 == length  # DATA
+                    and length <= longest
                     and not (flags or compressed)
-                    and handlers is table
-                    and (stream := find(stream_id)) is not None
+                    and (stream := self.streams.get(stream_id)) is not None
                     and (take := stream.take) is not None
                     and (window := stream.receive_window - size) > self._low_window
-                    and (credit := self._credit - size) > self._low_credit
                 ):
-                    stream.receive_window, self._credit = window, credit
+                    stream.receive_window, self._credit = window, self._credit - size
                     try:
                         take(data[pos + _MESSAGE_AT : stop])
                     except Exception:
                         stream.crashed()
-                elif length == _RST_LENGTH and stop <= end and handlers is table and stream_id in lingering:
-                    del lingering[stream_id]  # Envoy resets every exchange that we finished
+                elif length == _RST_LENGTH and longest and stream_id in self.lingering:
+                    del self.lingering[stream_id]  # Envoy resets every exchange that we finished
+                elif (
+                    longest
+                    and flags == _END_HEADERS
+                    and (opening := self._blocks.recent.get(data[pos + _HEAD_SIZE : stop])) is not None
+                    and length & 0xFF == h2.HEADERS
+                    and self._last_stream < stream_id <= _MAX_STREAM
+                    and stream_id & 1
+                ):
+                    self._open(flags, stream_id, opening)
                 else:
-                    plain = False
-                    if length > self._max_length:
-                        raise ProtocolError(f"a frame of {length >> 8} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
-                    if stop > end:
-                        break
-                    handlers[length & 0xFF](flags, stream_id & _MAX_STREAM, data, pos + _HEAD_SIZE, stop)
-                    handlers = self.handlers
+                    plain, longest = False, self._on_frame(length, flags, stream_id, data, pos, stop)
                 pos = stop
             if pos < end:
                 plain = False
-                self._keep(memoryview(data)[pos:end], stop - pos if pos <= last else _HEAD_SIZE)
-        except ProtocolError as error:
-            self.fail(error.code, str(error))
-        except Exception:
-            log.exception("internal error on the connection from %s", self._peer)
-            self.fail(ErrorCode.INTERNAL_ERROR, "internal error")
+                self._keep(memoryview(data)[pos:end], length if pos <= last else -1)
+            if self._credit <= self._low_credit:
+                self._give_credit()
+        except Exception as error:
+            self._crashed(error)
         self.corked = False
         if not plain:
             self.settled = self._acknowledged and not self._need and self.handlers is self._table
         if self.out or self.restless or not plain:  # an access log's whole messages are not answered
             self.flush()
+
+    def _on_frame(self, length: int, flags: int, stream_id: int, data: bytes, pos: int, stop: int) -> int:
+        """Any other frame. Returns the longest one that may be handled without its handler from now on: none in the
+        middle of a header block."""
+        self._check_length(length)
+        self.handlers[length & 0xFF](flags, stream_id & _MAX_STREAM, data, pos + _HEAD_SIZE, stop)
+        return self._max_message if self.handlers is self._table else 0
+
+    def _crashed(self, error: Exception) -> None:
+        if isinstance(error, ProtocolError):
+            self.fail(error.code, str(error))
+        else:
+            log.error("internal error on the connection from %s", self._peer, exc_info=error)
+            self.fail(ErrorCode.INTERNAL_ERROR, "internal error")
 
     def _with_carry(self, nbytes: int) -> tuple[bytes, int]:
         """What was read behind the incomplete frame before it, and where that ends. As long as the frame is incomplete
@@ -181,8 +196,15 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         self._carry, self._need = bytearray(), 0
         return bytes(carry), end
 
-    def _keep(self, part: memoryview, need: int) -> None:
-        """Of a frame that is `need` bytes long. All of it comes whatever we say: a long one has room or ends us."""
+    def _check_length(self, length: int) -> None:
+        if length > self._max_length:
+            raise ProtocolError(f"a frame of {length >> 8} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
+
+    def _keep(self, part: memoryview, length: int) -> None:
+        """Of a frame whose header begins with `length`; negative = the header is not whole. All of it comes whatever we
+        say: a long one has room or ends us."""
+        self._check_length(length)
+        need = _HEAD_SIZE + max(length >> 8, 0)
         self._need = need
         self._carry += part
         if need > ByteBudget.SMALL and self.budget is not None and not self.budget.ask(self._frame, need, need):
@@ -201,11 +223,6 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
     def _on_headers(self, flags: int, stream_id: int, data: bytes, pos: int, end: int) -> None:
         if not stream_id & 1:
             raise ProtocolError("HEADERS on a stream that clients cannot open", ErrorCode.PROTOCOL_ERROR)
-        if flags == _END_HEADERS and stream_id > self._last_stream:
-            opening = self._blocks.recent.get(data[pos:end])
-            if opening is not None:  # as nearly always
-                self._open(flags, stream_id, opening)
-                return
         if flags & (h2.PADDED | h2.HAS_PRIORITY):
             pos, end = h2.unpad(flags, data, pos, end)
         if end - pos > self.limits.max_header_list:
@@ -237,20 +254,21 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             self._open(flags, stream_id, opening)
 
     def _open(self, flags: int, stream_id: int, opening: Opening) -> None:
-        self._last_stream = stream_id
+        self._last_stream, self.restless = stream_id, True
         if stream_id > self._last_accepted:
             return
-        if opening.malformed or len(self.streams) >= self.limits.max_streams:
-            crowded = len(self.streams) >= self.limits.max_streams
+        crowded = len(self.streams) >= self.limits.max_streams
+        if crowded or opening.malformed:
             self.send_reset(stream_id, ErrorCode.REFUSED_STREAM if crowded else ErrorCode.PROTOCOL_ERROR)
             self._spend_control()
             return
-        self.opened += 1
         stream = self.streams[stream_id] = H2Stream(self, stream_id)
-        ended = stream.remote_closed = flags & _END_STREAM > 0
+        ended = flags & _END_STREAM
+        if ended:
+            stream.remote_closed = True
         factory = self._routes.get(opening.path)
-        if factory is None or opening.http_status:
-            status = opening.http_status
+        status = opening.http_status
+        if factory is None or status:
             stream.refuse(
                 grpc.http_error(status)
                 if status

@@ -83,13 +83,14 @@ class H2Control(H2Sender):
         self._pinged = False
         self._farewell: asyncio.TimerHandle | None = None
         self._peer = ""
-        #: Reads of the socket, over the connection's life.
-        self.wakeups = 0
-        #: Streams of the peer that were opened.
-        self.opened = 0
         #: By frame type: all of them, and those of now. Swapped as a whole where only one type is allowed next.
         self._table: tuple[FrameHandler, ...] = ()
         self.handlers = only(h2.SETTINGS, self._on_first_settings, "the first frame is not SETTINGS")
+
+    @property
+    def opened(self) -> int:
+        """Streams that the peer has begun: their numbers are odd, and those that it leaves out count too."""
+        return (self._last_stream + 1) // 2
 
     # ---- asyncio ----
 

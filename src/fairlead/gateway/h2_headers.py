@@ -37,7 +37,8 @@ _BAD_VALUE = re.compile(r"[\0\r\n]|\A[ \t]|[ \t]\Z")
 
 
 class Opening(Struct, frozen=True, gc=False):
-    """What a HEADERS block says. `headers` has no pseudo-headers; of a repeated name the last value wins."""
+    """What a HEADERS block says. `headers` has `:authority` and no other pseudo-header; of a repeated name the last
+    value wins."""
 
     path: str = ""
     headers: Mapping[str, str] = MappingProxyType({})
@@ -120,6 +121,8 @@ def check(fields: list[tuple[str, str]]) -> Opening:
             headers[name] = value
     if any(not pseudo.get(name) for name in _REQUIRED):
         return Opening(headers=MappingProxyType(headers), malformed="a pseudo-header is missing", trailers=not pseudo)
+    if ":authority" in pseudo:
+        headers[":authority"] = pseudo[":authority"]
     return Opening(pseudo[":path"], MappingProxyType(headers), http_status=_http_status(pseudo[":method"], headers))
 
 

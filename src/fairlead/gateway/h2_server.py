@@ -38,12 +38,7 @@ class TransportStats(Struct, frozen=True):
 
     #: Connections that are open now.
     connections: int = 0
-    accepted: int = 0
     streams: int = 0
-    #: Reads of sockets; with merged wake-ups fewer per stream.
-    wakeups: int = 0
-    #: How often a socket's SO_RCVLOWAT was changed.
-    mark_changes: int = 0
 
 
 class H2Server:
@@ -77,7 +72,7 @@ class H2Server:
         self._empty.set()
         self._ticker: asyncio.TimerHandle | None = None
         self._draining = False
-        self._accepted = self._streams = self._wakeups = self._mark_changes = 0
+        self._streams = 0
 
     @property
     def connections(self) -> frozenset[H2Control]:
@@ -142,7 +137,6 @@ class H2Server:
     def made(self, connection: H2Control) -> bool:
         self._connections.add(connection)
         self._empty.clear()
-        self._accepted += 1
         if self._draining:
             # Accepted while the listeners closed: told as soon as it has our SETTINGS.
             asyncio.get_running_loop().call_soon(connection.drain)
@@ -151,8 +145,6 @@ class H2Server:
     def lost(self, connection: H2Control) -> None:
         self._connections.discard(connection)
         self._streams += connection.opened
-        self._wakeups += connection.wakeups
-        self._mark_changes += connection.mark_changes
         if not self._connections:
             self._empty.set()
 
@@ -166,13 +158,7 @@ class H2Server:
 
     def stats(self) -> TransportStats:
         live = self._connections
-        return TransportStats(
-            connections=len(live),
-            accepted=self._accepted,
-            streams=self._streams + sum(c.opened for c in live),
-            wakeups=self._wakeups + sum(c.wakeups for c in live),
-            mark_changes=self._mark_changes + sum(c.mark_changes for c in live),
-        )
+        return TransportStats(len(live), self._streams + sum(c.opened for c in live))
 
     # ---- the end ----
 

@@ -113,8 +113,6 @@ class H2Sender:
         self._merge = merge_wakeups
         self._mark = 1
         self._socket: socket.socket | None = None
-        #: How often the receive mark was changed.
-        self.mark_changes = 0
 
     def flush_soon(self) -> None:
         """Something was written: see that it leaves."""
@@ -130,8 +128,7 @@ class H2Sender:
         """Write what waits, and say how little the next read may bring."""
         if self.out:
             data = b"".join(self.out)
-            self.out.clear()
-            self.out_size = 0
+            self.out, self.out_size = [], 0
             if self.closing:
                 return
             self.transport.write(data)
@@ -142,8 +139,9 @@ class H2Sender:
             mark = 1 if busy or not self.settled else _MERGING_MARK
             if mark != self._mark:
                 self._put_mark(mark)
-        self.restless = self.draining
+        self.restless = False
         if self.draining:
+            self.restless = True
             self.close_if_idle()
 
     def ended(self, stream: "H2Stream") -> None:
@@ -201,7 +199,6 @@ class H2Sender:
     def _put_mark(self, mark: int) -> None:
         if mark != self._mark and self._socket is not None:
             self._mark = mark
-            self.mark_changes += 1
             try:
                 # Lowering it reports what is already there (Linux: tcp_set_rcvlowat).
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)

@@ -52,6 +52,8 @@ class ProcessingMode(Struct, frozen=True):
     on_headers: bool
     #: The headers are answered at once, and the pick rides on the answer to the body.
     buffered: bool
+    #: One of the two: something is done as soon as the headers are there.
+    at_once: bool
     leave: Leave
     #: Sessions see no first token, mostly.
     blind: bool
@@ -74,7 +76,17 @@ def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, res
     buffered = request in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
     blind = response is BodyMode.NONE or leave is Leave.IF_IT_FITS
     return ProcessingMode(
-        modes, request, response, access_log, whole_body, resizable, on_headers, buffered, leave, blind
+        modes,
+        request,
+        response,
+        access_log,
+        whole_body,
+        resizable,
+        on_headers,
+        buffered,
+        on_headers or buffered,
+        leave,
+        blind,
     )
 
 

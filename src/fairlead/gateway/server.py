@@ -9,6 +9,7 @@ from fairlead.gateway.h2_limits import ByteBudget, H2Limits
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.host import Host
+from fairlead.gateway.pools import PoolHosts
 from fairlead.gateway.session import sessions
 from fairlead.gateway.stream import Routes
 from fairlead.gateway.tls import ServerTls
@@ -18,8 +19,10 @@ _Transport = H2Server | GrpcServer
 EXT_PROC = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 
-def routes(host: Host, health: HealthService) -> Routes:
-    """What a gateway may call."""
+def routes(host: Host | PoolHosts, health: HealthService) -> Routes:
+    """What a gateway may call. An access log does not tell of which pool it is, so with several there is none."""
+    if isinstance(host, PoolHosts):
+        return {EXT_PROC: host.begin, **health.routes()}
     return {
         EXT_PROC: sessions(host),
         access_log.PATH: access_log.factory(host.logs),
@@ -33,7 +36,7 @@ class Server:
     def __init__(
         self,
         transport: str,
-        host: Host,
+        host: Host | PoolHosts,
         health: HealthService,
         tls: ServerTls | None,
         max_body: int,

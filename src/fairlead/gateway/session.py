@@ -23,6 +23,9 @@ Rules (Envoy 1.40; tests/integration/pitfalls/README.md has the measurements)
 * Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
   the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
   An answer that is not streamed is left at the pick: its first byte comes when all is done.
+* A gateway that asks and sends no more (half-close: it carries the request past ext_proc, and shows no response) still
+  gets its pick, also if that has to wait. Its requests are off the books at the pick: nobody tells their end, so their
+  load is what the scrapes show.
 * A response that comes before the pick is a local reply: the gateway or one of its filters refused the request, often
   before it showed us any of it. It goes through unchanged, and the request is given up.
 * Who served is believed of the gateway's metadata (`Incoming.served`), which neither clients nor model servers can
@@ -107,6 +110,8 @@ class Session:
     # Of the body, and their size, where it comes in several.
     _parts: list[bytes] | None = None
     _size = 0
+    # The gateway sends no more, and waits for the pick.
+    _only_asks = False
     # From the first message on.
     _mode: ProcessingMode
     # Once the request is whole. `_awaited`: the message that the pick answers. `_body`: where it is handed back or may
@@ -135,8 +140,6 @@ class Session:
 
     def on_message(self, data: bytes) -> None:
         state = self._state
-        if state is SessionState.CLOSED:
-            return
         try:
             if state is SessionState.OPENED:
                 opening = read_opening(data)
@@ -144,7 +147,7 @@ class Session:
                     self._headers, known = opening
                     self._subset = known.subset
                     mode = self._begin(known.modes)
-                    if known.ended or mode.on_headers or mode.buffered:
+                    if known.ended or mode.at_once:
                         self._after_headers(known.ended)
                     return
             elif state is SessionState.COLLECTING:
@@ -156,6 +159,8 @@ class Session:
                     else:
                         self._take_chunk(chunk, True)
                     return
+            elif state is SessionState.CLOSED:
+                return
             message = Incoming(data)
             handler = _LEGAL[state].get(message.kind)
             if handler is None:
@@ -168,6 +173,9 @@ class Session:
             self._stream.finish(_INVALID_ARGUMENT, str(error))
 
     def on_half_close(self) -> None:
+        if self._state in (SessionState.ASKING_KNOWLEDGE, SessionState.WAITING):
+            self._only_asks = True
+            return
         self.on_lost("")
         self._stream.finish()
 
@@ -268,19 +276,19 @@ class Session:
         have it scheduled."""
         self._awaited, self._chunks = awaited, chunks
         host = self._host
-        models = host.driver.pipeline.models
+        models, mode = host.driver.pipeline.models, self._mode
         if not body:
             page = models_page(models, self._headers, host.served)
             if page is not None:
                 self._answer(page)
                 return
         try:
-            request, reading = host.understanding.request(self._headers, body, self._subset, self._mode.blind)
+            request, reading = host.understanding.request(self._headers, body, self._subset, mode.blind)
         except ClientError as error:
             self._fail(error)
             return
         self._request = request
-        if self._mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite:
+        if mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite:
             self._body = body
             if body:
                 self._stream.hold(len(body))
@@ -353,8 +361,9 @@ class Session:
         if leaves:
             self._stream.send_last(*messages)
             gateway_id = self._headers.get(GATEWAY_ID)
-            self._state = SessionState.CLOSED
-            self._headers, self._body = _NO_HEADERS, b""
+            self._state, self._headers = SessionState.CLOSED, _NO_HEADERS
+            if self._body:
+                self._body = b""
             if gateway_id:
                 host.logs.left(gateway_id, request.id)
         else:
@@ -367,6 +376,8 @@ class Session:
                 self._stream.hold(0)
             self._picked, self._fallback = route.endpoint.address, route.fallback
             self._watch = ResponseWatch(request)
+            if self._only_asks:
+                self.on_half_close()
 
     def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
         """The pick with another model name in the body; nothing if there is no place for it."""

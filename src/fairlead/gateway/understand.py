@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from itertools import count
 from typing import Any, Protocol
 
@@ -197,13 +198,12 @@ class Conversations:
         if not hashes:
             return ""
         prompt = memoryview(prompt)
-        last = chain.ends[-1]
-        step = max(_FINEST, last >> _GROWTH)
-        end = min(len(prompt), last + _MAX_POINTS * step)
-        key = hashes[-1]
-        starts = range(last, end - step + 1, step)
-        keys = [key := xxh3_64_intdigest(prompt[start : start + step], key) for start in starts]
+        last, key = chain.ends[-1], hashes[-1]
+        step, blocks = _tail(last)
+        size = len(prompt)
+        keys = [key := xxh3_64_intdigest(prompt[block], key) for block in blocks[: (size - last) // step]]
         start = last + step * len(keys)
+        end = start if len(keys) == _MAX_POINTS else size
         seen = _Prompt(end, xxh3_64_intdigest(prompt[start:end], key), hashes[-1])
         stems = self._stems
         if not stems.keys().isdisjoint(hashes):
@@ -273,6 +273,13 @@ class Conversations:
             counts[alike[0].stem] = counts.get(alike[0].stem, 0) + 1
         assert counts == self._stems
         assert all(0 < len(alike) <= MAX_ALIKE for alike in self._ends.values())
+
+
+@lru_cache(maxsize=1024)  # as many as there are ends of blocks
+def _tail(last: int) -> tuple[int, list[slice]]:
+    """Behind the last block of a prompt, which ends there: the distance of grid points, and what is between them."""
+    step = max(_FINEST, last >> _GROWTH)
+    return step, [slice(start, start + step) for start in range(last, last + _MAX_POINTS * step, step)]
 
 
 def _grid(prompt: memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
@@ -405,14 +412,12 @@ class Understanding:
             hints.ttl_s,
             headers.get(names.REQUEST_ID, "")[:MAX_NAME],
             blind,
+            parsed.n,
         )
         reading = None
         if self._prompts is not None:
             read = self._prompts.read(parsed, body, hints.rewrite or parsed.model)
-            if isinstance(read, PromptKnown):
-                request = self.known(request, read)
-            else:
-                reading = read
+            request, reading = (self.known(request, read), None) if isinstance(read, PromptKnown) else (request, read)
         if self._trace is not None and (trace := self._trace(request, headers)) is not None:
             request = replace(request, trace=trace)
         return request, reading

@@ -28,10 +28,12 @@ from fairlead.config.problems import Place, Problem, Report, describe, shorten
 from fairlead.config.schema import Section
 from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.models import (
+    ANY_LATENCY,
     Catalogue,
     InferenceModel,
     InferenceModelRewrite,
     InferenceObjective,
+    Latency,
     ModelSet,
     Origin,
     RewriteRule,
@@ -140,6 +142,9 @@ def read_object(value: object, report: Report, place: Place = (), kind: str = ""
     if spec is None or origin is None or len(report.problems) > before:
         return None
     made = make(origin, spec, (*place, "spec"), report)
+    latency = _latency(value["metadata"], (*place, "metadata", "annotations"), report)
+    if latency != ANY_LATENCY and not isinstance(made, InferenceModelRewrite):
+        made = replace(made, latency=latency)
     return made if len(report.problems) == before else None
 
 
@@ -164,6 +169,21 @@ def _origin(metadata: object, place: Place, report: Report) -> Origin | None:
     if named is None or created is None:
         return None
     return Origin(namespace=named.namespace, name=named.name, created=created)
+
+
+def _latency(metadata: Mapping[str, Any], place: Place, report: Report) -> Latency:
+    annotations = metadata.get("annotations")
+    annotations = annotations if isinstance(annotations, dict) else {}
+    milliseconds = dict.fromkeys(("ttft", "tpot"), 0.0)
+    for name in milliseconds:
+        said = annotations.get(key := f"fairlead.dev/slo-{name}-ms", "0")
+        try:
+            milliseconds[name] = float(said)
+        except (TypeError, ValueError):
+            milliseconds[name] = -1.0
+        if not 0.0 <= milliseconds[name] < 1e9:
+            report.add((*place, key), f"expected milliseconds such as '500', got {describe(said)}")
+    return Latency(**{f"{name}_ms": value for name, value in milliseconds.items()})
 
 
 def _seconds(stamp: object) -> float | None:

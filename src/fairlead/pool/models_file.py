@@ -24,7 +24,15 @@ from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
 from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import InferenceModel, InferenceModelRewrite, InferenceObjective, ModelSet, Origin, Target
+from fairlead.core.models import (
+    InferenceModel,
+    InferenceModelRewrite,
+    InferenceObjective,
+    Latency,
+    ModelSet,
+    Origin,
+    Target,
+)
 from fairlead.pool.model_kinds import Manifests, read_manifests
 from fairlead.pool.watched_files import WatchedFiles
 
@@ -186,6 +194,7 @@ def listed_models(settings: Models) -> ModelSet:
                 model=entry.name,
                 targets=tuple(starmap(Target, entry.targets.items())),
                 criticality=entry.criticality,
+                latency=Latency(entry.ttft * 1e3, entry.tpot * 1e3),
             )
             for entry in settings.list
         )

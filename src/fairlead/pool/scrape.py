@@ -101,6 +101,15 @@ class ScrapeStats:
         self.seconds = 0.0
 
 
+class Pace:
+    """How many endpoints are scraped, and how many of them fast: by all scrapers that share the limits."""
+
+    def __init__(self) -> None:
+        self.targets = self.fast = 0
+        #: What is received, by one at a time.
+        self.received = memoryview(bytearray(RECEIVE_BYTES))
+
+
 class Owner(Protocol):
     """Who schedules targets and takes what comes of them."""
 
@@ -287,8 +296,10 @@ class Scraper:
         report: Report | None = None,
         measure: Measure | None = None,
         silence: Silence | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """Raises `ConfigError` for a bad spec in `engines`, which must have `default_engine`."""
+        """`pace`: shared with other scrapers. Raises `ConfigError` for a bad spec in `engines`, which must have
+        `default_engine`."""
         self.stats = ScrapeStats()
         self.specs = {name: compile_engine(metrics, f"$.engines.{name}") for name, metrics in engines.items()}
         self._engines = engines
@@ -300,13 +311,12 @@ class Scraper:
         self._silence = silence
         self._options = options or ScrapeOptions()
         self._rng = rng or random.Random()
-        self._received = memoryview(bytearray(RECEIVE_BYTES))
+        self._pace = pace or Pace()
         self._secure = SecureFetcher(self._options)
         self._targets: dict[str, Target] = {}
         self._heap: list[tuple[float, int, Target]] = []
         self._order = count()
         self._timer: asyncio.TimerHandle | None = None
-        self._fast = 0
         #: Ids of endpoints that were woken since their last scrape began.
         self.awake: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -327,16 +337,17 @@ class Scraper:
         target = Target(self, endpoint, address, engine, self.specs[engine])
         target.silent = old.silent if old is not None else ""  # what was told must be taken back
         self._targets[endpoint.id] = target
+        self._pace.targets += 1
         slots = max(int(self._interval(target) / GRID), 1)
-        slot = (
-            len(self._targets) // GROUP % slots if len(self._targets) <= GROUP * slots else self._rng.randrange(slots)
-        )
+        among = self._pace.targets
+        slot = among // GROUP % slots if among <= GROUP * slots else self._rng.randrange(slots)
         self._schedule(target, self._loop.time() + (1 + slot) * GRID)
 
     def down(self, endpoint_id: str) -> None:
         """Stop scraping it. Nothing is fed about it any more."""
         target = self._targets.pop(endpoint_id, None)
         if target is not None:
+            self._pace.targets -= 1
             self._set_fast(target, False)
             self.awake.discard(endpoint_id)
             target.due = -1.0
@@ -370,15 +381,15 @@ class Scraper:
     # ---------------- timing ----------------
 
     def _interval(self, target: Target) -> float:
-        options = self._options
-        demand = self._fast / options.fast_s + (len(self._targets) - self._fast) / options.idle_s
+        options, pace = self._options, self._pace
+        demand = pace.fast / options.fast_s + (pace.targets - pace.fast) / options.idle_s
         stretch = max(demand / options.max_rate, 1.0)
         return (options.fast_s if target.fast else options.idle_s) * stretch
 
     def _set_fast(self, target: Target, fast: bool) -> None:
         if fast != target.fast:
             target.fast = fast
-            self._fast += 1 if fast else -1
+            self._pace.fast += 1 if fast else -1
 
     def _schedule(self, target: Target, when: float) -> None:
         when = floor(when / GRID + 1e-3) * GRID  # sums of grid times fall just below the grid
@@ -433,7 +444,7 @@ class Scraper:
 
     async def _connect(self, target: Target) -> None:
         address = target.address
-        connection = PageConnection(self._received, self._options.max_page)
+        connection = PageConnection(self._pace.received, self._options.max_page)
         try:
             await self._loop.create_connection(lambda: connection, address.host, address.port)
         except (OSError, ValueError) as error:  # ValueError: a host name that IDNA cannot encode

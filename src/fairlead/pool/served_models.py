@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import AdaptersListed
-from fairlead.pool.scrape import ScrapeError, ScrapeOptions, SecureFetcher
+from fairlead.pool.scrape import Pace, ScrapeError, ScrapeOptions, SecureFetcher
 
 PATH = "/v1/models"
 AT_ONCE, MOST_RATE = 16, 20.0
@@ -95,7 +95,10 @@ class ServedModels:
         feed: Callable[[AdaptersListed], object],
         options: ScrapeOptions,
         rng: random.Random | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        """`pace`: of all who ask endpoints; `None` = nobody else does."""
+        self._pace = pace
         self._loop, self._feed, self._period_s = loop, feed, options.models_s
         self._rng = rng or random.Random()
         options = replace(options, max_page=MAX_PAGE)
@@ -195,7 +198,8 @@ class ServedModels:
 
     def _pause(self, target: _Target, problem: str) -> float:
         """Seconds until it is asked again."""
-        period = max(self._period_s, len(self._targets) / MOST_RATE) * self._rng.uniform(0.8, 1.2)
+        among = self._pace.targets if self._pace is not None else len(self._targets)
+        period = max(self._period_s, among / MOST_RATE) * self._rng.uniform(0.8, 1.2)
         if problem:
             target.fails += 1
             return min(RETRY * 2.0 ** min(target.fails - 1, 16), period)

@@ -13,7 +13,7 @@ Rules
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import perf_counter
@@ -57,6 +57,7 @@ _DASHBOARD = {
     "/dashboard/stream": "the same twice a second (server-sent events)",
     "/dashboard/decisions?model=m": "the last decisions by id, model, tenant, endpoint or outcome (JSON)",
     "/dashboard/endpoint?id=e": "the last hour of one endpoint (JSON)",
+    "/dashboard/model?name=m": "the last hour of one model (JSON)",
     "/dashboard/runbook.md": "what to do about what it says",
 }
 _DEBUG_PAGES = {
@@ -212,10 +213,12 @@ class Admin(HttpPort):
         tls: ServerTls | None = None,
         metrics: tuple[str, int] | None = None,
         on_error: Callable[[str, Exception], object] | None = None,
+        pools: Callable[[], Mapping[str, AdminSources]] | None = None,
     ) -> None:
-        """`metrics`: host and port where health and metrics are served too, and nothing else."""
+        """`metrics`: host and port where health and metrics are served too, and nothing else. `pools`: by their names,
+        where the debug pages of each come from (`?pool=`); `None` = from `sources`."""
         super().__init__(host, port, 1.0, tls)
-        self._sources = sources
+        self._sources, self._pools = sources, pools
         self._debug = debug
         self._access = access or Access(free=_PROBES)
         self._on_error = on_error
@@ -337,48 +340,59 @@ class Admin(HttpPort):
         async with page.read() as parts:
             return await _send(request, parts, {"Content-Type": kind, "Vary": "Accept"})
 
+    def _of(self, request: web.Request) -> AdminSources:
+        """Where the pages about a pool come from."""
+        if self._pools is None:
+            return self._sources
+        pools, name = self._pools(), request.query.get("pool", "")
+        if name in pools:
+            return pools[name]
+        there = ", ".join(sorted(pools)) or "none yet"
+        raise web.HTTPNotFound(text=f"no pool {name[:200]!r}: add ?pool=NAMESPACE/NAME; there are: {there}\n")
+
     def _endpoints(self, request: web.Request) -> Iterable[bytes]:
-        yield _json({"endpoints": self._sources.endpoints()}) + b"\n"
+        yield _json({"endpoints": self._of(request).endpoints()}) + b"\n"
 
     def _knowledge(self, request: web.Request) -> Iterable[bytes]:
-        yield _json(self._sources.knowledge()) + b"\n"
+        yield _json(self._of(request).knowledge()) + b"\n"
 
     def _replicas(self, request: web.Request) -> Iterable[bytes]:
-        yield _json(self._sources.replicas()) + b"\n"
+        yield _json(self._of(request).replicas()) + b"\n"
 
     def _decisions(self, request: web.Request) -> Iterable[bytes]:
-        unknown = set(request.query) - {"last"}
+        unknown = set(request.query) - {"last", "pool"}
         if unknown:
             raise web.HTTPBadRequest(text=f"unknown parameter {sorted(unknown)[0]!r}, expected: last\n")
+        sources = self._of(request)
         text = request.query.get("last", str(_DEFAULT_DECISIONS))
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
             raise web.HTTPBadRequest(text=f"last={text[:40]!r} is no positive number\n")
         before = b'{"decisions":['
-        for decision in self._sources.decisions(min(int(text), MAX_DECISIONS)):
+        for decision in sources.decisions(min(int(text), MAX_DECISIONS)):
             yield before + _json(decision)
             before = b","
         yield b"]}\n" if before == b"," else before + b"]}\n"
 
     def _decision(self, request: web.Request) -> Iterable[bytes]:
         name = request.match_info["name"]
-        decision = self._sources.decision(name)
+        decision = self._of(request).decision(name)
         if decision is None:
             text = f"no decision {name[:80]!r} among the last ones; `fairlead explain` searches a journal on disk\n"
             raise web.HTTPNotFound(text=text)
         yield _json(decision) + b"\n"
 
-    def _segments(self) -> Sequence[Path]:
-        there = self._sources.journal()
+    def _segments(self, request: web.Request) -> Sequence[Path]:
+        there = self._of(request).journal()
         if there is None:
             raise web.HTTPNotFound(text="no journal is kept here; set journal.path and let it serve for a while\n")
         return there
 
     def _journal(self, request: web.Request) -> Iterable[bytes]:
-        yield _json({"segments": [(path.name, path.stat().st_size) for path in self._segments()]}) + b"\n"
+        yield _json({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]}) + b"\n"
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
         """Read by the system and not by this process, so that its size costs others nothing."""
-        for path in self._segments():
+        for path in self._segments(request):
             if path.name == request.match_info["name"]:
                 return web.FileResponse(path)
         raise web.HTTPNotFound(text="no such segment of the journal, or no longer\n")

@@ -11,7 +11,7 @@ import msgspec
 from fairlead import __version__
 from fairlead.server.observe.fleet_gauges import EndpointStatus
 from fairlead.server.observe.search import Search, SearchResult
-from fairlead.server.observe.snapshot import EndpointPast
+from fairlead.server.observe.snapshot import EndpointPast, ModelPast
 from fairlead.server.observe.snapshot_shape import Beginning, Snapshot
 
 PATH: Final = "/openapi.json"
@@ -113,12 +113,14 @@ _JSON: Final[Mapping[str, Any]] = {
     "/dashboard/snapshot": DashboardSnapshot,
     "/dashboard/decisions": SearchResult,
     "/dashboard/endpoint": EndpointPast,
+    "/dashboard/model": ModelPast,
     PATH: Values,
 }
 _QUERIES: Final[Mapping[str, Mapping[str, Values]]] = {
     "/debug/decisions": {"last": {"type": "integer", "minimum": 1}},
     "/dashboard/decisions": {key: {"type": "string"} for key in Search.__struct_fields__},
     "/dashboard/endpoint": {"id": {"type": "string"}},
+    "/dashboard/model": {"name": {"type": "string"}},
 }
 #: Types of answers that are neither JSON nor plain text.
 _TYPES: Final[Mapping[str, str]] = {

@@ -24,6 +24,22 @@ def test_a_pool_stands_for_endpoints() -> None:
     [
         ("endpoints: ['10.0.0.1:80']\nkubernetes: {pool: a}", "come from Kubernetes already"),
         ("kubernetes: {pool: a, selector: {a: b}, targetPorts: [1]}", "not both"),
+        ("kubernetes: {namespaces: [a], pool: a}", "give 'pool' or 'namespaces', not both"),
+        ("kubernetes: {namespaces: [a]}", "the embedded gateway has one pool"),
+        ("kubernetes: {pool: a, podSelector: {a: b}}", "it is for several pools"),
+        ("gateway: none\nkubernetes: {namespaces: [a], leaderElection: {enabled: true, service: s}}", "a service each"),
+        (
+            "gateway: none\nkubernetes: {namespaces: [a]}\nreplicas: {via: 'valkey://x:1'}",
+            "do not share what they know",
+        ),
+        ("gateway: none\nkubernetes: {namespaces: [a]}\nautoscaling: {port: 1}", "KEDA asks for one pool"),
+        ("gateway: none\nkubernetes: {namespaces: [a]}\npools: {llama: {}}", "'llama' names no pool"),
+        ("gateway: none\nkubernetes: {namespaces: [a]}\npools: {a/b: {log: {}}}", "all pools share it"),
+        (
+            "gateway: none\nkubernetes: {namespaces: [a]}\npools: {a/b: {scorers: [{type: x}]}}",
+            '$.pools["a/b"].scorers[0]',
+        ),
+        ("kubernetes: {pool: a}\npools: {a/b: {}}", "there are not several pools"),
         ("kubernetes: {selector: {a: b}}", "'targetPorts' is missing"),
         ("kubernetes: {pool: a, targetPorts: [80]}", "'selector' is missing"),
         ("kubernetes: {selector: {a: b}, targetPorts: [80, 80]}", "unique"),

@@ -126,6 +126,6 @@ def test_every_field_is_decided_upon() -> None:
         "policy", "endpoints", "ledger", "parsing", "inspect", "log", "scheduler", "canary", "shadows",  # apply
         "flow_control", "gateway", "ext_proc", "als", "admin", "metrics", "seed", "metric_sources", "parsers",
         "models", "kubernetes", "headers", "source", "notes", "flags", "kv_events", "tokens", "journal", "tracing",
-        "state", "replicas", "autoscaling",
+        "state", "replicas", "autoscaling", "warming", "topology", "pools",
     }  # fmt: skip
     assert {*Config.model_fields} <= known

@@ -136,7 +136,7 @@ KINDS: list[tuple[Instruction, list[int]]] = [
     (AdoptConfiguration(NOBODY, NOBODY), []),
     (RefuseConfiguration(NOBODY, "broken"), []),
     (SetTimer("t", float("nan")), []),
-    (Record(NOBODY), []),
+    (NOBODY, []),
 ]
 
 
@@ -152,7 +152,7 @@ def test_whatever_fails_the_rest_is_carried_out_and_its_request_ends(failing: In
     set_timer = clock.call_at
     clock.call_at = lambda when, *rest: set_timer(when, *rest) if when == when else broken()  # type: ignore[method-assign]
     if isinstance(failing, Record):
-        pipeline.answers[ev.StopAsked][0] = Record(decision())
+        pipeline.answers[ev.StopAsked][0] = decision()
     driver.feed(ev.StopAsked())
     assert well.heard == ["route"]
     assert observer.failed == [type(failing).__name__]
@@ -249,5 +249,5 @@ def decision() -> Any:
     """A decision's record, as a pipeline makes it."""
     pipeline = Pipeline(SimClock(), Random(1), Fleet(), Profile("rr", [], [], RoundRobin(NoParams())), TokenEstimator())
     pipeline.handle(ev.EndpointUp(ENDPOINT))
-    records = [one.record for one in pipeline.handle(ev.RequestArrived(REQUESTS[3])) if isinstance(one, Record)]
+    records = [one for one in pipeline.handle(ev.RequestArrived(REQUESTS[3])) if isinstance(one, Record)]
     return records[0]

@@ -22,7 +22,7 @@ def test_a_request_is_read() -> None:
     assert not opening.malformed
     assert opening.http_status == 0
     assert opening.path == "/s/M"
-    assert opening.headers == {"content-type": "application/grpc", "te": "trailers", "x-a": "2"}
+    assert opening.headers == {"content-type": "application/grpc", "te": "trailers", "x-a": "2", ":authority": "a"}
     assert not opening.trailers
 
 

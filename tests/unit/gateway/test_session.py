@@ -723,6 +723,17 @@ async def test_a_client_that_goes_while_its_prompt_is_read_is_never_scheduled(as
     assert (rig.seen.decisions, rig.leases()) == ([], 0)
 
 
+async def test_a_gateway_that_only_asks_gets_the_pick_when_it_is_made(asking):
+    rig, reader, wire, session = asking
+    session.on_half_close()
+    await turns()
+    assert wire.status is None, "its prompt is still read"
+    reader.answers[0].set_result(PromptKnown(77, "blocks"))
+    await turns()
+    assert (rig.kinds(wire)[-1], wire.status) == ("request_body", 0)
+    assert (len(rig.seen.decisions), rig.leases()) == (1, 0), "nobody will tell how it ends"
+
+
 #: The messages that may come, by state. Everything else breaks the stream.
 EARLY, LATE = {"headers", "body", "trailers"}, {"body", "trailers"}
 RESPONSE = {"response_headers", "chunk", "response_trailers"}

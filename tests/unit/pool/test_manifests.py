@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from fairlead.core.models import InferenceModel, Target
+from fairlead.core.models import InferenceModel, Latency, Target
 from fairlead.pool.model_kinds import Manifests, read_manifests
 
 MODEL = """\
@@ -101,6 +101,18 @@ def test_older_and_newer_forms() -> None:
     assert read(later).models.objectives[0].origin.pools == ("a", "b")
     every = OBJECTIVE.replace("poolRef: {name: pool, group: llm-d.ai}", "poolSelector: {}")
     assert read(every).models.objectives[0].origin.pools == ()
+
+
+def test_latencies_are_annotations() -> None:
+    annotated = 'annotations: {fairlead.dev/slo-ttft-ms: "500", fairlead.dev/slo-tpot-ms: "40.5", other: "x"}'
+    found = read(OBJECTIVE.replace("{name: batch}", f"{{name: batch, {annotated}}}"))
+    assert not found.problems and found.models.objectives[0].latency == Latency(500.0, 40.5)
+    found = read(MODEL.replace("spec:", f"  {annotated}\nspec:", 1))
+    assert not found.problems and found.models.models[0].latency == Latency(500.0, 40.5)
+    assert read(OBJECTIVE).models.objectives[0].latency == Latency()
+    wrong = OBJECTIVE.replace("{name: batch}", "{name: batch, annotations: {fairlead.dev/slo-ttft-ms: soon}}")
+    (problem,) = problems(wrong)
+    assert "slo-ttft-ms" in problem and "expected milliseconds such as '500', got 'soon'" in problem
 
 
 def test_an_object_in_both_groups_counts_once() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fairlead.apis.engine_metrics import ENGINES, EngineMetrics
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
-from fairlead.pool.scrape import ScrapeOptions, Scraper
+from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
 
 OPTIONS = ScrapeOptions()
 
@@ -251,6 +251,21 @@ async def test_intervals_stretch_at_the_maximal_rate() -> None:
     before = sum(len(server.asked_at) for server in servers)
     await bench.world.advance(10)
     assert 450 <= sum(len(server.asked_at) for server in servers) - before <= 520
+    await bench.scraper.close()
+
+
+async def test_scrapers_share_the_maximal_rate() -> None:
+    pace = Pace()
+    bench, other = (Bench(ScrapeOptions(max_rate=50.0), pace=pace) for _ in range(2))
+    servers = [bench.up(f"e{i}", i + 1) for i in range(10)]
+    for i in range(40):
+        other.up(f"e{i}", i + 1)
+    await bench.world.advance(2)
+    before = sum(len(server.asked_at) for server in servers)
+    await bench.world.advance(10)
+    assert 80 <= sum(len(server.asked_at) for server in servers) - before <= 110
+    await other.scraper.close()
+    assert (pace.targets, pace.fast) == (10, 0)
     await bench.scraper.close()
 
 

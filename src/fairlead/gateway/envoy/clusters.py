@@ -378,12 +378,13 @@ def _ext_proc(options: Options) -> Json:
     cluster["outlier_detection"] = {
         "consecutive_5xx": 3,
         "consecutive_gateway_failure": 3,
-        "consecutive_local_origin_failure": 3,
+        # The health check sees a scheduler that hangs after 2 s. Beside others, its first missed answer is enough.
+        "consecutive_local_origin_failure": 1 if options.peers else 3,
         "split_external_local_origin_errors": True,
         "interval": "0.5s",
         "base_ejection_time": "2s",
         "max_ejection_time": "5s",
-        "max_ejection_percent": 100,
+        "max_ejection_percent": 100 * len(options.peers) // (len(options.peers) + 1) if options.peers else 100,
     }
     # By default workers hear of a change of health up to 1 s later when another came within that second before: long
     # enough to know nobody although the main thread knows somebody (measured: 300 requests of 960).

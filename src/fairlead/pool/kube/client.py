@@ -51,7 +51,7 @@ class Unreachable(FairleadError):
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind in a namespace, e.g. pods: `Resource("", "v1", "pods", "serving")`."""
+    """A kind in a namespace, e.g. pods: `Resource("", "v1", "pods", "serving")`; without one, in all namespaces."""
 
     group: str
     version: str
@@ -61,7 +61,7 @@ class Resource(msgspec.Struct, frozen=True):
     @property
     def path(self) -> str:
         base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        return f"{base}/namespaces/{self.namespace}/{self.plural}"
+        return f"{base}/namespaces/{self.namespace}/{self.plural}" if self.namespace else f"{base}/{self.plural}"
 
     def role(self, verb: str, part: str = "") -> str:
         """The rule that lets us do this."""
@@ -286,10 +286,12 @@ def _refusal(status: int, answer: bytes, resource: Resource | None, verb: str, p
         return Unreachable(f"HTTP {status}: {said}")
     if status == 403 and resource is not None:
         plural = f"{resource.plural}/{part}" if part else resource.plural
-        said = (
-            f"not allowed to {verb} {plural} in namespace {resource.namespace}; "
-            f"add to the role: {resource.role(verb, part)}"
+        where = (
+            f"namespace {resource.namespace}; add to the role"
+            if resource.namespace
+            else "all namespaces; add to a ClusterRole"
         )
+        said = f"not allowed to {verb} {plural} in {where}: {resource.role(verb, part)}"
     elif status == 404 and resource is not None and verb in ("list", "watch"):
         version = f"{resource.group}/{resource.version}"
         said = f"the API server has no {resource.plural} in {version}: is the CRD installed?"

@@ -25,12 +25,13 @@ KEEPER = "fairlead"
 
 
 class Place(Struct, frozen=True):
-    """Where a replica is: its pod's address, name and node. The names are for people, and for gateways that look a pod
-    up; either may be empty."""
+    """Where a replica is: its pod's address, name, node, and namespace unless it is the service's. All but the address
+    are for people, and for gateways that look a pod up; each may be empty."""
 
     address: str
     pod: str = ""
     node: str = ""
+    namespace: str = ""
 
     @property
     def family(self) -> str:
@@ -162,7 +163,7 @@ def _endpoint(place: Place, namespace: str) -> Mapping[str, Any]:
         "conditions": {"ready": True, "serving": True, "terminating": False},
     }
     if place.pod:
-        made["targetRef"] = {"kind": "Pod", "namespace": namespace, "name": place.pod}
+        made["targetRef"] = {"kind": "Pod", "namespace": place.namespace or namespace, "name": place.pod}
     if place.node:
         made["nodeName"] = place.node
     return made
@@ -194,7 +195,9 @@ class EndpointSlicePublisher:
         rng: Random,
         *,
         on_trouble: Callable[[str], object] = lambda trouble: None,
+        reflector: Reflector[Slice] | None = None,
     ) -> None:
+        """`reflector`: one of more slices than this, whose owner calls `see`; `None` = its own."""
         #: Times that the slice was written.
         self.writes = 0
         self._client = client
@@ -212,11 +215,12 @@ class EndpointSlicePublisher:
         self._trouble = ""
         self._woken = asyncio.Event()
         self._writing = asyncio.Lock()
-        self.reflector: Reflector[Slice] = Reflector(
+        self._own = reflector is None
+        self.reflector: Reflector[Slice] = reflector or Reflector(
             client,
             self._slices,
             read_slice,
-            lambda key, listed: self._see(listed or Slice()),
+            lambda key, listed: self.see(listed),
             rng,
             query={"fieldSelector": f"metadata.name={slice_name(service, place)}"},
             synced=self._woken.set,
@@ -228,7 +232,7 @@ class EndpointSlicePublisher:
         self._woken.set()
 
     async def run(self) -> None:
-        watching = asyncio.create_task(self.reflector.run(), name="leader's slice")
+        watching = asyncio.create_task(self.reflector.run(), name="leader's slice") if self._own else None
         try:
             await self.reflector.ready.wait()
             while True:
@@ -239,8 +243,9 @@ class EndpointSlicePublisher:
                     async with asyncio.timeout(pause):
                         await self._woken.wait()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
 
     async def withdraw(self) -> None:
         """Nobody leads any more. Raises nothing; a slice that names another one stays."""
@@ -304,8 +309,9 @@ class EndpointSlicePublisher:
             return RETRY_S
         return 0.0
 
-    def _see(self, listed: Slice) -> None:
-        self._seen = listed
+    def see(self, listed: Slice | None) -> None:
+        """The slice is so now; `None` = there is none."""
+        self._seen = listed or Slice()
         self._woken.set()
 
     def _contact(self, trouble: str) -> None:

@@ -1,9 +1,11 @@
-"""InferenceModels, InferenceObjectives and InferenceModelRewrites of a namespace, and the status they get.
+"""InferenceModels, InferenceObjectives and InferenceModelRewrites of a namespace or of all, and the status they get.
 
 Rules
 * Of the groups and versions of a kind the first one that is installed is followed, and only that (the reference
   picker's rule). A kind that is not installed says nothing; it is looked for again each `REDISCOVER_S`.
 * Definitions are told all at once, after every kind that is installed was listed, and only when they changed.
+* InferenceModels that may not be listed count as none: the reference's chart gives no right to them, and the older
+  definition may still be installed.
 * What was known of a kind stays while it cannot be reached. One that was uninstalled takes its objects with it.
 """
 
@@ -12,7 +14,8 @@ from collections.abc import Callable
 from random import Random
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from fairlead.core.models import ModelSet
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
@@ -35,15 +38,20 @@ class _Discovered(msgspec.Struct):
     resources: list[_Names] | None = None
 
 
+class _Followed(Struct, eq=False):
+    """A pool that somebody wants to know the definitions of, and the last ones; `None` = none were told."""
+
+    feed: Callable[[ModelSet], object]
+    models: ModelSet | None = None
+
+
 class PoolModels:
-    """Follows what is defined for one pool. `feed(models)` for each change. `await run()` never returns."""
+    """Follows what is defined for pools of a namespace (empty: of any). `await run()` never returns."""
 
     def __init__(
         self,
         client: KubeClient,
-        pool: str,
         namespace: str,
-        feed: Callable[[ModelSet], object],
         writer: StatusWriter,
         rng: Random,
         *,
@@ -51,12 +59,10 @@ class PoolModels:
         report: Callable[[str], object] = lambda problem: None,
         rediscover_s: float = REDISCOVER_S,
     ) -> None:
-        self.models: ModelSet | None = None
         self.reflectors: dict[str, Reflector[ModelObject]] = {}
         self._client = client
-        self._pool = pool
+        self._pools: dict[tuple[str, str], _Followed] = {}
         self._namespace = namespace
-        self._feed = feed
         self._writer = writer
         self._rng = rng
         self._on_trouble = on_trouble
@@ -69,7 +75,21 @@ class PoolModels:
     @property
     def missing(self) -> str:
         """What is not known yet; empty = nothing."""
-        return "" if self.models is not None else "the definitions of models were not listed yet"
+        complete = self._known and all(followed.models is not None for followed in self._pools.values())
+        return "" if complete else "the definitions of models were not listed yet"
+
+    @property
+    def _known(self) -> bool:
+        return self._discovered and not any(map(_still_missing, self.reflectors.values()))
+
+    def follow(self, namespace: str, pool: str, feed: Callable[[ModelSet], object]) -> None:
+        """`feed(models)` for each change of what is defined for this pool."""
+        self._pools[namespace, pool] = _Followed(feed)
+        self._changed()
+
+    def leave(self, namespace: str, pool: str) -> None:
+        self._pools.pop((namespace, pool), None)
+        self._changed()
 
     async def run(self) -> None:
         backoff = Backoff(self._rng)
@@ -122,6 +142,10 @@ class PoolModels:
         kind = _KINDS[resource.plural]
         version = f"{resource.group}/{resource.version}"
 
+        def troubled(trouble: str) -> None:
+            self._on_trouble(resource.plural, trouble)
+            self._changed()
+
         def read(raw: Raw) -> ModelObject:
             return read_model_object(read_plain(raw), kind, version)
 
@@ -132,7 +156,7 @@ class PoolModels:
             lambda key, value: self._changed(),
             self._rng,
             synced=self._changed,
-            on_trouble=lambda trouble: self._on_trouble(resource.plural, trouble),
+            on_trouble=troubled,
             report=self._report,
         )
         self.reflectors[resource.plural] = reflector
@@ -151,15 +175,27 @@ class PoolModels:
 
     def _gather(self) -> None:
         self._timer = None
-        if not self._discovered or not all(reflector.ready.is_set() for reflector in self.reflectors.values()):
+        if not self._known:
             return
-        objects = {plural: reflector.items for plural, reflector in self.reflectors.items()}
         desired: dict[Target, DesiredCondition] = {}
-        for (plural, key), condition in conditions(objects, self._pool, self._namespace).items():
-            item = objects[plural][key].item
-            desired[self.reflectors[plural].resource, key.partition("/")[2]] = DesiredCondition(condition, item)
+        changed: list[tuple[_Followed, ModelSet]] = []
+        for (namespace, pool), followed in self._pools.items():
+            objects = {
+                plural: {key: item for key, item in reflector.items.items() if key.startswith(f"{namespace}/")}
+                for plural, reflector in self.reflectors.items()
+            }
+            for (plural, key), condition in conditions(objects, pool, namespace).items():
+                resource = replace(self.reflectors[plural].resource, namespace=namespace)
+                item = objects[plural][key].item
+                desired[resource, key.partition("/")[2]] = DesiredCondition(condition, item)
+            models = model_set(objects, pool, namespace)
+            if models != followed.models:
+                changed.append((followed, models))
         self._writer.want(desired)
-        models = model_set(objects, self._pool, self._namespace)
-        if models != self.models:
-            self.models = models
-            self._feed(models)
+        for followed, models in changed:
+            followed.models = models
+            followed.feed(models)
+
+
+def _still_missing(reflector: Reflector[ModelObject]) -> bool:
+    return not (reflector.ready.is_set() or (reflector.forbidden and reflector.resource.plural == "inferencemodels"))

@@ -5,7 +5,8 @@ Rules (the reference picker's datastore; Kubernetes' own for readiness)
   pods `Failed` that are `Ready` still. Readiness gates are part of `Ready`.
 * Each of the pool's target ports is one endpoint, `<namespace>/<pod>-rank-<index>`; the annotation
   `llm-d.ai/active-ports` leaves out the ports that it does not list. One that cannot be read counts as absent.
-* Labels of the pod are the endpoint's labels; older names of ours are known under the current ones too.
+* Labels of the pod are the endpoint's labels; older names of ours are known under the current ones too. Its node is
+  the label `kubernetes.io/hostname`.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from fairlead.config.endpoint_list import MAX_LABELS, join
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import NODE_LABEL, Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded, read_pool, selector_text
@@ -44,8 +45,13 @@ class _Status(Struct, frozen=True, rename={"pod_ip": "podIP"}):
     conditions: list[_Condition] | None = None
 
 
+class _Spec(Struct, frozen=True, rename="camel"):
+    node_name: str = ""
+
+
 class _Pod(Struct, frozen=True):
     metadata: _PodMeta = _PodMeta()
+    spec: _Spec = _Spec()
     status: _Status = _Status()
 
 
@@ -84,6 +90,8 @@ def read_pod(text: bytes | Raw) -> Pod:
     for old, new in _RENAMED.items():
         if old in labels:
             labels.setdefault(new, labels[old])
+    if pod.spec.node_name:
+        labels.setdefault(NODE_LABEL, pod.spec.node_name)
     ports = _active_ports(meta.annotations or {})
     return Pod(meta.namespace, meta.name, meta.uid, True, status.pod_ip, labels, ports)
 
@@ -128,6 +136,47 @@ Feed = Callable[[EndpointUp | EndpointDown], object]
 OnTrouble = Callable[[str, str], object]
 
 
+class PodEndpoints:
+    """The endpoints of some pods, by the last rules."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._by_pod: dict[str, tuple[str, dict[str, Endpoint]]] = {}
+
+    @property
+    def pods(self) -> list[str]:
+        """Keys of the pods that have endpoints."""
+        return list(self._by_pod)
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What is up."""
+        return [endpoint for _, by_id in self._by_pod.values() for endpoint in by_id.values()]
+
+    def take(self, key: str, pod: Pod | None, ports: tuple[int, ...]) -> None:
+        """The pod is so now; `None` = it is gone."""
+        wanted = {candidate.id: candidate for candidate in endpoints_of(pod, ports)} if pod is not None else {}
+        uid, known = self._by_pod.get(key, ("", {}))
+        replaced = pod is not None and uid != pod.uid
+        for endpoint_id in [candidate for candidate in known if candidate not in wanted or replaced]:
+            del known[endpoint_id]
+            self._emit(EndpointDown(endpoint_id))
+        for endpoint in wanted.values():
+            if known.get(endpoint.id) != endpoint:
+                self._emit(EndpointUp(endpoint))
+        if wanted and pod is not None:
+            self._by_pod[key] = (pod.uid, wanted)
+        else:
+            self._by_pod.pop(key, None)
+
+    def _emit(self, event: EndpointUp | EndpointDown) -> None:
+        try:
+            self._feed(event)
+        except Exception as error:  # following goes on after a broken consumer
+            context = {"message": f"the consumer of {event!r} raised", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+
 class PoolEndpoints:
     """Follows one pool. `told(resource, trouble)` when contact to it is lost or (empty) back; `changed()` after the
     pool or its pods were listed, came or went. `await run()` never returns."""
@@ -149,14 +198,13 @@ class PoolEndpoints:
         self.pool: Pool | None = pool if pool.selector else None
         self._wanted = pool
         self._client = client
-        self._feed = feed
         self._rng = rng
         self._on_trouble = on_trouble
         self._report = report
         self._changed = changed
         #: The pods of the present pool were listed once.
         self._listed = False
-        self._by_pod: dict[str, tuple[str, dict[str, Endpoint]]] = {}
+        self._pod_endpoints = PodEndpoints(feed)
         self._pods: Reflector[Pod] | None = None
         self._pods_task: asyncio.Task[None] | None = None
         self._pools: Reflector[Pool] | None = None
@@ -197,7 +245,7 @@ class PoolEndpoints:
     @property
     def endpoints(self) -> list[Endpoint]:
         """What is up."""
-        return [endpoint for _, by_id in self._by_pod.values() for endpoint in by_id.values()]
+        return self._pod_endpoints.endpoints
 
     async def run(self) -> None:
         try:
@@ -222,7 +270,7 @@ class PoolEndpoints:
         if pool is None:
             self._unfollow()
             self._listed = False
-            for pod in list(self._by_pod):
+            for pod in self._pod_endpoints.pods:
                 self._pod_changed(pod, None)
         elif old is None or old.selector != pool.selector:
             self._follow_pods(pool)
@@ -260,24 +308,4 @@ class PoolEndpoints:
         self._changed()
 
     def _pod_changed(self, key: str, pod: Pod | None) -> None:
-        ports = self.pool.ports if self.pool is not None else ()
-        wanted = {candidate.id: candidate for candidate in endpoints_of(pod, ports)} if pod is not None else {}
-        uid, known = self._by_pod.get(key, ("", {}))
-        replaced = pod is not None and uid != pod.uid
-        for endpoint_id in [candidate for candidate in known if candidate not in wanted or replaced]:
-            del known[endpoint_id]
-            self._emit(EndpointDown(endpoint_id))
-        for endpoint in wanted.values():
-            if known.get(endpoint.id) != endpoint:
-                self._emit(EndpointUp(endpoint))
-        if wanted and pod is not None:
-            self._by_pod[key] = (pod.uid, wanted)
-        else:
-            self._by_pod.pop(key, None)
-
-    def _emit(self, event: EndpointUp | EndpointDown) -> None:
-        try:
-            self._feed(event)
-        except Exception as error:  # following goes on after a broken consumer
-            context = {"message": f"the consumer of {event!r} raised", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
+        self._pod_endpoints.take(key, pod, self.pool.ports if self.pool is not None else ())

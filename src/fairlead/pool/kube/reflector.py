@@ -100,6 +100,8 @@ class Reflector(Generic[T]):
         self.stats = Stats()
         #: Listed at least once.
         self.ready = asyncio.Event()
+        #: The last request was not allowed (403).
+        self.forbidden = False
         self._client = client
         self._read = read
         self._changed = changed
@@ -130,6 +132,7 @@ class Reflector(Generic[T]):
                 pause = self._backoff.pause()
             except KubeError as error:
                 self._version = ""
+                self.forbidden = error.code == 403
                 self._lost(str(error))
                 pause = _REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0) if error.code in (403, 404) else 0.0
                 pause = max(pause, self._backoff.pause())

@@ -92,5 +92,6 @@ def remote_options(name: str, settings: SchedulerSettings, config: Config) -> Re
         address=settings.address,
         budget=settings.budget,
         pool=config.models.pool or config.kubernetes.pool or "default",
+        max_endpoints=max(config.ext_proc.max_endpoints, 2),
         tls=tls,
     )

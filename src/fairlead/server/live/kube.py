@@ -15,10 +15,11 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from ipaddress import ip_address
 from random import Random
+from typing import Any
 
 from fairlead.config.schema import Kubernetes
 from fairlead.core.errors import ConfigError
@@ -43,18 +44,14 @@ START_S = 5.0
 SUCCESSOR_S, NOTICE_S = 3.0, 3.0
 
 
-class Kube:
-    """One pool. `set_ready(part, reason)`: an empty reason clears it."""
+class KubeLink:
+    """What following one pool and following several have in common: the link, who leads, readiness, metrics.
+    `set_ready(part, reason)`: an empty reason clears it."""
 
     def __init__(
-        self,
-        settings: Kubernetes,
-        feed: Feed,
-        models: Callable[[ModelSet], object],
-        set_ready: Callable[[str, str], object],
-        metrics: KubeMetrics,
+        self, settings: Kubernetes, set_ready: Callable[[str, str], object], metrics: KubeMetrics, pool: str
     ) -> None:
-        """Raises `ConfigError` when nothing says where the API server is."""
+        """`pool` names the lease. Raises `ConfigError` when nothing says where the API server is."""
         self._settings = settings
         self._set_ready = set_ready
         self._metrics = metrics
@@ -65,55 +62,44 @@ class Kube:
         self._troubles: dict[str, str] = {}
         self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
         self.namespace = namespace_of(settings, self.client)
-        self.endpoints = PoolEndpoints(
-            self.client,
-            wanted_pool(settings, self.namespace),
-            settings.group,
-            feed,
-            self._rng,
-            on_trouble=self._on_trouble,
-            report=_report,
-            changed=self._judge,
-        )
-        self.writer = StatusWriter(self.client, self._may_write, lambda trouble: log.warning(trouble))
-        self.models: PoolModels | None = None
-        if settings.models and settings.pool:
-            self.models = PoolModels(
-                self.client,
-                settings.pool,
-                self.namespace,
-                lambda model_set: self._defined(models, model_set),
-                self.writer,
-                self._rng,
-                on_trouble=self._on_trouble,
-                report=_report,
-            )
-        self.elector: Elector | None = None
-        self.slice_publisher: EndpointSlicePublisher | None = None
-        if settings.leader_election.enabled:
-            self.elector = self._elector()
-            if settings.leader_election.service:
-                self.slice_publisher = EndpointSlicePublisher(
-                    self.client,
-                    self.namespace,
-                    settings.leader_election.service,
-                    own_place(),
-                    self._rng,
-                    on_trouble=lambda why: self._on_trouble("endpointslices", why),
-                )
+        self._lease = settings.leader_election.lease_name or f"epp-{self.namespace}-{pool}.fairlead"
+        self.elector = self._elector() if settings.leader_election.enabled else None
+
+    # ---- what kinds of it fill in ----
+
+    @property
+    def missing(self) -> str:
+        """What keeps us from being ready; empty = nothing."""
+        raise NotImplementedError
+
+    @property
+    def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
+        """What goes on for as long as we follow, each with its name."""
+        raise NotImplementedError
+
+    @property
+    def reflectors(self) -> Mapping[str, Reflector[Any]]:
+        """By resource."""
+        raise NotImplementedError
+
+    @property
+    def writers(self) -> Mapping[str, StatusWriter]:
+        """By pool or namespace."""
+        raise NotImplementedError
+
+    @property
+    def publishers(self) -> list[EndpointSlicePublisher]:
+        raise NotImplementedError
+
+    # ---- the same for all ----
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Follow everything for as long as `stack` is open."""
         stack.push_async_callback(self.client.close)
         self._judge()
         log.info("following", server=self.client.server, namespace=self.namespace, pool=self._settings.pool)
-        self._run(stack, self.endpoints.run(), "kubernetes endpoints")
-        if self.models is not None:
-            self._run(stack, self.models.run(), "kubernetes models")
-        if self._settings.status:
-            self._run(stack, self.writer.run(), "kubernetes status")
-        if self.slice_publisher is not None:
-            self._run(stack, self.slice_publisher.run(), "kubernetes leader's service")
+        for work, name in self.work:
+            self._run(stack, work, f"kubernetes {name}")
         if self.elector is not None:
             self._set_ready("leader", "standby: no leader is known yet")
             self._run(stack, self.elector.run(), "kubernetes lease")
@@ -138,8 +124,8 @@ class Kube:
         log.info("the lease was given back", successor=successor)
         if successor:
             await asyncio.sleep(self._settings.leader_election.overlap)
-        elif self.slice_publisher is not None:
-            await self.slice_publisher.withdraw()
+        else:
+            await asyncio.gather(*(publisher.withdraw() for publisher in self.publishers))
         self._set_ready("leader", f"{successor or 'nobody'} leads, this replica ends")
         if successor:
             await asyncio.sleep(NOTICE_S)
@@ -160,11 +146,9 @@ class Kube:
 
     def _elector(self) -> Elector:
         wanted = self._settings.leader_election
-        name = wanted.lease_name or f"epp-{self.namespace}-{self._settings.pool or 'pods'}.fairlead"
-        self._lease = name
         settings = ElectionSettings(
             namespace=self.namespace,
-            name=name,
+            name=self._lease,
             identity=own_identity(),
             duration_s=wanted.lease_duration,
             renew_s=wanted.renew_deadline,
@@ -177,8 +161,8 @@ class Kube:
     # ---- what happens ----
 
     def _leads(self, leading: bool, holder: str) -> None:
-        if self.slice_publisher is not None:
-            self.slice_publisher.lead(leading)
+        for publisher in self.publishers:
+            publisher.lead(leading)
         self._metrics.leader.child(self._lease).set(leading)
         if not self._ending:
             self._set_ready("leader", "" if leading else f"standby: {holder or 'nobody'} leads")
@@ -186,18 +170,15 @@ class Kube:
             log.info("this replica leads", lease=self._lease)
         else:
             log.info("this replica stands by", lease=self._lease, leader=holder)
-        self.writer.wake()
+        for writer in self.writers.values():
+            writer.wake()
 
     def _may_write(self) -> bool:
         return self.elector is None or self.elector.leading
 
-    def _defined(self, models: Callable[[ModelSet], object], model_set: ModelSet) -> None:
-        models(model_set)
-        self._judge()
-
     def _judge(self) -> None:
         """Is everything known that is needed to be ready?"""
-        missing = self.endpoints.missing or (self.models.missing if self.models is not None else "")
+        missing = self.missing
         if missing and self._troubles:
             missing = f"{missing}: {'; '.join(dict.fromkeys(self._troubles.values()))}"
         self._set_ready("kubernetes", missing)
@@ -215,18 +196,98 @@ class Kube:
         self._judge()
 
     def _followed(self) -> dict[str, Followed]:
-        reflectors: dict[str, Reflector[object]] = dict(self.endpoints.reflectors)  # type: ignore[arg-type]
-        if self.models is not None:
-            reflectors |= self.models.reflectors  # type: ignore[arg-type]
+        reflectors = dict(self.reflectors)
         if self.elector is not None:
-            reflectors["leases"] = self.elector.reflector  # type: ignore[assignment]
-        if self.slice_publisher is not None:
-            reflectors["endpointslices"] = self.slice_publisher.reflector  # type: ignore[assignment]
-        self._metrics.wrote(self._settings.pool, self.writer.writes)
+            reflectors["leases"] = self.elector.reflector
+        for name, writer in self.writers.items():
+            self._metrics.wrote(name, writer.writes)
         return {name: _as_followed(reflector) for name, reflector in reflectors.items()}
 
 
-def _as_followed(reflector: Reflector[object]) -> Followed:
+class Kube(KubeLink):
+    """One pool."""
+
+    def __init__(
+        self,
+        settings: Kubernetes,
+        feed: Feed,
+        models: Callable[[ModelSet], object],
+        set_ready: Callable[[str, str], object],
+        metrics: KubeMetrics,
+    ) -> None:
+        """Raises `ConfigError` when nothing says where the API server is."""
+        super().__init__(settings, set_ready, metrics, settings.pool or "pods")
+        self.endpoints = PoolEndpoints(
+            self.client,
+            wanted_pool(settings, self.namespace),
+            settings.group,
+            feed,
+            self._rng,
+            on_trouble=self._on_trouble,
+            report=report_unreadable,
+            changed=self._judge,
+        )
+        self.writer = StatusWriter(self.client, self._may_write, log.warning)
+        self.models: PoolModels | None = None
+        if settings.models and settings.pool:
+            self.models = PoolModels(
+                self.client,
+                self.namespace,
+                self.writer,
+                self._rng,
+                on_trouble=self._on_trouble,
+                report=report_unreadable,
+            )
+
+            def defined(model_set: ModelSet) -> None:
+                models(model_set)
+                self._judge()
+
+            self.models.follow(self.namespace, settings.pool, defined)
+        self.slice_publisher: EndpointSlicePublisher | None = None
+        if self.elector is not None and settings.leader_election.service:
+            self.slice_publisher = EndpointSlicePublisher(
+                self.client,
+                self.namespace,
+                settings.leader_election.service,
+                own_place(),
+                self._rng,
+                on_trouble=lambda why: self._on_trouble("endpointslices", why),
+            )
+
+    @property
+    def missing(self) -> str:
+        return self.endpoints.missing or (self.models.missing if self.models is not None else "")
+
+    @property
+    def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
+        yield self.endpoints.run(), "endpoints"
+        if self.models is not None:
+            yield self.models.run(), "models"
+        if self._settings.status:
+            yield self.writer.run(), "status"
+        if self.slice_publisher is not None:
+            yield self.slice_publisher.run(), "leader's service"
+
+    @property
+    def reflectors(self) -> Mapping[str, Reflector[Any]]:
+        reflectors: dict[str, Reflector[Any]] = dict(self.endpoints.reflectors)
+        if self.models is not None:
+            reflectors |= self.models.reflectors
+        if self.slice_publisher is not None:
+            reflectors["endpointslices"] = self.slice_publisher.reflector
+        return reflectors
+
+    @property
+    def writers(self) -> Mapping[str, StatusWriter]:
+        return {self._settings.pool: self.writer}
+
+    @property
+    def publishers(self) -> list[EndpointSlicePublisher]:
+        return [self.slice_publisher] if self.slice_publisher is not None else []
+
+
+def _as_followed(reflector: Reflector[Any]) -> Followed:
     stats = reflector.stats
     return Followed(
         connected=stats.connected,
@@ -239,7 +300,7 @@ def _as_followed(reflector: Reflector[object]) -> Followed:
     )
 
 
-def _report(problem: str) -> None:
+def report_unreadable(problem: str) -> None:
     log.warning("an object is left as it was known", problem=problem)
 
 
@@ -250,14 +311,14 @@ def own_identity() -> str:
     return f"{name}_{uid or secrets.token_hex(4)}"
 
 
-def own_place() -> Place:
+def own_place(namespace: str = "") -> Place:
     """This pod, as the chart's environment tells. Raises `ConfigError`."""
-    path = "$.kubernetes.leaderElection.service"
+    path = "$.kubernetes.leaderElection"
     try:
         address = str(ip_address(os.environ.get("POD_IP", "")))
     except ValueError:
         raise ConfigError("the service cannot lead here: $POD_IP must be the address of this pod", path) from None
-    return Place(address, os.environ.get("POD_NAME", ""), os.environ.get("NODE_NAME", ""))
+    return Place(address, os.environ.get("POD_NAME", ""), os.environ.get("NODE_NAME", ""), namespace)
 
 
 def namespace_of(settings: Kubernetes, client: KubeClient) -> str:

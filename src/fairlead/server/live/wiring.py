@@ -8,10 +8,12 @@ What is told what
 """
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from socket import gethostname
@@ -23,12 +25,21 @@ from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.checks import engine_table
 from fairlead.config.plugins import build_hasher, build_measure, build_parse
 from fairlead.config.schema import Config
+from fairlead.core.beginnings import Beginnings
 from fairlead.core.clock import Clock
 from fairlead.core.demand import Objective
+from fairlead.core.endpoint import NODE_LABEL, ZONE_LABEL, Topology
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
-from fairlead.core.instructions import AdoptConfiguration, AskRemote, JudgeShadows, ListAdapters, RefuseConfiguration
+from fairlead.core.instructions import (
+    AdoptConfiguration,
+    AskRemote,
+    JudgeShadows,
+    ListAdapters,
+    RefuseConfiguration,
+    WarmUp,
+)
 from fairlead.core.records import ShadowRecord, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.scheduler import Pipeline
@@ -38,7 +49,7 @@ from fairlead.gateway.driver import Driver, Handlers
 from fairlead.gateway.host import Host
 from fairlead.gateway.session import Inspection
 from fairlead.gateway.understand import Understanding
-from fairlead.pool.scrape import ScrapeOptions, Scraper
+from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
 from fairlead.pool.served_models import ServedModels
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
@@ -48,7 +59,13 @@ from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
 from fairlead.server.live.kv_lookup import KvLookup
 from fairlead.server.live.shadows import LiveShadows
-from fairlead.server.observe.component_metrics import show_journal, show_replicas, show_state
+from fairlead.server.live.warming import Noticing, Warming
+from fairlead.server.observe.component_metrics import (
+    show_journal,
+    show_replicas,
+    show_state,
+    show_warming,
+)
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
@@ -146,6 +163,8 @@ class Core(Struct):
     driver: Driver
     inspection: Inspection
     host: Host
+    #: Sends shared beginnings to cold endpoints; `None` = nobody does.
+    warming: Warming | None
 
 
 def wire(
@@ -155,8 +174,10 @@ def wire(
     adopt: Callable[[AdoptConfiguration], object],
     refuse: Callable[[RefuseConfiguration], object],
     counts_fallbacks: bool = True,
+    one_of: Pace | None = None,
 ) -> Core:
-    """`adopt` and `refuse` hear what became of a `Reconfigured`. Raises `ConfigError` or `PluginError`."""
+    """`adopt` and `refuse` hear what became of a `Reconfigured`; `one_of`: the pace of all pools of this process.
+    Raises `ConfigError` or `PluginError`."""
     check_schedulers(config)
     rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
     inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
@@ -166,7 +187,7 @@ def wire(
         driver.feed(event)
 
     connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
-    scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing, counts_fallbacks)
+    scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing, counts_fallbacks, one_of)
     kv = knowledge(config, fleet, watch.metrics.registry)
     builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
     journal = LiveJournal(config, clock, run, rng, watch.metrics.registry) if config.journal.path else None
@@ -181,10 +202,16 @@ def wire(
         snapshots=bool(config.journal.path or config.journal.explain),
     )
     watch.watch_queue(pipeline.flow_controller)
+    understanding = _understanding(config, tokens, clock.time, watch, kv, tracing)
+    registry, warming = watch.metrics.registry, None
+    if isinstance(understanding, Noticing):
+        warming = Warming(config.warming.tokens, fleet, understanding, feed, clock.time)
+        show_warming(registry, warming.counts)
     handlers: Handlers = {
         AskRemote: connections.ask,
         JudgeShadows: shadows.judge,
         ListAdapters: lambda asked: served.look(asked.endpoint_id),
+        WarmUp: warming.warm if warming is not None else lambda asked: None,
         ShadowRecord: watch.shadows.on_shadow,
         StallRecord: watch.on_stall,
         AdoptConfiguration: adopt,
@@ -193,26 +220,44 @@ def wire(
     driver = Driver(pipeline, clock, watch, handlers)
     if journal is not None:
         driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
-    understanding = Understanding(
+    inspected = inspection if kv is None else kv.inspecting(inspection)
+    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served)
+    shared = config, pipeline, driver, clock, registry
+    parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), _replicas(run, *shared)
+    return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)
+
+
+def _understanding(
+    config: Config,
+    tokens: TokenEstimator,
+    now: Callable[[], float],
+    watch: Watch,
+    kv: Knowledge | None,
+    tracing: Tracing | None,
+) -> Understanding:
+    settings = config.warming
+    make = partial(Noticing, Beginnings(settings.shared, settings.max_bytes)) if settings.enabled else Understanding
+    return make(
         tokens,
         build_hasher(config),
-        clock.time,
+        now,
         conversations=config.parsing.conversations,
         trusted=config.trusted,
         parse=build_parse(config, watch.on_plugin_error),
         prompts=kv.prompts if kv is not None else None,
         trace=tracing.arrived if tracing is not None else None,
     )
-    inspected = inspection if kv is None else kv.inspecting(inspection)
-    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served)
-    shared = config, pipeline, driver, clock, watch.metrics.registry
-    parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), _replicas(run, *shared)
-    return Core(*parts, pipeline, connections, shadows, driver, inspection, host)
 
 
 def _fleet(config: Config) -> Fleet:
     kind = SharedFleet if config.replicas.via else Fleet
-    return kind(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config))
+    zone, node = config.topology.zone, config.topology.node
+    places = (
+        (ZONE_LABEL, zone.own or os.environ.get("ZONE", ""), zone.cost * 1e3),
+        (NODE_LABEL, node.own or os.environ.get("NODE_NAME", ""), node.cost * 1e3),
+    )
+    topology = Topology(tuple(place for place in places if place[1]))
+    return kind(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config), topology=topology)
 
 
 def _state_file(
@@ -234,7 +279,14 @@ def _replicas(
     settings, fleet = config.replicas, pipeline.fleet
     if not isinstance(fleet, SharedFleet):
         return None
-    facts = Facts(lambda: fleet.reports.batch(clock.time()), fleet.reports.snapshot, pipeline.peers.gaps)
+    reports, peers = fleet.reports, pipeline.peers
+    facts = Facts(
+        lambda: reports.batch(clock.time()),
+        reports.snapshot,
+        peers.gaps,
+        lambda: reports.sequence,
+        lambda name: peers.views[name].newest if name in peers.views else 0,
+    )
     pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
     replicas = Replicas(settings, pool, f"{gethostname()}-{run}", facts, driver.feed)
     show_replicas(registry, replicas)
@@ -249,6 +301,7 @@ def _observers(
     shadows: LiveShadows,
     tracing: Tracing | None,
     counts_fallbacks: bool,
+    pace: Pace | None,
 ) -> tuple[Scraper, ServedModels, Watch]:
     """The scraper, who reads lists of models, and the watch that wakes the one and tells what it says."""
     scraper = Scraper(
@@ -260,13 +313,14 @@ def _observers(
         report=lambda endpoint, lacks: watch.on_page(endpoint, lacks),
         measure=build_measure(config, lambda error: watch.on_plugin_error(error)),
         silence=lambda endpoint, reason: watch.on_silence(endpoint, reason),
+        pace=pace,
     )
-    served = ServedModels(loop, feed, scrape_options(config))
+    served = ServedModels(loop, feed, scrape_options(config), pace=pace)
     scaling = config.autoscaling
     watch = Watch(
         fleet,
         loop.time,
-        config.kubernetes.pool or POOL,
+        pool_label(config, pace is not None),
         on_routed=scraper.wake,
         awake=scraper.awake,
         tracing=tracing,
@@ -275,9 +329,16 @@ def _observers(
         skipped=shadows.skipped,
         cut=shadows.cut,
         counts_fallbacks=counts_fallbacks,
+        one_of_several=pace is not None,
         objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
     )
     return scraper, served, watch
+
+
+def pool_label(config: Config, one_of_several: bool) -> str:
+    """The pool's name in metrics and on pages."""
+    kubernetes = config.kubernetes
+    return f"{kubernetes.namespace}/{kubernetes.pool}" if one_of_several else kubernetes.pool or POOL
 
 
 def _host(

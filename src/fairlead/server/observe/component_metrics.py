@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from msgspec import DecodeError, Struct
 from msgspec.json import decode, encode
 from msgspec.structs import asdict
 
 from fairlead.apis.tokens import PromptTokeniser
+from fairlead.core.beginnings import Beginnings
 from fairlead.core.policy import Policy
 from fairlead.core.records import ShadowRecord, ShadowVerdict
 from fairlead.core.remote import STATES, Canary, RemotePolicy
@@ -272,21 +274,15 @@ class UploadMetrics:
 
 def show_budget(registry: Registry, budget: ByteBudget) -> None:
     """What unfinished and waiting requests hold."""
-    held, most, waiting, refused = gauges(), gauges(), gauges(), counters("why")
-
-    def refresh() -> None:
-        held.child().set(budget.used)
-        most.child().set(budget.limit)
-        waiting.child().set(budget.waiting)
-        refused.child("full").value = budget.refused
-        refused.child("slow").value = budget.cut
-
-    registry.before(refresh)
-    registry.show("fairlead_buffered_bytes", "Bytes of request bodies that are incomplete or wait here.", held)
-    registry.show("fairlead_buffered_limit_bytes", "The limit of the bytes of bodies that wait here.", most)
-    registry.show("fairlead_buffered_waiting", "Uploads that wait for room in the buffer.", waiting)
+    follow = registry.follow
+    text = "Bytes of request bodies that are incomplete or wait here."
+    follow("gauge", "fairlead_buffered_bytes", text, lambda: budget.used)
+    text = "The limit of the bytes of bodies that wait here."
+    follow("gauge", "fairlead_buffered_limit_bytes", text, lambda: budget.limit)
+    follow("gauge", "fairlead_buffered_waiting", "Uploads that wait for room in the buffer.", lambda: budget.waiting)
     text = "Streams ended for lack of room: refused at the start (full), or too slow while others waited."
-    registry.show("fairlead_buffered_refused_total", text, refused)
+    ended = "fairlead_buffered_refused_total"
+    follow("counter", ended, text, lambda: {"full": budget.refused, "slow": budget.cut}, "why")
 
 
 # What is known of the link to Kubernetes, as metrics.
@@ -361,23 +357,27 @@ class TokenMetrics:
         check_states: Callable[[], Mapping[str, str]],
         without: Mapping[str, int] | None = None,
     ) -> None:
-        self._tokeniser, self._check_states, self._without = tokeniser, check_states, without
+        self._tokeniser, self._check_states = tokeniser, check_states
         self._loaded = gauges("model", "tokeniser", "template")
         self._agreement = gauges("model", "state")
-        self._bytes, self._asked, self._found = gauges(), counters(), counters()
-        self._unread = counters("reason")
         registry.before(self._refresh)
         show = registry.show
         text = "1 for the library and the template that turn a model's prompts into tokens; none = there is none."
         show("fairlead_tokens_model", text, self._loaded)
         text = "1 for the result of comparing token ids with an engine: agrees, differs, unknown."
         show("fairlead_tokens_parity", text, self._agreement)
-        show("fairlead_tokens_cache_bytes", "Size of the cache of tokens, in bytes.", self._bytes)
-        show("fairlead_tokens_cache_asked_total", "Characters looked up in the cache of tokens.", self._asked)
-        show("fairlead_tokens_cache_found_total", "Characters found in the cache of tokens.", self._found)
+        follow, prefix = registry.follow, "fairlead_tokens_cache_"
+        text = "Size of the cache of tokens, in bytes."
+        follow("gauge", prefix + "bytes", text, lambda: cache.bytes if (cache := tokeniser().cache) is not None else 0)
+        text = "Characters looked up in the cache of tokens."
+        asked = prefix + "asked_total"
+        follow("counter", asked, text, lambda: cache.asked if (cache := tokeniser().cache) is not None else 0)
+        text = "Characters found in the cache of tokens."
+        found = prefix + "found_total"
+        follow("counter", found, text, lambda: cache.found if (cache := tokeniser().cache) is not None else 0)
         if without is not None:
             text = "Prompts without token ids, whose tokens were estimated, by reason."
-            show("fairlead_tokens_missing_total", text, self._unread)
+            follow("counter", "fairlead_tokens_missing_total", text, lambda: without, "reason")
 
     def _refresh(self) -> None:
         self._loaded.children.clear()
@@ -390,13 +390,6 @@ class TokenMetrics:
         for served, result in self._check_states().items():
             for state in _STATES:
                 self._agreement.child(served, state).set(float(result == state))
-        cache = tokeniser.cache
-        if cache is not None:
-            self._bytes.child().set(cache.bytes)
-            self._asked.child().value = cache.asked
-            self._found.child().value = cache.found
-        for reason, count in (self._without or {}).items():
-            self._unread.child(reason).value = count
 
 
 # What the journal on disk tells of itself, on the metrics page.
@@ -404,87 +397,88 @@ class TokenMetrics:
 
 def show_journal(registry: Registry, counts: Counts) -> None:
     """Read when somebody looks."""
-    written, lost = counters(), counters("why")
-    volume, segments, errors, size = counters(), counters(), counters(), gauges()
-
-    def refresh() -> None:
-        written.child().value = counts.records
-        lost.child("busy").value = counts.dropped
-        lost.child("disk").value = counts.unwritten
-        volume.child().value = counts.bytes
-        segments.child().value = counts.segments
-        errors.child().value = counts.errors
-        size.child().value = counts.size
-
-    registry.before(refresh)
-    registry.show("fairlead_journal_records_total", "Records written to the journal.", written)
-    registry.show("fairlead_journal_lost_total", "Records that are missing in the journal.", lost)
-    registry.show("fairlead_journal_bytes_total", "Bytes written to the journal.", volume)
-    registry.show("fairlead_journal_segments_total", "Segments that were started.", segments)
-    registry.show("fairlead_journal_errors_total", "Failures of the journal's disk.", errors)
-    registry.show("fairlead_journal_size_bytes", "Bytes of all segments in the journal's directory.", size)
+    prefix, follow = "fairlead_journal_", registry.follow
+    follow("counter", prefix + "records_total", "Records written to the journal.", lambda: counts.records)
+    text = "Records that are missing in the journal."
+    follow("counter", prefix + "lost_total", text, lambda: {"busy": counts.dropped, "disk": counts.unwritten}, "why")
+    follow("counter", prefix + "bytes_total", "Bytes written to the journal.", lambda: counts.bytes)
+    follow("counter", prefix + "segments_total", "Segments that were started.", lambda: counts.segments)
+    follow("counter", prefix + "errors_total", "Failures of the journal's disk.", lambda: counts.errors)
+    follow("gauge", prefix + "size_bytes", "Bytes of all segments in the journal's directory.", lambda: counts.size)
 
 
 # The same of the file with what was learned.
 
 
 def show_state(registry: Registry, counts: StateCounts) -> None:
-    written, errors, size, restored = counters(), counters(), gauges(), gauges()
+    prefix, follow = "fairlead_state_", registry.follow
+    follow("counter", prefix + "writes_total", "Times that the state file was written.", lambda: counts.written)
+    follow("counter", prefix + "errors_total", "Times that the state file could not be written.", lambda: counts.errors)
+    follow("gauge", prefix + "size_bytes", "Bytes of the state file.", lambda: counts.bytes)
+    text = "Blocks of prompts that the state file gave back."
+    follow("gauge", prefix + "restored_prefixes", text, lambda: counts.prefixes)
+
+
+class WarmingCounts(Struct):
+    """Beginnings that were sent to cold endpoints, and their prompt tokens."""
+
+    kept: Beginnings
+    sent: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+def show_warming(registry: Registry, counts: WarmingCounts) -> None:
+    requests, tokens, kept = counters("result"), counters(), gauges()
 
     def refresh() -> None:
-        written.child().value = counts.written
-        errors.child().value = counts.errors
-        size.child().value = counts.bytes
-        restored.child().value = counts.prefixes
+        requests.child("sent").value, requests.child("failed").value = counts.sent, counts.failed
+        tokens.child().value = counts.tokens
+        kept.child().value = counts.kept.bytes
 
     registry.before(refresh)
-    registry.show("fairlead_state_writes_total", "Times that the state file was written.", written)
-    registry.show("fairlead_state_errors_total", "Times that the state file could not be written.", errors)
-    registry.show("fairlead_state_size_bytes", "Bytes of the state file.", size)
-    registry.show("fairlead_state_restored_prefixes", "Blocks of prompts that the state file gave back.", restored)
+    show = registry.show
+    show("fairlead_warming_requests_total", "Beginnings of prompts sent to cold endpoints, by result.", requests)
+    show("fairlead_warming_tokens_total", "Prompt tokens that cold endpoints were sent.", tokens)
+    show("fairlead_warming_text_bytes", "Text of shared beginnings that is kept in memory.", kept)
 
 
 # What is told to other replicas and heard of them.
 
+#: Both ways.
+_REPLICA_FLOWS = (
+    ("batches", "Batches of facts, to and from other replicas.", "sent", "received"),
+    ("bytes", "Bytes of batches and snapshots.", "sent_bytes", "received_bytes"),
+    ("snapshots", "Snapshots, to and from other replicas.", "snapshots_sent", "snapshots_received"),
+)
+
 
 def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
     """`None` = nothing is there to show, but its names."""
-    state = {name: Readings("gauge") for name in ("connected", "peers", "unheard_seconds", "missing", "lag_seconds")}
-    flows = {name: Readings("counter", "direction") for name in ("batches", "bytes", "snapshots")}
-    losses = {name: Readings("counter") for name in ("dropped", "gaps", "outages")}
 
-    def refresh() -> None:
-        if replicas is None:
-            return
-        counts = asdict(replicas.counts)
-        peers, missing = len(replicas.peers), len(replicas.missing)
-        now = (not replicas.problem, peers, replicas.unheard_s, missing, replicas.lag_s)
-        for reading, value in zip(state.values(), now, strict=True):
-            reading.take({(): value})
-        for name, reading in losses.items():
-            reading.take({(): counts[name]})
-        columns = (("sent", "received"), ("sent_bytes", "received_bytes"), ("snapshots_sent", "snapshots_received"))
-        for reading, (sent, received) in zip(flows.values(), columns, strict=True):
-            reading.take({("sent",): counts[sent], ("received",): counts[received]})
+    def follow(kind: str, name: str, text: str, read: Callable[[Replicas], Any], label: str = "") -> None:
+        name = f"fairlead_replicas_{name}"
+        registry.follow(kind, name, text, lambda: None if replicas is None else read(replicas), label)
 
-    registry.before(refresh)
-    for name, text in (
-        ("connected", "1 while facts go to other replicas and come from them."),
-        ("peers", "Other replicas that hold a lease."),
-        ("unheard_seconds", "Time without any other replica; 0 while there is one."),
-        ("missing", "Other replicas of whom something is missing until their snapshot has come."),
-        ("lag_seconds", "From the writing of the last fact to its coming back."),
-    ):
-        registry.show(f"fairlead_replicas_{name}", text, state[name])
-    for name, text in (
-        ("batches", "Batches of facts, to and from other replicas."),
-        ("bytes", "Bytes of batches and snapshots."),
-        ("snapshots", "Snapshots, to and from other replicas."),
-    ):
-        registry.show(f"fairlead_replicas_{name}_total", text, flows[name])
-    for name, text in (
-        ("dropped", "Batches that nobody could be told for too long; a snapshot takes their place."),
-        ("gaps", "Times that something of another replica was missing."),
-        ("outages", "Times that the server between replicas went away."),
-    ):
-        registry.show(f"fairlead_replicas_{name}_total", text, losses[name])
+    text = "1 while facts go to other replicas and come from them."
+    follow("gauge", "connected", text, lambda peers: not peers.problem)
+    follow("gauge", "peers", "Other replicas that hold a lease.", lambda peers: len(peers.peers))
+    text = "Time without any other replica; 0 while there is one."
+    follow("gauge", "unheard_seconds", text, lambda peers: peers.unheard_s)
+    text = "Other replicas of whom something is missing until their snapshot has come."
+    follow("gauge", "missing", text, lambda peers: len(peers.missing))
+    text = "From the writing of the last fact to its coming back."
+    follow("gauge", "lag_seconds", text, lambda peers: peers.lag_s)
+    for name, text, sent, received in _REPLICA_FLOWS:
+
+        def both(peers: Replicas, sent: str = sent, received: str = received) -> dict[str, int]:
+            counts = asdict(peers.counts)
+            return {"sent": counts[sent], "received": counts[received]}
+
+        follow("counter", f"{name}_total", text, both, "direction")
+    text = "Batches that nobody could be told for too long; a snapshot takes their place."
+    follow("counter", "dropped_total", text, lambda peers: peers.counts.dropped)
+    text = "Times that something of another replica was missing."
+    follow("counter", "gaps_total", text, lambda peers: peers.counts.gaps)
+    text = "Times that the server between replicas went away."
+    follow("counter", "outages_total", text, lambda peers: peers.counts.outages)

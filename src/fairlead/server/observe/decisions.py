@@ -8,9 +8,10 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, repeat
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace
 
 #: Candidates shown per decision, the best first; the chosen one always.
 MAX_SHOWN = 100
+_ID, _TRACE = attrgetter("request.id"), attrgetter("trace")
 
 
 class _Entry(Struct):
@@ -50,25 +52,29 @@ class Journal:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def on_decisions(self, records: Iterable[DecisionRecord]) -> None:
-        entries, by_id = self._entries, self._by_id
-        for record in records:
-            cells = 0
-            if (trace := record.trace) is not None:
-                columns = 1 + len(trace.filters) + len(trace.scorers)
-                if (snapshot := trace.snapshot) is not None:
-                    columns += len(snapshot.floats) + len(snapshot.learned)
-                cells = len(trace.endpoints) * columns
-            entry = by_id[record.request.id] = _Entry(record, cells)
-            entries.append(entry)
-            self.cells += cells
+    def on_decisions(self, records: Sequence[DecisionRecord]) -> None:
+        sizes = [
+            len(trace.endpoints)
+            * (
+                1
+                + len(trace.filters)
+                + len(trace.scorers)
+                + (0 if trace.snapshot is None else len(trace.snapshot.floats) + len(trace.snapshot.learned))
+            )
+            if trace is not None
+            else 0
+            for trace in map(_TRACE, records)
+        ]
+        entries = list(map(_Entry, records, sizes))
+        self._by_id.update(zip(map(_ID, records), entries, strict=True))
+        self._entries.extend(entries)
+        self.cells += sum(sizes)
         while len(self._entries) > self._size or (self.cells > self._max_cells and len(self._entries) > 1):
             self._drop_oldest()
 
-    def on_outcomes(self, records: Iterable[OutcomeRecord]) -> None:
+    def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
         """Each is joined with its decision, if that is still held."""
-        for record in records:
-            entry = self._by_id.pop(record.request.id, None)
+        for entry, record in zip(map(self._by_id.pop, map(_ID, records), repeat(None)), records, strict=False):
             if entry is not None:
                 entry.outcome = record
 

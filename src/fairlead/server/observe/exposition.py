@@ -79,9 +79,9 @@ class View:
     def _heading(self, name: str) -> str:
         return f"# HELP {name} {self.help.translate(_HELP_ESCAPES)}\n# TYPE {name} {self.kind}\n"
 
-    def pieces(self, naming: Naming | None = None) -> Iterator[str]:
+    def pieces(self, naming: Naming | None = None, headed: bool = True) -> Iterator[str]:
         """The family's text, in pieces of some hundred lines; with `naming`, as OpenMetrics."""
-        out = [self._head if naming is None else self._open_head]
+        out = [(self._head if naming is None else self._open_head) if headed else ""]
         family = self.family
         if isinstance(family, Readings):
             yield out[0] + self._readings(family.values)
@@ -171,9 +171,10 @@ def _add(row: Counter | Gauge | Histogram, child: Any) -> None:
 
 
 class Registry:
-    """Everything that is shown."""
+    """Everything that is shown. `constant`: labels that all of it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, constant: Mapping[str, str] | None = None) -> None:
+        self._constant = dict(constant or {})
         #: All that is shown, in its order.
         self.views: list[View] = []
         self._names: set[str] = set()
@@ -186,23 +187,53 @@ class Registry:
         if name in self._names:
             raise ValueError(f"metric {name} is shown twice")
         self._names.add(name)
+        if self._constant:
+            how["constant"] = {**self._constant, **(how.get("constant") or {})}
         self.views.append(View(name, help_text, family, **how))
 
     def before(self, refresh: Callable[[], object]) -> None:
         """Call `refresh` at the beginning of every rendering, to set gauges that nobody keeps up to date."""
         self._before.append(refresh)
 
-    def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
-        """The exposition, in pieces of one refreshing or some hundred lines: a server serves others in between."""
+    def follow(self, kind: str, name: str, help_text: str, read: Callable[[], Any], label: str = "") -> None:
+        """Show what `read` says at every rendering: a number, or with a `label` numbers by its values; `None` = nothing
+        yet."""
+        family = Readings(kind, *([label] if label else ()))
+
+        def refresh() -> None:
+            figure = read()
+            numbers = figure if label else {"": figure}
+            family.take({} if figure is None else {(key,) if label else (): value for key, value in numbers.items()})
+
+        self.before(refresh)
+        self.show(name, help_text, family)
+
+    def refresh(self) -> Iterator[None]:
+        """Set the gauges that nobody keeps up to date, one group at a time."""
         for refresh in self._before:
             refresh()
-            yield b""
-        naming = self.naming if openmetrics else None
-        for view in self.views:
-            for piece in view.pieces(naming):
-                yield piece.encode("utf-8", "replace")
-        if openmetrics:
-            yield b"# EOF\n"
+            yield
+
+    def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
+        """The exposition, in pieces of one refreshing or some hundred lines: a server serves others in between."""
+        return page_of([self], openmetrics)
 
     def render(self) -> bytes:
         return b"".join(self.parts())
+
+
+def page_of(registries: Iterable[Registry], openmetrics: bool = False) -> Iterator[bytes]:
+    """The page of several registries: a family that is in more than one is shown once, with the rows of all. Their
+    constant labels must tell the rows apart."""
+    shown: dict[str, list[tuple[View, Naming | None]]] = {}
+    for registry in registries:
+        for _ in registry.refresh():
+            yield b""
+        for view in registry.views:
+            shown.setdefault(view.name, []).append((view, registry.naming if openmetrics else None))
+    for views in shown.values():
+        for i, (view, naming) in enumerate(views):
+            for piece in view.pieces(naming, headed=not i):
+                yield piece.encode("utf-8", "replace")
+    if openmetrics:
+        yield b"# EOF\n"

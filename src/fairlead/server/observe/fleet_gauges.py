@@ -157,7 +157,11 @@ class FleetGauges:
         rows: tuple[tuple[str, str, Family[Gauge] | Family[Counter] | Readings], ...] = (
             ("index_size", "Entries of the prefix index.", self._index),
             ("fairlead_leases", "Requests in flight that are charged to an endpoint.", self._leases),
-            ("fairlead_endpoint_leases", "Requests in flight that are charged to the endpoint.", self._endpoint_leases),
+            (
+                "fairlead_endpoint_leases",
+                "Sequences in flight that are charged to the endpoint: the answers asked for.",
+                self._endpoint_leases,
+            ),
             ("fairlead_endpoint_stale", "1 while an endpoint's metrics are too old to be used.", self._stale),
             ("fairlead_endpoint_age_seconds", "Time since an endpoint's last good scrape.", self._age),
             ("fairlead_endpoint_suspicion", "1 while an endpoint seems to hang, 2 while it does.", self._suspicion),

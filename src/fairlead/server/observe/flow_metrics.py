@@ -27,6 +27,8 @@ from fairlead.server.observe.metrics import RequestLabels, grouped
 _KIND = attrgetter("outcome", "queued_ms", "request.model", "request.target", "request.fairness_id", "request.priority")
 _FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
 _PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
+#: Seconds: from a process that starts to weights that are fetched.
+_COLD = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 #: Reason → the published outcome of a request that had not waited, and of one that had.
 _OUTCOMES = {
@@ -69,6 +71,7 @@ class FlowMetrics:
         self._waiting = gauges("unused", cap=2)
         self._stale = gauges("unused", cap=2)
         self._delay = gauges("unused", cap=2)
+        self._cold_starts = histograms(bounds=_COLD)
         registry.before(self._refresh)
         self._show(registry, {"constant": {"inference_pool": pool}})
 
@@ -84,6 +87,16 @@ class FlowMetrics:
     def _flow(self, request: Request) -> tuple[str, str, str, str]:
         model, target, fairness_id, priority = self._labels(request)
         return fairness_id, str(priority), model, target
+
+    def on_endpoint(self) -> float:
+        """One is about to come. Returns for how many seconds the first of those has waited that wait for any endpoint
+        at all; 0 = nobody does."""
+        controller = self.flow_controller
+        if controller is None or self._fleet.table.count or not len(controller.flow):
+            return 0.0
+        waited = self._now() - controller.flow.oldest()
+        self._cold_starts.child().observe(waited)
+        return waited
 
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:
         """Drop waits under request labels (model, target, fairness id, priority) that are not kept."""
@@ -161,6 +174,8 @@ class FlowMetrics:
         show("fairlead_flow_delay_seconds", text, self._delay, labels={})
         text = "How long the queue of a band and the bands above will take: the Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
+        text = "How long requests had waited when a pool without endpoints got its first."
+        show("fairlead_cold_start_seconds", text, self._cold_starts)
         show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
 
 

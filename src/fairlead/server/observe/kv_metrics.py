@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from fairlead.core.exact import SOURCES, ExactKnowledge
 from fairlead.core.kv.index import KvIndex
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.instruments import Readings, counters, gauges, histograms
+from fairlead.server.observe.instruments import Readings, gauges, histograms
 
 if TYPE_CHECKING:
     from fairlead.server.indexer.client import IndexClient
@@ -74,8 +74,6 @@ class KvMetrics:
         self._exact = exact
         self._endpoints = endpoints
         self._feeds = feeds
-        self._rejected = rejected
-        self._without = without
         self._counters = {field: Readings("counter", "endpoint", "rank") for _, _, field in _COUNTERS}
         self._gauges = {field: Readings("gauge", "endpoint", "rank") for _, _, field in _GAUGES}
         self._trust = Readings("gauge", "endpoint")
@@ -85,11 +83,8 @@ class KvMetrics:
         self._causes = Readings("counter", "endpoint", "cause")
         self._publishers = Readings("counter", "pod_identifier")
         self._subscribers = gauges()
-        self._index = gauges("what")
-        self._refused = counters()
-        self._unread = counters("reason")
         registry.before(self._refresh)
-        self._show(registry)
+        self._show(registry, rejected, without)
 
     def _refresh(self) -> None:
         """Anew each time: endpoints come and go."""
@@ -105,14 +100,6 @@ class KvMetrics:
         self._publishers.values = batches
         self._subscribers.child().set(sum(feed.linked for feed, _ in feeds))
         self._check()
-        index = self._exact.index
-        self._index.child("blocks").set(index.entries)
-        self._index.child("bytes").set(index.nbytes)
-        self._index.child("orphans").set(len(index.orphans))
-        self._index.child("just_sent").set(len(index.speculation))
-        self._refused.child().value = self._rejected()
-        for reason, count in self._without.items():
-            self._unread.child(reason).value = count
 
     def _check(self) -> None:
         exact, check = self._exact, self._exact.check
@@ -134,8 +121,13 @@ class KvMetrics:
             (endpoint, cause): count for endpoint, verdict in judged for cause, count in verdict.causes.items()
         }
 
-    def _show(self, registry: Registry) -> None:
-        show = registry.show
+    def _sizes(self) -> dict[str, int]:
+        index = self._exact.index
+        orphans, just_sent = len(index.orphans), len(index.speculation)
+        return {"blocks": index.entries, "bytes": index.nbytes, "orphans": orphans, "just_sent": just_sent}
+
+    def _show(self, registry: Registry, rejected: Callable[[], int], without: Mapping[str, int]) -> None:
+        show, follow = registry.show, registry.follow
         for name, text, field in _COUNTERS:
             show(f"fairlead_kv_{name}_total", text, self._counters[field])
         for name, text, field in _GAUGES:
@@ -145,23 +137,18 @@ class KvMetrics:
         show("fairlead_kv_source", text, self._source)
         text = "Answers whose reported cached tokens were compared with the prediction from KV events."
         show("fairlead_kv_checked_total", text, self._checked)
-        show(
-            "fairlead_kv_checked_tokens_total",
-            "Cached tokens in compared answers, by who says so.",
-            self._tokens,
-        )
+        show("fairlead_kv_checked_tokens_total", "Cached tokens in compared answers, by who says so.", self._tokens)
         text = "Answers whose prediction was wrong, by likely cause."
         show("fairlead_kv_disagreements_total", text, self._causes)
-        show(
-            "fairlead_kv_index", "The index of KV blocks: copies, bytes, blocks without a parent, leases.", self._index
-        )
+        text = "The index of KV blocks: copies, bytes, blocks without a parent, leases."
+        follow("gauge", "fairlead_kv_index", text, self._sizes, "what")
         text = "Prompts without token ids, scheduled by learned prefixes, by reason."
-        show("fairlead_kv_prompts_without_tokens_total", text, self._unread)
+        follow("counter", "fairlead_kv_prompts_without_tokens_total", text, lambda: without, "reason")
         text = "[ALPHA] Publishers of KV events that are connected."
         show("llm_d_epp_kv_cache_events_active_subscribers", text, self._subscribers)
         text = "[ALPHA] Batches of KV events, by publisher."
         show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
-        show("fairlead_kv_rejected_batches_total", "Batches from publishers outside the pool.", self._refused)
+        follow("counter", "fairlead_kv_rejected_batches_total", "Batches from publishers outside the pool.", rejected)
 
 
 # Asking an indexer, and being one, on the metrics page.
@@ -175,59 +162,41 @@ class QueryMetrics:
 
     def __init__(self, registry: Registry) -> None:
         self._asker: IndexClient | None = None
-        self._ends = counters("result")
-        self._up = gauges()
-        self._seconds = histograms(bounds=_BOUNDS)
+        seconds = histograms(bounds=_BOUNDS)
         #: Observes how long an answer took, in seconds.
-        self.took = self._seconds.child().observe
-        registry.before(self._refresh)
+        self.took = seconds.child().observe
         text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
-        registry.show("fairlead_indexer_questions_total", text, self._ends)
-        registry.show("fairlead_indexer_up", "1 while the indexer answers.", self._up)
-        registry.show("fairlead_indexer_answer_seconds", "Time until the indexer answered.", self._seconds)
+        name = "fairlead_indexer_questions_total"
+        registry.follow("counter", name, text, lambda: self._asker and self._asker.counts.ends, "result")
+        text = "1 while the indexer answers."
+        registry.follow("gauge", "fairlead_indexer_up", text, lambda: self._asker is not None and self._asker.up)
+        registry.show("fairlead_indexer_answer_seconds", "Time until the indexer answered.", seconds)
 
     def watch(self, asker: "IndexClient") -> None:
         self._asker = asker
-
-    def _refresh(self) -> None:
-        if self._asker is None:
-            return
-        for result, count in self._asker.counts.ends.items():
-            self._ends.child(result).value = count
-        self._up.child().set(float(self._asker.up))
 
 
 class IndexerMetrics:
     """Of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts."""
 
     def __init__(self, registry: Registry, index: KvIndex) -> None:
-        self._index = index
         self._questions: Asked | None = None
-        self._size = gauges()
-        self._asked, self._hit, self._looked_up = counters(), counters(), counters()
-        self._refused = counters("status")
-        self._seconds = histograms(bounds=_BOUNDS)
+        seconds = histograms(bounds=_BOUNDS)
         #: Observes how long a question took, in seconds, without reading and writing it.
-        self.took = self._seconds.child().observe
-        registry.before(self._refresh)
-        show = registry.show
-        show("index_size", "Block copies in the index.", self._size)
-        show("kv_cache_lookup_total", "Blocks of prompts that were looked up.", self._looked_up)
-        show("kv_cache_hit_total", "Of these, blocks that the best endpoint holds.", self._hit)
-        show("fairlead_indexer_queries_total", "Questions that were answered.", self._asked)
-        show("fairlead_indexer_refused_total", "Questions that were refused, by status.", self._refused)
-        show("fairlead_indexer_query_seconds", "How long the answers took to make.", self._seconds)
+        self.took = seconds.child().observe
+        registry.follow("gauge", "index_size", "Block copies in the index.", lambda: index.entries)
+        follow, text = registry.follow, "Blocks of prompts that were looked up."
+        follow("counter", "kv_cache_lookup_total", text, lambda: self._questions.looked_up if self._questions else 0)
+        text = "Of these, blocks that the best endpoint holds."
+        follow("counter", "kv_cache_hit_total", text, lambda: self._questions.hit if self._questions else 0)
+        text, name = "Questions that were answered.", "fairlead_indexer_queries_total"
+        follow("counter", name, text, lambda: self._questions.questions if self._questions else 0)
+        text, name = "Questions that were refused, by status.", "fairlead_indexer_refused_total"
+        follow("counter", name, text, self._refused, "status")
+        registry.show("fairlead_indexer_query_seconds", "How long the answers took to make.", seconds)
 
     def watch(self, questions: "Asked") -> None:
         self._questions = questions
 
-    def _refresh(self) -> None:
-        self._size.child().set(self._index.entries)
-        asked = self._questions
-        if asked is None:
-            return
-        self._asked.child().value = asked.questions
-        self._looked_up.child().value = asked.looked_up
-        self._hit.child().value = asked.hit
-        for status, count in asked.refused.items():
-            self._refused.child(str(status)).value = count
+    def _refused(self) -> dict[str, int]:
+        return {str(status): count for status, count in self._questions.refused.items()} if self._questions else {}

@@ -12,8 +12,8 @@ Rules
 * `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress, islice
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress, islice, repeat
 from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -57,6 +57,10 @@ _REQUEST_BYTES, _RESPONSE_BYTES = attrgetter("request.body_bytes"), attrgetter("
 _PROMPT_TOKENS, _HIT_TOKENS = attrgetter("request.prompt_tokens"), attrgetter("hit_tokens")
 _INPUT_TOKENS, _COMPLETION_TOKENS = attrgetter("prompt_tokens"), attrgetter("completion_tokens")
 _CACHED_TOKENS = attrgetter("cached_tokens")
+#: Of a figure: it is not negative. A method of `float` takes integers too.
+_KNOWN = (0.0).__le__
+#: Milliseconds → seconds.
+_SECONDS = (1000.0).__rtruediv__
 
 V = TypeVar("V")
 #: Model asked for, model that serves, fairness id, priority.
@@ -89,7 +93,7 @@ def _told(
         return records, figures
     if max(figures) < 0:
         return (), []
-    known = [record for record, figure in zip(records, figures, strict=True) if figure >= 0]
+    known = list(compress(records, map(_KNOWN, figures)))
     return known, list(map(column, known))
 
 
@@ -141,7 +145,7 @@ class _Bundle:
 class SchedulerMetrics:
     """`now` is the clock that records' `at` come from; `status` tells about the fleet when metrics are rendered;
     `served` lists the models that endpoints say they serve; `desired` is how many endpoints the load asks for,
-    `None` = unknown."""
+    `None` = unknown; all have the labels `constant`."""
 
     def __init__(
         self,
@@ -153,8 +157,9 @@ class SchedulerMetrics:
         desired: Callable[[], int | None] = lambda: None,
         cap: int = 100,
         idle_s: float = 900.0,
+        constant: Mapping[str, str] | None = None,
     ) -> None:
-        self.registry = Registry()
+        self.registry = Registry(constant)
         self.families = RequestFamilies(_FAMILY_ROOM * cap)
         self._now = now
         self._status = status
@@ -298,7 +303,7 @@ class SchedulerMetrics:
         code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
         self._error(bundle, code, status, len(records))
         took = _told(records, _DURATION)[1]
-        self.families.failed_duration.child(code).observe_all([ms / 1000 for ms in took])
+        self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))
 
     def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
         """Whether one of these answers earns the labels a place, and there is room."""
@@ -314,27 +319,26 @@ class SchedulerMetrics:
 
     def _prove(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> int:
         """Count the decisions of these requests that waited for their end. Returns how many others there are."""
-        waited = [self._unproven.pop(record.request.id, None) for record in records]
-        for entry in waited:
-            if entry is not None:
-                entry[1].value -= 1
-                self._routed(bundle, (entry[0],))
+        waited = list(map(self._unproven.pop, map(_REQUEST_ID, records), repeat(None)))
+        for decision, folded in filter(None, waited):
+            folded.value -= 1
+            self._routed(bundle, (decision,))
         return waited.count(None)
 
     def _times(self, bundle: _Bundle, records: Sequence[OutcomeRecord], stream: bool) -> None:
         known, milliseconds = _told(records, _DURATION)
-        bundle.duration.observe_all([ms / 1000 for ms in milliseconds], list(map(_REQUEST_ID, known)))
+        bundle.duration.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         counted, _ = _told(known, _COMPLETION_TOKENS)
         finished = [r for r in counted if r.completion_tokens > 0]
         bundle.ntpot.observe_all([r.duration_ms / 1000 / r.completion_tokens for r in finished])
         known, milliseconds = _told(records, _TTFT)
         ttft = bundle.ttft_stream if stream else bundle.ttft
-        ttft.observe_all([ms / 1000 for ms in milliseconds], list(map(_REQUEST_ID, known)))
+        ttft.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         missed = {"ttft": sum(0.0 < r.request.slo_ttft_ms < r.ttft_ms for r in known) if any(map(_SLO, known)) else 0}
         if stream:
             paced = [r for r in finished if r.completion_tokens > 1 and r.duration_ms >= r.ttft_ms >= 0]
             tpot_ms = [(r.duration_ms - r.ttft_ms) / (r.completion_tokens - 1) for r in paced]
-            bundle.tpot.observe_all([ms / 1000 for ms in tpot_ms])
+            bundle.tpot.observe_all(list(map(_SECONDS, tpot_ms)))
             missed["tpot"] = sum(0.0 < r.request.slo_tpot_ms < ms for r, ms in zip(paced, tpot_ms, strict=True))
             for record in known:
                 if record.forecast is not None:

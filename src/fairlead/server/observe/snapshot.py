@@ -15,7 +15,7 @@ from fairlead.server.observe import snapshot_shape as shape
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import Counter, Family, Gauge
-from fairlead.server.observe.model_rows import model_rows, served_models
+from fairlead.server.observe.model_rows import ModelPoint, model_rows, served_models
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.search import MAX_FOUND, Search, SearchResult
 from fairlead.server.observe.snapshot_shape import Happened, notices
@@ -248,6 +248,13 @@ class EndpointPast(msgspec.Struct, frozen=True):
     points: list[EndpointPoint]
 
 
+class ModelPast(msgspec.Struct, frozen=True):
+    """The last hour of a model, likewise."""
+
+    point_s: float
+    points: list[ModelPoint]
+
+
 class SnapshotMaker:
     """`begin`, then `take` once per tick, then `end`.
 
@@ -346,6 +353,10 @@ class SnapshotMaker:
         if slot is None:
             return None
         return EndpointPast(STEP, self.history.endpoints.of(slot, table, self._wall))
+
+    def model(self, query: Mapping[str, str]) -> ModelPast:
+        """The last hour of a model; of one that nobody asked for, nothing happened."""
+        return ModelPast(STEP, self.history.models.of(query.get("name", ""), self._wall))
 
     def _totals(self) -> shape.Totals:
         families, rates = self._watch.metrics.families, self.history.rates

@@ -11,7 +11,7 @@ from math import inf
 
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Readings
-from fairlead.server.observe.log import get
+from fairlead.server.observe.log import Written, get
 
 log = get("troubles")
 
@@ -71,6 +71,12 @@ class Troubles:
 
     def _refresh(self) -> None:
         self._shown.take({(what,): 1 if what in self.present else 0 for what in self._checks})
+
+
+def watch_process(troubles: Troubles) -> None:
+    """What can be wrong with the process, whatever it does."""
+    troubles.watch("descriptors", descriptors)
+    troubles.lately("log", lambda: Written.lost, "lines of the log cannot be written")
 
 
 def descriptors() -> str:

@@ -18,11 +18,11 @@ from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetric
 from fairlead.server.observe.decisions import Journal, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
-from fairlead.server.observe.log import Written, get
+from fairlead.server.observe.log import get
 from fairlead.server.observe.metrics import SchedulerMetrics
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.tracing import Tracing
-from fairlead.server.observe.troubles import Troubles, descriptors
+from fairlead.server.observe.troubles import Troubles, watch_process
 
 log = get("schedule")
 #: The pool's name in published metrics.
@@ -43,7 +43,8 @@ class Watch:
     `on_routed` is told the endpoint of each routed request that is not in `awake` at the time; `tracing` hears of every
     record at once; `scrapes` are the scraper's totals; `served` lists what endpoints say they serve; `skipped` and
     `cut` tell of shadows, see `ShadowMetrics`; `objective` is what an autoscaler is asked to keep. Of several workers
-    that all hear of requests past the scheduler, one counts them (`counts_fallbacks`).
+    that all hear of requests past the scheduler, one counts them (`counts_fallbacks`). `one_of_several`: pools of this
+    process; all metrics have the pool as a label, and the process is watched by somebody else.
 
     Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
     cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
@@ -65,13 +66,19 @@ class Watch:
         cut: Callable[[], Mapping[str, str]] = dict,
         objective: Objective | None = None,
         counts_fallbacks: bool = True,
+        one_of_several: bool = False,
     ) -> None:
         self.fleet, self._counts_fallbacks = fleet, counts_fallbacks
         self._now = now
         self.journal = Journal()
         self._listed = served
         self.metrics = SchedulerMetrics(
-            now, self.status, pool=pool, served=self._served, desired=self.desired_endpoints
+            now,
+            self.status,
+            pool=pool,
+            served=self._served,
+            desired=self.desired_endpoints,
+            constant={"inference_pool": pool} if one_of_several else None,
         )
         self._demand = Demand(objective)
         self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now, self.metrics.labels)
@@ -81,11 +88,11 @@ class Watch:
         self.kube = KubeMetrics(self.metrics.registry)
         self.uploads = UploadMetrics(self.metrics.registry, now)
         self.troubles = Troubles(self.metrics.registry, now)
-        self.troubles.watch("descriptors", descriptors)
         self.troubles.watch("kubernetes", self._unanswered)
         self.troubles.watch("scrapes", self._unread)
         self.troubles.watch("gateway-uploads", self.uploads.note)
-        self.troubles.lately("log", lambda: Written.lost, "lines of the log cannot be written")
+        if not one_of_several:
+            watch_process(self.troubles)
         #: What waits to be counted, and how long each decision took.
         self._decisions: list[DecisionRecord] = []
         self._durations: list[float] = []

@@ -62,6 +62,7 @@ class RemoteOptions(Struct, frozen=True, kw_only=True):
     address: str
     budget: float = 0.005
     pool: str = "default"
+    max_endpoints: int = 2
     tls: ClientTls | None = None
 
 
@@ -188,6 +189,7 @@ class RemoteClient:
             gateway=f"fairlead {__version__}",
             pool=self.options.pool,
             budget_us=round(self.options.budget * 1e6),
+            max_endpoints=self.options.max_endpoints,
         )
         stream.send(encode_ask(Ask(hello=hello, state=self._state.changes(0))))
 
@@ -326,13 +328,11 @@ class StateFeed:
 
     def _load(self, state: State, snapshot: Snapshot | None) -> None:
         table, predictor = self._fleet.table, self._fleet.predictor
-        rates = predictor.rates
-        floats, learned = table.floats, (predictor.kappa, predictor.tpot_kappa, rates.prefill, rates.step, rates.load)
+        floats, learned = table.floats, predictor.rates.columns
         if snapshot is not None:
             floats, learned = snapshot.floats, snapshot.learned
-        ttft, tpot, prefill, step, load = learned
-        factors = np.stack((prefill, step, ttft, tpot, load))
-        current = np.concatenate((floats[_ROWS], factors[:, : len(table)]))
+        # As they are sent: of prefill, of a step, of first tokens, of output tokens, of load.
+        current = np.concatenate((floats[_ROWS], learned[[2, 3, 0, 1, 4], : len(table)]))
         changed = current != self._sent
         if not changed.any():
             return

@@ -65,6 +65,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     gateway: str = ""
     pool: str = ""
     budget_us: int = 0
+    max_endpoints: int = 0
 
 
 class EndpointState(Struct, frozen=True, kw_only=True):
@@ -329,7 +330,7 @@ _SIGNED = Form(lambda number, value: integer(number, value << 1 if value >= 0 el
 
 _HELLO = Message(
     lambda version=0, **values: Hello(version=version, **values),
-    version=_INTEGER32, gateway=_TEXT, pool=_TEXT, budget_us=_INTEGER32,
+    version=_INTEGER32, gateway=_TEXT, pool=_TEXT, budget_us=_INTEGER32, max_endpoints=_INTEGER32,
 )  # fmt: skip
 
 

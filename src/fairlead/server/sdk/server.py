@@ -20,7 +20,7 @@ from fairlead.core.errors import ConfigError, PluginError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
 from fairlead.core.policy import Context, Picked, Policy, Refused
-from fairlead.core.profile import runner_up
+from fairlead.core.profile import in_order, runner_up
 from fairlead.core.request import Request
 from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.h2_limits import H2Limits
@@ -30,6 +30,7 @@ from fairlead.gateway.stream import ServerStream
 from fairlead.gateway.tls import ServerTls
 from fairlead.server.remote.messages import (
     COLUMNS,
+    MAX_ALTERNATIVES,
     PATH,
     Answer,
     Ask,
@@ -110,6 +111,7 @@ class Session:
         self._fleet = MirrorFleet()
         self._rng = Random()
         self._greeted = False
+        self._alternatives = 1
         self._version = 0
         self._batch = 0
         stats.streams += 1
@@ -131,6 +133,7 @@ class Session:
             if ask.hello is None or ask.hello.version < 1:
                 raise ProtocolError("the first message has no hello with a version")
             self._greeted = True
+            self._alternatives = min(max(ask.hello.max_endpoints - 1, 1), MAX_ALTERNATIVES)
             welcome = Welcome(scheduler=f"fairlead {__version__}", policy=self._policy.name)
             self._stream.send(encode_answer(Answer(welcome=welcome)))
         elif ask.hello is not None:
@@ -201,10 +204,10 @@ class Session:
             raise IndexError(f"slot {pick.slot} has no endpoint")
         hits = fleet.match(request)
         share = 0.0 if hits is None else float(hits[pick.slot])
-        fallback_slot = runner_up(pick, fleet.table)
+        _, *behind = in_order(pick, runner_up(pick, fleet.table), fleet.table, self._alternatives + 1)
         fleet.take(request, pick.slot, share, expected_output, self._batch)
         prefiller = fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
-        alternatives = ((fleet.table.ids[fallback_slot], 0.0),) if fallback_slot >= 0 else ()
+        alternatives = tuple((fleet.table.ids[slot], 0.0) for slot in behind)
         prefill = prefiller.id if prefiller else ""
         return RemotePick(request.id, Outcome.PICKED, endpoint.id, alternatives=alternatives, prefill=prefill)
 

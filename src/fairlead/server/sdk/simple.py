@@ -66,13 +66,11 @@ class SimplePolicy:
         names = [chosen] if isinstance(chosen, str) else chosen
         if not names:
             return Refused(reason=PASSED)
-        slot, *alternatives = map(fleet.table.slot, names)
+        slot, *behind = map(fleet.table.slot, names)
         if slot is None:
             raise ValueError(f"pick returned {names[0]!r}, which is no endpoint")
-        return Picked(
-            slot,
-            fallback_slot=next((alternative for alternative in alternatives if alternative not in (slot, None)), -1),
-        )
+        alternatives = tuple(alternative for alternative in behind if alternative not in (slot, None))
+        return Picked(slot, fallback_slot=alternatives[0] if alternatives else -1, alternatives=alternatives)
 
 
 def views(request: Request, fleet: FleetView, now: float) -> list[EndpointView]:

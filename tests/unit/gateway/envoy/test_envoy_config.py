@@ -106,6 +106,15 @@ def test_fail_open_and_closed() -> None:
     assert ext_proc(open_)["max_message_timeout"] == "600s"
 
 
+def test_the_dead_one_of_several_schedulers_gets_one_request() -> None:
+    alone, three = (
+        cluster(build(Options(peers=peers)), "ext_proc")["outlier_detection"]
+        for peers in ((), ("127.0.0.1:9003", "127.0.0.1:9004"))
+    )
+    assert (alone["consecutive_local_origin_failure"], three["consecutive_local_origin_failure"]) == (3, 1)
+    assert (alone["max_ejection_percent"], three["max_ejection_percent"]) == (100, 66), "one of them is always asked"
+
+
 def test_the_access_log_is_announced_to_the_scheduler_by_the_name_it_knows() -> None:
     grpc = ext_proc(build(Options(als="127.0.0.1:9002")))["grpc_service"]
     assert {item["key"] for item in grpc["initial_metadata"]} == {

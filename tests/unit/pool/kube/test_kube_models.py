@@ -40,14 +40,13 @@ class Followed:
         self.writer = StatusWriter(client, lambda: self.leads, self.troubles.append)
         self.models = PoolModels(
             client,
-            "llama",
             "default",
-            self.sets.append,
             self.writer,
             rng,
             rediscover_s=0.05,
             on_trouble=lambda resource, trouble: self.troubles.append(trouble) if trouble else None,
         )
+        self.models.follow("default", "llama", self.sets.append)
 
 
 @pytest.fixture
@@ -67,6 +66,20 @@ async def test_nothing_defined_is_known_too(followed: Followed, until: Any) -> N
     await until(lambda: followed.sets)
     assert followed.sets == [ModelSet()]
     assert not followed.models.missing
+
+
+@pytest.mark.parametrize("plural", ["inferencemodels", "inferenceobjectives"])
+async def test_the_older_models_may_be_out_of_reach_and_nothing_else(
+    kube: FakeKube, client: KubeClient, rng: Random, tasks: Any, until: Any, plural: str
+) -> None:
+    kube.forbidden.add(("list", plural))
+    followed = Followed(client, rng)
+    tasks(followed.models.run())
+    await until(lambda: followed.troubles)
+    seen = len(kube.requests)
+    await until(lambda: len(kube.requests) >= seen + 20)  # looked for again and again
+    assert followed.sets == ([ModelSet()] if plural == "inferencemodels" else [])
+    assert bool(followed.models.missing) == (plural != "inferencemodels")
 
 
 async def test_definitions_come_change_and_go(kube: FakeKube, followed: Followed, until: Any) -> None:

@@ -87,6 +87,8 @@ def test_older_label_names_are_known() -> None:
     value = pod()
     value["metadata"]["labels"]["inference.networking.k8s.io/engine-type"] = "sglang"
     assert read_pod(raw(value)).labels["llm-d.ai/engine-type"] == "sglang"
+    value["spec"] = {"nodeName": "worker-3"}
+    assert read_pod(raw(value)).labels["kubernetes.io/hostname"] == "worker-3"
 
 
 def test_what_changes_nothing_for_us_is_equal() -> None:

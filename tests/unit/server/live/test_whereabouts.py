@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from fairlead.compat.load import load
-from fairlead.core.fleet import Fleet
 from fairlead.server.live.scheduler import Live
 
 
@@ -16,7 +15,7 @@ from fairlead.server.live.scheduler import Live
 def test_addresses_can_be_copied_from_the_log(host: str, shown: str) -> None:
     text = "gateway: {host: '%s', port: 8081}\nextProc: {host: '%s', port: 9002}\nadmin: {host: '%s'}\n"
     live: Any = Live(load(text % (host, host, host), need_endpoints=False))
-    live.fleet, live.admin = Fleet(), SimpleNamespace(port=9091)
+    live.serving, live.admin = SimpleNamespace(endpoints=0), SimpleNamespace(port=9091)
     found = live._whereabouts()
     assert found["gateway"] == f"http://{shown}:8081/"
     assert found["ext_proc"] == f"{shown}:9002"

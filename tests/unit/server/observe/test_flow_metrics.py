@@ -151,3 +151,18 @@ def test_jains_index() -> None:
     assert jains_index([5.0, 5.0, 5.0]) == 1.0
     assert jains_index([9.0, 0.0, 0.0]) == 1 / 3
     assert isnan(jains_index([]))
+
+
+def test_a_cold_start_takes_what_the_first_request_waited_for_any_endpoint() -> None:
+    shop = Shop()
+    shop.fleet.down("e0")
+    assert shop.watch.queue.on_endpoint() == 0.0, "nobody waits for it"
+    shop.arrive(20)
+    assert shop.page()["fairlead_desired_replicas"] == 1.0
+    shop.now += 42.0
+    assert shop.watch.queue.on_endpoint() == 42.0
+    shop.fleet.up(Endpoint("e1", "10.0.0.2:80"))
+    assert shop.watch.queue.on_endpoint() == 0.0, "there is one already"
+    page = shop.page()
+    assert page["fairlead_cold_start_seconds_count"] == 1.0 and page["fairlead_cold_start_seconds_sum"] == 42.0
+    assert page['fairlead_cold_start_seconds_bucket{le="30"}'] == 0.0

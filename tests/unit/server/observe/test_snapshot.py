@@ -10,6 +10,8 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.request import Request
+from fairlead.server.observe.endpoint_history import POINTS, STEP
+from fairlead.server.observe.model_rows import ModelPoint
 from fairlead.server.observe.search import MAX_FOUND
 from fairlead.server.observe.snapshot import DECISIONS, TRAFFIC_ROWS, SnapshotMaker
 from fairlead.server.observe.watch import Watch
@@ -194,6 +196,20 @@ def test_the_last_hour_of_an_endpoint_is_there_while_the_endpoint_is(pool):
     past = pool.maker.endpoint({"id": "default/a"})
     assert past is not None and [point.time for point in past.points] == [1_000_100.0]
     assert pool.maker.endpoint({"id": "default/z"}) is None and pool.maker.endpoint({}) is None
+
+
+def test_the_last_hour_of_a_model_whether_or_not_somebody_looks(pool):
+    pool.maker.history.look(pool.now)
+    for step in range(300):
+        for i in range(3):
+            pool.serve(3 * step + i, model="m" if i else "n", endpoint="" if i == 2 else "default/a")
+        pool.now += STEP
+        pool.maker.history.look(pool.now)
+    past = pool.maker.model({"name": "m"})
+    assert (past.point_s, len(past.points)) == (STEP, POINTS)
+    assert past.points[-1] == ModelPoint(pool.now + 1e6, 2 / STEP, 1 / STEP, 30.0, 30.0)
+    nothing = pool.maker.model({"name": "unheard-of"}).points
+    assert {(point.per_s, point.ttft_p50_ms) for point in nothing} == {(0.0, None)}
 
 
 def test_shadows_tell_how_often_they_agree(pool):

@@ -4,7 +4,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Outcome
@@ -160,6 +162,23 @@ def test_the_runner_up_is_told_as_an_alternative(module: str, target: str, named
     (pick,) = picks.picks
     other = {"e0": "e1", "e1": "e0"}[pick.endpoint]
     assert [name for name, _ in pick.alternatives] == [other] * named
+
+
+@pytest.mark.parametrize(("wanted", "most"), [(0, 2), (3, 3), (1000, 4)])
+def test_a_caller_gets_as_many_endpoints_as_it_takes_for_a_state_of_its_own_in_one_message(
+    wanted: int, most: int
+) -> None:
+    """Hello, the caller's state and a batch of two: all of a call."""
+    one, stream, _ = session("cost-model")
+    state = replace(Dialogue().state(endpoints(4)), slots=np.arange(4), columns={6: np.array([90.0, 0.0, 30.0, 60.0])})
+    requests = [Asked(request=builders.request("word " * 300)) for _ in range(2)]
+    batch = Batch(number=1, requests=requests)
+    one.on_message(encode_ask(Ask(hello=Hello(max_endpoints=wanted), state=state, batch=batch)))
+    one.on_half_close()
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None and len(picks.picks) == 2 and stream.code == 0
+    first, _ = picks.picks
+    assert [first.endpoint, *(name for name, _ in first.alternatives)] == ["e1", "e2", "e3", "e0"][:most]
 
 
 def test_a_policy_that_raises_has_no_opinion(module: str) -> None:

@@ -1,0 +1,104 @@
+"""All InferencePools of a namespace, or of every namespace, and the endpoints of those that are served.
+
+Pools and pods are listed and watched once, however many pools there are. Which pods a pool selects is decided here, by
+the rules of `pool.kube.pods`; a pod that several pools select is an endpoint of each.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from random import Random
+
+from fairlead.pool.kube.client import KubeClient, Resource
+from fairlead.pool.kube.objects import VERSIONS, Pool, read_pool, selector_text
+from fairlead.pool.kube.pods import Feed, OnTrouble, Pod, PodEndpoints, read_pod
+from fairlead.pool.kube.reflector import Reflector
+
+
+class Pools:
+    """`changed(key, pool)` for each pool that is new or other, `None` = it is gone. `await run()` never returns."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str,
+        group: str,
+        changed: Callable[[str, Pool | None], object],
+        rng: Random,
+        *,
+        pool_labels: Mapping[str, str],
+        pod_labels: Mapping[str, str],
+        on_trouble: OnTrouble,
+        report: Callable[[str], object],
+        synced: Callable[[], object],
+    ) -> None:
+        """`namespace`: empty = all. Pools and pods must have these labels to be seen."""
+        self._changed = changed
+        self._served: dict[str, PodEndpoints] = {}
+        self.pools = Reflector(
+            client,
+            Resource(group, VERSIONS[group], "inferencepools", namespace),
+            read_pool,
+            self._pool_changed,
+            rng,
+            query=_labelled(pool_labels),
+            synced=synced,
+            on_trouble=lambda trouble: on_trouble("inferencepools", trouble),
+            report=report,
+        )
+        self.pods = Reflector(
+            client,
+            Resource("", "v1", "pods", namespace),
+            read_pod,
+            self._pod_changed,
+            rng,
+            query=_labelled(pod_labels),
+            synced=synced,
+            on_trouble=lambda trouble: on_trouble("pods", trouble),
+            report=report,
+        )
+
+    @property
+    def missing(self) -> str:
+        """What was not listed yet; empty = nothing."""
+        if not self.pools.ready.is_set():
+            return "the InferencePools were not read yet"
+        return "" if self.pods.ready.is_set() else "the pods were not listed yet"
+
+    async def run(self) -> None:
+        await asyncio.gather(self.pools.run(), self.pods.run())
+
+    def follow(self, key: str, feed: Feed) -> None:
+        """Tell the endpoints of this pool from now on."""
+        self._served[key] = PodEndpoints(feed)
+        self._match(key, self.pools.items[key])
+
+    def leave(self, key: str) -> None:
+        """Tell no more of it."""
+        self._served.pop(key, None)
+
+    def _pool_changed(self, key: str, pool: Pool | None) -> None:
+        if pool is not None and key in self._served:
+            self._match(key, pool)
+        self._changed(key, pool)
+
+    def _match(self, key: str, pool: Pool) -> None:
+        endpoints = self._served[key]
+        for pod_key in dict.fromkeys((*endpoints.pods, *self.pods.items)):
+            if pod_key.startswith(f"{pool.namespace}/"):
+                _take(endpoints, pool, pod_key, self.pods.items.get(pod_key))
+
+    def _pod_changed(self, key: str, pod: Pod | None) -> None:
+        namespace = key.partition("/")[0]
+        for pool_key, endpoints in self._served.items():
+            pool = self.pools.items.get(pool_key)
+            if pool is not None and pool.namespace == namespace:
+                _take(endpoints, pool, key, pod)
+
+
+def _take(endpoints: PodEndpoints, pool: Pool, key: str, pod: Pod | None) -> None:
+    selected = pod is not None and pool.selector.items() <= pod.labels.items()
+    endpoints.take(key, pod if selected else None, pool.ports)
+
+
+def _labelled(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"labelSelector": selector_text(labels)} if labels else {}

@@ -1,0 +1,290 @@
+"""Every InferencePool of some namespaces: each is opened when it appears, and closed when it is gone.
+
+An `endpointPickerRef` names a Service of the pool's own namespace. With leader election that Service has no selector,
+and the leader keeps its EndpointSlice, as it does for one pool: so pools of any namespace reach this process.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from fairlead.config.schema import Kubernetes
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.models import ModelSet
+from fairlead.pool.kube.client import Resource
+from fairlead.pool.kube.endpoint_slice import (
+    GROUP,
+    KEEPER,
+    KEEPER_LABEL,
+    VERSION,
+    EndpointSlicePublisher,
+    Slice,
+    read_slice,
+    slice_name,
+)
+from fairlead.pool.kube.models import PoolModels
+from fairlead.pool.kube.objects import Pool
+from fairlead.pool.kube.pools import Pools
+from fairlead.pool.kube.reflector import Reflector
+from fairlead.pool.kube.status import StatusWriter
+from fairlead.server.live.kube import KubeLink, own_place, report_unreadable
+from fairlead.server.observe.component_metrics import KubeMetrics
+from fairlead.server.observe.log import get
+
+log = get("kubernetes")
+
+#: In place of a list of namespaces.
+EVERYWHERE = "*"
+
+
+class ServedPool(Protocol):
+    """A pool that was opened."""
+
+    def endpoint(self, event: EndpointUp | EndpointDown) -> None: ...
+
+    def defined(self, where: str, models: ModelSet) -> None: ...
+
+    def changed(self, pool: Pool) -> None:
+        """The InferencePool is another one now."""
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """It is gone: finish what runs (or not), and keep nothing."""
+
+
+class _Entry:
+    """A pool that there is, and what serves it once that is open."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.gone = asyncio.Event()
+        self.served: ServedPool | None = None
+
+    def opened(self, served: ServedPool) -> None:
+        self.served = served
+        served.changed(self.pool)
+
+    def changed(self, pool: Pool) -> None:
+        self.pool = pool
+        if self.served is not None:
+            self.served.changed(pool)
+
+
+class _Watched(Struct, eq=False):
+    """What is followed in a namespace (empty: in all)."""
+
+    pools: Pools
+    models: PoolModels | None
+    writer: StatusWriter
+    slices: Reflector[Slice] | None
+
+
+class KubePools(KubeLink):
+    """`open_pool(key, pool)` for each pool that appears; `key` is `namespace/name`."""
+
+    def __init__(
+        self,
+        settings: Kubernetes,
+        open_pool: Callable[[str, Pool], Awaitable[ServedPool]],
+        set_ready: Callable[[str, str], object],
+        metrics: KubeMetrics,
+    ) -> None:
+        """Raises `ConfigError` when nothing says where the API server is, or where this pod is."""
+        super().__init__(settings, set_ready, metrics, "pools")
+        self._open = open_pool
+        self._entries: dict[str, _Entry] = {}
+        self._place = own_place(self.namespace) if self.elector is not None else None
+        self._publishers: dict[tuple[str, str], tuple[EndpointSlicePublisher, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        namespaces = ("",) if EVERYWHERE in settings.namespaces else settings.namespaces
+        self._watched = {namespace: self._watch(namespace) for namespace in namespaces}
+
+    def _watch(self, namespace: str) -> _Watched:
+        settings = self._settings
+
+        def on_trouble(resource: str, why: str) -> None:
+            self._on_trouble(_named(resource, namespace), why)
+
+        writer = StatusWriter(self.client, self._may_write, log.warning)
+        pools = Pools(
+            self.client,
+            namespace,
+            settings.group,
+            self._changed,
+            self._rng,
+            pool_labels=settings.pool_selector,
+            pod_labels=settings.pod_selector,
+            on_trouble=on_trouble,
+            report=report_unreadable,
+            synced=self._judge,
+        )
+        models = slices = None
+        if settings.models:
+            models = PoolModels(
+                self.client, namespace, writer, self._rng, on_trouble=on_trouble, report=report_unreadable
+            )
+        if self._place is not None:
+            slices = Reflector(
+                self.client,
+                Resource(GROUP, VERSION, "endpointslices", namespace),
+                read_slice,
+                self._slice_changed,
+                self._rng,
+                query={"labelSelector": f"{KEEPER_LABEL}={KEEPER}"},
+                on_trouble=lambda why: on_trouble("endpointslices", why),
+                report=report_unreadable,
+            )
+        return _Watched(pools, models, writer, slices)
+
+    def _of(self, namespace: str) -> _Watched:
+        return self._watched.get(namespace) or self._watched[""]
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self._end)
+        await super().start(stack)
+
+    async def _end(self) -> None:
+        tasks = [task for _, task in self._publishers.values()] + [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- for the link ----
+
+    @property
+    def missing(self) -> str:
+        if self._synced.is_set():
+            return ""  # a pool that appears later keeps nobody else waiting
+        for watched in self._watched.values():
+            missing = watched.pools.missing or (watched.models.missing if watched.models is not None else "")
+            if missing:
+                return missing
+        opening = [key for key, entry in self._entries.items() if entry.served is None]
+        return f"the pool {opening[0]} is not served yet" if opening else ""
+
+    @property
+    def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
+        for namespace, watched in self._watched.items():
+            yield watched.pools.run(), _named("pools", namespace)
+            if watched.models is not None:
+                yield watched.models.run(), _named("models", namespace)
+            if watched.slices is not None:
+                yield watched.slices.run(), _named("slices", namespace)
+            if self._settings.status:
+                yield watched.writer.run(), _named("status", namespace)
+
+    @property
+    def reflectors(self) -> Mapping[str, Reflector[Any]]:
+        reflectors: dict[str, Reflector[Any]] = {}
+        for namespace, watched in self._watched.items():
+            all_of: dict[str, Reflector[Any]] = {"inferencepools": watched.pools.pools, "pods": watched.pools.pods}
+            if watched.models is not None:
+                all_of |= watched.models.reflectors
+            if watched.slices is not None:
+                all_of["endpointslices"] = watched.slices
+            reflectors |= {_named(resource, namespace): reflector for resource, reflector in all_of.items()}
+        return reflectors
+
+    @property
+    def writers(self) -> Mapping[str, StatusWriter]:
+        return {namespace or EVERYWHERE: watched.writer for namespace, watched in self._watched.items()}
+
+    @property
+    def publishers(self) -> list[EndpointSlicePublisher]:
+        return [publisher for publisher, _ in self._publishers.values()]
+
+    # ---- pools ----
+
+    def _changed(self, key: str, pool: Pool | None) -> None:
+        entry = self._entries.get(key)
+        if pool is None:
+            if entry is not None:
+                del self._entries[key]
+                entry.gone.set()
+        elif entry is None:
+            entry = self._entries[key] = _Entry(pool)
+            serving = asyncio.create_task(self._serve(key, entry), name=f"pool {key}")
+            self._tasks.add(serving)
+            serving.add_done_callback(self._tasks.discard)
+        else:
+            entry.changed(pool)
+        self._publish()
+        self._judge()
+
+    async def _serve(self, key: str, entry: _Entry) -> None:
+        watched, namespace, name = self._of(entry.pool.namespace), entry.pool.namespace, entry.pool.name
+        try:
+            served = await self._open(key, entry.pool)
+        except Exception as error:
+            log.error("a pool cannot be served; mend its configuration, then change the pool", exc=error, pool=key)
+            if self._entries.get(key) is entry:
+                del self._entries[key]
+            self._judge()
+            return
+        try:
+            if not entry.gone.is_set():
+                entry.opened(served)
+                watched.pools.follow(key, served.endpoint)
+                if watched.models is not None:
+                    watched.models.follow(namespace, name, lambda models: self._defined(served, models))
+                self._judge()
+                await entry.gone.wait()
+                if self._entries.get(key) is None:
+                    watched.pools.leave(key)
+                    if watched.models is not None:
+                        watched.models.leave(namespace, name)
+            await served.close()
+        except asyncio.CancelledError:
+            await served.close(at_once=True)
+            raise
+
+    def _defined(self, served: ServedPool, models: ModelSet) -> None:
+        served.defined("kubernetes", models)
+        self._judge()
+
+    # ---- their services ----
+
+    def _publish(self) -> None:
+        """Point the services of the pools that there are at whoever leads."""
+        place = self._place
+        if place is None or self.elector is None:
+            return
+        refs = {(entry.pool.namespace, entry.pool.picker) for entry in self._entries.values()}
+        wanted = {(namespace, ref.name) for namespace, ref in refs if ref is not None and ref.kind == "Service"}
+        for key in wanted - self._publishers.keys():
+            namespace, service = key
+            slices = self._of(namespace).slices
+            publisher = EndpointSlicePublisher(
+                self.client,
+                namespace,
+                service,
+                place,
+                self._rng,
+                on_trouble=lambda why, key=key: self._on_trouble(f"the service {'/'.join(key)}", why),  # type: ignore[misc]
+                reflector=slices,
+            )
+            if slices is not None:
+                publisher.see(slices.items.get(f"{namespace}/{slice_name(service, place)}"))
+            publisher.lead(self.elector.leading)
+            self._publishers[key] = (
+                publisher,
+                asyncio.create_task(publisher.run(), name=f"service {namespace}/{service}"),
+            )
+        for key in self._publishers.keys() - wanted:
+            publisher, task = self._publishers.pop(key)
+            publisher.lead(False)
+            task.cancel()
+            closing = asyncio.create_task(publisher.withdraw())
+            self._tasks.add(closing)
+            closing.add_done_callback(self._tasks.discard)
+
+    def _slice_changed(self, key: str, listed: Slice | None) -> None:
+        for (namespace, service), (publisher, _) in self._publishers.items():
+            if self._place is not None and key == f"{namespace}/{slice_name(service, self._place)}":
+                publisher.see(listed)
+
+
+def _named(what: str, namespace: str) -> str:
+    return f"{namespace}/{what}" if namespace else what

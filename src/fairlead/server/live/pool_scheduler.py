@@ -1,0 +1,262 @@
+"""What schedules for one pool: all of `wiring`, told of endpoints, of definitions and of changed configurations."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fairlead.apis.engine_metrics import unknown_engine
+from fairlead.config.problems import Problem
+from fairlead.config.reload import Changes
+from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, StopAsked
+from fairlead.core.instructions import AdoptConfiguration, RefuseConfiguration
+from fairlead.core.models import ModelRules, ModelSet
+from fairlead.core.scheduling import Scheduling
+from fairlead.pool.models_file import follow_models, listed_models
+from fairlead.pool.scrape import Pace
+from fairlead.server.admin import AdminSources
+from fairlead.server.dashboard import DashboardSources
+from fairlead.server.journal.writer import segments
+from fairlead.server.live.choosers import check_schedulers
+from fairlead.server.live.wiring import pool_label, wire
+from fairlead.server.observe.log import get
+from fairlead.server.observe.snapshot import TICK, SnapshotMaker
+from fairlead.server.observe.tracing import Tracing
+
+log = get("serve")
+
+#: Problems of a changed configuration that are logged; `fairlead validate` prints all.
+_SHOWN = 5
+
+
+class PoolScheduler:
+    """`await start(stack)`, and `await settle(stack)` once endpoints may have been told. `one_of`: the pace of all
+    pools of this process; `None` = there is no other. `unready`: why requests cannot be served."""
+
+    def __init__(
+        self,
+        config: Config,
+        tracing: Tracing | None,
+        *,
+        counts_fallbacks: bool = True,
+        one_of: Pace | None = None,
+        unready: Callable[[], Sequence[str]] = list,
+        adopted: Callable[[Config], object] = lambda config: None,
+    ) -> None:
+        """Raises `ConfigError` or `PluginError`."""
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self._adopted, self._unready = adopted, unready
+        #: What is wrong with the configuration that came last.
+        self.unusable = ""
+        self._definitions: dict[str, ModelSet] = {}
+        self.core = core = wire(config, loop, tracing, self._adopt, self._refuse, counts_fallbacks, one_of)
+        self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
+        self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
+        self.label = pool_label(config, one_of is not None)
+        self.registry, self.troubles, self.kube = self.watch.metrics.registry, self.watch.troubles, self.watch.kube
+        #: Who reads pages of endpoints and decisions in the dashboard.
+        self.maker = SnapshotMaker(
+            self.watch,
+            loop.time,
+            time.time() - loop.time(),
+            pool=self.label,
+            policy=lambda: self.pipeline.policy.name,
+            reasons=unready,
+            replicas=self._replicas,
+        )
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Until `stack` is closed."""
+        config, core = self.config, self.core
+        if core.journal is not None:
+            core.journal.begin()
+            stack.callback(core.journal.close)
+        self.driver.start()
+        stack.callback(self.driver.close)
+        if core.state is not None:
+            stack.push_async_callback(core.state.close)
+            await core.state.start()
+        stack.push_async_callback(core.connections.close)
+        stack.push_async_callback(core.shadows.close)
+        if core.warming is not None:
+            stack.push_async_callback(core.warming.close)
+        self._follow(config, core.builder.scheduling)
+        stack.push_async_callback(self.scraper.close)
+        stack.push_async_callback(core.served.close)
+        if core.kv is not None:
+            await core.kv.start(stack)
+        if config.models.list:
+            self.defined("configuration", listed_models(config.models))
+        await follow_models(
+            stack, config.models, lambda model_set: self.defined("files", model_set), self._models_problem
+        )
+        self._watch_troubles()
+
+    async def settle(self, stack: AsyncExitStack) -> None:
+        if self.core.state is not None:
+            await self.core.state.settled()
+        if self.core.replicas is not None:
+            stack.push_async_callback(self.core.replicas.close)
+            await self.core.replicas.start()
+
+    @property
+    def leases(self) -> int:
+        """Requests that run."""
+        return len(self.fleet.ledger)
+
+    @property
+    def endpoints(self) -> int:
+        return self.fleet.table.count
+
+    def empty_queue(self) -> None:
+        """We end: nobody waits any longer."""
+        self.driver.feed(StopAsked())
+
+    def turned(self, late_s: float) -> None:
+        """The event loop turned, so much later than it should."""
+        self.watch.metrics.families.loop_lag.child().observe(late_s)
+        self.host.pulse.beat()
+        self.troubles.look()
+        self.maker.history.look(asyncio.get_running_loop().time())
+
+    def _watch_troubles(self) -> None:
+        troubles = self.troubles
+        troubles.watch("configuration", lambda: self.unusable)
+        state = self.core.state
+        if state is not None:
+            troubles.watch("state", lambda: state.problem)
+        if self.core.replicas is not None:
+            troubles.watch("replicas", self.core.replicas.trouble)
+        if self.core.journal is not None:
+            counts = self.core.journal.recorder.counts
+            failing = "the journal cannot be written: its disk fails or is full; records are lost"
+            troubles.lately("journal", lambda: counts.errors + counts.unwritten, failing)
+            troubles.lately("journal-speed", lambda: counts.dropped, "the journal does not keep up; records are lost")
+
+    # ---- a changed configuration ----
+
+    def reconfigure(self, changes: Changes) -> bool:
+        """Put it to the pipeline. False = it is not used, and the log says why."""
+        self.unusable = ""
+        if not changes.paths:
+            return False
+        config = changes.config
+        try:
+            check_schedulers(config)
+        except ConfigError as error:
+            self.refuse([str(error)])
+            return False
+        self.driver.feed(Reconfigured(config))
+        if self.config is not config:
+            return False
+        if any(path.startswith("$.models") for path in changes.paths):
+            self.defined("configuration", listed_models(config.models))
+        return True
+
+    def _adopt(self, instruction: AdoptConfiguration) -> None:
+        self.config = config = instruction.document
+        self._follow(config, instruction.scheduling)
+        self.watch.watch_queue(self.pipeline.flow_controller)
+        self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
+        self.core.inspection.follow(config.inspect.usage_sampling)
+        self._adopted(config)
+
+    def _refuse(self, instruction: RefuseConfiguration) -> None:
+        self.refuse([instruction.problem])
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """The configuration cannot be used."""
+        self.unusable = "the changed configuration cannot be used; the old one stays"
+        for problem in problems[:_SHOWN]:
+            log.error(self.unusable, problem=problem)
+
+    def _follow(self, config: Config, scheduling: Scheduling) -> None:
+        """Connect to whom the configuration names, show shadows what they are to judge."""
+        self.core.connections.follow(config)
+        self.core.shadows.follow(config, scheduling.on_trial)
+        self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
+
+    # ---- what becomes known ----
+
+    def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        """An endpoint came, changed or went: everybody who knows endpoints is told."""
+        if isinstance(event, EndpointUp) and (waited := self.watch.queue.on_endpoint()):
+            log.info("a pool without endpoints has one again", endpoint=event.endpoint.id, waited_s=round(waited, 2))
+        self.driver.feed(event)
+        if self.core.kv is not None:
+            self.core.kv.endpoint(event)
+        if isinstance(event, EndpointUp):
+            if self.core.state is not None:
+                self.core.state.joined(event.endpoint)
+            self.scraper.up(event.endpoint)
+            self.core.served.up(event.endpoint)
+            engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
+            if engine:
+                read_as = self.config.metrics.default_engine
+                log.warning("nobody described this engine", endpoint=event.endpoint.id, engine=engine, read_as=read_as)
+            log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
+        else:
+            self.scraper.down(event.endpoint_id)
+            self.core.served.down(event.endpoint_id)
+            self.watch.on_endpoint_gone(event.endpoint_id)
+            log.info("endpoint down", endpoint=event.endpoint_id)
+
+    def defined(self, where: str, models: ModelSet) -> None:
+        """What is defined of model names there has changed."""
+        self._definitions[where] = models
+        models = sum(self._definitions.values(), ModelSet())
+        settings = self.config.models
+        sticky = settings.sticky == "session"
+        rules = ModelRules(reject_unmatched=settings.unmatched == "reject", sticky_sessions=sticky)
+        self.driver.feed(ModelsChanged(models, rules))
+        catalogue = self.pipeline.models
+        self.watch.on_models(catalogue.known, catalogue.conflicts)
+        counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
+        log.info("model names defined", **counts)
+
+    def _models_problem(self, file: str, problem: Problem) -> None:
+        log.warning("a definition of model names has a problem", file=file, problem=str(problem))
+
+    # ---- its pages ----
+
+    def notes(self) -> list[str]:
+        """For `/readyz`: what cannot be done, and what was known from the start."""
+        state, replicas = self.core.state, self.core.replicas
+        notes = [state.note] if state is not None and state.note else []
+        if replicas is not None and not replicas.problem:
+            notes.append(f"replicas: {replicas.note()}")
+        return [*self.troubles.look().values(), *notes]
+
+    def sources(self, **more: Any) -> AdminSources:
+        """`more`: as `AdminSources` has it."""
+        core, watch, maker = self.core, self.watch, self.maker
+        dashboard = DashboardSources(
+            begin=maker.begin,
+            end=maker.end,
+            beginning=maker.beginning,
+            take=maker.take,
+            answers={"decisions": maker.search, "endpoint": maker.endpoint, "model": maker.model},
+            tick=TICK,
+        )
+        return AdminSources(
+            metrics=watch.exposition,
+            openmetrics=lambda: watch.exposition(openmetrics=True),
+            unready=self._unready,
+            notes=self.notes,
+            endpoints=watch.endpoints,
+            decisions=watch.each_decision,
+            decision=lambda name: watch.decision(name, core.builder.fresh),
+            knowledge=core.kv.page if core.kv is not None else lambda: None,
+            journal=lambda: segments(self.config.journal.path),
+            replicas=core.replicas.page if core.replicas is not None else lambda: None,
+            dashboard=dashboard,
+            **more,
+        )
+
+    def _replicas(self) -> str:
+        replicas = self.core.replicas
+        return "" if replicas is None else replicas.trouble() or replicas.note()

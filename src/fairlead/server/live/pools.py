@@ -1,0 +1,211 @@
+"""Several pools in one process: a scheduler for each, opened and closed while the others go on."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from fairlead.config.reload import Changes, plan_reload
+from fairlead.config.schema import Config
+from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.models import ModelSet
+from fairlead.gateway.pools import PickerService, PoolHosts
+from fairlead.pool.kube.objects import Pool
+from fairlead.pool.scrape import Pace
+from fairlead.server.admin import AdminSources
+from fairlead.server.live.pool_scheduler import PoolScheduler
+from fairlead.server.observe.component_metrics import KubeMetrics
+from fairlead.server.observe.exposition import Registry, page_of
+from fairlead.server.observe.instruments import gauges
+from fairlead.server.observe.log import get
+from fairlead.server.observe.tracing import Tracing
+from fairlead.server.observe.troubles import Troubles, watch_process
+from fairlead.server.supervise import DRAIN_SECONDS
+
+log = get("pools")
+
+_POLL = 0.05
+
+
+def of_pool(config: Config, key: str) -> Config:
+    """The configuration of the pool `namespace/name`: what it has of its own, and the rest of `config`. Its journal and
+    its state have a place of their own beside those of others."""
+    own: Config = config.pools.get(key, config)
+    namespace, _, name = key.partition("/")
+    directory = f"{namespace}.{name}"
+    journal, state = config.journal, config.state
+    if journal.path:
+        journal = journal.model_copy(update={"path": str(Path(journal.path, directory))})
+    if state.file:
+        file = Path(state.file)
+        state = state.model_copy(update={"file": str(file.with_name(f"{directory}.{file.name}"))})
+    kubernetes = config.kubernetes.model_copy(update={"pool": name, "namespace": namespace, "namespaces": ()})
+    return own.model_copy(update={"kubernetes": kubernetes, "journal": journal, "state": state, "pools": {}})
+
+
+class LivePools:
+    """What is there of each pool, and once for all of them. Offers what a `PoolScheduler` does."""
+
+    def __init__(self, config: Config, tracing: Tracing | None, unready: Callable[[], Sequence[str]]) -> None:
+        now = asyncio.get_running_loop().time
+        self.config = config
+        self.host = PoolHosts()
+        self.pools: dict[str, _Opened] = {}
+        self._tracing, self._unready = tracing, unready
+        self._pace = Pace()
+        self._unusable = ""
+        #: Gone, with requests that still run.
+        self._ending: dict[str, _Opened] = {}
+        self.registry = Registry()
+        self.troubles = Troubles(self.registry, now)
+        self.kube = KubeMetrics(self.registry)
+        watch_process(self.troubles)
+        self.troubles.watch("configuration", lambda: self._unusable)
+        unknown = "gateways ask for pools that are not served here, or cannot be told apart; the log names the last one"
+        self.troubles.lately("pools", lambda: self.host.refused, unknown)
+        served = gauges()
+        self.registry.before(lambda: served.child().set(len(self.pools)))
+        self.registry.show("fairlead_pools", "InferencePools that are served.", served)
+
+    # ---- pools ----
+
+    async def open(self, key: str, pool: Pool) -> "_Opened":
+        """Raises `ConfigError` or `PluginError`."""
+        before = self._ending.get(key)
+        if before is not None:  # it came back: its files are needed
+            await before.close(at_once=True)
+        opened = _Opened(self, key, pool)
+        try:
+            await opened.start()
+        except BaseException:
+            await opened.close(at_once=True)
+            raise
+        return opened
+
+    async def close(self) -> None:
+        for pool in (*self.pools.values(), *self._ending.values()):
+            await pool.close(at_once=True)
+
+    @property
+    def leases(self) -> int:
+        return sum(pool.scheduler.leases for pool in (*self.pools.values(), *self._ending.values()))
+
+    @property
+    def endpoints(self) -> int:
+        return sum(pool.scheduler.endpoints for pool in self.pools.values())
+
+    def empty_queue(self) -> None:
+        for pool in self.pools.values():
+            pool.scheduler.empty_queue()
+
+    def turned(self, late_s: float) -> None:
+        self.troubles.look()
+        for pool in self.pools.values():
+            pool.scheduler.turned(late_s)
+
+    # ---- a changed configuration ----
+
+    def reconfigure(self, changes: Changes) -> bool:
+        """Put it to each pool. False = it changes none."""
+        self._unusable = ""
+        self.config = changes.config
+        changed = False
+        for key, pool in self.pools.items():
+            mine, refused = plan_reload(pool.scheduler.config, of_pool(changes.config, key))
+            for problem in refused if key in changes.config.pools else ():
+                log.warning("a change of the configuration is refused", pool=key, problem=str(problem))
+            changed = pool.scheduler.reconfigure(mine) or changed
+        return changed or bool(changes.paths)
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        self._unusable = "the changed configuration cannot be used; the old one stays"
+        for problem in problems[:5]:
+            log.error(self._unusable, problem=problem)
+
+    # ---- pages ----
+
+    def exposition(self, openmetrics: bool = False) -> Iterator[bytes]:
+        for pool in self.pools.values():
+            pool.scheduler.watch.count()
+        registries = [pool.scheduler.registry for pool in self.pools.values()]
+        return page_of([self.registry, *registries], openmetrics)
+
+    def sources(self) -> AdminSources:
+        """Of the process; those of a pool are in `pages`."""
+        return AdminSources(
+            metrics=self.exposition,
+            openmetrics=lambda: self.exposition(openmetrics=True),
+            unready=self._unready,
+            notes=self._notes,
+            endpoints=list,
+            decisions=lambda count: (),
+        )
+
+    def pages(self) -> Mapping[str, AdminSources]:
+        return {key: pool.sources for key, pool in self.pools.items()}
+
+    def _notes(self) -> list[str]:
+        notes = [f"{key}: {note}" for key, pool in self.pools.items() for note in pool.scheduler.notes()]
+        empty = [f"{key}: no endpoints" for key, pool in self.pools.items() if not pool.scheduler.endpoints]
+        return [*self.troubles.look().values(), *notes, *empty]
+
+
+class _Opened:
+    """A pool that is served: `server.live.kube_pools.ServedPool`."""
+
+    def __init__(self, pools: LivePools, key: str, pool: Pool) -> None:
+        self._pools, self._key, self._pool = pools, key, pool
+        self._stack = AsyncExitStack()
+        self._closed = asyncio.Event()
+        self._closing = False
+        self.scheduler = PoolScheduler(
+            of_pool(pools.config, key), pools._tracing, one_of=pools._pace, unready=pools._unready
+        )
+        self.sources = self.scheduler.sources()
+
+    async def start(self) -> None:
+        await self.scheduler.start(self._stack)
+        await self.scheduler.settle(self._stack)
+        self._pools.pools[self._key] = self
+        self.changed(self._pool)
+        log.info("a pool is served", pool=self._key, policy=self.scheduler.config.policy.name)
+
+    def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        self.scheduler.endpoint(event)
+
+    def defined(self, where: str, models: ModelSet) -> None:
+        self.scheduler.defined(where, models)
+
+    def changed(self, pool: Pool) -> None:
+        ref = pool.picker
+        service = None if ref is None else PickerService(pool.namespace, ref.name, ref.port)
+        if service is None:
+            log.warning("a pool names no endpointPickerRef, so no gateway asks for it", pool=self._key)
+        self._pools.host.put(self._key, self.scheduler.host, service)
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Take no new request, let those that run end, and free what is held."""
+        if self._closed.is_set():
+            return
+        pools, scheduler, loop = self._pools, self.scheduler, asyncio.get_running_loop()
+        if pools.pools.get(self._key) is self:
+            del pools.pools[self._key]
+            pools.host.drop(self._key)
+            pools._ending[self._key] = self
+            scheduler.empty_queue()
+            log.info("a pool is gone; its requests may end", pool=self._key, running=scheduler.leases)
+        until = loop.time() + (0 if at_once else DRAIN_SECONDS)
+        while scheduler.leases and loop.time() < until and not self._closed.is_set():
+            await asyncio.sleep(_POLL)
+        if self._closing:
+            await self._closed.wait()
+            return
+        self._closing = True
+        try:
+            await self._stack.aclose()
+        finally:
+            self._closed.set()
+            if pools._ending.get(self._key) is self:
+                del pools._ending[self._key]
+        gc.collect()

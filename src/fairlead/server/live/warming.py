@@ -1,0 +1,206 @@
+"""Pre-warming: an endpoint whose cache is empty is sent what many prompts begin with, before clients ask for it.
+
+Rules
+* A beginning is a request for one token like any other: the pipeline charges it, and learns from it. Its priority is
+  below all others, so under flow control it waits for whoever waits. Only its endpoint may serve it.
+* One at a time per endpoint, the most shared first, until `tokens` were sent or one fails. While `BUSY` requests wait
+  there for their first token none is sent, and none at all after `PATIENCE_S`: its own traffic fills its cache then.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+from msgspec.structs import replace
+
+from fairlead.apis.beginning import beginning
+from fairlead.apis.splice import splice_model
+from fairlead.core.beginnings import Beginning, Beginnings
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ClientError
+from fairlead.core.events import Event, FirstTokenSeen, RequestArrived, ResponseEnded, StreamLost
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Reject, Route, WarmUp
+from fairlead.core.request import Request
+from fairlead.gateway.understand import Reading, Understanding
+from fairlead.server.observe.component_metrics import WarmingCounts
+from fairlead.server.observe.log import get
+
+log = get("warming")
+
+PRIORITY, TENANT = -(2**31), "fairlead-warming"
+BUSY, LOOK_S, PATIENCE_S = 4, 0.1, 10.0
+#: Seconds from sending a beginning to the end of its answer.
+TIMEOUT_S = 60.0
+
+
+class Noticing(Understanding):
+    """Remembers what prompts of clients have in common."""
+
+    def __init__(self, beginnings: Beginnings, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.beginnings = beginnings
+        #: The same for requests of ours, which nobody need remember.
+        self.quietly = super().request
+
+    def request(
+        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None, blind: bool = False
+    ) -> tuple[Request, Reading | None]:
+        request, reading = self.quietly(headers, body, subset, blind)
+        digest, end = self.beginnings.seen(request)
+        if end:
+            self.beginnings.keep(digest, request.path, beginning(request.api, body, end))
+        return request, reading
+
+
+class _Client:
+    """What the pipeline says of a request of ours."""
+
+    def __init__(self) -> None:
+        self.routed: asyncio.Future[Route | None] = asyncio.get_running_loop().create_future()
+        self._sending: asyncio.Task[Any] | None = None
+
+    def send(self, task: asyncio.Task[Any] | None) -> None:
+        """Who sends it to its endpoint; `None` = it is over."""
+        self._sending = task
+
+    def route(self, route: Route) -> None:
+        if not self.routed.done():
+            self.routed.set_result(route)
+
+    def reject(self, reject: Reject) -> None:
+        self.fail()
+
+    def hold(self, seconds: float) -> None:
+        """We have time."""
+
+    def connected(self) -> bool:
+        return not self.routed.done() or self._sending is not None
+
+    def fail(self) -> None:
+        if not self.routed.done():
+            self.routed.set_result(None)
+        elif self._sending is not None:
+            self._sending.cancel()
+
+
+class Warming:
+    def __init__(
+        self,
+        tokens: int,
+        fleet: Fleet,
+        understanding: Noticing,
+        feed: Callable[[Event], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._most, self._fleet, self._understanding = tokens, fleet, understanding
+        self._feed, self._now = feed, now
+        self.counts = WarmingCounts(understanding.beginnings)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def warm(self, asked: WarmUp) -> None:
+        """Begin with an endpoint. One that is being warmed begins again: it has forgotten what it was sent."""
+        before = self._tasks.pop(asked.endpoint_id, None)
+        if before is not None:
+            before.cancel()
+        beginnings = self._understanding.beginnings.hottest()
+        if beginnings:
+            task = asyncio.get_running_loop().create_task(self._warm(asked.endpoint_id, beginnings))
+            self._tasks[asked.endpoint_id] = task
+            task.add_done_callback(lambda done: self._done(asked.endpoint_id, done))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def _done(self, endpoint_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(endpoint_id) is task:
+            del self._tasks[endpoint_id]
+        if not task.cancelled() and task.exception() is not None:
+            log.error("warming an endpoint failed", endpoint=endpoint_id, exc=task.exception())
+
+    async def _warm(self, endpoint_id: str, beginnings: list[Beginning]) -> None:
+        began = self._now()
+        left, sent, why = self._most, 0, "done"
+        for kept in beginnings:
+            endpoint = await self._free(endpoint_id)
+            if endpoint is None:
+                why = "gone or busy"
+                break
+            request = await self._request(kept, endpoint.address)
+            if request is None or request.prompt_tokens > left:
+                continue
+            problem = await self._send(request, kept)
+            if problem:
+                self.counts.failed += 1
+                why = problem
+                break
+            self.counts.sent += 1
+            self.counts.tokens += request.prompt_tokens
+            left, sent = left - request.prompt_tokens, sent + 1
+        tokens, took = self._most - left, round(self._now() - began, 2)
+        log.info("a cold endpoint was warmed", endpoint=endpoint_id, requests=sent, tokens=tokens, took_s=took, end=why)
+
+    async def _free(self, endpoint_id: str) -> Endpoint | None:
+        """The endpoint, once few wait there; `None` = it is gone, or many have waited for long."""
+        table, until = self._fleet.table, self._now() + PATIENCE_S
+        while (slot := table.slot(endpoint_id)) is not None and self._now() < until:
+            if table.queue[slot] < BUSY:
+                return table.endpoints[slot]
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def _request(self, kept: Beginning, address: str) -> Request | None:
+        headers = {":path": kept.path, "content-type": "application/json"}
+        try:
+            request, reading = self._understanding.quietly(headers, kept.body, frozenset((address,)))
+        except ClientError:
+            return None
+        if reading is not None:
+            request = self._understanding.known(request, await reading)
+        return replace(request, priority=PRIORITY, fairness_id=TENANT, session="")
+
+    async def _send(self, request: Request, kept: Beginning) -> str:
+        """What went wrong; empty = nothing. The registry forgets the request in any case."""
+        client = _Client()
+        self._feed(RequestArrived(request, client))
+        end: Event = StreamLost(request.id)
+        try:
+            route = await client.routed
+            if route is None:
+                return "refused"
+            body = splice_model(kept.body, route.target) if route.target else kept.body
+            url = f"http://{route.endpoint.address}{kept.path}"
+            client.send(asyncio.current_task())
+            began = self._now()
+            async with asyncio.timeout(TIMEOUT_S), self._http().post(url, data=body, allow_redirects=False) as answer:
+                await answer.content.readany()
+                self._feed(FirstTokenSeen(request.id))
+                ttft_ms = (self._now() - began) * 1e3
+                async for _ in answer.content.iter_any():
+                    pass
+            took_ms = (self._now() - began) * 1e3
+            end = ResponseEnded(
+                request_id=request.id, status=answer.status, ttft_ms=ttft_ms, duration_ms=took_ms, response_bytes=0
+            )
+            return "" if answer.status == 200 else f"status {answer.status}"
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return str(error) or type(error).__name__
+        finally:
+            client.send(None)
+            self._feed(end)
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+                timeout=aiohttp.ClientTimeout(),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session

@@ -1,0 +1,65 @@
+"""A restarted model server computes what clients' prompts have in common before they ask it again."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from gw_modes import embedded
+from gw_processes import Envoy, free_ports, sees_the_scheduler
+
+from fairlead.lab.stub.config import StubConfig
+from fairlead.lab.stub.pool import StubPool
+from fairlead.server.live import Live
+
+Start = Callable[..., Awaitable[tuple[Live, asyncio.Task[None]]]]
+SYSTEM = "You answer questions about ships and harbours, briefly. " * 200
+
+
+async def asked(port: int, question: str) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    body = json.dumps({"model": "tiny", "messages": messages, "max_tokens": 4}).encode()
+    url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"content-type": "application/json"}
+    async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+def page(scheduler: Live) -> str:
+    return b"".join(scheduler.watch.exposition()).decode()
+
+
+async def until(happened: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not happened():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_a_restarted_replica_has_the_shared_beginning(
+    enabled: bool, live: Start, envoy: Callable[..., Envoy]
+) -> None:
+    (port,) = free_ports(1)
+    async with StubPool(StubConfig(model="tiny", time_ratio=20.0), replicas=2) as pool:
+        endpoints = [{"name": f"e{at}", "address": address} for at, address in enumerate(pool.addresses)]
+        settings: dict[str, Any] = {"endpoints": endpoints, "seed": 1, "warming": {"enabled": enabled}}
+        scheduler, _ = await live(settings)
+        gateway = await asyncio.to_thread(envoy, embedded(scheduler.config, port, pool.addresses))
+        await sees_the_scheduler(gateway.admin)
+        await asyncio.gather(*(asked(port, f"Question {number}?") for number in range(12)))
+        table = scheduler.fleet.table
+        await until(lambda: all((one.prefix_queries or 0.0) > 0.0 for one in table.samples if one is not None))
+        await pool.restart(0)
+        engine = pool.replica(0).engine
+        await until(lambda: table.samples[0].prefix_queries == engine.stats.prefix_queries)
+        if enabled:
+            await until(lambda: engine.stats.prefix_queries)
+            await until(lambda: 'warming_requests_total{result="sent"} 1' in page(scheduler))
+            assert engine.stats.prefix_hits == 0
+        before = engine.stats.prefix_hits, engine.stats.prefix_queries
+        await asked(int(pool.addresses[0].rpartition(":")[2]), "And the next one?")
+        hits, queries = engine.stats.prefix_hits - before[0], engine.stats.prefix_queries - before[1]
+        assert (hits > 0.9 * queries) is enabled
+        assert SYSTEM[:20] not in page(scheduler)

@@ -1,0 +1,216 @@
+"""Pools of several namespaces, on a fake API server: opened, told their own, closed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_kube import FakeKube
+
+from fairlead.config.schema import Kubernetes, LeaderElection
+from fairlead.core.errors import ConfigError
+from fairlead.core.events import EndpointUp
+from fairlead.core.models import ModelSet
+from fairlead.pool.kube.objects import Pool
+from fairlead.server.live import kube as live_kube
+from fairlead.server.live.kube_pools import KubePools
+from fairlead.server.observe.component_metrics import KubeMetrics
+from fairlead.server.observe.exposition import Registry
+
+V1 = "inference.networking.k8s.io/v1"
+X = "inference.networking.x-k8s.io/v1alpha2"
+SLICES = "discovery.k8s.io/v1", "endpointslices"
+
+
+def pool(name: str, namespace: str, ports: tuple[int, ...] = (8000,), **labels: str) -> Any:
+    spec = {
+        "selector": {"matchLabels": labels},
+        "targetPorts": [{"number": port} for port in ports],
+        "endpointPickerRef": {"name": f"{name}-epp", "port": {"number": 9002}},
+    }
+    return {"metadata": {"name": name, "namespace": namespace}, "spec": spec}
+
+
+def pod(name: str, namespace: str, **labels: str) -> Any:
+    conditions = [{"type": "Ready", "status": "True"}]
+    return {
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "status": {"podIP": "10.0.0.1", "conditions": conditions},
+    }
+
+
+class Opened:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.up: dict[str, str] = {}
+        self.models: ModelSet | None = None
+        self.closed = ""
+
+    def endpoint(self, event: Any) -> None:
+        if isinstance(event, EndpointUp):
+            self.up[event.endpoint.id] = event.endpoint.address
+        else:
+            del self.up[event.endpoint_id]
+
+    def defined(self, where: str, models: ModelSet) -> None:
+        self.models = models
+
+    def changed(self, pool: Pool) -> None:
+        self.pool = pool
+
+    async def close(self, *, at_once: bool = False) -> None:
+        self.closed = "at once" if at_once else "drained"
+
+
+class Followed:
+    def __init__(self, kube: FakeKube, tmp_path: Path, **settings: Any) -> None:
+        document = {
+            "current-context": "x",
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": kube.url}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+        }
+        file = tmp_path / "kubeconfig"
+        file.write_text(yaml.safe_dump(document))
+        self.unready: dict[str, str] = {}
+        self.was_unready: list[str] = []
+        self.opened: dict[str, Opened] = {}
+        self.broken: set[str] = set()
+        self.registry = Registry()
+        self.kube = KubePools(
+            Kubernetes(namespace="default", kubeconfig=str(file), **settings),
+            self.open,
+            self.set_ready,
+            KubeMetrics(self.registry),
+        )
+
+    async def open(self, key: str, pool: Pool) -> Opened:
+        await asyncio.sleep(0)
+        if key in self.broken:
+            raise ConfigError("no such directory", "$.journal.path")
+        self.opened[key] = Opened(pool)
+        return self.opened[key]
+
+    def set_ready(self, part: str, reason: str) -> None:
+        self.unready.pop(part, None)
+        if reason:
+            self.unready[part] = reason
+            self.was_unready.append(reason)
+
+
+@pytest.fixture
+async def stack(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncExitStack]:
+    monkeypatch.setattr(live_kube, "START_S", 5.0)
+    monkeypatch.setenv("POD_IP", "10.244.0.7")
+    async with AsyncExitStack() as opened:
+        yield opened
+
+
+def accepted(kube: FakeKube, key: str) -> bool:
+    return bool(kube.objects[X, "inferencemodels"][key].get("status", {}).get("conditions"))
+
+
+@pytest.mark.parametrize("namespaces", [("*",), ("a", "b")])
+async def test_each_pool_is_told_its_own(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any, namespaces: tuple[str, ...]
+) -> None:
+    kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+    kube.put(V1, "inferencepools", pool("llama", "b", app="vllm"))
+    kube.put(V1, "inferencepools", pool("all", "b", (1, 2)))  # selects nothing: it cannot be read
+    for namespace in "ab":
+        kube.put("v1", "pods", pod("one", namespace, app="vllm", tier="gold"))
+        kube.put("v1", "pods", pod("other", namespace, app="redis"))
+    chat = {"modelName": "chat", "poolRef": {"name": "llama"}}
+    kube.put(X, "inferencemodels", {"metadata": {"name": "chat", "namespace": "a"}, "spec": chat})
+    followed = Followed(kube, tmp_path, namespaces=namespaces)
+    await followed.kube.start(stack)
+    assert not followed.unready
+    opened = followed.opened
+    assert set(opened) == {"a/llama", "b/llama"}
+    assert {key: set(one.up) for key, one in opened.items()} == {
+        "a/llama": {"a/one-rank-0"},
+        "b/llama": {"b/one-rank-0"},
+    }
+    await until(lambda: opened["a/llama"].models and opened["a/llama"].models.models)
+    assert opened["b/llama"].models == ModelSet()
+    await until(lambda: accepted(kube, "a/chat"))
+    # What changes of one pool, or of a pod that two select, reaches just those.
+    before = len(followed.was_unready)
+    kube.put(V1, "inferencepools", pool("gold", "a", (8000, 8001), tier="gold"))
+    await until(lambda: "a/gold" in opened and len(opened["a/gold"].up) == 2)
+    kube.put("v1", "pods", pod("two", "a", app="vllm", tier="gold"))
+    await until(lambda: len(opened["a/gold"].up) == 4 and len(opened["a/llama"].up) == 2)
+    kube.put(V1, "inferencepools", pool("gold", "a", (8000,), app="redis"))
+    await until(lambda: set(opened["a/gold"].up) == {"a/other-rank-0"})
+    assert opened["a/gold"].pool.ports == (8000,)
+    kube.drop("v1", "pods", "one", "a")
+    await until(lambda: set(opened["a/llama"].up) == {"a/two-rank-0"})
+    assert set(opened["b/llama"].up) == {"b/one-rank-0"}
+    # One that is gone is closed, and its pods tell it nothing.
+    kube.drop(V1, "inferencepools", "llama", "a")
+    await until(lambda: opened["a/llama"].closed == "drained")
+    kube.drop("v1", "pods", "two", "a")
+    kube.put("v1", "pods", pod("three", "a", app="redis"))
+    await until(lambda: len(opened["a/gold"].up) == 2)
+    assert set(opened["a/llama"].up) == {"a/two-rank-0"}
+    assert len(followed.was_unready) == before, "pools that come and go make nobody else wait"
+
+
+async def test_labels_limit_what_is_read(kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any) -> None:
+    ours = pool("ours", "a", app="vllm")
+    ours["metadata"]["labels"] = {"picker": "fairlead"}
+    kube.put(V1, "inferencepools", ours)
+    kube.put(V1, "inferencepools", pool("theirs", "a", app="vllm"))
+    kube.put("v1", "pods", pod("seen", "a", app="vllm", serving="true"))
+    kube.put("v1", "pods", pod("unseen", "a", app="vllm"))
+    selectors = {"pool_selector": {"picker": "fairlead"}, "pod_selector": {"serving": "true"}}
+    followed = Followed(kube, tmp_path, namespaces=("*",), **selectors)
+    await followed.kube.start(stack)
+    assert set(followed.opened) == {"a/ours"}
+    assert set(followed.opened["a/ours"].up) == {"a/seen-rank-0"}
+
+
+async def test_a_pool_that_cannot_be_opened_keeps_nobody_waiting(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    kube.put(V1, "inferencepools", pool("good", "a", app="vllm"))
+    kube.put(V1, "inferencepools", pool("bad", "a", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",))
+    followed.broken.add("a/bad")
+    await followed.kube.start(stack)
+    assert not followed.unready
+    assert set(followed.opened) == {"a/good"}
+    followed.broken.clear()
+    kube.put(V1, "inferencepools", pool("bad", "a", (1,), app="vllm"))
+    await until(lambda: "a/bad" in followed.opened)
+
+
+async def test_the_leader_keeps_the_services_of_all_pools(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    def named(service: str) -> list[str]:
+        found = kube.objects.get(SLICES, {}).get(f"{service}-ipv4", {})
+        return [address for one in found.get("endpoints", ()) for address in one["addresses"]]
+
+    for namespace in "ab":
+        port = {"name": "grpc", "port": 9002, "targetPort": 9002}
+        kube.put(
+            "v1", "services", {"metadata": {"name": "llama-epp", "namespace": namespace}, "spec": {"ports": [port]}}
+        )
+    kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",), leader_election=LeaderElection(enabled=True))
+    await followed.kube.start(stack)
+    await until(lambda: named("a/llama-epp") == ["10.244.0.7"])
+    kube.put(V1, "inferencepools", pool("llama", "b", app="vllm"))
+    await until(lambda: named("b/llama-epp") == ["10.244.0.7"])
+    # Others' changes are put right; a pool that goes takes the address with it.
+    kube.patch(*SLICES, "llama-epp-ipv4", {"endpoints": []}, "b")
+    await until(lambda: named("b/llama-epp") == ["10.244.0.7"])
+    kube.drop(V1, "inferencepools", "llama", "a")
+    await until(lambda: not named("a/llama-epp"))
+    assert 'fairlead_kube_connected{resource="endpointslices"} 1' in followed.registry.render().decode()
+    await followed.kube.hand_over()
+    assert not named("b/llama-epp")

@@ -1,0 +1,140 @@
+"""Schedulers of several pools in one process: each its own, opened and closed while the others go on."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.config.reload import plan_reload
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointUp, RequestArrived, ResponseEnded
+from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
+from fairlead.core.request import Request
+from fairlead.pool.kube.objects import PickerRef, Pool
+from fairlead.server.live.pools import LivePools
+
+FILE = """
+gateway: none
+kubernetes: {namespaces: ["*"]}
+metrics: {modelsInterval: 0s}
+journal: {path: JOURNAL}
+state: {file: STATE}
+scorers: [{type: prefix-aware, weight: 1}]
+pools:
+  b/llama: {scorers: [{type: load-aware, weight: 1}]}
+"""
+
+
+def pool(name: str, namespace: str) -> Pool:
+    return Pool(namespace, name, {"app": name}, (8000,), picker=PickerRef(f"{name}-epp"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    return FILE.replace("JOURNAL", str(tmp_path / "journal")).replace("STATE", str(tmp_path / "learned.state"))
+
+
+@pytest.fixture
+async def pools(text: str) -> AsyncIterator[LivePools]:
+    made = LivePools(load(text), None, list)
+    yield made
+    await made.close()
+
+
+def up(name: str) -> EndpointUp:
+    return EndpointUp(Endpoint(name, "127.0.0.1:1"))
+
+
+def scorers(opened: Any) -> list[str]:
+    return [spec.type for spec in opened.scheduler.config.policy.scorers]
+
+
+async def test_each_has_its_own_policy_endpoints_names_and_files(pools: LivePools, tmp_path: Path) -> None:
+    a, b = await pools.open("a/llama", pool("llama", "a")), await pools.open("b/llama", pool("llama", "b"))
+    assert (scorers(a), scorers(b)) == (["prefix-aware"], ["load-aware"])
+    a.endpoint(up("a/one-rank-0"))
+    b.endpoint(up("b/one-rank-0"))
+    b.endpoint(up("b/two-rank-0"))
+    chat = InferenceModel(origin=Origin(namespace="a", name="chat"), model="chat", targets=(Target("m"),))
+    a.defined("kubernetes", ModelSet((chat,)))
+    assert a.scheduler.pipeline.models.known == {"chat", "m"}
+    assert b.scheduler.pipeline.models.empty
+    pages = pools.pages()
+    assert {key: [one.id for one in page.endpoints()] for key, page in pages.items()} == {
+        "a/llama": ["a/one-rank-0"],
+        "b/llama": ["b/one-rank-0", "b/two-rank-0"],
+    }
+    assert {path.name for path in (tmp_path / "journal").iterdir()} == {"a.llama", "b.llama"}
+    await pools.close()
+    assert {path.name for path in tmp_path.glob("*.state")} == {"a.llama.learned.state", "b.llama.learned.state"}
+
+
+async def test_one_page_of_metrics_tells_them_apart(pools: LivePools) -> None:
+    for namespace in "ab":
+        opened = await pools.open(f"{namespace}/llama", pool("llama", namespace))
+        opened.endpoint(up(f"{namespace}/one-rank-0"))
+    lines = b"".join(pools.exposition()).decode().splitlines()
+    ready = [line for line in lines if line.startswith("llm_d_epp_ready_endpoints{")]
+    assert [line.count('inference_pool="a/llama"') for line in ready] == [1, 0]
+    heads = [line for line in lines if line.startswith("# TYPE ")]
+    assert len(heads) == len({head.split()[2] for head in heads})
+    samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(samples) == len({*samples})
+    assert "fairlead_pools 2" in lines
+    assert b"".join(pools.exposition(openmetrics=True)).endswith(b"# EOF\n")
+
+
+async def test_a_changed_configuration_reaches_the_pools_that_it_is_for(pools: LivePools, text: str) -> None:
+    a, b = await pools.open("a/llama", pool("llama", "a")), await pools.open("b/llama", pool("llama", "b"))
+    weighty = text.replace("{type: load-aware, weight: 1}", "{type: load-aware, weight: 7}")
+    assert pools.reconfigure(plan_reload(pools.config, load(weighty))[0])
+    assert b.scheduler.config.policy.scorers[0].weight == 7
+    assert a.scheduler.pipeline.policy is not b.scheduler.pipeline.policy
+    before = b.scheduler.pipeline.policy
+    other = weighty.replace("{type: prefix-aware, weight: 1}", "{type: prefix-aware, weight: 3}")
+    assert pools.reconfigure(plan_reload(pools.config, load(other))[0])
+    assert a.scheduler.config.policy.scorers[0].weight == 3
+    assert b.scheduler.pipeline.policy is before
+    later = await pools.open("c/llama", pool("llama", "c"))
+    assert later.scheduler.config.policy.scorers[0].weight == 3
+    pools.refuse(["x"])
+    assert "configuration" in pools.troubles.look()
+    assert not pools.reconfigure(plan_reload(pools.config, load(other))[0])
+    assert "configuration" not in pools.troubles.look()
+
+
+async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -> None:
+    kept = await pools.open("a/llama", pool("llama", "a"))
+    gone = await pools.open("b/llama", pool("llama", "b"))
+    for opened in (kept, gone):
+        opened.endpoint(up("x/one-rank-0"))
+    scheduler = gone.scheduler
+    asked = Request(1, 0.0)
+    scheduler.driver.feed(RequestArrived(asked))
+    assert (pools.leases, pools.endpoints) == (1, 2)
+    scheduler.driver.later(0.1, scheduler.driver.feed, ResponseEnded(request_id=1, status=200))
+    await gone.close()
+    assert (pools.leases, pools.endpoints, list(pools.pools)) == (0, 1, ["a/llama"])
+    parts = [weakref.ref(part) for part in (scheduler, scheduler.fleet, scheduler.pipeline, scheduler.watch)]
+    del gone, scheduler, opened
+    gc.collect()
+    assert [part() for part in parts] == [None] * 4
+    assert 'inference_pool="b/llama"' not in b"".join(pools.exposition()).decode()
+
+
+async def test_a_pool_that_comes_back_does_not_wait_for_its_old_requests(pools: LivePools) -> None:
+    first = await pools.open("a/llama", pool("llama", "a"))
+    first.endpoint(up("a/one-rank-0"))
+    first.scheduler.driver.feed(RequestArrived(Request(1, 0.0)))
+    closing = asyncio.create_task(first.close())
+    await asyncio.sleep(0)
+    assert not pools.pools
+    again = await pools.open("a/llama", pool("llama", "a"))
+    await closing
+    assert pools.pools == {"a/llama": again}
+    assert pools.leases == 0
