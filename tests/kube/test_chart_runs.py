@@ -8,7 +8,7 @@ import grpc
 import pytest
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
-from kr_runs import Children, free_ports, get, installed, stub_port, until
+from kr_runs import Children, check, free_ports, get, installed, stub_port, until
 
 
 def test_standalone_serves_the_pods_of_its_pool(
@@ -90,9 +90,3 @@ def test_the_picker_serves_tls_and_answers_its_probes(
         return bool(slice_["endpoints"][0]["addresses"] == ["10.244.0.7"] and ports == {"grpc-ext-proc": 9002})
 
     assert until(told, "the slice that gateways read")
-
-
-def check(channel: grpc.Channel, service: str) -> bool:
-    """grpc.health.v1.Health/Check: SERVING?"""
-    call = channel.unary_unary("/grpc.health.v1.Health/Check")
-    return bool(call(b"\x0a" + bytes([len(service)]) + service.encode(), timeout=5) == b"\x08\x01")

@@ -1,21 +1,33 @@
 """Active-active in the chart: replicas that decide as one, and the Valkey between them."""
 
+import asyncio
+import json
 import os
-import re
+import signal
 import subprocess
 from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
+import grpc
 import pytest
+import yaml
+from kc_pods import pod_servers
+from kc_replicas import ControlPlane, Envoy
+from kc_traffic import Traffic
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
-from kr_runs import Children, free_ports, get, installed, stub_port, until
+from kr_runs import Children, check, free_ports, get, installed, stub_port, until
 from valkey_server import require_valkey
 
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
+
+from gw_processes import require_envoy  # isort: skip
 
 HERE = Path(__file__).parent
 OWN = ("--set", "inferenceExtension.valkey.enabled=true")
@@ -173,20 +185,30 @@ def test_replicas_decide_as_one_through_it(
         with pytest.raises(NoPermissionError):
             scheduler.execute_command(*refused.split())
     kube.pod(namespace, "vllm-0", "127.0.0.1", labels={"app": "vllm"})
-    text = one(objects, "ConfigMap")["data"]["fairlead.yaml"]
-    text = text.replace("/etc/fairlead-valkey", str(tmp_path)).replace("one-valkey:6379", f"127.0.0.1:{port}")
     admins = []
     for number in range(2):
-        gateway, admin, picker = free_ports(3)
-        admins.append(admin)
-        file, own = tmp_path / f"{number}.yaml", re.sub("port: 9090", f"port: {admin}", text)
-        own = re.sub("port: 8080", f"port: {gateway}", own).replace("/tmp/fairlead", f"{tmp_path}/{number}")
-        file.write_text(f"{own}\nextProc: {{port: {picker}}}\n")
-        start("serve", str(file), NAMESPACE=namespace)
+        config = own(objects, tmp_path, number, port)
+        admins.append(config["admin"]["port"])
+        start("serve", str(tmp_path / f"{number}.json"), NAMESPACE=namespace)
     for admin in admins:
         metrics = until(lambda admin=admin: peers(admin), "the other one is heard")
         assert "fairlead_replicas_connected 1" in metrics
         until(lambda admin=admin: get(f"http://127.0.0.1:{admin}/readyz"), "readiness")
+
+
+def own(objects: list[dict[str, Any]], directory: Path, number: int, valkey_port: int) -> dict[str, Any]:
+    """Writes and returns what the chart configures for a replica that shares this machine with others."""
+    text = one(objects, "ConfigMap", "-epp")["data"]["fairlead.yaml"]
+    text = text.replace("/etc/fairlead-valkey", str(directory)).replace("one-valkey:6379", f"127.0.0.1:{valkey_port}")
+    config: dict[str, Any] = yaml.safe_load(text)
+    gateway, admin, picker, health = free_ports(4)
+    config["admin"]["port"] = admin
+    config["extProc"] = {"port": picker, "healthPort": health}
+    config["state"]["file"] = f"{directory}/{number}.state"
+    if config["gateway"]["mode"] == "embedded":
+        config["gateway"]["port"] = gateway
+    (directory / f"{number}.json").write_text(json.dumps(config))
+    return config
 
 
 def reached(client: Any) -> bool:
@@ -198,6 +220,97 @@ def reached(client: Any) -> bool:
         return False
 
 
-def peers(admin: int) -> str:
+def peers(admin: int, count: int = 1) -> str:
     page = get(f"http://127.0.0.1:{admin}/metrics")
-    return page if "fairlead_replicas_peers 1" in page else ""
+    return page if f"fairlead_replicas_peers {count}" in page else ""
+
+
+class Rollout:
+    """A Deployment's controllers: what is ready is in the Service's slice, which gateways follow a little later."""
+
+    def __init__(self, kube: Cluster, namespace: str, objects: list[dict[str, Any]], directory: Path) -> None:
+        self.slice = {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": "one-epp-1", "labels": {"kubernetes.io/service-name": "one-epp"}},
+            "addressType": "IPv4",
+            "ports": [{"name": "grpc-ext-proc", "port": 9002, "protocol": "TCP"}],
+        }
+        self.plane = ControlPlane(kube, namespace, directory, endpoint_slice=self.slice)
+        #: By the address of their pods.
+        self.ready: dict[str, Popen[str]] = {}
+        self.admin = 0
+        self._kube, self._namespace, self._objects, self._directory = kube, namespace, objects, directory
+        self._numbers = count()
+        spec = pod(objects, "Deployment")["spec"]["containers"][0]
+        self._probe = spec["readinessProbe"]["grpc"]["service"]
+        self._pre_stop_s = spec["lifecycle"]["preStop"]["sleep"]["seconds"]
+
+    async def one_more(self, start: Children, valkey_port: int) -> None:
+        number = next(self._numbers)
+        config = own(self._objects, self._directory, number, valkey_port)
+        process = start("serve", str(self._directory / f"{number}.json"), NAMESPACE=self._namespace)
+        with grpc.insecure_channel(f"127.0.0.1:{config['extProc']['healthPort']}") as channel:
+            await asyncio.to_thread(until, lambda: check(channel, self._probe), "readiness")
+        self.admin, ip = config["admin"]["port"], f"10.244.0.{number + 1}"
+        self.plane.network[ip] = f"127.0.0.1:{config['extProc']['port']}"
+        self.ready[ip] = process
+        await self._tell()
+
+    async def one_less(self) -> None:
+        """The oldest."""
+        process = self.ready.pop(next(iter(self.ready)))
+        await self._tell()
+        await asyncio.sleep(self._pre_stop_s)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 45) == 0
+
+    async def _tell(self) -> None:
+        endpoints = [{"addresses": [ip], "conditions": {"ready": True}} for ip in self.ready]
+        await asyncio.to_thread(self._kube.admin.apply, self.slice | {"endpoints": endpoints}, self._namespace)
+
+
+async def test_a_rollout_of_three_loses_no_request(
+    kube: Cluster, namespace: str, helm: Helm, start: Children, tmp_path: Path, valkey: Any
+) -> None:
+    """Their gateway fails closed: a request that nobody schedules would be answered 503."""
+    require_envoy()
+    servers, port = await pod_servers(2), free_ports(1)[0]
+    objects = helm.render(
+        *(*LABELS, *OWN, "--set", "inferenceExtension.replicas=3,inferenceExtension.preStopSleepSeconds=1"),
+        *("--set", f"tls.mode=none,inferencePool.targetPorts[0].number={servers[0].port}"),
+        *("--set", f"config.admin.debug=true,config.kubernetes.kubeconfig={tmp_path}/kubeconfig"),
+        namespace=namespace,
+    )
+    assert one(objects, "Deployment")["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    installed(kube, namespace, objects, tmp_path / "kubeconfig")
+    (tmp_path / "password").write_bytes(b64decode(one(objects, "Secret", "-valkey")["data"]["password"]))
+    valkey(objects, port)
+    rollout = Rollout(kube, namespace, objects, tmp_path)
+    gateway, (public,) = Envoy(tmp_path), free_ports(1)
+    async with AsyncExitStack() as stack:
+        for number, server in enumerate(servers):
+            stack.push_async_callback(server.stop)
+            kube.pod(namespace, f"vllm-{number}", server.address, labels={"app": "vllm"})
+        await stack.enter_async_context(rollout.plane)
+        await asyncio.gather(*(rollout.one_more(start, port) for _ in range(3)))
+        stack.callback(gateway.end)
+        await asyncio.to_thread(gateway.start, rollout.plane.gateway(public, servers))
+        await seen(rollout)
+        async with Traffic(public, text=lambda client, turn: f"{client} " * 400 + str(turn)) as traffic:
+            for _ in range(3):
+                await rollout.one_more(start, port)
+                await seen(rollout)
+                await rollout.one_less()
+        assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+        assert traffic.total > 100
+        await asyncio.to_thread(until, lambda: peers(rollout.admin, 2), "those that ended have said goodbye")
+        said = json.loads(get(f"http://127.0.0.1:{rollout.admin}/debug/replicas"))
+        assert said["snapshots_received"] >= 2 and not said["missing"], "it began with what the others knew"
+
+
+async def seen(rollout: Rollout) -> None:
+    """The gateway was told of all that are ready."""
+    async with asyncio.timeout(20):
+        while not rollout.plane.seen or set(rollout.plane.seen[-1]) != rollout.ready.keys():
+            await asyncio.sleep(0.05)

@@ -306,6 +306,9 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
     ("arguments", "said"),
     [
         ([], "modelServers.matchLabels"),
+        (["--set", "inferencePool.namespaces={a}", *LABELS], "inferencePool.namespaces: inferencePool.modelServers"),
+        (["--set", "inferencePool.namespaces={a},standalone.enabled=true"], "standalone.enabled is for one pool"),
+        (["--set", "inferencePool.namespaces={a},provider.name=istio"], "provider.name is for one pool"),
         ([*LABELS, "--set", "replicas=2"], "additional properties 'replicas' not allowed"),
         ([*LABELS, "--set", "inferenceExtension.replica=2"], "additional properties 'replica' not allowed"),
         ([*LABELS, "--set", "inferenceExtension.replicas=two"], "want integer"),
@@ -354,6 +357,19 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
 )
 def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str) -> None:
     assert said in helm.refused(*arguments)
+
+
+def test_several_pools_need_rights_where_they_are(helm: Helm) -> None:
+    listed = helm.render("--set", "inferencePool.namespaces={default,team-b}")
+    places = {(role["metadata"]["namespace"], role["metadata"]["name"]) for role in of_kind(listed, "Role")}
+    assert places == {("default", "one-epp"), ("default", "one-epp-pools"), ("team-b", "one-epp-pools")}
+    assert not of_kind(listed, "ClusterRole")
+    assert not of_kind(listed, "InferencePool")
+    everywhere = helm.render("--set", "inferencePool.namespaces={*}")
+    assert [role["metadata"]["name"] for role in of_kind(everywhere, "ClusterRole")] == ["default-one-epp-pools"]
+    assert one(everywhere, "ClusterRole")["rules"] == of_kind(listed, "Role")[1]["rules"]
+    assert configured(everywhere).kubernetes.namespaces == ("*",)
+    assert configured(everywhere).kubernetes.leader_election.enabled
 
 
 def test_the_values_in_the_documents(helm: Helm, tmp_path: Path) -> None:

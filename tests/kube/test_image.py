@@ -196,33 +196,48 @@ def ask_until(url: str, child: "subprocess.Popen[str]", body: bytes | None = Non
     raise AssertionError(f"no answer from {url}")
 
 
+#: Runs a command in the container `$0` as any user, its root read-only, the directory `$1` at /mnt.
+CONTAINED = """
+root=$(buildah mount "$0") && directory=$1 && shift
+mount --bind "$root" "$root" && mount -o remount,bind,ro "$root" && mount --bind "$directory" "$root/mnt" &&
+mount -t tmpfs tmpfs "$root/tmp" && mount --rbind /proc "$root/proc" && mount --rbind /dev "$root/dev" || exit 125
+exec chroot --userspec=12345:0 --groups= "$root" env -i -C /tmp "$@"
+"""
+
+
+def buildah(*arguments: str) -> str:
+    return subprocess.run(["buildah", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.mark.slow
-def test_the_container_serves_as_any_user(tmp_path: Path) -> None:
-    """What `make image` built, in a container: ready, and a request goes through its Envoy to a stub in another one."""
+def test_the_container_serves_as_any_user_with_a_root_that_is_read_only(tmp_path: Path) -> None:
+    """What `make image` built, by its own entrypoint and environment: ready, and a request goes through its Envoy."""
     name = os.environ.get("FAIRLEAD_IMAGE")
     if not name:
         pytest.skip("FAIRLEAD_IMAGE names no image: make image")
+    settings = json.loads(json.loads(buildah("inspect", "--type", "image", name))["Config"])["config"]
     stub, gateway, admin, picker = (free_port() for _ in range(4))
     config = {"endpoints": [f"127.0.0.1:{stub}"], "gateway": {"port": gateway}, "extProc": {"port": picker}}
     (tmp_path / "fairlead.json").write_text(json.dumps({**config, "admin": {"port": admin}}))
     tmp_path.chmod(0o755)
-    run = subprocess.run(["buildah", "from", name], capture_output=True, text=True, check=True)
-    container = run.stdout.strip()
-    mounted = ["--isolation", "chroot", "--user", "123456:0", "--volume", f"{tmp_path}:/etc/fairlead:ro"]
-    commands = (["stub", "--port", f"{stub}", "--time-ratio", "20"], ["serve", "/etc/fairlead/fairlead.json"])
+    container = buildah("from", name)
+    inside = [*(["buildah", "unshare"] if os.getuid() else []), "unshare", "--mount", "sh", "-c", CONTAINED]
+    inside += [container, str(tmp_path), *settings["Env"], *settings["Entrypoint"]]
+    commands = (["stub", "--port", f"{stub}", "--time-ratio", "20"], ["serve", "/mnt/fairlead.json"])
     running: list[subprocess.Popen[str]] = []
     try:
-        for command in commands:
-            line = ["buildah", "run", *mounted, container, "--", "fairlead", *command]
-            running.append(subprocess.Popen(line, text=True, start_new_session=True))
+        running += [subprocess.Popen([*inside, *one], text=True, start_new_session=True) for one in commands]
         ask_until(f"http://127.0.0.1:{admin}/readyz", running[1])
         answer = json.loads(ask_until(f"http://127.0.0.1:{gateway}/v1/completions", running[1], COMPLETION))
         assert answer["usage"]["completion_tokens"] == 2
+        for child in running:
+            told = Path(f"/proc/{child.pid}/status").read_text() + Path(f"/proc/{child.pid}/mountinfo").read_text()
+            assert "Uid:\t12345\t" in told and " / ro," in told
     finally:
         for child in running:
             os.killpg(child.pid, signal.SIGTERM)
             child.wait(timeout=60)
-        subprocess.run(["buildah", "rm", container], check=True, capture_output=True)
+        buildah("rm", container)
 
 
 def test_compose_describes_what_the_image_can_do() -> None:

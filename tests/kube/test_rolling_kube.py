@@ -15,6 +15,7 @@ from kc_replicas import LEASE, SLICE, ControlPlane, Envoy, Replica
 from kc_traffic import Traffic
 from kr_client import Refused
 from kr_cluster import Cluster
+from kr_runs import check
 
 from gw_processes import Child, free_ports, require_envoy, stat  # isort: skip
 
@@ -24,8 +25,7 @@ DURATION_S = 4
 def warm(address: str) -> bool:
     """What the chart's readiness probe asks."""
     with grpc.insecure_channel(address) as channel:
-        call = channel.unary_unary("/grpc.health.v1.Health/Check")
-        return bool(call(b"\x0a\x04warm", timeout=5) == b"\x08\x01")
+        return check(channel, "warm")
 
 
 class World:

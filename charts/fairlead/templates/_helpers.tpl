@@ -11,8 +11,9 @@
 {{- include "fairlead.epp" . }}{{ if include "fairlead.leaderElection" . }}-leader{{ end -}}
 {{- end }}
 
+{{/* The one pool, or nothing */}}
 {{- define "fairlead.pool" -}}
-{{- if or .Values.inferencePool.create .Values.inferencePool.name -}}
+{{- if and (or .Values.inferencePool.create .Values.inferencePool.name) (not .Values.inferencePool.namespaces) -}}
 {{- .Values.inferencePool.name | default (include "fairlead.fullname" .) -}}
 {{- end -}}
 {{- end }}
@@ -66,6 +67,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $several := gt (int .Values.inferenceExtension.replicas) 1 -}}
 {{- if kindIs "bool" $asked -}}
 {{- if $asked -}}true{{- end -}}
+{{- else if .Values.inferencePool.namespaces -}}
+{{- /* Who leads keeps the slices of the pools' services, also where there is one replica. */ -}}
+true
 {{- else if and $several (not (include "fairlead.shared" .)) (not .Values.standalone.enabled) (not .Values.autoscaling.enabled) -}}
 true
 {{- end -}}
@@ -130,7 +134,9 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- $hosts := list (include "fairlead.epp" .) $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service) -}}
 {{- $config := dict "log" (dict "format" "json") "admin" (dict "host" "0.0.0.0" "port" 9090 "debug" false "hosts" $hosts) -}}
 {{- $kubernetes := dict "namespace" .Release.Namespace -}}
-{{- if include "fairlead.pool" . -}}
+{{- if .Values.inferencePool.namespaces -}}
+{{- $_ := set $kubernetes "namespaces" .Values.inferencePool.namespaces -}}
+{{- else if include "fairlead.pool" . -}}
 {{- $_ := set $kubernetes "pool" (include "fairlead.pool" .) -}}
 {{- else -}}
 {{- $ports := list -}}
@@ -139,7 +145,9 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- $_ := set $kubernetes "targetPorts" $ports -}}
 {{- end -}}
 {{- if include "fairlead.leaderElection" . -}}
-{{- $_ := set $kubernetes "leaderElection" (dict "enabled" true "leaseName" (include "fairlead.epp" .) "service" (include "fairlead.picker" .)) -}}
+{{- $election := dict "enabled" true "leaseName" (include "fairlead.epp" .) -}}
+{{- if not .Values.inferencePool.namespaces -}}{{- $_ := set $election "service" (include "fairlead.picker" .) -}}{{- end -}}
+{{- $_ := set $kubernetes "leaderElection" $election -}}
 {{- end -}}
 {{- $_ := set $config "kubernetes" $kubernetes -}}
 {{- if .Values.standalone.enabled -}}
@@ -237,10 +245,15 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{/* What cannot work is refused here */}}
 {{- define "fairlead.check" -}}
 {{- $pool := .Values.inferencePool -}}
-{{- if and (or $pool.create (not $pool.name)) (not $pool.modelServers.matchLabels) -}}
+{{- if $pool.namespaces -}}
+{{- $others := dict "standalone.enabled" .Values.standalone.enabled "httpRoute.enabled" .Values.httpRoute.enabled "inferenceObjectives" .Values.inferenceObjectives "inferencePool.name" $pool.name "inferencePool.modelServers.matchLabels" $pool.modelServers.matchLabels "inferenceExtension.kvcacheIndexer.enabled" .Values.inferenceExtension.kvcacheIndexer.enabled "inferenceExtension.valkey" (include "fairlead.shared" .) "provider.name" (has .Values.provider.name (list "istio" "gke")) -}}
+{{- range $value, $set := $others -}}
+{{- if $set -}}{{- fail (printf "inferencePool.namespaces: %s is for one pool; leave one of them out" $value) -}}{{- end -}}
+{{- end -}}
+{{- else if and (or $pool.create (not $pool.name)) (not $pool.modelServers.matchLabels) -}}
 {{- fail "inferencePool.modelServers.matchLabels: give the labels of the model servers' pods, e.g. --set inferencePool.modelServers.matchLabels.app=vllm" -}}
 {{- end -}}
-{{- if and (not $pool.create) (not $pool.name) (not .Values.standalone.enabled) -}}
+{{- if and (not $pool.create) (not $pool.name) (not $pool.namespaces) (not .Values.standalone.enabled) -}}
 {{- fail "inferencePool.name: a gateway needs a pool; name it, or set inferencePool.create" -}}
 {{- end -}}
 {{- if and .Values.standalone.enabled (ne .Values.provider.name "none") -}}

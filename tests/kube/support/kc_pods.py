@@ -11,10 +11,12 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, StreamEnded
 from h2.exceptions import ProtocolError
 
+from fairlead.core.headers import PREFILLER
+
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
 
 
-class _Server:
+class Server:
     """Listens at an address, and ends its connections when it stops. `port` 0 = a free one."""
 
     def __init__(self, address: str, port: int = 0) -> None:
@@ -38,13 +40,15 @@ class _Server:
         """One connection; its writer is among `_writers` for as long."""
 
 
-class PodServer(_Server):
+class PodServer(Server):
     """Answers completions with the model it was asked for, and keeps count. `delay`: seconds per answer."""
 
     def __init__(self, address: str, port: int, delay: float = 0.0) -> None:
         super().__init__(address, port)
         self.delay = delay
         self.models: Counter[str] = Counter()
+        #: Who was to compute their prompts; empty = nobody was named.
+        self.prefillers: Counter[str] = Counter()
         #: When the last completion came in, by the loop's clock.
         self.last_at = 0.0
         self.open = 0
@@ -75,9 +79,10 @@ class PodServer(_Server):
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 self._busy.add(writer)
                 head = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
-                body = await _body(reader, head)
+                body = await body_of(reader, head)
                 kind, answer = b"text/plain", b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
                 if lines[0].startswith("POST"):
+                    self.prefillers[head.get(PREFILLER, "")] += 1
                     kind, answer = b"application/json", await self._complete(body)
                 writer.write(_ANSWER % (kind, len(answer), answer))
                 self._busy.discard(writer)
@@ -107,7 +112,7 @@ class PodServer(_Server):
         return json.dumps(value).encode()
 
 
-async def _body(reader: asyncio.StreamReader, head: dict[str, str]) -> bytes:
+async def body_of(reader: asyncio.StreamReader, head: dict[str, str]) -> bytes:
     """Envoy sends a body that was changed on the way in chunks."""
     if "transfer-encoding" not in head:
         return await reader.readexactly(int(head.get("content-length", 0)))
@@ -134,7 +139,7 @@ async def pod_servers(count: int, delay: float = 0.0) -> list[PodServer]:
     raise AssertionError("no port is free at all addresses")
 
 
-class H2Pod(_Server):
+class H2Pod(Server):
     """A model server that takes cleartext HTTP/2 only. `served`: completions."""
 
     def __init__(self, address: str) -> None:

@@ -79,10 +79,17 @@ class ControlPlane:
     No health checks: of the Kubernetes gateways hardly one asks. `network`: where a pod's address really is.
     """
 
-    def __init__(self, cluster: Cluster, namespace: str, directory: Path, delay_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        directory: Path,
+        delay_s: float = 0.5,
+        endpoint_slice: Mapping[str, Any] = SLICE,
+    ) -> None:
         self.network: dict[str, str] = {}
         self.seen: list[tuple[str, ...]] = []
-        self._cluster, self._namespace, self._delay_s = cluster, namespace, delay_s
+        self._cluster, self._namespace, self._delay_s, self._slice = cluster, namespace, delay_s, endpoint_slice
         self._file = directory / "pickers.json"
         self._write(())
 
@@ -117,7 +124,7 @@ class ControlPlane:
 
     def _read(self) -> tuple[str, ...] | None:
         try:
-            found: Mapping[str, Any] = self._cluster.admin.get(SLICE, self._namespace)
+            found: Mapping[str, Any] = self._cluster.admin.get(dict(self._slice), self._namespace)
         except Refused as error:
             if error.status == 404:
                 return None

@@ -154,8 +154,11 @@ class Cluster:
     def install_crds(self) -> None:
         """Those of the chart. Returns when objects of them can be listed."""
         for path in sorted(CRDS.glob("*.yaml")):
-            for crd in yaml.safe_load_all(path.read_text()):
-                self.install_crd(crd)
+            self.install_crd_file(path)
+
+    def install_crd_file(self, path: Path) -> None:
+        for crd in yaml.safe_load_all(path.read_text()):
+            self.install_crd(crd)
 
     def install_crd(self, crd: Object) -> None:
         self.admin.apply(crd)

@@ -88,3 +88,9 @@ def until(attempt: Callable[[], Any], what: str) -> Any:
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=5) as response:
         return str(response.read().decode())
+
+
+def check(channel: grpc.Channel, service: str) -> bool:
+    """grpc.health.v1.Health/Check: SERVING?"""
+    call = channel.unary_unary("/grpc.health.v1.Health/Check")
+    return bool(call(b"\x0a" + bytes([len(service)]) + service.encode(), timeout=5) == b"\x08\x01")
