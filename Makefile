@@ -21,7 +21,7 @@ $(PYTEST) $(PARALLEL) $(1) || { [ $$? = 1 ] && echo "==> once more, alone: what 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check names prose unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance lock dist image sbom audit states bench quality real docs docs-serve metrics-page clean
+.PHONY: help demo quick test check names prose unit integration test-hard test-kube rollout e2e fuzz soak soak-hours chaos conformance extension-suite lock dist image image-base sbom audit states bench quality real docs docs-serve metrics-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,8 @@ names: $(VENV)/.dev ## names in the sources that say nothing of what they stand 
 unit: $(VENV)/.dev ## tests of parts, properties and fuzzers
 	@$(call timed,unit tests,$(call tests,tests/property tests/fuzz tests/unit))
 
+# These wait for processes more than they compute.
+integration: WORKERS = 3
 integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
 	@$(call timed,integration tests,$(call tests,tests/e2e tests/chaos tests/browser tests/integration))
 
@@ -116,6 +118,9 @@ chaos: $(VENV)/.dev ## kills, starvation and attacks at 200 requests a second, a
 conformance: $(VENV)/.dev ## each MUST of the endpoint picker protocol as a table: Fairlead's in both transports and behind Envoy; PICKER="HOST:PORT ..." for another one
 	$(BIN)/python tests/conformance/check_picker.py $(PICKER)
 
+extension-suite: $(VENV)/.dev ## the inference extension's own conformance tests of the data plane, on our picker behind plain Envoys (root; minutes, and five more for Go's first build); TEST=NAME for one
+	$(BIN)/python tests/kube/extension_suite.py $(TEST)
+
 soak-hours: $(VENV)/.dev ## HOURS (default 8) of traffic: memory, descriptors, series and leases must not grow; a table, and out/soak.json
 	FAIRLEAD_SOAK_HOURS=$(or $(HOURS),8) FAIRLEAD_SOAK_JSON=out/soak.json $(BIN)/python -m pytest tests/chaos/test_soak.py -q -o faulthandler_timeout=0
 
@@ -139,6 +144,13 @@ image: $(VENV)/.dev ## the container image IMAGE on BASE (best by digest) by bui
 	  --label org.opencontainers.image.version=$$($(BIN)/fairlead --version | grep -o '[0-9.]*$$') --label org.opencontainers.image.revision=$$(git rev-parse HEAD) \
 	  $(IMAGE_FLAGS) -t $(or $(IMAGE),fairlead) .
 	FAIRLEAD_IMAGE=$(or $(IMAGE),fairlead) $(PYTEST) tests/kube/test_image.py -k container
+
+image-base: ## a base for `make image` out of Debian's or Ubuntu's packages, where no registry of images can be reached: BASE=localhost/fairlead-base
+	@mkdir -p out/base
+	mmdebstrap --quiet --variant=minbase --include=python3-venv,python-is-python3,openssl,ca-certificates $$(. /etc/os-release && echo $$VERSION_CODENAME) \
+	  out/base/base.tar $(firstword $(wildcard /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list.d/ubuntu.sources /etc/apt/sources.list))
+	printf 'FROM scratch\nADD base.tar /\n' > out/base/Dockerfile
+	buildah build --quiet --isolation chroot -t fairlead-base out/base
 
 sbom: $(TOOLS)/.done dist ## out/sbom.json (CycloneDX) of what the image installs, and out/provenance.json of what make dist built
 	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON -o out/sbom.json deploy/locks/image.txt
