@@ -82,6 +82,12 @@ def resident_mb(pid: int) -> float:
     return int(text.split("Rss:")[1].split()[0]) / 1024
 
 
+def children(pid: int) -> list[int]:
+    """Of all its threads: a scheduler that is started again is the child of another one than the first."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in lists for child in text.split()]
+
+
 def usage(pid: int) -> Usage:
     """CPU seconds (scheduler's nanosecond accounting) and voluntary context switches of all threads."""
     cpu = wakeups = 0

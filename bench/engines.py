@@ -101,7 +101,9 @@ def run_cell(cell: Cell) -> Found:
 
 def _in_band(outcomes: Sequence[OutcomeRecord]) -> float:
     told = [o for o in outcomes if o.forecast is not None and o.ttft_ms >= 0][int(LEARNING * len(outcomes)) :]
-    return fmean(o.forecast.low_ms <= o.ttft_ms <= o.forecast.high_ms for o in told if o.forecast) if told else -1.0
+    return (
+        fmean(o.forecast.low_ms <= o.sent_ttft_ms <= o.forecast.high_ms for o in told if o.forecast) if told else -1.0
+    )
 
 
 def capacity(name: str) -> float:

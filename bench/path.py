@@ -2,6 +2,7 @@
 
     python bench/path.py                    a table by part and by file
     python bench/path.py --functions        every function in the order of its first call
+    python bench/path.py --top 20           the functions that run most bytecodes, those first
     python bench/path.py --json             one JSON object: bytecodes, functions, files, calls, parts, by_file
     python bench/path.py --against REV      the same with the sources of another revision of this repository, then both
 
@@ -356,7 +357,7 @@ def measure(root: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def show(found: dict[str, Any], functions: bool) -> None:
+def show(found: dict[str, Any], functions: bool, top: int) -> None:
     whole = found["bytecodes"]
     print(
         f"{whole} bytecodes in {found['calls']} calls of {found['functions']} functions in {found['files']} files,"
@@ -366,9 +367,10 @@ def show(found: dict[str, Any], functions: bool) -> None:
         print()
         for name, number in found[kind].items():
             print(f"{number:7} {number / whole:6.1%}  {name}")
-    if functions:
+    if functions or top:
+        rows = sorted(found["order"], key=lambda row: -row[3])[:top] if top else found["order"]
         print("\n  calls  bytecodes")
-        for file, name, calls, number in found["order"]:
+        for file, name, calls, number in rows:
             print(f"{calls:7} {number:10}  {file}: {name}")
 
 
@@ -388,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--functions", action="store_true", help="every function, in the order of its first call")
+    parser.add_argument("--top", type=int, default=0, metavar="N", help="the N functions that run most bytecodes")
     parser.add_argument("--against", metavar="REV", help="count another revision of this repository too")
     arguments = parser.parse_args()
     if arguments.against:
@@ -404,7 +407,7 @@ def main() -> None:
             del found["order"]
         print(json.dumps(found))
     else:
-        show(found, arguments.functions)
+        show(found, arguments.functions, arguments.top)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,26 @@
 
     python bench/replicas.py            tables
     python bench/replicas.py --json     {"us_per_request", "bytes_per_request", "scenarios", …}
+    python bench/replicas.py --live kills --times 20    `fairlead serve --workers` with its Envoy instead (one of LIVE)
 
 * `scenarios`: simulated; mean TTFT and E2E of one scheduler, of several that tell each other (`shared`), and of several
   that do not (`independent`), with their ratios to one. Means over seeds: the requests are the same, who decides
   and what else is left to chance is not.
 * `lags`, `losses`: the agents before 4 and 8 schedulers, by milliseconds until the others hear, and by the share of
   messages that are lost.
-* `us_per_request`: CPU time of one scheduler for a request of the pool, told or heard, with 66 blocks of prefix.
+* `bands`: three bands with two tenants each before an overloaded pool; by flow the share of the work that was done
+  while requests came, in percent, and the mean TTFT of those requests.
+* `us_per_request`: CPU time of a request of the pool with 66 blocks of prefix, for the scheduler that tells of it and
+  one that hears of it together.
 * `bytes_per_request`: what the scheduler that decides it sends, as fetched every 5 ms at 250 requests per second.
 * `snapshot_ms`, `join_ms`: CPU time to make a snapshot with 512 prompts and the leases in flight, and to take it in.
 """
 
 import argparse
+import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
 from statistics import fmean
@@ -24,6 +29,7 @@ from typing import Any
 
 from msgspec import structs
 
+import _replicas_live as live
 from _output import tell
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
@@ -46,7 +52,8 @@ from fairlead.lab.simulator.replicated import Exchange, ReplicatedSimulation
 from fairlead.lab.simulator.result import summarise
 from fairlead.lab.simulator.run import config_from, policy_text
 from fairlead.lab.simulator.scenarios import QUALITY, cut, scenario
-from fairlead.lab.simulator.world import Kernel
+from fairlead.lab.simulator.world import Kernel, Scenario, replicas
+from fairlead.lab.workload.record import Record, Workload
 
 #: Requests of a scenario, at most.
 HEAD = 1500
@@ -55,6 +62,7 @@ COUNTS = ((2, 10.0), (4, 10.0), (8, 50.0))
 LAGS = (0.0, 10.0, 25.0, 50.0, 100.0)
 LOSSES = (0.0, 0.01, 0.1)
 Run = tuple[str, Exchange, int, int]
+ONE = Exchange(schedulers=1)
 
 
 def _run(run: Run) -> dict[str, float]:
@@ -74,6 +82,52 @@ def _run(run: Run) -> dict[str, float]:
     }
 
 
+#: Priority, tenant, and requests per second: more than four servers can do. The last tenant of the middle band wants
+#: more than its share, and the lowest band gets what is left.
+FLOWS = ((2, "a", 2.0), (2, "b", 4.0), (1, "a", 2.0), (1, "b", 2.5), (0, "a", 3.0), (0, "b", 3.0))
+
+
+def overloaded(seconds: float = 60.0, seed: int = 0) -> Scenario:
+    """Prompts of 2,000 tokens with nothing in common, and 150 tokens out."""
+    chance, records = Random(f"bands/{seed}"), list[Record]()
+    for priority, tenant, rate in FLOWS:
+        at = chance.expovariate(rate)
+        while at < seconds:
+            sizes = {"in_tokens": chance.randrange(4000, 8000), "out_tokens": chance.randrange(20, 60)}
+            name = f"{priority}{tenant}{len(records)}"
+            records.append(Record(id=name, arrival_us=int(at * 1e6), tenant=tenant, priority=priority, **sizes))
+            at += chance.expovariate(rate)
+    records.sort(key=lambda record: record.arrival_us)
+    return Scenario(name="bands", workload=Workload(name="bands", records=records), replicas=replicas(4))
+
+
+def _bands(run: tuple[Exchange, int]) -> dict[str, float]:
+    exchange, seed = run
+    config, registry = config_from(policy_text("default"))
+    simulation = ReplicatedSimulation(overloaded(seed=seed), config, exchange, seed, registry=registry)
+    simulation.run()
+    last = max(job.arrived for job in simulation.jobs)
+    done = [job for job in simulation.jobs if job.status == "done" and job.ended_at <= last]
+    tokens = sum(job.record.in_tokens + job.record.out_tokens for job in done)
+    row = {"requests": float(len(done))}
+    for priority, tenant, _ in FLOWS:
+        own = [job for job in done if (job.record.priority, job.record.tenant) == (priority, tenant)]
+        share = sum(job.record.in_tokens + job.record.out_tokens for job in own) / tokens
+        row[f"{priority}{tenant} share"] = 100.0 * share
+        row[f"{priority}{tenant} ttft_ms"] = fmean(job.ttft_ms for job in own) if own else 0.0
+    return row
+
+
+def bands(seeds: int, processes: int) -> dict[str, dict[str, float]]:
+    """By how many schedulers there are."""
+    kinds = {"1": ONE, "4 shared": Exchange(schedulers=4), "4 independent": Exchange(schedulers=4, shared=False)}
+    runs = [(exchange, seed) for exchange in kinds.values() for seed in range(seeds)]
+    with ProcessPoolExecutor(processes) as pool:
+        found = dict(zip(runs, pool.map(_bands, runs), strict=True))
+    rows = {kind: [found[exchange, seed] for seed in range(seeds)] for kind, exchange in kinds.items()}
+    return {kind: {key: round(fmean(row[key] for row in own), 2) for key in own[0]} for kind, own in rows.items()}
+
+
 class Runs:
     """Each simulation once, several at a time."""
 
@@ -91,9 +145,6 @@ class Runs:
             return {key: fmean(row[key] for row in rows) for key in rows[0]}
 
         return mean
-
-
-ONE = Exchange(schedulers=1)
 
 
 def compare(names: list[str], runs: Runs) -> dict[str, Any]:
@@ -198,7 +249,7 @@ def _told_and_heard(requests: list[Request]) -> dict[str, float]:
     size = len(payloads.pop())
     told_us, heard_us = told_s / len(requests) * 1e6, heard_s / len(requests) * 1e6
     return {
-        "us_per_request": max(told_us, heard_us),
+        "us_per_request": told_us + heard_us,
         "told_us": told_us,
         "heard_us": heard_us,
         "bytes_per_request": sum(map(len, payloads)) / len(requests),
@@ -216,12 +267,31 @@ def show(result: dict[str, Any]) -> None:
                 f"  {key:20} {row['ttft_ms']:9,.0f} {row['e2e_ms']:9,.0f} {row['hit_rate']:6.1%}"
                 f" {row['ttft_ratio']:7.3f} {row['e2e_ratio']:7.3f}"
             )
-    print(f"telling {result['told_us']:.1f} µs and hearing {result['heard_us']:.1f} µs per request (target 30)")
+    for kind, row in result["bands"].items():
+        print(f"bands, {kind:14} " + ", ".join(f"{key} {value:,.1f}" for key, value in row.items()))
+    print(f"telling {result['told_us']:.1f} µs and hearing {result['heard_us']:.1f} µs per request (target 30 in all)")
     print(f"{result['bytes_per_request']:.0f} bytes per request (target 400)")
     print(
         f"a snapshot of {result['snapshot_bytes']:,.0f} bytes: made in {result['snapshot_ms']:.1f} ms,"
         f" taken in within {result['join_ms']:.1f} ms"
     )
+
+
+#: What is measured live, and at how many requests a second.
+LIVE: dict[str, tuple[Callable[[int, float], Coroutine[Any, Any, dict[str, Any]]], float]] = {
+    "kills": (live.kills, 200.0),
+    "restarts": (live.restarts, 100.0),
+    "valkey": (live.valkey, 200.0),
+    "bands": (live.bands, 60.0),
+    "compare": (live.compare, 100.0),
+}
+
+
+def show_live(result: dict[str, Any]) -> None:
+    for name, row in result.items():
+        print(f"{name:24} {row if not isinstance(row, dict) else ''}")
+        for key, value in row.items() if isinstance(row, dict) else ():
+            print(f"    {key:20} {f'{value:,.2f}' if isinstance(value, float) else value}")
 
 
 def main() -> None:
@@ -232,12 +302,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of each simulation (default 3)")
     parser.add_argument("--head", type=int, default=HEAD, help=f"requests of each (default {HEAD})")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--live", choices=LIVE, help="real processes instead of simulations")
+    parser.add_argument("--times", type=int, default=1, help="how often what is live is repeated")
+    parser.add_argument("--rate", type=float, help="requests a second of what is live")
     arguments = parser.parse_args()
+    if arguments.live:
+        measure, rate = LIVE[arguments.live]
+        tell(asyncio.run(measure(arguments.times, arguments.rate or rate)), arguments.json, show_live)
+        return
     quick = arguments.quick
     runs = Runs(1 if quick else arguments.seeds, 40 if quick else arguments.head, arguments.processes)
     names = arguments.scenario or (["agents"] if quick else list(QUALITY))
     found = costs(300 if quick else 4000, 1 if quick else 5)
     found |= {"scenarios": compare(names, runs), **curves(runs)}
+    found["bands"] = bands(1 if quick else arguments.seeds, arguments.processes)
     tell(found, arguments.json, show)
 
 

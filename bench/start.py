@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _gateway import checked_out, environment, free_ports, resident_mb
+from _gateway import checked_out, children, environment, free_ports, resident_mb
 from _output import tell
 
 HERE = Path(__file__).parents[1]
@@ -58,12 +58,6 @@ def endpoint() -> Iterator[int]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
-
-
-def children(pid: int) -> list[int]:
-    """Of all its threads: a scheduler that is started again is the child of another one than the first."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for text in lists for child in text.split()]
 
 
 def is_envoy(pid: int) -> bool:

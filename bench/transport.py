@@ -86,8 +86,7 @@ async def serve(kind: str, where: str, shape: str) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.readline():
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        wakeups = 0 if kind == "aio" else server.stats().wakeups
-        print(json.dumps([usage.ru_utime, usage.ru_stime, wakeups]), flush=True)
+        print(json.dumps([usage.ru_utime, usage.ru_stime, usage.ru_nvcsw]), flush=True)
     await server.close()
 
 

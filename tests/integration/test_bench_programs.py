@@ -41,6 +41,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--quick",
         ("us_per_request", "bytes_per_request", "snapshot_ms", "join_ms", "scenarios/agents/4 shared/ttft_ratio"),
     ),
+    "groups": ("--quick", ("cells", "summary/warm/ttft", "sessions/3/1")),
     "state": ("--blocks 160 --repeat 1", ("8/snapshot_ms", "8/restore_longest_ms", "512/bytes", "512/grown_mb")),
     "journal": ("--requests 40 --repeat 1", ("off/warm_us", "written/thread_us")),
     "decision": ("--repeats 1", ("endpoints_8_us", "endpoints_100_us", "endpoints_1000_us")),
@@ -57,6 +58,8 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("scenarios/agents/default", "known/agents/default", "summary/development/policies/default/goodput/worst"),
     ),
 }
+#: They take a minute whatever they are told. tests/kube/test_pools_kube.py and tests/e2e/test_warming.py do the same.
+LONG = {"pools", "warming"}
 #: Those whose table is looked at too: the others would take as long once more.
 TABLES = ("configs", "extproc", "engines", "tuning", "journal", "decision", "metrics", "quality")
 Run = subprocess.CompletedProcess[str]
@@ -86,7 +89,7 @@ def test_real_engines_say_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_none_is_forgotten() -> None:
-    assert {path.stem for path in FOLDER.glob("[a-z]*.py")} == set(PROGRAMS)
+    assert {path.stem for path in FOLDER.glob("[a-z]*.py")} == {*PROGRAMS, *LONG}
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Teller:
         self.snapshots = 0
         #: Events in their order.
         self.fed: list[Any] = []
-        facts = Facts(self.told, self.snapshot, self.gaps)
+        facts = Facts(self.told, self.snapshot, self.gaps, lambda: self._fetched, lambda name: self._heard.get(name, 0))
         configured = ReplicaSettings(via=url, lease=LEASE, interval=0.005, **settings)
         self.replicas = Replicas(configured, "pool", name, facts, self.feed)
 
@@ -156,7 +156,8 @@ async def test_one_that_leaves_is_gone_at_once_and_its_last_words_are_heard(serv
             assert one.replicas.unheard_s == 0.0
         await until(lambda: PeerLost("b") in one.fed)
         assert one.replicas.unheard_s > 0.0
-        assert one.fed[-2:] == [PeerHeard("b", b"0 farewell"), PeerLost("b")]
+        last, lost = one.fed[-2:]
+        assert isinstance(last, PeerHeard) and last.payload == b"0 farewell" and lost == PeerLost("b")
 
 
 class Cable:
@@ -283,16 +284,37 @@ async def test_more_than_can_be_kept_becomes_a_snapshot(server: ValkeyServer, mo
         await until(lambda: agree(one, other))
 
 
-async def test_a_full_server_is_said_and_reading_goes_on_afterwards(server: ValkeyServer) -> None:
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
+async def test_a_full_server_is_said_and_reading_goes_on_afterwards(server: ValkeyServer, policy: str) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with running(one, other):
-        await until(lambda: agree(one, other))
+        one.say("before")
+        await until(lambda: agree(one, other) and other.known)
         async with Valkey.from_url(server.url) as client:
+            await client.config_set("maxmemory-policy", policy)
             await client.config_set("maxmemory", "1")
             one.say("meanwhile")
             await until(lambda: one.replicas.trouble())
             assert "maxmemory" in one.replicas.trouble()
+            # What was told is evicted first, and leases and places in the stream are lost with it.
+            assert (policy == "noeviction") == bool(await client.exists("{fairlead:pool}:told"))
             await client.config_set("maxmemory", "0")
+        await until(lambda: agree(one, other))
+
+
+async def test_keys_that_are_evicted_again_and_again_end_in_agreement(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other), Valkey.from_url(server.url) as client:
+        await until(lambda: agree(one, other) and "b" in one.replicas.peers)
+        await client.config_set("maxmemory-policy", "allkeys-lru")
+        await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] + 20_000))
+        number = 0
+        async with asyncio.timeout(PATIENCE):
+            while (await client.info("stats"))["evicted_keys"] < 5:
+                one.say(f"{number}" * 200)
+                number += 1
+                await asyncio.sleep(0.001)
+        await client.config_set("maxmemory", "0")
         await until(lambda: agree(one, other))
 
 
@@ -315,6 +337,16 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(tmp_path: Path) -
             assert one.replicas.where == server.url
     finally:
         server.kill()
+
+
+async def test_what_was_lost_is_missed_before_anything_else_is_said(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        one.say("before")
+        await until(lambda: agree(one, other) and other.known)
+        one.say("lost")
+        one.told()  # nobody is told what it returned
+        await until(lambda: agree(one, other))
 
 
 async def test_what_somebody_else_writes_there_does_no_harm(server: ValkeyServer) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from fairlead.apis.engine_metrics import ENGINES, compile_engine
+from fairlead.apis.prometheus import read_page
+from fairlead.apis.request import parse_request
 from fairlead.lab.engine.spec import EngineSpec, LatencyModel
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
+from fairlead.testing import builders
 
 
 async def _ask(address: str, request: bytes) -> bytes:
@@ -154,6 +158,26 @@ async def test_choices_of_several_prompts_keep_their_index_and_text(quick):
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == texts
+
+
+async def test_a_request_is_as_many_sequences_for_the_scheduler_as_for_the_server(quick):
+    address = quick.addresses[0]
+    asked = {"prompt": ["tell me " * 99, "tell us " * 99], "n": 3, "max_tokens": 30_000, "stream": True}
+    parsed = parse_request("/v1/completions", json.dumps(asked).encode())
+    fleet = builders.fleet("e0")
+    lease = fleet.charge(builders.request(prompt_tokens=400, sequences=parsed.n), 0, 0.0, 0, 6 * 100.0)
+    _, writer = await _open(address, "/v1/completions", asked)
+    for _ in range(2000):
+        sample = read_page((await _get(address, "/metrics"))[1], compile_engine(ENGINES["vllm"])).sample
+        if sample.running:
+            break
+        await asyncio.sleep(0.005)
+    writer.close()
+    fleet.sampled("e0", 1.0, 1.0, sample)
+    fleet.first_token(lease, 2.0)
+    assert (sample.running, fleet.table.active[0]) == (6, 6)
+    fleet.ledger.release(lease)
+    assert fleet.table.active[0] == 0, "none of them was another client's"
 
 
 async def test_a_chat_stream_of_two_choices_opens_both_and_ends_both(quick):
