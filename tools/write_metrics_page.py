@@ -9,6 +9,7 @@ from operator import attrgetter
 from msgspec import Struct
 
 from fairlead.apis.tokens import PromptTokeniser
+from fairlead.core.beginnings import Beginnings
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex
@@ -16,10 +17,12 @@ from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.server.observe.component_metrics import (
     GatewayMetrics,
     TokenMetrics,
+    WarmingCounts,
     show_budget,
     show_journal,
     show_replicas,
     show_state,
+    show_warming,
 )
 from fairlead.server.observe.exposition import Registry, View
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
@@ -101,6 +104,7 @@ def scheduler_registry() -> Registry:
     QueryMetrics(registry)
     show_journal(registry, _NoJournal())
     show_state(registry, StateCounts())
+    show_warming(registry, WarmingCounts(Beginnings()))
     GatewayMetrics(registry, None, 1)
     show_replicas(registry, None)
     show_budget(registry, ByteBudget(1, lambda: 0.0))

@@ -17,6 +17,7 @@ from fairlead.compat.command_line import parse
 from fairlead.compat.load import FIELDS, load
 from fairlead.config.endpoint_list import parse_endpoints_text
 from fairlead.config.plugins import build_policy
+from fairlead.core.beginnings import Beginnings
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.index import KvIndex
@@ -28,10 +29,12 @@ from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.component_metrics import (
     GatewayMetrics,
     TokenMetrics,
+    WarmingCounts,
     show_budget,
     show_journal,
     show_replicas,
     show_state,
+    show_warming,
 )
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
@@ -228,6 +231,7 @@ def test_every_metric_that_is_named_exists() -> None:
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     show_journal(watch.metrics.registry, Counts())
     show_state(watch.metrics.registry, StateCounts())
+    show_warming(watch.metrics.registry, WarmingCounts(Beginnings()))
     GatewayMetrics(watch.metrics.registry, None, 1)
     show_replicas(watch.metrics.registry, None)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
