@@ -421,10 +421,9 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     """`weighed` of one request without an adapter; `share` of the prompt is cached there."""
     table, learned = fleet.table, fleet.predictor
     if len(table.endpoints) > FEW:
-        if share is not None:
-            return weighed(cost(prompt, share * scalar(prompt), fleet, now), weights, fleet)
-        costs = weighed(cost(prompt, None, fleet, now), weights, fleet)
-        return costs if table.collisions is None else costs + table.collisions
+        cached = None if share is None else share * scalar(prompt)
+        costs = weighed(cost(prompt, cached, fleet, now), weights, fleet)
+        return costs + table.collisions if share is None and table.collisions is not None else costs
     stale = table.stale
     if stale:
         for slot in stale:

@@ -32,6 +32,14 @@ log = get("serve")
 _SHOWN = 5
 
 
+def log_unusable(problems: Sequence[str]) -> str:
+    """A changed configuration cannot be used. Returns it in words."""
+    text = "the changed configuration cannot be used; the old one stays"
+    for problem in problems[:_SHOWN]:
+        log.error(text, problem=problem)
+    return text
+
+
 class PoolScheduler:
     """`await start(stack)`, and `await settle(stack)` once endpoints may have been told. `one_of`: the pace of all
     pools of this process; `None` = there is no other. `unready`: why requests cannot be served."""
@@ -170,9 +178,7 @@ class PoolScheduler:
 
     def refuse(self, problems: Sequence[str]) -> None:
         """The configuration cannot be used."""
-        self.unusable = "the changed configuration cannot be used; the old one stays"
-        for problem in problems[:_SHOWN]:
-            log.error(self.unusable, problem=problem)
+        self.unusable = log_unusable(problems)
 
     def _follow(self, config: Config, scheduling: Scheduling) -> None:
         """Connect to whom the configuration names, show shadows what they are to judge."""

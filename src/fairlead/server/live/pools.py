@@ -14,7 +14,7 @@ from fairlead.gateway.pools import PickerService, PoolHosts
 from fairlead.pool.kube.objects import Pool
 from fairlead.pool.scrape import Pace
 from fairlead.server.admin import AdminSources
-from fairlead.server.live.pool_scheduler import PoolScheduler
+from fairlead.server.live.pool_scheduler import PoolScheduler, log_unusable
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry, page_of
 from fairlead.server.observe.instruments import gauges
@@ -119,9 +119,7 @@ class LivePools:
         return changed or bool(changes.paths)
 
     def refuse(self, problems: Sequence[str]) -> None:
-        self._unusable = "the changed configuration cannot be used; the old one stays"
-        for problem in problems[:5]:
-            log.error(self._unusable, problem=problem)
+        self._unusable = log_unusable(problems)
 
     # ---- pages ----
 

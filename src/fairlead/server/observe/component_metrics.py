@@ -429,18 +429,12 @@ class WarmingCounts(Struct):
 
 
 def show_warming(registry: Registry, counts: WarmingCounts) -> None:
-    requests, tokens, kept = counters("result"), counters(), gauges()
-
-    def refresh() -> None:
-        requests.child("sent").value, requests.child("failed").value = counts.sent, counts.failed
-        tokens.child().value = counts.tokens
-        kept.child().value = counts.kept.bytes
-
-    registry.before(refresh)
-    show = registry.show
-    show("fairlead_warming_requests_total", "Beginnings of prompts sent to cold endpoints, by result.", requests)
-    show("fairlead_warming_tokens_total", "Prompt tokens that cold endpoints were sent.", tokens)
-    show("fairlead_warming_text_bytes", "Text of shared beginnings that is kept in memory.", kept)
+    prefix, follow = "fairlead_warming_", registry.follow
+    text = "Beginnings of prompts sent to cold endpoints, by result."
+    follow("counter", prefix + "requests_total", text, lambda: {"sent": counts.sent, "failed": counts.failed}, "result")
+    follow("counter", prefix + "tokens_total", "Prompt tokens that cold endpoints were sent.", lambda: counts.tokens)
+    text = "Text of shared beginnings that is kept in memory."
+    follow("gauge", prefix + "text_bytes", text, lambda: counts.kept.bytes)
 
 
 # What is told to other replicas and heard of them.

@@ -53,14 +53,7 @@ export class Page {
     this.rows = [];
     this.facts = new Map();
     this.id = null;
-    this.charts = this.of.charts.map(({ name, title, ...rest }) => {
-      const made = new Chart({
-        ...rest, name: title, chart: $(`${kind}-${name}`), legend: $(`${kind}-${name}-legend`),
-        axis: (value) => (value || name !== "ttft" ? rest.show(value) : "0"),
-      });
-      made.longest = 3600;
-      return made;
-    });
+    this.charts = this.of.charts.map((one) => this.chart(one));
     this.dialog.addEventListener("close", () => {
       if (location.hash.startsWith(this.prefix)) history.replaceState(null, "", location.pathname);
       this.id = null;
@@ -68,6 +61,17 @@ export class Page {
     addEventListener("hashchange", () => this.follow());
     setInterval(() => { if (this.id !== null && !document.hidden) this.ask(); }, EVERY);
     this.follow();
+  }
+
+  chart({ name, title, ...rest }) {
+    const id = `${this.kind}-${name}`;
+    const chart = make("div", { class: "chart", id, role: "img", "aria-label": `${title} over the last hour` });
+    const legend = make("ul", { class: "legend", id: `${id}-legend`, role: "list" });
+    const head = make("h3", { id: `${id}-title` }, title);
+    $(`${this.kind}-charts`).append(make("section", { "aria-labelledby": head.id }, head, legend, make("div", { class: "canvas" }, chart)));
+    const made = new Chart({ ...rest, name: title, chart, legend, axis: (value) => (value || name !== "ttft" ? rest.show(value) : "0") });
+    made.longest = 3600;
+    return made;
   }
 
   follow() {
