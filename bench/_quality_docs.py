@@ -12,8 +12,8 @@ from statistics import geometric_mean
 from msgspec import Struct
 
 from _quality_plots import draw
-from _quality_report import Regrets, Summary, regrets_of
 from fairlead.lab.simulator.grid import COMPARED
+from fairlead.lab.simulator.quality import Regrets, Summary, regrets_of
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
 PAGE = "benchmarks-policies.md"

@@ -11,37 +11,35 @@ The held-out set: docs/workloads.md.
     python bench/quality.py --policy default --scenario agents
     python bench/quality.py --docs docs        all of it, and the tables and plots of docs/benchmarks-policies.md
 
-The scheduler does not begin with the truth: its prior, and its bytes per token, are wrong by drawn factors of 0.5 to
-1.5, no request says how long its answer becomes, and servers are read once per second. Beside that stands what the
-default does where all of it is known.
+`fairlead sim quality` does the same with policies of your own (`fairlead.lab.simulator.quality` says what the scheduler
+knows and what a regret is); this program writes the pages, too.
 
 Writes `out/quality/summary.json`: {set: {"policies": {policy: {figure: {"geomean", "worst"}}}}}, each policy's regret
-over the set's scenarios, which is value / best value of any policy (a set that was not simulated keeps what was found
-last), and `scenarios.json`: {"scenarios", "known": {scenario: {policy: figures}}}. Prints tables of both. A simulated
-millisecond is no measured one: rankings are the finding. The published traces are not part of the project; give their
-directory with `--traces` or FAIRLEAD_TRACES. Without them made-up workloads of the same size stand in.
+over the set's scenarios, and `scenarios.json`: {"scenarios", "known": {scenario: {policy: figures}}}. Prints tables of
+both. A simulated millisecond is no measured one: rankings are the finding. The published traces are not part of the
+project; give their directory with `--traces` or FAIRLEAD_TRACES. Without them made-up workloads of the same size stand
+in.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from _quality_docs import Run, write_section
-from _quality_entries import SETS, cells, entries, names
-from _quality_report import Regrets, judgement, parted, print_table, regrets_of, summary_of
-from fairlead.lab.simulator.grid import CellResult, run_grid, version
-from fairlead.lab.simulator.scenarios import AZURE_CODE, MOONCAKE
+from fairlead.lab.simulator.grid import CellResult, run_grid
+from fairlead.lab.simulator.quality import SETS, cells, entries, names, print_table, usable_traces, write_summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    traces = _traces(options.traces)
+    traces, missing = usable_traces(options.traces)
+    if missing:
+        print(f"note: no {' and no '.join(missing)} in {options.traces}; made-up workloads stand in", file=sys.stderr)
     texts = entries()
     chosen = {name: texts[name] for name in _choose(options.policy, list(texts), "policy")}
     scenarios = _choose(options.scenario, names(), "scenario") if options.scenario else names(options.set)
@@ -53,17 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted, processes=options.processes, kept=None if options.fresh else out / "cells.jsonl", progress=_progress
     )
     print(f"\n{len(results)} simulations in {time.monotonic() - begun:.0f} s", file=sys.stderr)
-    summary, known = parted(summary_of(results))
-    judged = {name: regret for name in SETS if (regret := regrets_of(name, summary))}
-    minutes = sum(result.cpu_s for result in results) / 60
-    found = _judged(out / "summary.json", judged, minutes)
-    _write(out / "scenarios.json", {"scenarios": summary, "known": known})
+    summary, known, judged = write_summary(out, results)
     if options.json:
+        found = msgspec.json.decode((out / "summary.json").read_bytes())
         print(msgspec.json.encode({"scenarios": summary, "known": known, "summary": found}).decode())
     else:
         print_table(summary, judged)
     print(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", file=sys.stderr)
     if options.docs:
+        minutes = sum(result.cpu_s for result in results) / 60
         run = Run(cells=len(results), seeds=options.seeds, cpu_minutes=minutes, traces=bool(traces))
         for path in write_section(Path(options.docs), summary, known, judged, run):
             print(f"written: {path}", file=sys.stderr)
@@ -71,21 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in errors:
         print(f"error: {result.policy} on {result.scenario}: {result.error}", file=sys.stderr)
     return 1 if errors else 0
-
-
-def _judged(path: Path, judged: Mapping[str, Regrets], minutes: float) -> dict[str, Any]:
-    """What `summary.json` says now."""
-    found: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
-    for name, regret in judged.items():
-        policies = judgement(regret)
-        found[name] = {"policies": policies, "code": version(), "cpu_minutes": round(minutes, 1)}
-    found = {name: found[name] for name in SETS if name in found}
-    _write(path, found)
-    return found
-
-
-def _write(path: Path, document: object) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -107,14 +88,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="do not take results of a former run")
     return parser.parse_args(arguments)
-
-
-def _traces(directory: str) -> str:
-    path = Path(directory)
-    missing = [name for name in (MOONCAKE, AZURE_CODE) if not (path / name).is_file()]
-    if missing:
-        print(f"note: no {' and no '.join(missing)} in {path}; made-up workloads stand in", file=sys.stderr)
-    return str(path.resolve()) if len(missing) < 2 else ""
 
 
 def _choose(wanted: list[str] | None, known: list[str], what: str) -> list[str]:

@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "stub": Command("fairlead.cli.stub", "stub", "Run stub model servers: real API and metrics, no GPU."),
     "sim run": Command("fairlead.cli.simulate", "simulate", "Simulate one policy on one workload."),
     "sim compare": Command("fairlead.cli.compare", "compare", "Simulate policies × workloads × loads; write a report."),
+    "sim quality": Command("fairlead.cli.quality", "quality", "Simulate policies on every scenario; print regrets."),
     "sim workload show": Command("fairlead.cli.workload", "show", "Describe a workload file."),
     "sim workload convert": Command("fairlead.cli.workload", "convert", "Convert a workload to another format."),
     "sim workload generate": Command("fairlead.cli.workload", "generate", "Generate a workload."),

@@ -207,7 +207,7 @@ _Workload = Annotated[
         show_default="all for quality",
     ),
 ]
-_Policy = Annotated[
+Policies = Annotated[
     list[str] | None,
     typer.Option(
         "--policy",
@@ -233,7 +233,7 @@ Examples:
 """)
 def compare(
     workload: _Workload = None,
-    policy: _Policy = None,
+    policy: Policies = None,
     load: Annotated[str, typer.Option(metavar="N,...", help="How many times as fast, e.g. 0.5,1,2.")] = "1",
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
     traces: Traces = "",
@@ -281,7 +281,7 @@ def compare(
             kept.unlink(missing_ok=True)
         with ExitStack() as stack:
             runner = stack.enter_context(on_cluster(cluster)) if cluster else None
-            progress = stack.enter_context(_progress(len(cells)))
+            progress = stack.enter_context(progress_bar(len(cells)))
             results = run_grid(cells, processes=processes, kept=kept, progress=progress, runner=runner)
     (_print_json if as_json else print_comparison)(results)
     for path in write_report(results, cells, out):
@@ -315,13 +315,13 @@ def _cells(
     from fairlead.config.problems import suggestion
     from fairlead.lab.simulator.build import ScenarioSpec, names
     from fairlead.lab.simulator.grid import Cell
-    from fairlead.lab.simulator.run import known_policies, policy_text
+    from fairlead.lab.simulator.run import known_policies
     from fairlead.lab.simulator.scenarios import QUALITY
 
     for name in scenarios:
         if name not in names() and not Path(name).is_file():
             raise ValueError(f"{name!r} is neither a scenario nor a file; {suggestion(name, names())}")
-    texts = {_name(name): policy_text(name) for name in policies} or known_policies()
+    texts = texts_of(policies) or known_policies()
     loads = numbers(load)
     if not loads or min(loads) <= 0:
         raise ValueError(f"loads must be numbers above 0, got {load!r}")
@@ -349,6 +349,13 @@ def _cells(
     ]
 
 
+def texts_of(policies: Sequence[str]) -> dict[str, str]:
+    """Name in tables → configuration. Raises what `policy_text` raises."""
+    from fairlead.lab.simulator.run import policy_text
+
+    return {_name(name): policy_text(name) for name in policies}
+
+
 def _name(policy: str) -> str:
     """As it stands in tables: what is before the `=`, or the name; of a Python file without its folder and ending."""
     name = policy.partition("=")[0]
@@ -361,7 +368,7 @@ def _label(source: str, factor: float, several: bool) -> str:
 
 
 @contextmanager
-def _progress(total: int) -> "Iterator[Callable[[CellResult, int, int], None]]":
+def progress_bar(total: int) -> "Iterator[Callable[[CellResult, int, int], None]]":
     """A bar on stderr where that is a terminal, else a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

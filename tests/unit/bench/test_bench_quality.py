@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fairlead.lab.simulator.quality import cells, entries, names
+
 ROOT = Path(__file__).parents[3]
 FIGURES = {
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "tpot_p50_ms", "output_tokens_per_s",
@@ -67,13 +69,11 @@ def test_a_tiny_run_writes_summary_section_and_plots(bench, page, tmp_path, caps
     assert len({line.count("|") for line in text.splitlines() if line.startswith("| shared-prefix-10 ")}) <= 3
 
 
-def test_every_scenario_that_is_promised_takes_part_with_every_policy(bench):
-    entries = bench("_quality_entries")
-    texts = entries.entries()
+def test_every_scenario_that_is_promised_takes_part_with_every_policy():
+    texts = entries()
     assert next(iter(texts)) == "default"
-    cells = entries.cells(entries.names(), texts, "", quick=False, seeds=1)
     found = {}
-    for cell in cells:
+    for cell in cells(names(), texts, "", quick=False, seeds=1):
         found.setdefault(cell.scenario.name, []).append(cell.policy)
     promised = {
         "shared-prefix-10", "shared-prefix-14", "shared-prefix-20", "conversation-1x", "conversation-1.5x",
@@ -85,11 +85,10 @@ def test_every_scenario_that_is_promised_takes_part_with_every_policy(bench):
     assert len({*found} - promised) >= 10
 
 
-def test_no_scenario_belongs_to_both_sets(bench):
-    entries = bench("_quality_entries")
-    development, held_out = entries.names("development"), entries.names("held_out")
+def test_no_scenario_belongs_to_both_sets():
+    development, held_out = names("development"), names("held_out")
     assert not {*development} & {*held_out}
-    assert development + held_out == entries.names() == list(dict.fromkeys(entries.names()))
+    assert development + held_out == names() == list(dict.fromkeys(names()))
     assert {"hot-prefix", "lora-static", "endpoints-64"} <= {*development}
     assert {"one-hog", "lora-dynamic", "dp-ranks", "diurnal"} <= {*held_out}
 

@@ -69,6 +69,23 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.simulation
+def test_quality(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.lab.simulator.quality.requests_of_quick", lambda name: 20)
+    (tmp_path / "mine.yaml").write_text("policy: round-robin\n")
+    policies = ("-p", "default", "-p", f"mine={tmp_path / 'mine.yaml'}", "-p", "sticky, 5 s")
+    scenarios = ("-w", "agents", "-w", "hot-prefix")
+    more = ("--quick", "--processes", "1", "--out", str(tmp_path / "out"))
+    code, found = run(capsys, "sim", "quality", *policies, *scenarios, *more)
+    assert code == 0
+    assert [*found] == ["development"]
+    assert {*found["development"]} == {"default", "mine", "sticky, 5 s"}
+    assert all(row["ttft_mean"]["geomean"] >= 1.0 for row in found["development"].values())
+    scenarios_file = json.loads((tmp_path / "out" / "scenarios.json").read_text())
+    assert [*scenarios_file["scenarios"]] == ["agents", "hot-prefix"]
+    assert [*scenarios_file["known"]["agents"]] == ["default"]
+
+
 def test_a_file_that_cannot_be_used_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
     complain(FileNotFoundError(2, "No such file or directory", "a.txt"))
     complain(OSError("something else"))

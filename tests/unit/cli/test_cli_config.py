@@ -144,6 +144,8 @@ def test_explain_suggests_the_nearest_name(capsys: pytest.CaptureFixture[str]) -
     [
         (["sim", "compare", "-w", "agenst", "-p", "default"], "agents"),
         (["sim", "compare", "-w", "agents", "-p", "round-robbin"], "round-robin"),
+        (["sim", "quality", "-w", "agenst", "-p", "default"], "agents"),
+        (["sim", "quality", "-p", "round-robbin"], "round-robin"),
         (["sim", "run", "agent", "-p", "default"], "agents"),
         (["sim", "run", "agents", "-p", "leest-requests"], "least-requests"),
         (["bench", "127.0.0.1:1", "-w", "converstion"], "conversation"),

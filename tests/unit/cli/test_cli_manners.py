@@ -41,6 +41,7 @@ UNKNOWN_FILE: dict[str, list[str] | None] = {
     "scheduler check": None,
     "scheduler proto": None,
     "tune": ["tune", "--observations", "nope.jsonl"],
+    "sim quality": ["sim", "quality", "--policy", "nope.yaml"],
     "sim compare": ["sim", "compare", "--workload", "nope.jsonl"],
     "top": None,
     "doctor": ["doctor", "nope.yaml"],

@@ -1,0 +1,238 @@
+"""Every policy on every scenario: which entries meet in which scenarios, and each one's regret.
+
+An entry has a key of the tables and a configuration. `entries()` are the policies by name. Whoever compares one more
+configuration adds it to `EXTRA`.
+
+The scheduler does not begin with the truth: its prior, and its bytes per token, are wrong by drawn factors of 0.5 to
+1.5, no request says how long its answer becomes, and servers are read once per second. Beside that stands what the
+default does where all of it is known. A regret is value / best value of any policy that took part.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from fairlead.lab.simulator.build import ScenarioSpec
+from fairlead.lab.simulator.grid import COMPARED, Cell, CellResult, mean_figures, regrets, version
+from fairlead.lab.simulator.run import AT_ONCE, known_policies
+from fairlead.lab.simulator.scenarios import (
+    ADVERSARIAL,
+    APART,
+    AZURE_CODE,
+    HELD_OUT,
+    MOONCAKE,
+    PUBLISHED,
+    QUALITY,
+    SITUATIONS,
+)
+
+#: Further configurations that take part like a policy: key → text. Settings of rules that their makers publish besides
+#: their defaults (see the rules' files): Dynamo's scale of 2 and its preset for agents; llm-d's filter with the
+#: throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and for pools that
+#: answers bind.
+EXTRA: dict[str, str] = {
+    "dynamo, scale 2": "policy: {type: dynamo-linear, parameters: {prefillLoadScale: 2}}\n",
+    "dynamo, agentic": "policy: {type: dynamo-linear, parameters: "
+    "{overlapCredit: 2, prefillLoadScale: 4, activeRequestWeight: 64}}\n",
+    "sticky, 5 s": "policy: {type: sticky-until-saturated, parameters: "
+    "{maxTTFTPenaltyMs: 5000, explorationProbability: 0.01, peakPrefillThroughput: 19350}}\n",
+    "sticky, requests": "policy: {type: sticky-until-saturated, parameters: {load: requests}}\n",
+}
+#: The best of the others, with a queue in front of the servers as the default has.
+LATE_TOO = ("weights-322", "dynamo, agentic")
+FLOW = "flowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
+#: What the default is, under other names.
+SAME = ("cost-model", "prefill-decode")
+#: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
+HEADS = {
+    **dict.fromkeys(("conversation-1x", "conversation-1.5x", "conversation-2x", "unlike-hardware"), 4500),
+    "apart-chat": 2000,
+    "apart-conversation-1x": 3000,
+    "apart-agents": 2000,
+    "headline-steady-16": 4750,
+    "headline-70b-20": 7000,
+}
+#: Added to the name of a scenario whose scheduler begins with the truth: the column beside the main one, in which
+#: nothing is known of engines, tokens and answers. Of these policies only.
+KNOWN, KNOWN_OF = ", truth known", ("default", AT_ONCE)
+#: Requests that the smaller version of a scenario keeps; 0 = all.
+QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
+QUICK_OTHERS = {
+    **dict.fromkeys(QUALITY, 2500),
+    **dict.fromkeys(ADVERSARIAL, 600),
+    **dict.fromkeys(PUBLISHED, 1400),
+    **dict.fromkeys((*SITUATIONS, *HELD_OUT), 800),
+}
+#: Sizes of the pools' prefill part, of 8 servers.
+PREFILL_SERVERS = (2, 3)
+PAIRS = "policy: prefill-decode\n"
+PAIRS_ALWAYS = "policy: {type: prefill-decode, parameters: {always: true}}\n"
+#: The scenarios that may be looked at while something is tuned, and those that may not (docs/workloads.md).
+SETS = {
+    "development": (*QUALITY, *ADVERSARIAL, *PUBLISHED, *SITUATIONS, *APART),
+    "held_out": (*HELD_OUT,),
+}
+
+
+def entries() -> dict[str, str]:
+    """Key → text of a configuration; `default` comes first."""
+    known = known_policies()
+    rules = {name: text for name, text in known.items() if name not in SAME} | EXTRA
+    late = {f"{name}+flow": rules[name] + FLOW for name in LATE_TOO}
+    return rules | late
+
+
+def names(chosen: str = "all") -> list[str]:
+    """Of the scenarios of a set, or of all."""
+    return [name for key, scenarios in SETS.items() if chosen in (key, "all") for name in scenarios]
+
+
+def cells(
+    scenarios: Sequence[str], texts: Mapping[str, str], traces: str, quick: bool, seeds: int, head: int = 0
+) -> list[Cell]:
+    """Cells of a scenario follow each other."""
+    wanted = []
+    for name in scenarios:
+        requests = head or (requests_of_quick(name) if quick else HEADS.get(name, 0))
+        spec = ScenarioSpec(name=name, source=name, traces=traces, head=requests, unknowing=True)
+        taking_part = [(replace(spec, prefill=prefill), key, text) for prefill, key, text in _taking_part(name, texts)]
+        if name not in APART:
+            known = replace(spec, name=name + KNOWN, unknowing=False)
+            taking_part += [(known, key, texts[key]) for key in KNOWN_OF if key in texts]
+        wanted += [
+            Cell(scenario=spec, policy=key, text=text, seed=seed)
+            for spec, key, text in taking_part
+            for seed in range(seeds)
+        ]
+    return wanted
+
+
+def _taking_part(name: str, texts: Mapping[str, str]) -> list[tuple[int, str, str]]:
+    """(prefill servers, key, text)."""
+    if name not in APART:
+        return [(0, key, text) for key, text in texts.items()]
+    pools = [(0, "default", texts.get("default", "policy: default\n"))]
+    for size in PREFILL_SERVERS:
+        pools.append((size, f"prefill-decode, {size} prefill", PAIRS))
+        pools.append((size, f"always a pair, {size} prefill", PAIRS_ALWAYS))
+    pools.append((PREFILL_SERVERS[0], f"never a pair, {PREFILL_SERVERS[0]} prefill", "policy: default\n"))
+    return pools
+
+
+def requests_of_quick(name: str) -> int:
+    return QUICK.get(name) or QUICK_OTHERS.get(name, 1200)
+
+
+def usable_traces(directory: str) -> tuple[str, list[str]]:
+    """The directory if any published trace is there, else "", and the traces that are missing."""
+    path = Path(directory)
+    missing = [name for name in (MOONCAKE, AZURE_CODE) if not (path / name).is_file()]
+    return (str(path.resolve()) if len(missing) < 2 else ""), missing
+
+
+KEPT = (
+    "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "e2e_p99_ms", "tpot_p50_ms",
+    "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "shed", "failed", "cancelled", "requests",
+)  # fmt: skip
+Summary = dict[str, dict[str, dict[str, float]]]
+Regrets = Mapping[str, Mapping[str, float]]
+
+
+def summary_of(results: Sequence[CellResult]) -> Summary:
+    """{scenario: {policy: {figure: mean over seeds}}}, in the order of the results."""
+    means = mean_figures(results)
+    return {
+        scenario: {policy: {name: row[name] for name in KEPT} for policy, row in policies.items()}
+        for scenario, policies in means.items()
+    }
+
+
+def parted(summary: Summary) -> tuple[Summary, Summary]:
+    """What nothing was known at the beginning of, and what the truth was."""
+    known = {name.removesuffix(KNOWN): rows for name, rows in summary.items() if name.endswith(KNOWN)}
+    return {name: rows for name, rows in summary.items() if not name.endswith(KNOWN)}, known
+
+
+def regrets_of(chosen: str, summary: Summary) -> Regrets:
+    """Over the scenarios of a set, as far as they were simulated. Pools of prefill and decode servers are for other
+    rules."""
+    names = [name for name in SETS[chosen] if name in summary and name not in APART]
+    return regrets({name: summary[name] for name in names})
+
+
+def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
+    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst}}}: the form of `summary.json`."""
+    return {
+        policy: {
+            figure.removesuffix("_ms"): {"geomean": row[figure], "worst": row[f"{figure}_worst"]} for figure in COMPARED
+        }
+        for policy, row in regret.items()
+    }
+
+
+def write_summary(out: Path, results: Sequence[CellResult]) -> tuple[Summary, Summary, dict[str, Regrets]]:
+    """Writes `out/summary.json`, {set: {"policies": …, "code", "cpu_minutes"}}, where a set that was not simulated
+    keeps what was found last, and `out/scenarios.json`, {"scenarios", "known": {scenario: {policy: figures}}}. Returns
+    scenarios, known and the regrets of each set."""
+    summary, known = parted(summary_of(results))
+    judged = {name: regret for name in SETS if (regret := regrets_of(name, summary))}
+    minutes = round(sum(result.cpu_s for result in results) / 60, 1)
+    path = out / "summary.json"
+    sets: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
+    for name, regret in judged.items():
+        sets[name] = {"policies": judgement(regret), "code": version(), "cpu_minutes": minutes}
+    _write(path, {name: sets[name] for name in SETS if name in sets})
+    _write(out / "scenarios.json", {"scenarios": summary, "known": known})
+    return summary, known, judged
+
+
+def _write(path: Path, document: object) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+
+
+def print_table(summary: Summary, judged: Mapping[str, Regrets]) -> None:
+    """`judged`: the regrets of each set."""
+    first: Regrets = next(iter(judged.values()), {})
+    order = sorted(first, key=lambda policy: first[policy]["ttft_mean_ms"] * first[policy]["e2e_mean_ms"])
+    order += [p for p in dict.fromkeys(p for row in summary.values() for p in row) if p not in first]
+    console = Console(width=max(120, 30 + sum(max(len(policy), 8) + 3 for policy in order)))
+    for title, figure in (("mean TTFT, ms", "ttft_mean_ms"), ("mean E2E, ms", "e2e_mean_ms")):
+        console.print(_table(title, figure, summary, order))
+    for name, regret in judged.items():
+        console.print(_regret_table(f"regret over the {name} set: geometric mean (worst ratio)", regret, order))
+
+
+def _regret_table(title: str, regret: Regrets, order: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for name in ("policy", "mean TTFT", "p99 TTFT", "mean E2E", "goodput", "shed", "failed"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for policy in order:
+        row = regret.get(policy)
+        if row is not None:
+            parts = [f"{row[f]:.2f} ({row[f + '_worst']:.1f})" for f in COMPARED]
+            table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")
+    return table
+
+
+def _table(title: str, figure: str, summary: Summary, order: Sequence[str]) -> Table:
+    table = Table(title=f"{title} (* = some were shed or failed)")
+    table.add_column("scenario")
+    for policy in order:
+        table.add_column(policy, justify="right")
+    for scenario, policies in summary.items():
+        best = min((row[figure] for row in policies.values()), default=0.0)
+        cells = []
+        for policy in order:
+            row = policies.get(policy)
+            if row is None:
+                cells.append("-")
+                continue
+            text = f"{row[figure]:,.0f}" + ("*" if row["shed"] or row["failed"] else "")
+            cells.append(f"[bold]{text}[/bold]" if row[figure] == best else text)
+        table.add_row(scenario, *cells)
+    return table
