@@ -287,6 +287,9 @@ class Fleet:
         prompt = request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
+        refused = uncached * self.table.per_capacity[slot] > 1.0
+        if refused:  # larger than all its memory: the engine says so at once, and computes nothing
+            prompt, half, uncached = 1, 0.0, 1.0
         alone_ms = self._prior.prefill_ms(prompt, uncached)
         lease = Lease(
             request,
@@ -312,7 +315,7 @@ class Fleet:
             self._meet(lease)
         if reserved:
             self.ledger.reserved[lease] = None
-        elif request.prefix.hashes:
+        elif request.prefix.hashes and not refused:
             self.prefix.insert(slot, request.prefix)
         return lease
 

@@ -168,7 +168,7 @@ def test_the_prefix_budget_follows_the_bytes_that_a_token_takes() -> None:
     for bytes_per_token in (8.0, 2.0):
         for _ in range(40):
             fleet.measured(bytes_per_token)
-        fleet.charge(request(1), 0, 0.0, 0, 0.0)
+        fleet.charge(request(1, tokens=200), 0, 0.0, 0, 0.0)
         column = fleet.match(request(2))
         assert column is not None
         shares.append(column[0] * 4096 / 256)
@@ -233,6 +233,19 @@ def test_charges_are_whole_and_bounded(tokens: int, hit: int, output: float, unc
     lease = fleet.charge(request(1, tokens), 0, 0.0, hit, output)
     assert (lease.uncached_tokens, lease.kv_tokens) == (uncached, kv)
     assert fleet.table.pending_tokens[0] == uncached
+    fleet.validate()
+
+
+def test_a_prompt_that_the_engine_will_refuse_is_no_work_and_leaves_nothing_in_its_cache() -> None:
+    fleet = fleet_of(2)
+    fleet.sampled("e0", 0.0, 0.0, Sample(block_size=16, num_blocks=100))
+    for slot, charged in ((0, (1, 1)), (1, (1601, 1651))):
+        lease = fleet.charge(request(1, 1601), slot, 0.0, 0, 100.0)
+        assert (lease.uncached_tokens, lease.kv_tokens) == charged
+    column = fleet.match(request(2))
+    assert column is not None
+    assert (column > 0).tolist() == [False, True], "nothing is known of the memory there"
+    assert fleet.charge(request(3, 1700), 0, 0.0, 200, 0.0).uncached_tokens == 1500, "the rest is there already"
     fleet.validate()
 
 
