@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from ch_site import MEMORY_MIB, ModelServer, limited
 from ch_trial import LASTS_S, MIB, Bounds, Row, trial
 from fake_kube import FakeKube
@@ -127,9 +126,8 @@ async def test_the_api_server_is_away(tmp_path: Path, servers: list[ModelServer]
     await kube.start()
     try:
         kube.put("v1", "pods", POD)
-        (tmp_path / "kubeconfig").write_text(kubeconfig(kube.url))
         ports = [server.port for server in servers]
-        found = {"selector": {"app": "m"}, "targetPorts": ports, "kubeconfig": str(tmp_path / "kubeconfig")}
+        found = {"selector": {"app": "m"}, "targetPorts": ports, "kubeconfig": str(kube.write_kubeconfig(tmp_path))}
         serve = await own({"endpoints": None, "kubernetes": found})
 
         async def happens() -> None:
@@ -140,14 +138,3 @@ async def test_the_api_server_is_away(tmp_path: Path, servers: list[ModelServer]
         judged(await trial("API server away", serve, happens))
     finally:
         await kube.stop()
-
-
-def kubeconfig(url: str) -> str:
-    return yaml.safe_dump(
-        {
-            "current-context": "x",
-            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-            "clusters": [{"name": "c", "cluster": {"server": url}}],
-            "users": [{"name": "u", "user": {"token": "t"}}],
-        }
-    )

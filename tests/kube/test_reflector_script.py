@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pytest
-import yaml
 from fake_kube import FakeKube
 from kc_objects import POOL_V1, Followed, Object, pool, until
 from kr_cluster import Cluster, running
@@ -135,15 +134,7 @@ _numbers = itertools.count(1)
 async def fake(tmp_path: Path) -> AsyncIterator[Server]:
     server = FakeKube()
     await server.start()
-    context = {"cluster": "c", "user": "u", "namespace": "default"}
-    document = {
-        "current-context": "x",
-        "contexts": [{"name": "x", "context": context}],
-        "clusters": [{"name": "c", "cluster": {"server": server.url}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-    }
-    file = tmp_path / "kubeconfig"
-    file.write_text(yaml.safe_dump(document))
+    file = server.write_kubeconfig(tmp_path, namespace="default")
     try:
         yield Fake(server, "default"), file, "default"
     finally:

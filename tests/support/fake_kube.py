@@ -8,6 +8,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -143,6 +144,18 @@ class FakeKube:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def write_kubeconfig(self, directory: Path, **context: str) -> Path:
+        """With a token. `context`: more of its context, e.g. the namespace."""
+        document = {
+            "current-context": "x",
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", **context}}],
+            "clusters": [{"name": "c", "cluster": {"server": self.url}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+        }
+        file = directory / "kubeconfig"
+        file.write_text(json.dumps(document))
+        return file
 
     async def start(self) -> None:
         self._stopping = False

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from fake_kube import FakeKube
 
 from fairlead.config.schema import Kubernetes, LeaderElection
@@ -59,15 +58,7 @@ class Replica:
 
 @pytest.fixture
 def kubeconfig(kube: FakeKube, tmp_path: Path) -> Path:
-    document = {
-        "current-context": "x",
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {"server": kube.url}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-    }
-    file = tmp_path / "kubeconfig"
-    file.write_text(yaml.safe_dump(document))
-    return file
+    return kube.write_kubeconfig(tmp_path)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from fake_kube import FakeKube
 
 from fairlead.config.schema import Kubernetes, LeaderElection
@@ -67,21 +66,13 @@ class Opened:
 
 class Followed:
     def __init__(self, kube: FakeKube, tmp_path: Path, **settings: Any) -> None:
-        document = {
-            "current-context": "x",
-            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-            "clusters": [{"name": "c", "cluster": {"server": kube.url}}],
-            "users": [{"name": "u", "user": {"token": "t"}}],
-        }
-        file = tmp_path / "kubeconfig"
-        file.write_text(yaml.safe_dump(document))
         self.unready: dict[str, str] = {}
         self.was_unready: list[str] = []
         self.opened: dict[str, Opened] = {}
         self.broken: set[str] = set()
         self.registry = Registry()
         self.kube = KubePools(
-            Kubernetes(namespace="default", kubeconfig=str(file), **settings),
+            Kubernetes(namespace="default", kubeconfig=str(kube.write_kubeconfig(tmp_path)), **settings),
             self.open,
             self.set_ready,
             KubeMetrics(self.registry),
