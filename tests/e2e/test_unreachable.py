@@ -190,7 +190,7 @@ async def test_what_got_no_byte_is_answered_elsewhere_byte_for_byte(
 ) -> None:
     monkeypatch.setattr(stalls, "OVERDUE_S", 0.3)
     monkeypatch.setattr(stalls, "OVERDUE_WHOLE_S", 0.3)
-    monkeypatch.setattr(stalls, "OVERDUE", 0.01)
+    monkeypatch.setattr(stalls, "OVERDUE", 1e-5)
     steering = [("x-envoy-retry-on", "5xx"), ("x-envoy-upstream-rq-per-try-timeout-ms", "1")]
     async with Mute(how).listening() as mute, world(live, envoy, [*upstream.addresses[:3]], pair, mute.address) as at:
         asked = 0

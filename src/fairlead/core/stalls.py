@@ -62,9 +62,9 @@ TELLS_S = 10.0
 #: Seconds between two looks at all endpoints.
 LOOK_S = 0.2
 
-OVERDUE = 3.0
+#: Seconds per millisecond.
+OVERDUE = 3.0 * 1e-3
 OVERDUE_S, OVERDUE_WHOLE_S, NEVER_S = 4.0, 10.0, 600.0
-_OVERDUE_PER_MS = OVERDUE * 1e-3
 #: What a hedge in vain and any other request make of the factor on it, and the most that it becomes.
 IN_VAIN, WORTH_IT, MOST = 1.25, 0.995, 16.0
 
@@ -260,7 +260,7 @@ def overdue_s(lease: Lease, begins: bool) -> float:
     """Seconds from its charge after which its answer should have begun, or, unless it is seen when it `begins`, should
     be over; `inf` = nobody can say."""
     forecast = lease.forecast
-    first = _OVERDUE_PER_MS * forecast.high_ms
+    first = OVERDUE * forecast.high_ms
     if first <= 0.0:
         return inf
     if begins:
