@@ -3,8 +3,8 @@
 from configparser import ConfigParser
 from pathlib import Path
 
+from fairlead.cli.basics import WRONG_INPUT
 from fairlead.cli.commands import COMMANDS
-from fairlead.cli.options import WRONG_INPUT
 from fairlead.server.supervise import DRAIN_SECONDS
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import FAILED, WRONG_INPUT, examples, exits, json_object, pairs
+from fairlead.cli.basics import FAILED, WRONG_INPUT
+from fairlead.cli.options import examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.cli.bench_load import Load, LoadOptions

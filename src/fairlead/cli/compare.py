@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fairlead.cli.basics import FAILED, WRONG_INPUT
 from fairlead.cli.options import (
-    FAILED,
-    WRONG_INPUT,
     Engine,
     Prefill,
     Speeds,

@@ -1,11 +1,12 @@
 """`fairlead validate` and `fairlead config`: what is wrong with a configuration, what it is, what it may say."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, WRONG_INPUT, ConfigFile, echo_json, without_collection, wrapped
+from fairlead.cli.basics import DEFAULT_FILE
+from fairlead.cli.options import ConfigFile, echo_json, wrapped
+from fairlead.cli.validate import run_validate
 
 
 def schema() -> None:
@@ -96,11 +97,6 @@ def explain(
         typer.echo("\n".join(lines).replace("`", ""))
 
 
-if TYPE_CHECKING:
-    from fairlead.config.problems import Report
-    from fairlead.config.schema import Config
-
-
 def validate(
     file: ConfigFile = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False,
@@ -115,87 +111,4 @@ def validate(
       fairlead validate examples/minimal.yaml
       fairlead validate fairlead.yaml --json | jq .problems
     """
-    with without_collection():
-        from fairlead.compat.load import examine
-
-        config, report = examine(file)
-    if as_json:
-        _as_json(file, config, report)
-        return
-    for problem in report.problems:
-        typer.echo(problem.render(str(file)))
-    for note in report.notes:
-        typer.echo(f"note: {note.render(str(file))}")
-    if config is None:
-        count = len(report.problems)
-        typer.echo(f"{count} problem{'s' if count > 1 else ''}")
-        raise typer.Exit(WRONG_INPUT)
-    for line in _keys_problems(config):
-        typer.echo(line)
-        raise typer.Exit(WRONG_INPUT)
-    names = _names(config)
-    typer.echo(f"{file}: valid. {_summary(config)}{names}")
-
-
-def _as_json(file: Path, config: "Config | None", report: "Report") -> None:
-    from fairlead.pool.models_file import check_models
-
-    named = check_models(config.models)[1] if config is not None and config.models.given else []
-    named += _keys_problems(config) if config is not None else []
-    valid = config is not None and not named
-    document = {
-        "file": str(file),
-        "valid": valid,
-        "problems": [*report.problems, *({"message": line} for line in named)],
-        "notes": report.notes,
-        "summary": _summary(config) if config is not None and valid else "",
-    }
-    echo_json(document)
-    if not valid:
-        raise typer.Exit(WRONG_INPUT)
-
-
-def _keys_problems(config: "Config") -> list[str]:
-    """Of the file of API keys."""
-    from fairlead.core.errors import ConfigError
-
-    if config.gateway.keys is None:
-        return []
-    from fairlead.gateway.envoy.authentication import read_keys
-
-    try:
-        read_keys(config.gateway.keys.file)
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
-def _names(config: "Config") -> str:
-    """How much is defined of model names. Ends the command when something is wrong with them."""
-    if not config.models.given:
-        return ""
-    from fairlead.pool.models_file import check_models
-
-    models, problems = check_models(config.models)
-    for line in problems:
-        typer.echo(line)
-    if problems:
-        typer.echo(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
-        raise typer.Exit(WRONG_INPUT)
-    return f" Models: {len(models.models)}, objectives: {len(models.objectives)}, rewrites: {len(models.rewrites)}."
-
-
-def _summary(config: "Config") -> str:
-    from fairlead.compat.load import read_bytes
-    from fairlead.config.endpoint_list import parse_endpoints_text
-
-    endpoints = config.endpoints.static
-    if config.endpoints.file:
-        endpoints = parse_endpoints_text(read_bytes(Path(config.endpoints.file))).entries
-    policy = config.policy
-    parts = f"{len(policy.filters)} filters"
-    if policy.picker is not None:
-        parts += f", {len(policy.scorers)} scorers, picker {policy.picker.name}"
-    if policy.plugin is not None:
-        parts += f", {policy.plugin.type}"
-    return f"Policy {policy.name}: {parts}. Endpoints: {len(endpoints)}."
+    raise typer.Exit(run_validate(file, as_json))

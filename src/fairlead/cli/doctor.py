@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, FAILED, WRONG_INPUT, complain, config_file, examples
+from fairlead.cli.basics import DEFAULT_FILE, FAILED, WRONG_INPUT, config_file
+from fairlead.cli.options import complain, examples
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config

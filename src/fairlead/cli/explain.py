@@ -11,10 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fairlead.cli.basics import FAILED, WRONG_INPUT
 from fairlead.cli.options import (
-    FAILED,
     OTHER_PORT,
-    WRONG_INPUT,
     Admin,
     Policy,
     Set,

@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples
+from fairlead.cli.basics import DEFAULT_FILE
+from fairlead.cli.options import ConfigFile, examples
 
 
 @examples("""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, FAILED, complain, examples
+from fairlead.cli.basics import DEFAULT_FILE, FAILED
+from fairlead.cli.options import complain, examples
 
 if TYPE_CHECKING:
     from fairlead.doctor.survey import Server

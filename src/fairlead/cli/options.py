@@ -8,27 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-#: Exit codes, as promised by `fairlead --help`.
-FAILED = 1
-WRONG_INPUT = 2
-INTERRUPTED = 130
+from fairlead.cli.basics import config_file
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: What `fairlead init` writes, and others read where no file is named.
-DEFAULT_FILE = Path("fairlead.yaml")
-
 
 #: Where something else answers than was expected.
 OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
-
-
-def config_file(file: Path) -> Path:
-    """Raises `ConfigError` where none was named and the usual one is not here."""
-    if file == DEFAULT_FILE and not file.exists():
-        from fairlead.core.errors import ConfigError
-
-        raise ConfigError("no such file here: name the configuration, or write one with `fairlead init`", str(file))
-    return file
 
 
 ConfigFile = Annotated[
@@ -49,18 +34,6 @@ def complain(problem: str | Exception) -> None:
 def note_renamed(old: str, new: str) -> None:
     """One line on stderr for a name that is about to go."""
     typer.echo(f"note: `{old}` is now `{new}`; the old name goes in 0.3", err=True)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Of a thousand modules that are imported nothing becomes garbage; looking for it takes a tenth of the start."""
-    import gc
-
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def needed_out(out: Path | None, old: Path | None) -> Path:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fairlead.cli.basics import FAILED, WRONG_INPUT
 from fairlead.cli.options import (
-    FAILED,
     OTHER_PORT,
-    WRONG_INPUT,
     Engine,
     Traces,
     complain,

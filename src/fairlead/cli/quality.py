@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fairlead.cli.basics import FAILED, WRONG_INPUT
 from fairlead.cli.compare import Policies, progress_bar, texts_of
-from fairlead.cli.options import FAILED, WRONG_INPUT, Traces, complain, echo_json, examples, exits, scenarios
+from fairlead.cli.options import Traces, complain, echo_json, examples, exits, scenarios
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.options import FAILED, examples, policies
+from fairlead.cli.basics import FAILED
+from fairlead.cli.options import examples, policies
 
 if TYPE_CHECKING:
     from fairlead.server.remote.stream import ClientTls

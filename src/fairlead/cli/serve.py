@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fairlead.cli.options import DEFAULT_FILE, ConfigFile, examples, without_collection
+from fairlead.cli.basics import DEFAULT_FILE, without_collection
+from fairlead.cli.options import ConfigFile, examples
 from fairlead.core.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from fairlead.cli.basics import WRONG_INPUT
 from fairlead.cli.options import (
-    WRONG_INPUT,
     BlockSize,
     Engine,
     KvTokens,

@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli.options import (
-    FAILED,
-    WRONG_INPUT,
-    BlockSize,
-    KvTokens,
-    MaxModelLen,
-    MaxNumSeqs,
-    complain,
-    examples,
-    exits,
-    presets,
-)
+from fairlead.cli.basics import FAILED, WRONG_INPUT
+from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, complain, examples, exits, presets
 from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead.cli.options import FAILED, OTHER_PORT, Admin, admin_url, complain, examples, with_token
+from fairlead.cli.basics import FAILED
+from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, with_token
 from fairlead.core.errors import ADMIN_PORT
 
 #: Seconds without a word after which a connection counts as lost; between two attempts.

@@ -1,0 +1,33 @@
+"""What commands share and needs no typer: `validate` runs without it, see `fairlead.cli.main`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: Exit codes, as promised by `fairlead --help`.
+FAILED = 1
+WRONG_INPUT = 2
+INTERRUPTED = 130
+#: What `fairlead init` writes, and others read where no file is named.
+DEFAULT_FILE = Path("fairlead.yaml")
+
+
+def config_file(file: Path) -> Path:
+    """Raises `ConfigError` where none was named and the usual one is not here."""
+    if file == DEFAULT_FILE and not file.exists():
+        from fairlead.core.errors import ConfigError
+
+        raise ConfigError("no such file here: name the configuration, or write one with `fairlead init`", str(file))
+    return file
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Of a thousand modules that are imported nothing becomes garbage; looking for it takes a tenth of the start."""
+    import gc
+
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
