@@ -282,8 +282,6 @@ class Fleet:
         """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
         sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
         learned of it."""
-        endpoint = self.table.endpoints[slot]
-        assert endpoint is not None
         prompt = request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
@@ -294,7 +292,7 @@ class Fleet:
         lease = Lease(
             request,
             slot,
-            endpoint.id,
+            self.table.ids[slot],
             now,
             uncached,
             # Whole tokens: sums of them are exact whatever comes and goes. NaN counts as the least.
