@@ -46,10 +46,14 @@ async def test_nothing_of_a_prompt_is_told(upstream: Upstream, serve: Callable[.
         }
     )
     await sees_the_scheduler(at.gateway)
-    async with Http1(at.port) as client:
-        for body in bodies():
-            for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
-                await client.ask(Ask(path=path, fields=[JSON, ("authorization", f"Bearer {KEY}")], pieces=[body]))
+    for _ in range(5):  # a busy machine's first ones may go past the scheduler
+        async with Http1(at.port) as client:
+            for body in bodies():
+                for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+                    await client.ask(Ask(path=path, fields=[JSON, ("authorization", f"Bearer {KEY}")], pieces=[body]))
+        assert await at.settled() == {}
+        if await at.decisions() >= 9:
+            break
     assert await at.decisions() >= 9, "the first three bodies, each on three paths"
     assert await at.settled() == {}
     told = {page: await at.page(page) for page in PAGES}
