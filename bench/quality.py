@@ -37,9 +37,9 @@ from fairlead.lab.simulator.quality import SETS, cells, entries, names, print_ta
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    traces, missing = usable_traces(options.traces)
-    if missing:
-        print(f"note: no {' and no '.join(missing)} in {options.traces}; made-up workloads stand in", file=sys.stderr)
+    traces, note = usable_traces(options.traces)
+    if note:
+        print(note, file=sys.stderr)
     texts = entries()
     chosen = {name: texts[name] for name in _choose(options.policy, list(texts), "policy")}
     scenarios = _choose(options.scenario, names(), "scenario") if options.scenario else names(options.set)

@@ -1,5 +1,6 @@
 """What commands share and needs no typer: `validate` runs without it, see `fairlead.cli.main`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,3 +34,10 @@ def without_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def echo_json(value: object) -> None:
+    """Indented, on stdout."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")

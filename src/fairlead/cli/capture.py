@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.basics import WRONG_INPUT
-from fairlead.cli.options import echo_json, examples, exits, needed_out
+from fairlead.cli.basics import WRONG_INPUT, echo_json
+from fairlead.cli.options import examples, exits, needed_out
 from fairlead.cli.replay import Journal, Run
 from fairlead.config.problems import suggestion
 

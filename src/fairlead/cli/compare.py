@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
+from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
 from fairlead.cli.options import (
     Engine,
     Prefill,
@@ -16,7 +16,6 @@ from fairlead.cli.options import (
     Traces,
     change,
     complain,
-    echo_json,
     examples,
     exits,
     numbers,
@@ -274,10 +273,7 @@ def compare(
             prefill,
             engine_argument(engine),
         )
-        out.mkdir(parents=True, exist_ok=True)
-        kept = out / "cells.jsonl"
-        if fresh:
-            kept.unlink(missing_ok=True)
+        kept = kept_results(out, fresh)
         with ExitStack() as stack:
             runner = stack.enter_context(on_cluster(cluster)) if cluster else None
             progress = stack.enter_context(progress_bar(len(cells)))
@@ -285,6 +281,20 @@ def compare(
     (_print_json if as_json else print_comparison)(results)
     for path in write_report(results, cells, out):
         typer.echo(f"written: {path}", err=True)
+    end_with_errors(results)
+
+
+def kept_results(out: Path, fresh: bool) -> Path:
+    """The file of an interrupted run to resume, in a directory that is there from now on."""
+    out.mkdir(parents=True, exist_ok=True)
+    kept = out / "cells.jsonl"
+    if fresh:
+        kept.unlink(missing_ok=True)
+    return kept
+
+
+def end_with_errors(results: "list[CellResult]") -> None:
+    """End the command with what failed, if anything did."""
     errors = [result for result in results if result.error]
     for result in errors:
         complain(f"{result.policy} on {result.scenario}: {result.error}")

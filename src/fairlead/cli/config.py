@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.basics import DEFAULT_FILE
-from fairlead.cli.options import ConfigFile, echo_json, wrapped
+from fairlead.cli.basics import DEFAULT_FILE, echo_json
+from fairlead.cli.options import ConfigFile, wrapped
 from fairlead.cli.validate import run_validate
 
 

@@ -11,19 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import (
-    OTHER_PORT,
-    Admin,
-    Policy,
-    Set,
-    admin_url,
-    change,
-    echo_json,
-    examples,
-    exits,
-    with_token,
-)
+from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
+from fairlead.cli.options import OTHER_PORT, Admin, Policy, Set, admin_url, change, examples, exits, with_token
 
 if TYPE_CHECKING:
     from fairlead.core.explain import Candidate

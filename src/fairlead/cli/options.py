@@ -98,13 +98,6 @@ def wrapped(text: str, indent: int) -> str:
     return fill(text, width, initial_indent=before, subsequent_indent=before, break_on_hyphens=False)
 
 
-def echo_json(value: object) -> None:
-    """Indented, on stdout."""
-    import msgspec
-
-    typer.echo(msgspec.json.format(msgspec.json.encode(value)))
-
-
 def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
     """What `option` was given; nothing = an empty one. Raises `ConfigError`."""
     import msgspec

@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import (
-    OTHER_PORT,
-    Engine,
-    Traces,
-    complain,
-    echo_json,
-    examples,
-    exits,
-    policies,
-    scenarios,
-    with_token,
-)
+from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
+from fairlead.cli.options import OTHER_PORT, Engine, Traces, complain, examples, exits, policies, scenarios, with_token
 from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.compare import Policies, progress_bar, texts_of
-from fairlead.cli.options import Traces, complain, echo_json, examples, exits, scenarios
+from fairlead.cli.basics import WRONG_INPUT, echo_json
+from fairlead.cli.compare import Policies, end_with_errors, kept_results, progress_bar, texts_of
+from fairlead.cli.options import Traces, examples, exits, scenarios
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell
@@ -64,10 +64,7 @@ def quality(
 
     with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         cells = _cells(policy or [], workload or [], chosen, quick, seeds, traces)
-        out.mkdir(parents=True, exist_ok=True)
-        kept = out / "cells.jsonl"
-        if fresh:
-            kept.unlink(missing_ok=True)
+        kept = kept_results(out, fresh)
         with progress_bar(len(cells)) as progress:
             results = run_grid(cells, processes=processes, kept=kept, progress=progress)
         summary, _, judged = write_summary(out, results)
@@ -76,11 +73,7 @@ def quality(
     else:
         print_table(summary, judged)
     typer.echo(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", err=True)
-    errors = [result for result in results if result.error]
-    for result in errors:
-        complain(f"{result.policy} on {result.scenario}: {result.error}")
-    if errors:
-        raise typer.Exit(FAILED)
+    end_with_errors(results)
 
 
 def _cells(
@@ -95,9 +88,7 @@ def _cells(
     for name in scenarios:
         if name not in names():
             raise ValueError(f"{name!r} is no scenario of quality; {suggestion(name, names())}")
-    directory, missing = usable_traces(traces)
-    if missing:
-        typer.echo(
-            f"note: no {' and no '.join(missing)} in {traces or '--traces'}; made-up workloads stand in", err=True
-        )
+    directory, note = usable_traces(traces)
+    if note:
+        typer.echo(note, err=True)
     return cells(scenarios or names(chosen.replace("-", "_")), texts, directory, quick, seeds)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import Policy, Set, change, echo_json, examples, exits
+from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
+from fairlead.cli.options import Policy, Set, change, examples, exits
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.replay import Replayed

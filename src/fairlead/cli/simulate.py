@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.basics import WRONG_INPUT
+from fairlead.cli.basics import WRONG_INPUT, echo_json
 from fairlead.cli.options import (
     BlockSize,
     Engine,
@@ -16,7 +16,6 @@ from fairlead.cli.options import (
     Speeds,
     Traces,
     complain,
-    echo_json,
     examples,
     exits,
     numbers,

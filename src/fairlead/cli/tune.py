@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
-from fairlead.cli.options import complain, echo_json, examples, exits, json_object, pairs
+from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT, echo_json
+from fairlead.cli.options import complain, examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset

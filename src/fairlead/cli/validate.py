@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairlead.cli.basics import WRONG_INPUT, without_collection
+from fairlead.cli.basics import WRONG_INPUT, echo_json, without_collection
 
 if TYPE_CHECKING:
     from fairlead.config.problems import Report
@@ -37,8 +37,6 @@ def _counted(problems: int) -> str:
 
 
 def _as_json(file: Path, config: "Config | None", report: "Report") -> int:
-    import msgspec
-
     from fairlead.pool.models_file import check_models
 
     named = check_models(config.models)[1] if config is not None and config.models.given else []
@@ -51,7 +49,7 @@ def _as_json(file: Path, config: "Config | None", report: "Report") -> int:
         "notes": report.notes,
         "summary": _summary(config) if config is not None and valid else "",
     }
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+    echo_json(document)
     return 0 if valid else WRONG_INPUT
 
 

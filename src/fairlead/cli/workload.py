@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.basics import WRONG_INPUT
-from fairlead.cli.options import echo_json, examples, exits, needed_out, pairs
+from fairlead.cli.basics import WRONG_INPUT, echo_json
+from fairlead.cli.options import examples, exits, needed_out, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.workload.record import Dispatch, Workload

@@ -128,11 +128,13 @@ def requests_of_quick(name: str) -> int:
     return QUICK.get(name) or QUICK_OTHERS.get(name, 1200)
 
 
-def usable_traces(directory: str) -> tuple[str, list[str]]:
-    """The directory if any published trace is there, else "", and the traces that are missing."""
+def usable_traces(directory: str) -> tuple[str, str]:
+    """The directory if any published trace is there, else "", and a line on those that are missing."""
     path = Path(directory)
     missing = [name for name in (MOONCAKE, AZURE_CODE) if not (path / name).is_file()]
-    return (str(path.resolve()) if len(missing) < 2 else ""), missing
+    where = directory or "--traces"
+    note = f"note: no {' and no '.join(missing)} in {where}; made-up workloads stand in" if missing else ""
+    return (str(path.resolve()) if len(missing) < 2 else ""), note
 
 
 KEPT = (
