@@ -102,18 +102,13 @@ async def test_shadows_judge_and_change_nothing(
     async def count(shadow: str, verdict: str) -> float:
         return await gateway.metric("fairlead_shadow_decisions_total", shadow=shadow, verdict=verdict)
 
-    async def judged(shadow: str) -> float:
-        """As many as `cpu` allows on this machine."""
-        number = await count(shadow, "agree") + await count(shadow, "differ")
-        assert number > 20, shadow
-        return number
-
+    routed = await gateway.decisions()
+    same = await count("same", "agree")
+    assert same > 0.5 * routed
     # Equal costs are drawn among, so even the same policy differs at times.
-    assert await count("same", "agree") > 0.5 * await judged("same")
-    assert await count("round-robin", "differ") > 0.2 * await judged("round-robin")
-    assert await judged("lpwl")
-    good = await count("Good", "agree")
-    assert good > 0.3 * await judged("Good"), "from the numbers of before the charge it decides the same"
+    assert await count("round-robin", "differ") > 0.2 * routed
+    assert await count("lpwl", "agree") + await count("lpwl", "differ") > 0.5 * routed
+    assert await count("Good", "agree") > 0.3 * routed, "from the numbers of before the charge it decides the same"
     assert await count("Raises", "error") > 0
     assert await gateway.metric("fairlead_shadow_cut_off", shadow="Sleeps") == 1, "it left too many unanswered"
     assert await gateway.metric("fairlead_shadow_cut_off", shadow="Good") == 0
