@@ -1,83 +1,16 @@
 """`fairlead init && fairlead doctor && fairlead serve`, in a terminal and without one."""
 
-import json
 import os
 import pty
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import FAIRLEAD, answers, ask, free_ports, run, running, stub, until
 
 from fairlead.compat.load import load
-from fairlead.config.endpoint_list import parse_endpoints_text
-
-FAIRLEAD = (sys.executable, "-m", "fairlead")
-PATIENCE_S = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*FAIRLEAD, *arguments],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
-@contextmanager
-def running(folder: Path, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
-    with (folder / f"{arguments[0]}.log").open("wb") as log:
-        process = subprocess.Popen([*FAIRLEAD, *arguments], cwd=folder, stdout=log, stderr=log)
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(PATIENCE_S)
-
-
-def until(true: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, "".join(log.read_text() for log in folder.glob("*.log"))
-        time.sleep(0.1)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2.0) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-@contextmanager
-def stub(folder: Path, name: str, *options: str) -> Iterator[list[str]]:
-    """Addresses of its replicas."""
-    file = folder / f"{name}.yaml"
-    with running(folder, "stub", "--port", "0", "--time-ratio", "50", "--out", str(file), *options) as it:
-        until(lambda: file.exists() or it.poll() is not None, folder)
-        addresses = [entry.endpoint.address for entry in parse_endpoints_text(file.read_bytes()).entries]
-        until(lambda: all(answers(f"http://{address}/health") for address in addresses), folder)
-        yield addresses
 
 
 @pytest.fixture
@@ -123,14 +56,7 @@ def test_from_nothing_to_an_answer(stubs: list[str], tmp_path: Path) -> None:
     ports = ("--port", str(gateway), "--admin-port", str(admin), "--grpc-port", str(ext_proc))
     with running(tmp_path, "serve", *ports):
         until(lambda: answers(f"http://127.0.0.1:{admin}/readyz"), tmp_path)
-        body = {"model": "Qwen/Qwen3-32B", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{gateway}/v1/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            assert json.load(answer)["choices"]
+        assert ask(gateway)
         assert "→" in run(tmp_path, "explain", "1", "--admin", f"http://127.0.0.1:{admin}").stdout
 
 
