@@ -64,7 +64,7 @@ class World:
                     await asyncio.sleep(0.01)
         assert found["endpoints"][0]["addresses"] == [PICKER_IP]
         address = f"127.0.0.1:{found['ports'][0]['port']}"
-        bootstrap = bootstrap_of(free_ports(1)[0], "127.0.0.1:1", pods)
+        bootstrap = bootstrap_of(free_ports(1)[0], ["127.0.0.1:1"], pods)
         cluster = ext_proc_cluster(bootstrap)
         cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [host(address)]
         text = json.dumps(bootstrap).replace(

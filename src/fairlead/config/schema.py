@@ -292,7 +292,11 @@ class LeaderElection(Section):
 
     enabled: bool = Field(default=False, description="Only one of several replicas answers.")
     lease_name: KubeName = Field(default="", description="Empty = `epp-NAMESPACE-POOL.fairlead`.")
-    lease_duration: PositiveSeconds = Field(default=10.0, description="How long until a dead leader is replaced.")
+    lease_duration: PositiveSeconds = Field(
+        default=10.0,
+        description="How long until a leader that is silent is replaced. One whose process ended is replaced at once, "
+        "where replicas find each other: with $POD_IP and `extProc.healthPort`, as in the chart.",
+    )
     renew_deadline: PositiveSeconds = Field(
         default=7.0,
         description="A leader steps down when its renewals are refused for this long. While the API server does not "

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,9 +50,15 @@ class Replica(Serve):
         return time.monotonic() - began
 
 
-def bootstrap_of(gateway: int, picker: str, pods: list[PodServer], fail_open: bool = False) -> dict[str, Any]:
+def bootstrap_of(
+    gateway: int, pickers: Sequence[str], pods: list[PodServer], fail_open: bool = False, log: bool = False
+) -> dict[str, Any]:
     endpoints = tuple(f"{pod.address}:{pod.port}" for pod in pods)
-    return build(Options(port=gateway, ext_proc=picker, endpoints=endpoints, fail_open=fail_open))
+    picker, *others = pickers
+    als = picker if log else ""
+    return build(
+        Options(port=gateway, ext_proc=picker, peers=tuple(others), als=als, endpoints=endpoints, fail_open=fail_open)
+    )
 
 
 def ext_proc_cluster(bootstrap: dict[str, Any]) -> dict[str, Any]:
@@ -66,10 +72,8 @@ def host(address: str) -> dict[str, Any]:
 
 def two_schedulers(gateway: int, addresses: list[str], pods: list[PodServer], fail_open: bool) -> dict[str, Any]:
     """A gateway that knows both and goes by health checks, whose results reach its workers as late as Envoy likes."""
-    bootstrap = bootstrap_of(gateway, addresses[0], pods, fail_open)
-    cluster = ext_proc_cluster(bootstrap)
-    cluster["load_assignment"]["endpoints"][0]["lb_endpoints"].append(host(addresses[1]))
-    del cluster["common_lb_config"]["update_merge_window"]
+    bootstrap = bootstrap_of(gateway, addresses, pods, fail_open, log=True)
+    del ext_proc_cluster(bootstrap)["common_lb_config"]["update_merge_window"]
     return bootstrap
 
 
@@ -103,7 +107,7 @@ class ControlPlane:
 
     def gateway(self, port: int, pods: list[PodServer]) -> dict[str, Any]:
         """Closed: a request that nobody schedules is answered 503."""
-        bootstrap = bootstrap_of(port, "127.0.0.1:1", pods)
+        bootstrap = bootstrap_of(port, ["127.0.0.1:1"], pods)
         cluster = ext_proc_cluster(bootstrap)
         for key in ("load_assignment", "health_checks"):
             del cluster[key]

@@ -68,15 +68,18 @@ def test_a_schedulers_configuration_serves_an_indexer_too() -> None:
     assert not (found.kubernetes.leader_election.enabled or found.kubernetes.models or found.kubernetes.status)
 
 
-def test_a_taken_port_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_taken_port_and_an_open_one_are_said(host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "f.yaml"
     file.write_text(FILE)
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(SystemExit) as ended:
-            main(["indexer", str(file), "--listen", f"127.0.0.1:{port}"])
+            main(["indexer", str(file), "--listen", f"{host}:{port}"])
     assert ended.value.code == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    said = "".join(capsys.readouterr())
+    assert f"cannot listen on {host}:{port}" in said
+    assert ("anyone who reaches this address" in said) == (host == "0.0.0.0")
 
 
 async def test_it_runs_until_it_is_told_to_end(tmp_path: Path) -> None:

@@ -351,7 +351,8 @@ def _ext_proc(options: Options) -> Json:
 
     refused connections: outlier detection, 10 ms; hung: message_timeout for each request, then the health check takes
     the host out after 2 s; hung while requests queue with a longer timeout: the HTTP/2 ping closes the connection.
-    Panic threshold 0: an unhealthy host is not used "because it is the only one".
+    Panic threshold 0: an unhealthy host is not used "because it is the only one". Unless nobody else would serve the
+    request: then it asks even those, and again.
     """
     cluster = _grpc(EXT_PROC, [options.ext_proc, *options.peers], options.tls, ping=True)
     cluster["circuit_breakers"] = {
@@ -360,6 +361,7 @@ def _ext_proc(options: Options) -> Json:
                 "max_connections": 1024,
                 "max_pending_requests": options.max_streams,
                 "max_requests": options.max_streams,
+                "max_retries": options.max_streams,
             }
         ]
     }
@@ -388,7 +390,8 @@ def _ext_proc(options: Options) -> Json:
     }
     # By default workers hear of a change of health up to 1 s later when another came within that second before: long
     # enough to know nobody although the main thread knows somebody (measured: 300 requests of 960).
-    cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"}
+    panic = 0 if options.fail_open else 1
+    cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": panic}, "update_merge_window": "0s"}
     return cluster
 
 

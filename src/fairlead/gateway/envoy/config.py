@@ -134,6 +134,24 @@ _RESPONSE = {
 }
 
 
+#: Closed, a request that nobody schedules fails. A scheduler that ends has a successor, or starts again, within two
+#: seconds: until then the request asks again, the other one if there is one. In all for about three seconds.
+_ASK_AGAIN = {
+    "retry_on": "connect-failure,refused-stream,reset,unavailable",
+    "num_retries": 20,
+    "retry_back_off": {"base_interval": "0.05s", "max_interval": "0.25s"},
+    "retry_host_predicate": [
+        {
+            "name": "envoy.retry_host_predicates.previous_hosts",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+            },
+        }
+    ],
+    "host_selection_retry_max_attempts": 3,
+}
+
+
 def http_filters(options: Options) -> list[Json]:
     """For ordinary requests."""
     filters = [_received(), _ext_proc(options, "BUFFERED"), router()]
@@ -176,6 +194,8 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
     announced = [RESIZABLE_METADATA] + [WHOLE_BODY_METADATA] * whole_body + [ACCESS_LOG_METADATA] * bool(options.als)
     grpc: Json = {"envoy_grpc": {"cluster_name": EXT_PROC, "authority": "fairlead"}}
     grpc["initial_metadata"] = [{"key": key, "value": "1"} for key in announced]
+    if not options.fail_open:
+        grpc["retry_policy"] = _ASK_AGAIN
     config: Json = {
         "@type": _EXT_PROC,
         "grpc_service": grpc,

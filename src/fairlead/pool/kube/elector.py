@@ -7,6 +7,10 @@ Theory
   *observed* content has not changed for its duration, by the observer's own monotonic clock. The times in it are for
   people.
 * Who goes on purpose gives the lease back: no holder, a duration of one second. Watchers see that at once.
+* Who dies cannot. So the lease says where its holder answers (an annotation), and the others keep a connection to it
+  (`LeaderWatch`). When that ends and a new one is refused, the lease is taken without waiting for its time. Silence
+  proves nothing, a network may be cut: then its time counts. Should the holder be alive all the same, it sees the new
+  one in the lease and stands by.
 """
 
 import asyncio
@@ -33,13 +37,17 @@ class _Spec(Struct, frozen=True, rename="camel"):
     lease_transitions: int | None = None
 
 
+class _Meta(Meta, frozen=True, rename="camel", gc=False):
+    annotations: dict[str, str] | None = None
+
+
 class _Lease(Struct, frozen=True):
-    metadata: Meta = Meta()
+    metadata: _Meta = _Meta()
     spec: _Spec = _Spec()
 
 
 class Lease(Struct, frozen=True):
-    """What a lease says. `version` is its resourceVersion."""
+    """What a lease says. `address`: ADDRESS:PORT where its holder answers, or empty. `version`: the resourceVersion."""
 
     holder: str = ""
     duration: int = 0
@@ -47,6 +55,7 @@ class Lease(Struct, frozen=True):
     renewed: str = ""
     transitions: int = 0
     version: str = ""
+    address: str = ""
 
     @property
     def free(self) -> bool:
@@ -54,6 +63,9 @@ class Lease(Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Lease)
+
+#: The annotation that says where the holder of a lease answers.
+ADDRESS = "fairlead.dev/answers-at"
 
 
 def read_lease(text: bytes | Raw) -> Lease:
@@ -67,14 +79,17 @@ def read_lease(text: bytes | Raw) -> Lease:
         spec.renew_time or "",
         max(spec.lease_transitions or 0, 0),
         lease.metadata.resource_version,
+        (lease.metadata.annotations or {}).get(ADDRESS, ""),
     )
 
 
 class Sight(Struct, frozen=True):
-    """A lease, and when (monotonic seconds) it was first seen to say what it says. `None` = there is none."""
+    """A lease, and when (monotonic seconds) it was first seen to say what it says. `None` = there is none.
+    `ended`: its holder was seen to end since then."""
 
     lease: Lease | None
     since: float
+    ended: bool = False
 
     def seen(self, lease: Lease | None, now: float) -> "Sight":
         """The same again starts no new time."""
@@ -103,18 +118,18 @@ def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep
     if lease.holder == me:
         return Keep()
     runs_out = sight.since + (lease.duration or duration)
-    return Take() if now >= runs_out else Wait(runs_out)
+    return Take() if sight.ended or now >= runs_out else Wait(runs_out)
 
 
-def claimed(old: Lease | None, me: str, duration: float, wall: float) -> Lease:
-    """The lease as it should be once we hold it. `wall`: seconds since 1970."""
+def claimed(old: Lease | None, me: str, duration: float, wall: float, address: str = "") -> Lease:
+    """The lease as it should be once we hold it. `wall`: seconds since 1970. `address`: where we answer."""
     now = micro_time(wall)
     seconds = max(round(duration), 1)
     if old is not None and old.holder == me:
-        return Lease(me, seconds, old.acquired or now, now, old.transitions, old.version)
+        return Lease(me, seconds, old.acquired or now, now, old.transitions, old.version, address)
     if old is None:
-        return Lease(me, seconds, now, now, 0, "")
-    return Lease(me, seconds, now, now, old.transitions + 1, old.version)
+        return Lease(me, seconds, now, now, 0, "", address)
+    return Lease(me, seconds, now, now, old.transitions + 1, old.version, address)
 
 
 def released(old: Lease, wall: float) -> Lease:
@@ -125,9 +140,11 @@ def released(old: Lease, wall: float) -> Lease:
 
 def lease_object(lease: Lease, namespace: str, name: str) -> dict[str, Any]:
     """For POST and, with a version, PUT."""
-    metadata = {"name": name, "namespace": namespace}
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace}
     if lease.version:
         metadata["resourceVersion"] = lease.version
+    if lease.address:
+        metadata["annotations"] = {ADDRESS: lease.address}
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -152,7 +169,7 @@ def micro_time(wall: float) -> str:
 # Rules (the table is `pool.kube.elector`)
 # * The holder renews each `retry_s`, jittered. Others wait until the lease has not changed for its duration, by their
 #   own clock, counted only while they were in touch with the API server: after an outage everybody starts anew.
-# * Who goes gives the lease back, and whoever watches takes it at once.
+# * Who goes gives the lease back, and whoever watches takes it at once. So it is with a holder that was seen to end.
 # * While the API server does not answer, nobody can take the lease, and the holder goes on leading: a pool without a
 #   picker is worse than two that lead for a moment, for both decide well. It steps down when it sees another holder,
 #   or when renewing is *refused* for `renew_s`.
@@ -160,10 +177,12 @@ def micro_time(wall: float) -> str:
 
 GROUP, VERSION = "coordination.k8s.io", "v1"
 _CONFLICT, _NOT_FOUND = 409, 404
+_LAST_PORT = 65_535
 
 
 class ElectionSettings(Struct, frozen=True, kw_only=True):
-    """Seconds. `identity` must be unique."""
+    """Seconds. `identity` must be unique. `address`: our ADDRESS:PORT, for other replicas to connect to; without one
+    they wait for the lease to run out."""
 
     namespace: str
     name: str
@@ -171,6 +190,79 @@ class ElectionSettings(Struct, frozen=True, kw_only=True):
     duration_s: float = 15.0
     renew_s: float = 10.0
     retry_s: float = 2.0
+    address: str = ""
+
+
+class LeaderWatch:
+    """Keeps a connection to an address. `ended(address)` when it ended and no new one was accepted.
+
+    Nothing is asked over it but to stay open, so it costs a socket on each side. What silently drops packets shows
+    nothing here.
+    """
+
+    #: Seconds for a connection to be accepted, and attempts without one until the other end counts as ended.
+    ACCEPT_S, ATTEMPTS = 0.2, 2
+    #: Seconds between attempts: after a connection that lasted, and at most, for one that takes none or ends each.
+    SOON_S, LATER_S = 0.05, 1.0
+    #: An HTTP/2 client's first words (RFC 9113, 3.4), or the server takes it for junk: the preface and empty SETTINGS.
+    HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+    def __init__(self, ended: Callable[[str], object]) -> None:
+        self._ended = ended
+        self._address = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, address: str) -> None:
+        """Empty = nobody. The same again changes nothing."""
+        if address == self._address:
+            return
+        self._address = address
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(self._run(address), name="leader watch") if address else None
+
+    async def close(self) -> None:
+        """Follow nobody any more."""
+        task = self._task
+        self.follow("")
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        if not port.isdecimal() or int(port) > _LAST_PORT:
+            return
+        connected, missed, pause = False, 0, self.LATER_S
+        while True:
+            lasted = await self._hold(host.strip("[]"), int(port))
+            if lasted is not None:
+                connected, missed = True, 0
+                pause = self.SOON_S if lasted > self.LATER_S else min(2 * pause, self.LATER_S)
+            elif connected:
+                missed += 1
+                if missed == self.ATTEMPTS:
+                    connected, pause = False, self.LATER_S
+                    self._ended(address)
+            await asyncio.sleep(pause)
+
+    async def _hold(self, host: str, port: int) -> float | None:
+        """Connect and wait for its end. Returns the seconds that it lasted; None = it was not accepted."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.ACCEPT_S):
+                reader, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError):
+            return None
+        began = loop.time()
+        try:
+            writer.write(self.HELLO)
+            while await reader.read(4096):
+                pass
+        except OSError:
+            pass
+        finally:
+            writer.close()
+        return loop.time() - began
 
 
 class Elector:
@@ -202,6 +294,7 @@ class Elector:
         self._renewed_at = 0.0
         self._trouble = ""
         self._releasing = False
+        self._leader_watch = LeaderWatch(self._leader_ended)
         self.reflector: Reflector[Lease] = Reflector(
             client,
             self._resource,
@@ -222,6 +315,7 @@ class Elector:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            await self._leader_watch.close()
 
     async def release(self) -> None:
         """Stop leading, and say so. Raises nothing; the lease runs out where the API server does not answer."""
@@ -285,7 +379,7 @@ class Elector:
         asked = loop.time()
         pause = settings.retry_s * self._rng.uniform(0.8, 1.0)
         try:
-            await self._put(claimed(lease, settings.identity, settings.duration_s, self._wall()))
+            await self._put(claimed(lease, settings.identity, settings.duration_s, self._wall(), settings.address))
         except KubeError as error:
             if error.code in (_CONFLICT, _NOT_FOUND):
                 await self._look()
@@ -349,8 +443,19 @@ class Elector:
     def _note(self, lease: Lease | None) -> None:
         now = asyncio.get_running_loop().time()
         self._sight = Sight(lease, now) if self._sight is None else self._sight.seen(lease, now)
-        if self._releasing and lease is not None:
-            self.holder = lease.holder
+        if self._releasing:
+            self._leader_watch.follow("")
+            if lease is not None:
+                self.holder = lease.holder
+        else:
+            foreign = lease if lease is not None and lease.holder != self._settings.identity else None
+            self._leader_watch.follow(foreign.address if foreign is not None else "")
+
+    def _leader_ended(self, address: str) -> None:
+        sight = self._sight
+        if sight is not None and (lease := sight.lease) is not None and lease.address == address:
+            self._sight = Sight(lease, sight.since, ended=True)
+            self._woken.set()
 
     def _contact(self, trouble: str) -> None:
         if not trouble and self._sight is not None:  # nobody could renew meanwhile: its time begins anew

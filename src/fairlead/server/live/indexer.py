@@ -9,6 +9,7 @@ import contextlib
 import signal
 from typing import Any
 
+from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Config, KvIndexer
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
@@ -85,6 +86,11 @@ class LiveIndexer:
             take=self._take,
             on_error=lambda page, error: log.error("a page failed", exc=error, page=page),
         )
+        if not is_loopback(self._host):
+            log.warning(
+                "anyone who reaches this address can read and ask the index: let only schedulers reach it",
+                address=f"{self._host}:{self.port}",
+            )
         server = IndexServer(self.service, sources, self._host, self.port)
         try:
             await server.start()

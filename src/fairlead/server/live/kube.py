@@ -42,6 +42,7 @@ log = get("kubernetes")
 START_S = 5.0
 #: Seconds that a leader which ends waits for another one, and after the overlap for gateways to notice that it is out.
 SUCCESSOR_S, NOTICE_S = 3.0, 3.0
+_IPV6 = 6
 
 
 class KubeLink:
@@ -49,9 +50,15 @@ class KubeLink:
     `set_ready(part, reason)`: an empty reason clears it."""
 
     def __init__(
-        self, settings: Kubernetes, set_ready: Callable[[str, str], object], metrics: KubeMetrics, pool: str
+        self,
+        settings: Kubernetes,
+        set_ready: Callable[[str, str], object],
+        metrics: KubeMetrics,
+        pool: str,
+        health_port: int = 0,
     ) -> None:
-        """`pool` names the lease. Raises `ConfigError` when nothing says where the API server is."""
+        """`pool` names the lease. `health_port`: other replicas see there whether this one has ended. Raises
+        `ConfigError` when nothing says where the API server is."""
         self._settings = settings
         self._set_ready = set_ready
         self._metrics = metrics
@@ -63,7 +70,7 @@ class KubeLink:
         self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
         self.namespace = namespace_of(settings, self.client)
         self._lease = settings.leader_election.lease_name or f"epp-{self.namespace}-{pool}.fairlead"
-        self.elector = self._elector() if settings.leader_election.enabled else None
+        self.elector = self._elector(health_port) if settings.leader_election.enabled else None
 
     # ---- what kinds of it fill in ----
 
@@ -144,7 +151,7 @@ class KubeLink:
         task.add_done_callback(ended)
         stack.push_async_callback(end)
 
-    def _elector(self) -> Elector:
+    def _elector(self, health_port: int) -> Elector:
         wanted = self._settings.leader_election
         settings = ElectionSettings(
             namespace=self.namespace,
@@ -153,6 +160,7 @@ class KubeLink:
             duration_s=wanted.lease_duration,
             renew_s=wanted.renew_deadline,
             retry_s=wanted.retry_period,
+            address=_answers_at(health_port),
         )
         return Elector(
             self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
@@ -214,9 +222,10 @@ class Kube(KubeLink):
         models: Callable[[ModelSet], object],
         set_ready: Callable[[str, str], object],
         metrics: KubeMetrics,
+        health_port: int = 0,
     ) -> None:
         """Raises `ConfigError` when nothing says where the API server is."""
-        super().__init__(settings, set_ready, metrics, settings.pool or "pods")
+        super().__init__(settings, set_ready, metrics, settings.pool or "pods", health_port)
         self.endpoints = PoolEndpoints(
             self.client,
             wanted_pool(settings, self.namespace),
@@ -309,6 +318,15 @@ def own_identity() -> str:
     once; elsewhere by chance."""
     name, uid = socket.gethostname(), os.environ.get("POD_UID", "")
     return f"{name}_{uid or secrets.token_hex(4)}"
+
+
+def _answers_at(port: int) -> str:
+    """ADDRESS:PORT of this pod; empty where its address is not told."""
+    try:
+        address = ip_address(os.environ.get("POD_IP", ""))
+    except ValueError:
+        return ""
+    return (f"[{address}]:{port}" if address.version == _IPV6 else f"{address}:{port}") if port else ""
 
 
 def own_place(namespace: str = "") -> Place:

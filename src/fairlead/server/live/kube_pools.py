@@ -90,9 +90,10 @@ class KubePools(KubeLink):
         open_pool: Callable[[str, Pool], Awaitable[ServedPool]],
         set_ready: Callable[[str, str], object],
         metrics: KubeMetrics,
+        health_port: int = 0,
     ) -> None:
         """Raises `ConfigError` when nothing says where the API server is, or where this pod is."""
-        super().__init__(settings, set_ready, metrics, "pools")
+        super().__init__(settings, set_ready, metrics, "pools", health_port)
         self._open = open_pool
         self._entries: dict[str, _Entry] = {}
         self._place = own_place(self.namespace) if self.elector is not None else None

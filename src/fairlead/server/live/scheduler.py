@@ -132,7 +132,8 @@ class Live:
         if isinstance(serving, LivePools):
             settle_memory()  # pools come and go: they must stay within the collector's reach
             stack.push_async_callback(serving.close)
-            self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube)
+            port = config.ext_proc.health_port
+            self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube, port)
             await self.kube.start(stack)
         else:
             await self._start_pool(stack, serving)
@@ -167,7 +168,8 @@ class Live:
             def defined(models: ModelSet) -> None:
                 pool.defined("kubernetes", models)
 
-            self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube)
+            port = config.ext_proc.health_port
+            self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port)
             await self.kube.start(stack)
         await pool.settle(stack)
 

@@ -16,7 +16,7 @@ LEASES = ("coordination.k8s.io/v1", "leases")
 
 
 class Replica:
-    def __init__(self, kube: FakeKube, name: str, duration: float) -> None:
+    def __init__(self, kube: FakeKube, name: str, duration: float, address: str) -> None:
         self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())))
         self.history: list[bool] = []
         self.troubles: list[str] = []
@@ -27,6 +27,7 @@ class Replica:
             duration_s=duration,
             renew_s=duration * 0.6,
             retry_s=duration * 0.2,
+            address=address,
         )
         self.elector = Elector(self.client, settings, self.changed, Random(1), on_trouble=self.troubles.append)
         self.task = asyncio.create_task(self.elector.run())
@@ -48,8 +49,8 @@ class Replica:
 async def replica(kube: FakeKube) -> AsyncIterator[Any]:
     made: list[Replica] = []
 
-    def make(name: str, duration: float = 30.0) -> Replica:
-        made.append(Replica(kube, name, duration))
+    def make(name: str, duration: float = 30.0, address: str = "") -> Replica:
+        made.append(Replica(kube, name, duration, address))
         return made[-1]
 
     yield make
@@ -108,6 +109,97 @@ async def test_who_dies_is_replaced_once_the_lease_has_run_out(kube: FakeKube, r
     await until(lambda: b.leads)
     assert lease(kube)["holderIdentity"] == "b"
     assert lease(kube)["renewTime"] > renewed
+
+
+class Answering:
+    """The port at which a replica answers."""
+
+    def __init__(self) -> None:
+        self.peers: list[asyncio.StreamWriter] = []
+        self.accepted = 0
+
+    async def start(self, port: int = 0) -> "Answering":
+        self.server = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        return self
+
+    @property
+    def address(self) -> str:
+        host, port = self.server.sockets[0].getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        self.peers.append(writer)
+
+    def hang_up(self) -> None:
+        while self.peers:
+            self.peers.pop().transport.abort()
+
+    def end(self) -> None:
+        self.server.close()
+        self.hang_up()
+
+
+async def test_who_is_seen_to_end_is_replaced_long_before(kube: FakeKube, replica: Any, until: Any) -> None:
+    port = await Answering().start()
+    a = replica("a", 300.0, port.address)
+    await until(lambda: a.leads)
+    b = replica("b", 300.0, "127.0.0.1:1")
+    await until(lambda: port.accepted)
+    await a.kill()
+    port.end()
+    await until(lambda: b.leads)
+    assert lease(kube)["leaseTransitions"] == 1
+    annotations = kube.objects[LEASES]["default/epp"]["metadata"]["annotations"]
+    assert annotations == {"fairlead.dev/answers-at": "127.0.0.1:1"}
+
+
+async def test_who_closes_a_connection_and_takes_another_lives(kube: FakeKube, replica: Any, until: Any) -> None:
+    port = await Answering().start()
+    a = replica("a", 300.0, port.address)
+    await until(lambda: a.leads)
+    b = replica("b", 300.0)
+    for times in range(1, 4):
+        await until(lambda: port.peers)
+        assert port.accepted == times
+        port.hang_up()
+    await until(lambda: port.accepted == 4)
+    assert (a.leads, b.leads, lease(kube)["leaseTransitions"]) == (True, False, 0)
+    port.end()
+
+
+async def test_who_was_never_reached_is_given_its_time(kube: FakeKube, replica: Any, until: Any) -> None:
+    a = replica("a", 1.0, "127.0.0.1:1")
+    await until(lambda: a.leads)
+    b = replica("b", 1.0)
+    renewed = lease(kube)["renewTime"]
+    await until(lambda: b.elector.holder == "a" and lease(kube)["renewTime"] > renewed)
+    assert (a.leads, b.leads) == (True, False)
+    await a.kill()
+    await until(lambda: b.leads)
+
+
+async def test_who_led_on_unseen_stands_by(kube: FakeKube, replica: Any, until: Any) -> None:
+    """Its port is gone, it is not: for a moment two lead, and then one."""
+    port = await Answering().start()
+    a = replica("a", 2.0, port.address)
+    await until(lambda: a.leads)
+    b = replica("b", 2.0)
+    await until(lambda: port.accepted)
+    port.end()
+    await until(lambda: b.leads)
+    await until(lambda: not a.leads)
+    assert lease(kube)["holderIdentity"] == "b"
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "10.0.0.1:port", "10.0.0.1:99999", ":", "[::1"])
+async def test_an_address_that_is_none_is_left_alone(kube: FakeKube, replica: Any, until: Any, address: str) -> None:
+    a = replica("a", 1.0, address)
+    await until(lambda: a.leads)
+    b = replica("b", 1.0)
+    await until(lambda: b.elector.holder == "a")
+    await a.kill()
+    await until(lambda: b.leads)
 
 
 async def test_the_holder_renews(kube: FakeKube, replica: Any, until: Any) -> None:
