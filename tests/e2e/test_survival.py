@@ -16,7 +16,10 @@ import pytest
 from gw_http1 import Http1
 from gw_load import Mixed, Story, under_load
 from gw_messages import JSON, Ask, Broken
-from gw_processes import Serve, Upstream, free_ports, sees_the_scheduler, stat
+from gw_processes import Envoy, Serve, Upstream, free_ports, sees_the_scheduler, stat
+
+from fairlead.gateway.envoy.config import build
+from fairlead.gateway.envoy.options import Options
 
 #: For what must happen at some time. Times are measured and printed, not judged.
 PATIENCE = 30.0
@@ -274,6 +277,41 @@ async def test_a_file_that_cannot_be_used_does_not_end_the_gateway(mortal: Serve
             return False
 
         await until(decides, "a decision once the file is whole again")
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_fails_closed_waits_for_the_next_scheduler(
+    upstream: Upstream, serve: Callable[..., Serve], envoy: Callable[..., Envoy], figures: list[str]
+) -> None:
+    """It has nobody else to ask, and serves nothing unscheduled: requests wait. With `response_mode` none, for a stream
+    that waits for its first byte would be lost with the scheduler that watches for it."""
+    picker = serve(config(upstream) | {"gateway": "none"})
+    (port,) = free_ports(1)
+    asked = picker.ext_proc
+    options = Options(
+        port=port,
+        ext_proc=asked,
+        als=asked,
+        endpoints=tuple(upstream.addresses),
+        fail_open=False,
+        response_mode="none",
+    )
+    gateway = await asyncio.to_thread(envoy, build(options))
+    await sees_the_scheduler(gateway.admin)
+
+    async def script(note: Note) -> None:
+        note("the kill")
+        picker.signal(signal.SIGKILL)
+        await picker.wait()
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(picker.again)
+        await asyncio.sleep(1.0)
+
+    story = await under_load(f"http://127.0.0.1:{port}", script, RATE)
+    figures.append(told("kill -9, fail-closed, again after 1 s", story))
+    assert story.failures == {}
+    assert len(story.running("the kill")) > 50
+    assert await stat(gateway.admin, UNSCHEDULED) == 0
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def processes() -> Iterator[list[Child]]:
     started: list[Child] = []
     yield started
     for child in reversed(started):
-        child.end()
+        child.end(gently=False)  # a leader that is told to stop waits for gateways to notice
 
 
 @asynccontextmanager

@@ -57,7 +57,15 @@ def bootstrap_of(
     picker, *others = pickers
     als = picker if log else ""
     return build(
-        Options(port=gateway, ext_proc=picker, peers=tuple(others), als=als, endpoints=endpoints, fail_open=fail_open)
+        Options(
+            port=gateway,
+            ext_proc=picker,
+            peers=tuple(others),
+            als=als,
+            endpoints=endpoints,
+            fail_open=fail_open,
+            response_mode="first-chunk" if fail_open else "none",
+        )
     )
 
 

@@ -135,10 +135,12 @@ _RESPONSE = {
 
 
 #: Closed, a request that nobody schedules fails. A scheduler that ends has a successor, or starts again, within two
-#: seconds: until then the request asks again, the other one if there is one. In all for about three seconds.
+#: seconds: until then the request asks again, the other one if there is one. In all for about so many seconds, and
+#: Envoy's timeout for the answer runs from the first time on.
+_ASK_AGAIN_S = 5.0
 _ASK_AGAIN = {
     "retry_on": "connect-failure,refused-stream,reset,unavailable",
-    "num_retries": 20,
+    "num_retries": 40,
     "retry_back_off": {"base_interval": "0.05s", "max_interval": "0.25s"},
     "retry_host_predicate": [
         {
@@ -201,7 +203,7 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
         "grpc_service": grpc,
         "failure_mode_allow": options.fail_open,
         "status_on_error": {"code": "ServiceUnavailable"},
-        "message_timeout": seconds(options.message_timeout),
+        "message_timeout": seconds(max(options.message_timeout, 0.0 if options.fail_open else _ASK_AGAIN_S)),
         # Without a maximum Envoy ignores what the scheduler asks for.
         "max_message_timeout": seconds(options.queue_timeout),
         # A length that no longer fits the body would shift every later request of the upstream connection, so the

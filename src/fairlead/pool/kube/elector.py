@@ -202,7 +202,7 @@ class LeaderWatch:
 
     #: Seconds for a connection to be accepted, and attempts without one until the other end counts as ended.
     ACCEPT_S, ATTEMPTS = 0.2, 2
-    #: Seconds between attempts: after a connection that lasted, and at most, for one that takes none or ends each.
+    #: Seconds between attempts: after the end of a connection, and at most, where none is taken or each soon ends.
     SOON_S, LATER_S = 0.05, 1.0
     #: An HTTP/2 client's first words (RFC 9113, 3.4), or the server takes it for junk: the preface and empty SETTINGS.
     HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -232,18 +232,18 @@ class LeaderWatch:
         host, _, port = address.rpartition(":")
         if not port.isdecimal() or int(port) > _LAST_PORT:
             return
-        connected, missed, pause = False, 0, self.LATER_S
+        connected, missed, soon = False, 0, self.SOON_S
         while True:
             lasted = await self._hold(host.strip("[]"), int(port))
             if lasted is not None:
                 connected, missed = True, 0
-                pause = self.SOON_S if lasted > self.LATER_S else min(2 * pause, self.LATER_S)
+                soon = self.SOON_S if lasted > self.LATER_S else min(2 * soon, self.LATER_S)
             elif connected:
                 missed += 1
                 if missed == self.ATTEMPTS:
-                    connected, pause = False, self.LATER_S
+                    connected = False
                     self._ended(address)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(soon if connected else self.LATER_S)
 
     async def _hold(self, host: str, port: int) -> float | None:
         """Connect and wait for its end. Returns the seconds that it lasted; None = it was not accepted."""
