@@ -366,7 +366,7 @@ def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
     factors = learned.rates
     (
         _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
-        per_capacity, slots, _,
+        per_capacity, slots, _, _,
     ) = table.floats[:, slot].tolist()  # fmt: skip
     kappa, tpot_kappa, factor, base, load = factors.columns[:, slot].tolist()
     prior = factors.prior

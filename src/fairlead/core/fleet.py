@@ -84,6 +84,7 @@ class Fleet:
             slot = self.table.add(endpoint)
             self.table.set_distance(slot, self.topology.ms(endpoint.labels))
             self.prefix.add_slot(slot)
+            self.table.free_cache[slot] = 1.0
             if self.exact is not None:
                 self.exact.add_slot(slot)
             self._looks_like(slot)
@@ -315,6 +316,7 @@ class Fleet:
             self.ledger.reserved[lease] = None
         elif request.prefix.hashes and not refused:
             self.prefix.insert(slot, request.prefix)
+            self.table.free_cache[slot] = self.prefix.free(slot)
         return lease
 
     def _meet(self, lease: Lease) -> None:
@@ -472,6 +474,7 @@ class Fleet:
             number, oldest = self._extending.pop(slot, (-1, None))
             if number == part.number:
                 oldest = self.prefix.extend(slot, part.blocks, part.sizes, oldest)
+                self.table.free_cache[slot] = self.prefix.free(slot)
                 if oldest is not None:
                     self._extending[slot] = number + 1, oldest
         elif endpoint is not None and endpoint.address == part.address:
@@ -500,6 +503,7 @@ class Fleet:
         capacity = self.prefix.capacity(slot)
         self.prefix.drop_slot(slot)
         self.prefix.add_slot(slot, capacity)
+        self.table.free_cache[slot] = 1.0
 
     def match(self, request: Request) -> FloatColumn | None:
         """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything.

@@ -345,6 +345,7 @@ class Peers:
                 self._unknown(view, message.endpoints[sent.endpoint])
             elif base.hashes:
                 self._fleet.prefix.insert(slot, base)
+                self._fleet.table.free_cache[slot] = self._fleet.prefix.free(slot)
 
     def _known(self, block: int) -> bool:
         """Whether others told of it lately."""

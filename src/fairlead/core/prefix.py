@@ -91,7 +91,8 @@ class PrefixIndex:
         #: The slots of `_lru`, as a mask, and what is left of those that were there.
         self._there = 0
         self._leaving: dict[int, OrderedDict[int, int]] = {}
-        self._used: dict[int, int] = {}
+        #: By slot: bytes that fit before older ones have to go, of so many in all.
+        self._free: dict[int, int] = {}
         self._capacity: dict[int, int] = {}
         self._entries = 0
         self._occupied = 0
@@ -107,16 +108,16 @@ class PrefixIndex:
             self._sweep()
         self._lru[slot] = OrderedDict()
         self._there |= 1 << slot
-        self._used[slot] = 0
-        self._capacity[slot] = capacity
+        self._free[slot] = self._capacity[slot] = capacity
 
     def drop_slot(self, slot: int) -> None:
         self._leaving[slot] = self._lru.pop(slot)
         self._there &= ~(1 << slot)
-        del self._used[slot], self._capacity[slot]
+        del self._free[slot], self._capacity[slot]
 
     def set_capacity(self, slot: int, capacity: int) -> None:
         """Bytes of prompt text that the endpoint's KV cache holds."""
+        self._free[slot] += capacity - self._capacity[slot]
         self._capacity[slot] = capacity
         self._trim(slot)
 
@@ -126,7 +127,7 @@ class PrefixIndex:
             self._unmark(block, slot)
         self._entries -= len(self._lru[slot])
         self._lru[slot].clear()
-        self._used[slot] = 0
+        self._free[slot] = self._capacity[slot]
 
     def _sweep(self) -> None:
         """Remove some blocks of who left first."""
@@ -196,17 +197,17 @@ class PrefixIndex:
         if not hashes:
             return
         before, added = len(lru), hashes
-        used = self._used[slot] + ends[-1]
+        free = self._free[slot] - ends[-1]
         blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(ends))  # noqa: B905 - equally long
         if hashes[0] in lru:
             # It has the first blocks, up to one: no chain has a hole.
             known = len(hashes) if hashes[-1] in lru else bisect_left(hashes, True, key=lambda block: block not in lru)
             added = hashes[known:]
             blocks = islice(blocks, len(added))
-            used -= ends[known - 1]
+            free += ends[known - 1]
         lru.update(blocks)
         if len(lru) - before != len(added):  # two blocks of the chain have the same hash
-            used = sum(lru.values())
+            free = self._capacity[slot] - sum(lru.values())
         for block in added:
             holders[block % _PARTS][block] |= bit
         if added is not hashes:
@@ -216,10 +217,10 @@ class PrefixIndex:
                 for block, size in zip(reversed(hashes), _sizes(ends), strict=True):
                     lru[block] = lru.pop(block, size)
                     holders[block % _PARTS][block] |= bit
-                used = sum(lru.values())
-        self._used[slot] = used
+                free = self._capacity[slot] - sum(lru.values())
+        self._free[slot] = free
         self._entries += len(lru) - before
-        if used > self._capacity[slot]:
+        if free < 0:
             self._trim(slot)
         if self._entries > self._max_entries:
             self._make_room(slot)
@@ -230,8 +231,8 @@ class PrefixIndex:
         self._occupied += 1
         self._lru[slot][-self._occupied] = size  # hashes of prompts are not negative
         self._entries += 1
-        self._used[slot] = used = self._used[slot] + size
-        if used > self._capacity[slot]:
+        self._free[slot] = free = self._free[slot] - size
+        if free < 0:
             self._trim(slot)
         if self._entries > self._max_entries:
             self._make_room(slot)
@@ -250,12 +251,17 @@ class PrefixIndex:
     def capacity(self, slot: int) -> int:
         return self._capacity[slot]
 
+    def free(self, slot: int) -> float:
+        """The share of the endpoint's memory (0..1) that takes prompts before older ones have to go, in 32nds: of full
+        ones all have the same."""
+        return self._free[slot] * 32 // (self._capacity[slot] or 1) / 32
+
     def extend(self, slot: int, blocks: Sequence[int], sizes: Sequence[int], behind: int | None) -> int | None:
         """Older blocks that an endpoint has, the newest first, behind `behind`, which is its oldest one so far (`None`
         = whichever). Returns the oldest one now; `None` = it is full, or has forgotten some already, and more of them
         would have a hole before them."""
         lru, holders, bit = self._lru[slot], self._holders, 1 << slot
-        used, capacity = self._used[slot], self._capacity[slot]
+        free = self._free[slot]
         left = self._max_entries - self._entries
         before, last = len(lru), behind
         if behind is not None and next(iter(lru), None) != behind:
@@ -263,7 +269,7 @@ class PrefixIndex:
         for block, size in zip(blocks, sizes, strict=False):
             if block in lru:
                 continue
-            if used + size > capacity or left <= 0:
+            if size > free or left <= 0:
                 last = None
                 break
             if block < 0:
@@ -273,20 +279,20 @@ class PrefixIndex:
             lru.move_to_end(block, last=False)
             if block >= 0:
                 holders[block % _PARTS][block] |= bit
-            used, left, last = used + size, left - 1, block
-        self._used[slot] = used
+            free, left, last = free - size, left - 1, block
+        self._free[slot] = free
         self._entries += len(lru) - before
         return last
 
     def _trim(self, slot: int) -> None:
-        used, capacity = self._used[slot], self._capacity[slot]
-        if used <= capacity:
+        free = self._free[slot]
+        if free >= 0:
             return
         lru, holders, other_bits = self._lru[slot], self._holders, ~(1 << slot)
         before = len(lru)
-        while used > capacity and lru:  # nearly as many as are inserted: what `_evict_one` does, without its calls
+        while free < 0 and lru:  # nearly as many as are inserted: what `_evict_one` does, without its calls
             block, size = lru.popitem(last=False)
-            used -= size
+            free += size
             if block < 0:
                 continue
             part = holders[block % _PARTS]
@@ -295,7 +301,7 @@ class PrefixIndex:
                 part[block] = remaining
             else:
                 del part[block]
-        self._used[slot] = used
+        self._free[slot] = free
         self._entries -= before - len(lru)
 
     def _make_room(self, newest: int) -> None:
@@ -314,7 +320,7 @@ class PrefixIndex:
 
     def _evict_one(self, slot: int) -> None:
         block, size = self._lru[slot].popitem(last=False)
-        self._used[slot] -= size
+        self._free[slot] += size
         self._entries -= 1
         self._unmark(block, slot)
 
@@ -335,8 +341,8 @@ class PrefixIndex:
         assert self._there == sum(1 << slot for slot in self._lru) and not self._lru.keys() & self._leaving.keys()
         marks: dict[int, int] = {}
         for slot, lru in self._lru.items():
-            assert self._used[slot] == sum(lru.values())
-            assert self._used[slot] <= self._capacity[slot] or not lru
+            assert self._free[slot] == self._capacity[slot] - sum(lru.values())
+            assert self._free[slot] >= 0 or not lru
         for slot, lru in held:
             for block in lru:
                 if block >= 0:

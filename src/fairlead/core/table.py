@@ -22,7 +22,7 @@ FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "head_ms",
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
-    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms",
+    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms", "free_cache",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
@@ -78,6 +78,9 @@ class EndpointTable:
     max_seqs: FloatColumn
     #: What reaching it costs more than reaching one beside us (`core.endpoint.Topology`).
     distance_ms: FloatColumn
+    #: Share of the KV cache (0..1) that takes prompts before older ones have to go, by what we sent there; as of the
+    #: last prompt.
+    free_cache: FloatColumn
     #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
     suspicion: FloatColumn
 

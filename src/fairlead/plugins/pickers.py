@@ -3,6 +3,7 @@
 from math import nextafter
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from fairlead.core.columns import FloatColumn
@@ -35,7 +36,10 @@ class MaxScore:
         near = totals >= best - abs(best) * self._near
         if np.count_nonzero(near) == 1:
             return int(leader)
-        ties = entries(near)
+        return self.one_of(entries(near), totals, fleet, cycle)
+
+    def one_of(self, ties: NDArray[np.intp], totals: FloatColumn, fleet: FleetView, cycle: Cycle) -> int:
+        """Of equals, a random one."""
         return int(ties[int(cycle.rng.random() * len(ties))])
 
 

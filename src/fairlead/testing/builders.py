@@ -84,6 +84,7 @@ def holds(known: Fleet, name: str, *prompts: Request) -> None:
         raise ValueError(f"there is no endpoint {name!r}")
     for prompt in prompts:
         known.prefix.insert(slot, prompt.prefix)
+    known.table.free_cache[slot] = known.prefix.free(slot)
 
 
 def busy(known: Fleet, name: str, requests: Iterable[Request]) -> None:

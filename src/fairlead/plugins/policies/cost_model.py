@@ -7,17 +7,20 @@ The terms, and the learned speeds behind them, are those of the cost kernel: `fa
 is what keeps a prompt from being copied to where it pushes out what others need; `patience` bounds what a request
 waits for others' sake.
 
-The candidates within 2 % of the best are equal, and one is drawn: several schedulers that see the same do not herd.
+The candidates within 10 % of the best are equal: forecasts err by more. Of these the one with the most free KV cache is
+chosen, so prefixes spread, and old ones go where there are most to spare.
 With an SLO (request headers) the best of those that keep it; a batch request (priority < 0) takes the one that keeps
 it most tightly without more work than elsewhere, and leaves the fast ones to others. Where none keeps it, the best J.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 from random import Random
 from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn, FloatColumn
@@ -36,6 +39,8 @@ Weight = Annotated[float, Field(ge=0, le=1000)]
 OVERLOADED = 200.0
 #: Own prefill within this share, and so many milliseconds, of the least is about the least.
 LITTLE, LITTLE_MS = 0.1, 5.0
+#: Costs within this share are the same.
+_SAME = 0.02
 
 
 class CostModelParams(Params):
@@ -46,7 +51,12 @@ class CostModelParams(Params):
     )
     decode: Weight = Field(default=DECODE, description="Weight of the time of the answer's own tokens.")
     memory: Weight = Field(default=1.0, description="Weight of the KV memory that the request takes.")
-    near_tie: float = Field(default=0.02, ge=0, lt=1, description="Costs within this share of the best count as equal.")
+    near_tie: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="Costs within this share of the best count as equal: then free cache decides.",
+    )
 
 
 class CostModel(Ranked):
@@ -98,7 +108,7 @@ class CostModel(Ranked):
             costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, context.now)
             count = len(costs)
             if count > FEW:
-                pick = self._lowest(costs, context.rng)
+                pick = Picked(self._lowest(costs, fleet, context.rng))
             else:  # plain numbers: each operation of numpy has cold caches to warm
                 cost_at = costs.tolist().__getitem__
                 order = sorted(range(count), key=cost_at)
@@ -106,7 +116,7 @@ class CostModel(Ranked):
                 least = cost_at(slot)
                 ties = bisect_right(order, least + abs(least) * self._near, key=cost_at)
                 if ties > 1:
-                    slot = sorted(order[:ties])[int(context.rng.random() * ties)]
+                    slot = _most_free_cache(order[:ties], cost_at, fleet, context.rng)
                 pick = Picked(slot)
                 if count > 1:
                     pick.fallback_slot = order[slot == order[0]]
@@ -124,11 +134,31 @@ class CostModel(Ranked):
             pick.overloaded = bool((table.queue[table.alive] >= OVERLOADED).all())
         return pick
 
-    def _lowest(self, costs: FloatColumn, rng: Random) -> Picked:
+    def _lowest(self, costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
         """The lowest cost, or one that is nearly as low."""
         least = costs.item(costs.argmin())
-        ties = (costs <= least + abs(least) * self._near).nonzero()[0].tolist()
-        return Picked(ties[int(rng.random() * len(ties))] if len(ties) > 1 else ties[0])
+        ties = (costs <= least + abs(least) * self._near).nonzero()[0]
+        return _equal(ties, costs, fleet, rng) if len(ties) > 1 else int(ties[0])
+
+
+def _equal(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
+    """One of some that cost about the same. Of many only a few, drawn at random, are looked at."""
+    order = slots[costs[slots].argsort(kind="stable")].tolist()
+    if len(order) > FEW:
+        order = [order[at] for at in sorted(rng.sample(range(len(order)), FEW))]
+    return _most_free_cache(order, costs.item, fleet, rng)
+
+
+def _most_free_cache(order: list[int], cost_at: Callable[[int], float], fleet: FleetView, rng: Random) -> int:
+    """`order`: slots, the lowest cost first. Of several with equally much free, one that costs as little as the first;
+    it is drawn, so that several schedulers do not herd."""
+    free = fleet.table.free_cache.tolist().__getitem__
+    most = max(map(free, order))
+    order = list(compress(order, map(most.__eq__, map(free, order))))
+    if len(order) == 1:
+        return order[0]
+    least = cost_at(order[0])
+    return order[int(rng.random() * bisect_right(order, least + abs(least) * _SAME, key=cost_at))]
 
 
 def _tightest(keeps: BoolColumn, work: FloatColumn, ttft: FloatColumn) -> int:
@@ -159,3 +189,6 @@ class WithinSlo(MaxScore):
                     return _tightest(keeps, terms.prefill, ttft)
                 totals = np.where(keeps, totals, -np.inf)
         return super().pick(request, fleet, totals, cycle)
+
+    def one_of(self, ties: NDArray[np.intp], totals: FloatColumn, fleet: FleetView, cycle: Cycle) -> int:
+        return _equal(ties, -totals, fleet, cycle.rng)

@@ -52,6 +52,36 @@ def test_equal_endpoints_are_drawn_from() -> None:
     assert set(spread(pool(), request(prompt_tokens=1000))) == {"e0", "e1", "e2"}
 
 
+def test_of_equals_the_one_with_the_most_free_cache_is_chosen() -> None:
+    known, asked = pool(), request("something new " * 400)
+    for name, prompts in ("e0", 9), ("e2", 3):
+        holds(known, name, *(request(f"{name} {number} " + LONG * 2) for number in range(prompts)))
+    assert known.table.free_cache.tolist() == [23 / 32, 1.0, 29 / 32]
+    assert set(spread(known, asked)) == {"e1"}
+    busy(known, "e1", [request(prompt_tokens=100, stream=True)])
+    assert set(spread(known, asked)) == {"e1"}, "it costs a little more"
+    busy(known, "e1", [request(prompt_tokens=900, stream=True)])
+    assert set(spread(known, asked)) == {"e2"}, "it costs much more"
+
+
+def test_full_caches_are_alike() -> None:
+    known, asked = pool(), request("something new " * 400)
+    for name in known.table.ids:
+        holds(known, name, *(request(f"{name} {number} " + LONG) for number in range(80)))
+    assert known.table.free_cache.tolist() == [0.0] * 3
+    assert set(spread(known, asked)) == {"e0", "e1", "e2"}
+    busy(known, "e1", [request(prompt_tokens=100, stream=True)])
+    assert set(spread(known, asked)) == {"e0", "e2"}, "then 10 % are too much"
+
+
+def test_of_many_equals_a_few_are_looked_at() -> None:
+    names = [f"e{at}" for at in range(100)]
+    known = fleet(*names, samples=dict.fromkeys(names, IDLE))
+    for name in names[:50]:
+        holds(known, name, request(f"{name} " + LONG * 2))
+    assert set(spread(known, request("something new " * 400), times=200)) <= set(names[50:])
+
+
 def test_a_cached_beginning_draws_a_request_until_the_queue_there_costs_more() -> None:
     known, asked = pool(), request(LONG)
     holds(known, "e1", asked)
