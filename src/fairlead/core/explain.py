@@ -32,6 +32,9 @@ from fairlead.core.snapshot import Restored
 from fairlead.core.stalls import LEVELS
 from fairlead.core.table import FLOATS
 
+#: What the default policy takes for nearly equal (its `nearTie`), with room for the other side of the comparison.
+NEAR = 0.12
+
 # What an explanation consists of; its JSON has the same names.
 
 
@@ -49,6 +52,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     queued_tokens: float = 0.0
     running_requests: float = 0.0
     kv_usage: float = 0.0
+    #: Share of its KV cache that takes prompts before older ones have to go.
+    free_cache: float = 0.0
     #: `None` = it was not rated.
     total: float | None = None
     #: How far it is behind the chosen one.
@@ -116,10 +121,19 @@ def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
     text += f" {'and' if ahead else 'although it'} holds {more:,} more cached tokens" if more > 0 else ""
     text += f": {detail}" if (detail := _differences(chosen, rival, unit, ahead)) else ""
     if ahead:
-        reason = "it was not open" if rival.removed_by else "the policy drew lots or kept a service level"
-        return f"{text}. It was not chosen because {reason}"
+        return f"{text}. It was not chosen because {_passed_over(chosen, rival)}"
     tie = needed_to_tie(rival)
     return f"{text}. It needed {tie} to tie" if tie else text
+
+
+def _passed_over(chosen: Candidate, rival: Candidate) -> str:
+    """Why not one that rates higher."""
+    if rival.removed_by:
+        return "it was not open"
+    if chosen.free_cache > rival.free_cache and abs(rival.behind or 0.0) <= NEAR * abs(rival.total or 0.0):
+        free = f"{chosen.free_cache:.0%} against {rival.free_cache:.0%}"
+        return f"they are nearly equal, and {chosen.endpoint} has more free cache ({free})"
+    return "the policy drew lots or kept a service level"
 
 
 def _differences(chosen: Candidate, rival: Candidate, unit: str, ahead: bool) -> str:
@@ -291,6 +305,7 @@ def _candidates(
             queued_tokens=float(table.queued_tokens[slot]),
             running_requests=float(table.active[slot]),
             kv_usage=float(table.kv[slot]),
+            free_cache=float(table.free_cache[slot]),
             total=_known(totals[slot]),
             behind=None if slot == chosen else _known(behind[slot]),
             terms={name: float(column[slot]) for name, column in terms},

@@ -168,6 +168,19 @@ def test_who_held_more_and_lost_is_named(record_run: Callable[..., Any], tmp_pat
     pytest.fail("the run has no decision against the larger hit")
 
 
+def test_who_cost_less_and_has_less_free_cache_is_named(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    told = 0
+    for record in records(record_run(tmp_path, rate=30.0, seconds=8.0)):
+        assert record.trace is not None
+        found = explain(maker(), record.request, record.trace, record.endpoint)
+        chosen, *others = found.candidates
+        for rival in others:
+            if any(line.startswith(rival.endpoint) and "has more free cache" in line for line in found.why):
+                assert rival.behind is not None and rival.behind < 0 and rival.free_cache < chosen.free_cache
+                told += 1
+    assert told > 5
+
+
 def test_the_page_of_one_decision(recorded: Any) -> None:
     journal = Journal(size=1000)
     for one in recorded.decisions:
