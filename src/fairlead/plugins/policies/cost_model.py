@@ -145,7 +145,7 @@ def _equal(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView, rng: R
     """One of some that cost about the same. Of many only a few, drawn at random, are looked at."""
     order = slots[costs[slots].argsort(kind="stable")].tolist()
     if len(order) > FEW:
-        order = [order[at] for at in sorted(rng.sample(range(len(order)), FEW))]
+        order = [order[rank] for rank in sorted(rng.sample(range(len(order)), FEW))]
     return _most_free_cache(order, costs.item, fleet, rng)
 
 

@@ -251,7 +251,7 @@ class LeaderWatch:
         try:
             async with asyncio.timeout(self.ACCEPT_S):
                 reader, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, ValueError):  # a name that none can be
             return None
         began = loop.time()
         try:

@@ -192,7 +192,7 @@ async def test_who_led_on_unseen_stands_by(kube: FakeKube, replica: Any, until: 
     assert lease(kube)["holderIdentity"] == "b"
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "10.0.0.1:port", "10.0.0.1:99999", ":", "[::1"])
+@pytest.mark.parametrize("address", ["", "nowhere", "10.0.0.1:port", "10.0.0.1:99999", ":", "[::1", f"{'x' * 70}.y:80"])
 async def test_an_address_that_is_none_is_left_alone(kube: FakeKube, replica: Any, until: Any, address: str) -> None:
     a = replica("a", 1.0, address)
     await until(lambda: a.leads)
