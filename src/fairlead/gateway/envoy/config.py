@@ -135,12 +135,13 @@ _RESPONSE = {
 
 
 #: Closed, a request that nobody schedules fails. A scheduler that ends has a successor, or starts again, within two
-#: seconds: until then the request asks again, the other one if there is one. In all for about so many seconds, and
-#: Envoy's timeout for the answer runs from the first time on.
+#: seconds: until then the request asks again, the other one if there is one.
+#: Thirty pauses of 0.125 s on average are over before Envoy's timeout, which runs from the first one on: the answer
+#: is 503, not 504.
 _ASK_AGAIN_S = 5.0
 _ASK_AGAIN = {
     "retry_on": "connect-failure,refused-stream,reset,unavailable",
-    "num_retries": 40,
+    "num_retries": 30,
     "retry_back_off": {"base_interval": "0.05s", "max_interval": "0.25s"},
     "retry_host_predicate": [
         {

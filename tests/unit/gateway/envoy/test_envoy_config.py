@@ -105,7 +105,7 @@ def test_fail_open_and_closed() -> None:
     }
     assert cluster(closed, "ext_proc")["common_lb_config"]["healthy_panic_threshold"] == {"value": 1}
     assert "retry_policy" not in ext_proc(open_)["grpc_service"]
-    assert ext_proc(closed)["grpc_service"]["retry_policy"]["num_retries"] == 40
+    assert ext_proc(closed)["grpc_service"]["retry_policy"]["num_retries"] == 30
     assert ext_proc(open_)["max_message_timeout"] == "600s"
 
 
