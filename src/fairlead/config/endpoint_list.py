@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from fairlead.config.problems import Place, Problem, show
 from fairlead.config.yaml import Node, YamlError, parse_yaml
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, host_port
 
 #: Labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
 MAX_LABELS = 100
@@ -40,7 +40,7 @@ class Listed(Struct, frozen=True):
     def at(self, ip: str) -> Endpoint:
         """The endpoint with its host name resolved to `ip`."""
         old = self.endpoint
-        return Endpoint(old.id, join(ip, self.port), old.labels, old.metrics_url)
+        return Endpoint(old.id, host_port(ip, self.port), old.labels, old.metrics_url)
 
 
 class WrongEntry(Exception):
@@ -49,10 +49,6 @@ class WrongEntry(Exception):
     def __init__(self, message: str, line: int, place: Place, hint: str = "") -> None:
         self.problem = Problem(show(place), line, message, hint)
         self.endpoint_id = ""
-
-
-def join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def read_entry(node: Node, place: Place) -> Listed:
@@ -129,7 +125,7 @@ def _listed(entry: _Entry, endpoint_id: str) -> Listed:
     port = _port(entry, behind)
     labels = _labels(entry)
     url = _metrics_url(entry, labels, address, port)
-    where = join(address, port)
+    where = host_port(address, port)
     return Listed(Endpoint(endpoint_id or where, where, labels, url), address, port, literal)
 
 
@@ -209,7 +205,7 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
     if other_port and not (_DIGITS.fullmatch(other_port) and 1 <= int(other_port) <= 65535):
         place = (*entry.at("labels"), "metricsPort")
         raise WrongEntry(f"{other_port[:80]!r} is no port", entry.line("labels"), place)
-    return f"http://{join(other_host or host, int(other_port or port))}/metrics"
+    return f"http://{host_port(other_host or host, int(other_port or port))}/metrics"
 
 
 # A list of endpoints to `Endpoint`s: the one reader of configurations and of endpoints files (YAML or JSON).

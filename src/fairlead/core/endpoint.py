@@ -23,6 +23,11 @@ ZONE_LABEL, NODE_LABEL = "topology.kubernetes.io/zone", "kubernetes.io/hostname"
 MAX_PORTS = 8
 
 
+def host_port(host: str, port: int) -> str:
+    """`HOST:PORT`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Endpoint(Struct, frozen=True):
     """A replica that requests can be sent to. Equal in every field means unchanged."""
 

@@ -14,9 +14,9 @@ from fairlead.apis.prometheus import Reading, find_family, read_page
 from fairlead.apis.tokens import PromptTokeniser
 from fairlead.compat.load import read_bytes
 from fairlead.config.checks import engine_table
-from fairlead.config.endpoint_list import Listed, join, parse_endpoints_text
+from fairlead.config.endpoint_list import Listed, parse_endpoints_text
 from fairlead.config.schema import Config
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, host_port
 from fairlead.core.errors import FairleadError
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
 from fairlead.pool.endpoints_file import preferred, resolve_host
@@ -179,7 +179,7 @@ class Site:
     async def _look_for_scheduler(self) -> None:
         settings = self.config.admin
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        url = self._wanted or (f"http://{join(host, settings.port)}" if settings.port else "")
+        url = self._wanted or (f"http://{host_port(host, settings.port)}" if settings.port else "")
         if not url:
             return
         try:
@@ -248,7 +248,7 @@ class Site:
             said = error.strerror if isinstance(error, OSError) else ""
             self.nameless[endpoint.id] = f"{entry.host}: {said or error or 'no address'}"
             return None
-        return structs.replace(endpoint, address=join(address, entry.port), metrics_url=endpoint.scrape_url)
+        return structs.replace(endpoint, address=host_port(address, entry.port), metrics_url=endpoint.scrape_url)
 
     def engine(self, endpoint: Endpoint) -> str:
         """Name of the engine that its page is read for."""

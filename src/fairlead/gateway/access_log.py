@@ -32,6 +32,7 @@ from math import inf
 
 from msgspec import Struct
 
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ProtocolError
 from fairlead.core.events import RequestMoved, ResponseEnded, StreamLost
 from fairlead.core.headers import OWN_NAMESPACE
@@ -206,7 +207,7 @@ def _read_address(data: bytes, start: int, end: int) -> str:
                     host = data[x:y].decode("latin-1")
                 elif n == 3 and y < 0:
                     port = x
-            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            return host_port(host, port)
     return ""
 
 

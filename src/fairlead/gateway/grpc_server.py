@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fairlead.core.endpoint import host_port
 from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.h2_limits import ByteBudget, Claim, H2Limits
 from fairlead.gateway.stream import HandlerFactory, Routes, StreamHandler
@@ -186,8 +187,8 @@ class GrpcServer:
     async def listen(self, host: str = "", port: int = 0) -> int:
         """As `H2Server.listen`."""
         name = host or "::"
-        bound = await self._start(f"[{name}]:{port}" if ":" in name else f"{name}:{port}")
-        self.addresses.append(f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+        bound = await self._start(host_port(name, port))
+        self.addresses.append(host_port(name, bound))
         return bound
 
     async def listen_unix(self, path: str, mode: int = 0o600) -> None:

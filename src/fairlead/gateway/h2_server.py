@@ -18,6 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from fairlead.core.endpoint import host_port
 from fairlead.gateway.h2_connection import H2Connection, Scratch
 from fairlead.gateway.h2_control import H2Control
 from fairlead.gateway.h2_limits import ByteBudget, H2Limits
@@ -87,7 +88,7 @@ class H2Server:
         for sock in sockets:
             await self._start(sock)
             address, bound = sock.getsockname()[:2]
-            self.addresses.append(f"[{address}]:{bound}" if ":" in address else f"{address}:{bound}")
+            self.addresses.append(host_port(address, bound))
         return int(sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str, mode: int = 0o600) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fairlead.config.schema import Config
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
 from fairlead.doctor.http import Unreached
@@ -170,7 +171,7 @@ async def _listening(host: str) -> AsyncIterator[_Trap]:
     trap = _Trap()
     server = await asyncio.start_server(trap.serve, host, 0)
     port = server.sockets[0].getsockname()[1]
-    trap.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    trap.address = host_port(host, port)
     try:
         yield trap
     finally:

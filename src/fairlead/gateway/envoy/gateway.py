@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
+from fairlead.core.endpoint import host_port
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.authentication import write_jwt
 from fairlead.gateway.envoy.binary import FORMAT, find_envoy
@@ -220,7 +221,7 @@ def check_free(host: str, port: int) -> None:
     error = obstacle(host, port)
     if error is None:
         return
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = host_port(host, port)
     if "in use" in os.strerror(error.errno or 0):
         cure = "stop what listens there, or choose another port for the gateway"
         raise GatewayError(f"{where} is taken: {cure}")

@@ -17,8 +17,8 @@ from random import Random
 import msgspec
 from msgspec import Raw, Struct
 
-from fairlead.config.endpoint_list import MAX_LABELS, join
-from fairlead.core.endpoint import NODE_LABEL, Endpoint
+from fairlead.config.endpoint_list import MAX_LABELS
+from fairlead.core.endpoint import NODE_LABEL, Endpoint, host_port
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded, read_pool, selector_text
@@ -101,7 +101,7 @@ def endpoints_of(pod: Pod, ports: tuple[int, ...]) -> list[Endpoint]:
     if not pod.serves:
         return []
     return [
-        Endpoint(f"{pod.namespace}/{pod.name}-rank-{rank}", join(pod.address, port), pod.labels)
+        Endpoint(f"{pod.namespace}/{pod.name}-rank-{rank}", host_port(pod.address, port), pod.labels)
         for rank, port in enumerate(ports)
         if pod.active_ports is None or port in pod.active_ports
     ]

@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 from fairlead.config.schema import Kubernetes
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.models import ModelSet
 from fairlead.pool.kube.auth import find_access
@@ -42,7 +43,6 @@ log = get("kubernetes")
 START_S = 5.0
 #: Seconds that a leader which ends waits for another one, and after the overlap for gateways to notice that it is out.
 SUCCESSOR_S, NOTICE_S = 3.0, 3.0
-_IPV6 = 6
 
 
 class KubeLink:
@@ -320,22 +320,26 @@ def own_identity() -> str:
     return f"{name}_{uid or secrets.token_hex(4)}"
 
 
-def _answers_at(port: int) -> str:
-    """ADDRESS:PORT of this pod; empty where its address is not told."""
+def _pod_ip() -> str:
+    """This pod's address, as the chart's environment tells; empty = it does not."""
     try:
-        address = ip_address(os.environ.get("POD_IP", ""))
+        return str(ip_address(os.environ.get("POD_IP", "")))
     except ValueError:
         return ""
-    return (f"[{address}]:{port}" if address.version == _IPV6 else f"{address}:{port}") if port else ""
+
+
+def _answers_at(port: int) -> str:
+    """ADDRESS:PORT of this pod; empty = it has none that others could reach."""
+    address = _pod_ip()
+    return host_port(address, port) if address and port else ""
 
 
 def own_place(namespace: str = "") -> Place:
     """This pod, as the chart's environment tells. Raises `ConfigError`."""
-    path = "$.kubernetes.leaderElection"
-    try:
-        address = str(ip_address(os.environ.get("POD_IP", "")))
-    except ValueError:
-        raise ConfigError("the service cannot lead here: $POD_IP must be the address of this pod", path) from None
+    address = _pod_ip()
+    if not address:
+        path = "$.kubernetes.leaderElection"
+        raise ConfigError("the service cannot lead here: $POD_IP must be the address of this pod", path)
     return Place(address, os.environ.get("POD_NAME", ""), os.environ.get("NODE_NAME", ""), namespace)
 
 

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fairlead.config.endpoint_list import Listing, join
+from fairlead.config.endpoint_list import Listing
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.models import ModelSet
@@ -298,11 +299,11 @@ class Live:
         places: dict[str, object] = {
             "policy": config.policy.name,
             "endpoints": self.serving.endpoints,
-            "ext_proc": join(config.ext_proc.host, config.ext_proc.port),
-            "admin": f"http://{join(config.admin.host, self.admin.port)}/",
+            "ext_proc": host_port(config.ext_proc.host, config.ext_proc.port),
+            "admin": f"http://{host_port(config.admin.host, self.admin.port)}/",
         }
         if config.gateway.mode == "embedded":
-            places["gateway"] = f"http://{join(config.gateway.host, config.gateway.port)}/"
+            places["gateway"] = f"http://{host_port(config.gateway.host, config.gateway.port)}/"
         return places
 
 
