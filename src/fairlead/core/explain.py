@@ -33,7 +33,7 @@ from fairlead.core.stalls import LEVELS
 from fairlead.core.table import FLOATS
 
 #: What the default policy takes for nearly equal (its `nearTie`), with room for the other side of the comparison.
-NEAR = 0.12
+_NEAR = 0.12
 
 # What an explanation consists of; its JSON has the same names.
 
@@ -130,7 +130,7 @@ def _passed_over(chosen: Candidate, rival: Candidate) -> str:
     """Why not one that rates higher."""
     if rival.removed_by:
         return "it was not open"
-    if chosen.free_cache > rival.free_cache and abs(rival.behind or 0.0) <= NEAR * abs(rival.total or 0.0):
+    if chosen.free_cache > rival.free_cache and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
         free = f"{chosen.free_cache:.0%} against {rival.free_cache:.0%}"
         return f"they are nearly equal, and {chosen.endpoint} has more free cache ({free})"
     return "the policy drew lots or kept a service level"

@@ -36,6 +36,8 @@ _FEW = 10
 _PARTS = 251
 #: Blocks of endpoints that left, removed with each prompt that comes: 0.25 µs each.
 _SWEEP = 64
+#: Steps in which free memory is told. Smaller differences are chance.
+_STEPS = 32
 
 
 class ChainHasher:
@@ -252,9 +254,9 @@ class PrefixIndex:
         return self._capacity[slot]
 
     def free(self, slot: int) -> float:
-        """The share of the endpoint's memory (0..1) that takes prompts before older ones have to go, in 32nds: of full
-        ones all have the same."""
-        return self._free[slot] * 32 // (self._capacity[slot] or 1) / 32
+        """The share of the endpoint's memory (0..1) that takes prompts before older ones have to go. Whole steps, so
+        that all full ones have the same."""
+        return self._free[slot] * _STEPS // (self._capacity[slot] or 1) / _STEPS
 
     def extend(self, slot: int, blocks: Sequence[int], sizes: Sequence[int], behind: int | None) -> int | None:
         """Older blocks that an endpoint has, the newest first, behind `behind`, which is its oldest one so far (`None`

@@ -8,7 +8,7 @@ is what keeps a prompt from being copied to where it pushes out what others need
 waits for others' sake.
 
 The candidates within 10 % of the best are equal: forecasts err by more. Of these the one with the most free KV cache is
-chosen, so prefixes spread, and old ones go where there are most to spare.
+chosen, so that prefixes spread over all caches.
 With an SLO (request headers) the best of those that keep it; a batch request (priority < 0) takes the one that keeps
 it most tightly without more work than elsewhere, and leaves the fast ones to others. Where none keeps it, the best J.
 """
@@ -138,10 +138,10 @@ class CostModel(Ranked):
         """The lowest cost, or one that is nearly as low."""
         least = costs.item(costs.argmin())
         ties = (costs <= least + abs(least) * self._near).nonzero()[0]
-        return _equal(ties, costs, fleet, rng) if len(ties) > 1 else int(ties[0])
+        return _one_of_equals(ties, costs, fleet, rng) if len(ties) > 1 else int(ties[0])
 
 
-def _equal(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
+def _one_of_equals(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
     """One of some that cost about the same. Of many only a few, drawn at random, are looked at."""
     order = slots[costs[slots].argsort(kind="stable")].tolist()
     if len(order) > FEW:
@@ -191,4 +191,4 @@ class WithinSlo(MaxScore):
         return super().pick(request, fleet, totals, cycle)
 
     def one_of(self, ties: NDArray[np.intp], totals: FloatColumn, fleet: FleetView, cycle: Cycle) -> int:
-        return _equal(ties, -totals, fleet, cycle.rng)
+        return _one_of_equals(ties, -totals, fleet, cycle.rng)

@@ -169,7 +169,7 @@ def micro_time(wall: float) -> str:
 # Rules (the table is `pool.kube.elector`)
 # * The holder renews each `retry_s`, jittered. Others wait until the lease has not changed for its duration, by their
 #   own clock, counted only while they were in touch with the API server: after an outage everybody starts anew.
-# * Who goes gives the lease back, and whoever watches takes it at once. So it is with a holder that was seen to end.
+# * Who goes gives the lease back, and whoever watches takes it at once; so too where the holder was seen to end.
 # * While the API server does not answer, nobody can take the lease, and the holder goes on leading: a pool without a
 #   picker is worse than two that lead for a moment, for both decide well. It steps down when it sees another holder,
 #   or when renewing is *refused* for `renew_s`.
@@ -251,7 +251,7 @@ class LeaderWatch:
         try:
             async with asyncio.timeout(self.ACCEPT_S):
                 reader, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError, ValueError):  # a name that none can be
+        except (OSError, TimeoutError, ValueError):  # no host has such a name
             return None
         began = loop.time()
         try:

@@ -118,8 +118,8 @@ class Answering:
         self.peers: list[asyncio.StreamWriter] = []
         self.accepted = 0
 
-    async def start(self, port: int = 0) -> "Answering":
-        self.server = await asyncio.start_server(self._accept, "127.0.0.1", port)
+    async def start(self) -> "Answering":
+        self.server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return self
 
     @property
