@@ -1,7 +1,8 @@
 """Real vLLM servers as child processes: start, wait, warm, kill, stop and go on.
 
 The flags make a small machine hold two of them: four sequences at once, 96 MB of KV cache, eager mode, one OpenMP
-thread, the in-process executor (the other one spins on a core). Events and their replay are published over ZMQ.
+thread, the in-process executor (the other one spins on a core). On processors without bfloat16 products the numbers
+are 32 bits long, which makes prompts four times as fast there. Events and their replay are published over ZMQ.
 """
 
 import contextlib
@@ -31,9 +32,18 @@ _ENVIRONMENT = {
 }
 _FLAGS = (
     "--max-model-len 4096 --block-size 32 --max-num-seqs 4 --enforce-eager --distributed-executor-backend uni"
-    " --kv-cache-memory-bytes 96M --enable-prefix-caching --prefix-caching-hash-algo sha256_cbor"
+    " --enable-prefix-caching --prefix-caching-hash-algo sha256_cbor"
     " --enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking --enable-scale-out"
 )
+
+
+def _numbers() -> list[str]:
+    """Flags: the format of numbers, and the memory for as many blocks in either."""
+    with contextlib.suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text().split()
+        if not {"avx512_bf16", "amx_bf16", "bf16"}.intersection(flags):  # the last is Arm's
+            return ["--dtype", "float32", "--kv-cache-memory-bytes", "192M"]
+    return ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "96M"]
 
 
 class Home(Struct, frozen=True):
@@ -99,6 +109,7 @@ class Server:
         nice = self._nice - os.getpriority(os.PRIO_PROCESS, 0)
         command = ["nice", "-n", str(nice), str(self._home.program), "serve", str(self._home.model)]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port), *_FLAGS.split()]
+        command += _numbers()
         command += ["--kv-events-config", json.dumps(events)]
         if self._lora:
             modules = [f"{name}={self._home.adapter(name)}" for name in ADAPTERS]
