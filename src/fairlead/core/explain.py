@@ -25,6 +25,7 @@ from msgspec import Struct
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Weights, parts
 from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy
+from fairlead.core.prefix import AS_FREE
 from fairlead.core.profile import estimate
 from fairlead.core.records import FLOW_CONTROL, Trace, Waited
 from fairlead.core.request import Request
@@ -130,7 +131,7 @@ def _passed_over(chosen: Candidate, rival: Candidate) -> str:
     """Why not one that rates higher."""
     if rival.removed_by:
         return "it was not open"
-    if chosen.free_cache > rival.free_cache and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
+    if chosen.free_cache - rival.free_cache > AS_FREE and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
         free = f"{chosen.free_cache:.0%} against {rival.free_cache:.0%}"
         return f"they are nearly equal, and {chosen.endpoint} has more free cache ({free})"
     return "the policy drew lots or kept a service level"

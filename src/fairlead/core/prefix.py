@@ -36,8 +36,8 @@ _FEW = 10
 _PARTS = 251
 #: Blocks of endpoints that left, removed with each prompt that comes: 0.25 µs each.
 _SWEEP = 64
-#: Steps in which free memory is told. Smaller differences are chance.
-_STEPS = 32
+#: Shares of free memory that differ by no more are the same.
+AS_FREE = 1 / 128
 
 
 class ChainHasher:
@@ -254,9 +254,8 @@ class PrefixIndex:
         return self._capacity[slot]
 
     def free(self, slot: int) -> float:
-        """The share of the endpoint's memory (0..1) that takes prompts before older ones have to go. Whole steps, so
-        that all full ones have the same."""
-        return self._free[slot] * _STEPS // (self._capacity[slot] or 1) / _STEPS
+        """The share of the endpoint's memory (0..1) that takes prompts before older ones have to go."""
+        return self._free[slot] / (self._capacity[slot] or 1)
 
     def extend(self, slot: int, blocks: Sequence[int], sizes: Sequence[int], behind: int | None) -> int | None:
         """Older blocks that an endpoint has, the newest first, behind `behind`, which is its oldest one so far (`None`

@@ -26,6 +26,7 @@ from pydantic import Field
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import DECODE, FEW, Terms, Weights, cost_of_one, parts, weighed
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused, loading, prefix_share
+from fairlead.core.prefix import AS_FREE
 from fairlead.core.profile import estimate
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
@@ -150,11 +151,11 @@ def _one_of_equals(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView
 
 
 def _most_free_cache(order: list[int], cost_at: Callable[[int], float], fleet: FleetView, rng: Random) -> int:
-    """`order`: slots, the lowest cost first. Of several with equally much free, one that costs as little as the first;
+    """`order`: slots, the lowest cost first. Of several with about as much free, one that costs as little as the first;
     it is drawn, so that several schedulers do not herd."""
     free = fleet.table.free_cache.tolist().__getitem__
-    most = max(map(free, order))
-    order = list(compress(order, map(most.__eq__, map(free, order))))
+    enough = max(map(free, order)) - AS_FREE
+    order = list(compress(order, map(enough.__le__, map(free, order))))
     if len(order) == 1:
         return order[0]
     least = cost_at(order[0])
