@@ -50,7 +50,8 @@ from fairlead.core.cost import PRIOR, StepModel
 from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
 
 # How far off forecasts are: quantiles of log(observed / forecast) among the last `WINDOW` of them. No distribution is
-# assumed, so a band holds what it says, and what was not yet learned in the beginning leaves the window.
+# assumed, so a band holds what it says. What a new band begins with leaves it one by one as its own values come: an
+# engine that nobody knew yet is off by ten times, and must not widen the bands of the next sixty requests.
 #
 # Quantiles of the past hold for the future only if that is like it: in a growing queue each first token comes later
 # than those before. So the distance of each end from the middle is multiplied by e^(0.95·WIDEN) for a first token
@@ -60,7 +61,8 @@ from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
 
 #: The band is that of the middle 90 %.
 LOW, HIGH = 0.05, 0.95
-WINDOW, FIRST = 64, 16
+#: Values that are kept, and those of a new band: the fewest whose lowest is their 5 % quantile.
+WINDOW, FIRST = 64, 19
 #: Log ratios stay within ± this.
 LIMIT = 5.0
 #: How fast an end of a band learns, the bounds of its distance from the middle as a multiple of the quantile's, and
@@ -74,14 +76,17 @@ class Band:
     """The middle 90 % of a stream of log ratios, and its median. A new one begins with `FIRST` values of its parent,
     or with half to twice what was forecast."""
 
-    __slots__ = ("_above", "_below", "_ranked", "_recent", "factors", "high", "low", "middle")
+    __slots__ = ("_above", "_below", "_borrowed", "_ranked", "_recent", "factors", "high", "low", "middle")
 
     def __init__(self, parent: "Band | None" = None, values: Sequence[float] = ()) -> None:
         """`values`: those that another one had (`values`)."""
+        borrowed = 0
         if values:
             values = [min(max(x, -LIMIT), LIMIT) for x in values[-WINDOW:]]
         else:
             values = _BEFORE if parent is None else [parent.at((i + 0.5) / FIRST) for i in range(FIRST)]
+            borrowed = FIRST
+        self._borrowed = borrowed
         self._recent, self._ranked = deque(values), sorted(values)
         self._below = self._above = 1.0
         self._measure()
@@ -107,7 +112,8 @@ class Band:
         x = min(max(x, -LIMIT), LIMIT)
         self._recent.append(x)
         insort(self._ranked, x)
-        if len(self._recent) > WINDOW:
+        if self._borrowed or len(self._recent) > WINDOW:
+            self._borrowed = max(self._borrowed - 1, 0)
             del self._ranked[bisect_left(self._ranked, self._recent.popleft())]
         self._below = min(max(self._below * exp(WIDEN * (below - LOW)), NARROWEST), WIDEST)
         self._above = min(max(self._above * exp(WIDEN * (above - LOW)), NARROWEST), WIDEST)

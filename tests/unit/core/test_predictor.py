@@ -9,7 +9,7 @@ import pytest
 from fairlead.core.cost import LEAST_USAGE, PRIOR, cost
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
-from fairlead.core.rates import Band
+from fairlead.core.rates import FIRST, Band
 from fairlead.core.records import Forecast
 from fairlead.core.request import PrefixChain, Request
 from fairlead.testing.builders import lease_of
@@ -241,6 +241,18 @@ def test_what_was_not_yet_learned_in_the_beginning_leaves_a_band() -> None:
     for _ in range(64):
         band.add(0.0)
     assert band.low == pytest.approx(band.high, abs=0.05) and band.middle == 0.0
+
+
+def test_a_new_kind_borrows_a_band_only_until_it_has_its_own() -> None:
+    """The first requests to an unknown engine are off by ten times; those of a later kind are not."""
+    everything = Band()
+    for _ in range(8):
+        everything.add(log(10.0))
+    kind = Band(everything)
+    assert kind.high > log(8.0)
+    for number in range(FIRST):
+        kind.add(0.01 * number)
+    assert log(0.8) < kind.low < kind.high < log(1.5)
 
 
 @pytest.mark.parametrize("drift", [0.003, 0.01, 0.02])
