@@ -183,7 +183,9 @@ class Fleet:
         due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot], self._prior.whole_step_ms)
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         if overdue and table.kv[slot] * (1.0 + 2.0 / max(running, 1.0)) < CROWDED:
-            table.max_seqs[slot] = self.predictor.rates.sampled(slot, waiting, running)
+            self.predictor.rates.sampled(slot, waiting, running)
+        # What was seen at others of its class holds for it, too.
+        table.max_seqs[slot] = self.predictor.rates.limit(slot)
         dropped = self.ledger.reconcile(slot, started, waiting, running)
         for lease in dropped:
             if lease.auxiliary:

@@ -186,9 +186,11 @@ class _Limit(Struct):
     #: The limit; 0 = none is known.
     known: float = 0.0
 
-    def sampled(self, waiting: float, running: float) -> float:
+    def sampled(self, waiting: float, running: float) -> None:
         if running > self.peak:
-            self.peak, self.at_peak, self.below, self.known = running, 0.0, 0.0, 0.0
+            # One more than the limit while others wait: it is that much higher, and not gone.
+            self.known = running if self.known and waiting >= 1.0 else 0.0
+            self.peak, self.at_peak, self.below = running, 0.0, 0.0
         if waiting >= 1.0:
             keep = 1.0 - 1.0 / LIMIT_SCRAPES
             below = running < self.peak - max(1.0, 0.1 * self.peak)
@@ -198,7 +200,6 @@ class _Limit(Struct):
                 self.known = 0.0
             elif self.at_peak >= LIMIT_HITS and self.at_peak >= 3.0 * self.below:
                 self.known = self.peak
-        return self.known
 
 
 class _Class:
@@ -451,9 +452,13 @@ class Rates:
         self._ratios[turn] = self._own[turn].ratio(alike, now)
         self._write(turn, alike)
 
-    def sampled(self, slot: int, waiting: float, running: float) -> float:
-        """A scrape of an endpoint with memory to spare. Returns how many sequences it runs at once; 0 = not known."""
-        return self._classes[self._looks[slot]].limit.sampled(waiting, running)
+    def sampled(self, slot: int, waiting: float, running: float) -> None:
+        """A scrape of an endpoint with memory to spare."""
+        self._classes[self._looks[slot]].limit.sampled(waiting, running)
+
+    def limit(self, slot: int) -> float:
+        """How many sequences it runs at once; 0 = not known."""
+        return self._classes[self._looks[slot]].limit.known
 
     def _publish(self, alike: _Class) -> None:
         """All members of a class its factors."""

@@ -41,6 +41,16 @@ def test_new_labels_keep_load_and_prefixes() -> None:
     assert fleet.match(request(2)) is not None
 
 
+def test_what_one_engine_runs_at_once_is_known_of_all_that_look_alike() -> None:
+    """Also where a long queue never shows it: what waits there may only not be computed yet."""
+    fleet = fleet_of(2)
+    fleet.charge(request(1, 50_000), 1, 9.9, 0, 100.0)
+    for moment in range(10, 14):
+        fleet.sampled("e0", moment, moment, Sample(waiting=2.0, running=4.0, kv_usage=0.1))
+        fleet.sampled("e1", 10.0, 10.0, Sample(waiting=9.0, running=3.0, kv_usage=0.1))
+    assert fleet.table.max_seqs[:2].tolist() == [4.0, 4.0]
+
+
 def test_another_address_is_another_process() -> None:
     fleet = fleet_of(2)
     fleet.charge(request(1), 0, 0.0, 0, 100.0)

@@ -195,20 +195,28 @@ class TestLimits:
     def test_four_run_and_others_wait_again_and_again(self) -> None:
         rates = pool(2)
         for waiting, running in ((0, 3), (1, 4), (2, 3), (1, 4)):
-            known = rates.sampled(0, waiting, running)
-        assert known == 4.0
-        assert rates.sampled(1, 0.0, 0.0) == 4.0, "so it is with all that look alike"
+            rates.sampled(0, waiting, running)
+        assert rates.limit(0) == 4.0
+        assert rates.limit(1) == 4.0, "so it is with all that look alike"
 
     def test_more_run_than_the_limit(self) -> None:
         rates = pool(1)
         for _ in range(int(LIMIT_HITS) + 2):
             rates.sampled(0, 1.0, 4.0)
-        assert rates.sampled(0, 0.0, 5.0) == 0.0
+        assert rates.limit(0) == 4.0
+        rates.sampled(0, 1.0, 5.0)
+        assert rates.limit(0) == 5.0, "others wait: so the limit was only not reached before"
+        rates.sampled(0, 0.0, 6.0)
+        assert rates.limit(0) == 0.0
 
     def test_numbers_that_go_up_and_down_are_no_limit(self) -> None:
         rates, rng = pool(1), Random(9)
-        assert not any(rates.sampled(0, rng.randrange(1, 9), rng.randrange(10, 60)) for _ in range(500))
+        for _ in range(500):
+            rates.sampled(0, rng.randrange(1, 9), rng.randrange(10, 60))
+            assert not rates.limit(0)
 
     def test_nobody_waits(self) -> None:
         rates = pool(1)
-        assert not any(rates.sampled(0, 0.0, 4.0) for _ in range(50))
+        for _ in range(50):
+            rates.sampled(0, 0.0, 4.0)
+            assert not rates.limit(0)
