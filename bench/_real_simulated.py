@@ -16,16 +16,16 @@ from _real_pool import Server
 TUNE_S, PATIENCE_S = 60.0, 180.0
 
 
-def tuned(servers: Sequence[Server], preset: Path, say: Callable[[str], None]) -> bool:
-    """Whether there is a preset of the idle servers, which share a machine; one that is there is kept."""
-    if not preset.is_file():
-        say(f"tuning a preset from server {servers[0].name} ({TUNE_S:g} s)")
-        neighbour = ["--neighbour", servers[1].url] if len(servers) > 1 else []
-        command = ["tune", servers[0].url, *neighbour, "--seconds", f"{TUNE_S:g}", "--out", str(preset)]
-        problem = _fairlead(*command)[1]
-        if problem:
-            say(f"    {problem}")
-    return preset.is_file()
+def tuned(servers: Sequence[Server], preset: Path, say: Callable[[str], None]) -> None:
+    """Write a preset of the idle servers, which share a machine. Anew each time: the machine may be slower by a third
+    than an hour ago."""
+    preset.unlink(missing_ok=True)
+    say(f"tuning a preset from server {servers[0].name} ({TUNE_S:g} s)")
+    neighbour = ["--neighbour", servers[1].url] if len(servers) > 1 else []
+    command = ["tune", servers[0].url, *neighbour, "--seconds", f"{TUNE_S:g}", "--out", str(preset)]
+    problem = _fairlead(*command)[1]
+    if problem:
+        say(f"    {problem}")
 
 
 def simulated(rows: Iterable[dict[str, Any]], journals: Path, preset: Path, servers: int) -> list[dict[str, Any]]:
