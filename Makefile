@@ -77,7 +77,7 @@ unit: $(VENV)/.dev ## tests of parts, properties and fuzzers
 	@$(call timed,unit tests,$(call tests,tests/property tests/fuzz tests/unit))
 
 # These wait for processes more than they compute.
-integration test-kube: WORKERS = 3
+integration test-kube test-hard: WORKERS = 3
 integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
 	@$(call timed,integration tests,$(call tests,tests/e2e tests/chaos tests/browser tests/integration))
 

@@ -80,13 +80,12 @@ class Band:
 
     def __init__(self, parent: "Band | None" = None, values: Sequence[float] = ()) -> None:
         """`values`: those that another one had (`values`)."""
-        borrowed = 0
+        #: Of those that are kept, the ones that are not its own.
+        self._borrowed = 0 if values else FIRST
         if values:
             values = [min(max(x, -LIMIT), LIMIT) for x in values[-WINDOW:]]
         else:
             values = _BEFORE if parent is None else [parent.at((i + 0.5) / FIRST) for i in range(FIRST)]
-            borrowed = FIRST
-        self._borrowed = borrowed
         self._recent, self._ranked = deque(values), sorted(values)
         self._below = self._above = 1.0
         self._measure()
