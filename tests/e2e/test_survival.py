@@ -104,7 +104,6 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: 
     serve = survivor
     await sees_the_scheduler(serve.gateway)
     before, counted_before = await stat(serve.gateway, UNSCHEDULED), await serve.metric(OWN_COUNT)
-    assert counted_before == before
     back = 0.0
     missed = 0
 
