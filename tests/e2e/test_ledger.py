@@ -307,7 +307,7 @@ async def test_model_servers_that_are_killed(world: Callable[..., Awaitable[Worl
     at = await world(own=True)
     async with crowding(at, "stream", "leave mid-stream") as crowded:
         at.stub.signal(signal.SIGKILL)
-    assert (await crowded)["broken"] > 5
+    assert (await crowded)["broken"] > 0
     assert await at.quiet() == {}
     at.check_all_were_told()
 

@@ -190,13 +190,14 @@ class _Prober:
         if len(records) < item.batch:
             return []
         first = [record.first_data for record in records]
-        at_once = sum(start < min(record.last_data for record in records) for start in first)
+        decoding = median(record.last_data - record.first_data for record in records)
+        # Who has to wait for a slot begins when another one ends. Half an answer apart no busy machine mixes them up.
+        at_once = sum(start - min(first) < 0.5 * decoding for start in first)
         if at_once < item.batch:
             # A longer prompt may have to wait for memory, which is no limit of sequences.
             if item.tokens <= SHORT:
                 self.facts = msgspec.structs.replace(self.facts, max_num_seqs=at_once)
             return []
-        decoding = median(record.last_data - record.first_data for record in records)
         if max(first) - min(first) > TOGETHER * decoding:
             return []
         # A server that does not say what it found in its cache says nothing of prefill here.
