@@ -66,7 +66,10 @@ def config(upstream: Upstream, response_mode: str = "streamed") -> dict[str, obj
     return {**pool, "gateway": {"responseMode": response_mode}}
 
 
-@pytest.fixture(scope="module", params=["streamed", "none"])
+MODES = ("streamed", "none")
+
+
+@pytest.fixture(scope="module", params=MODES)
 def survivor(
     request: pytest.FixtureRequest, upstream: Upstream, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serve]:
@@ -76,6 +79,12 @@ def survivor(
         yield child.start(config(upstream, request.param))
     finally:
         child.end()
+
+
+@pytest.fixture(params=MODES)
+def crashing(request: pytest.FixtureRequest, upstream: Upstream, serve: Callable[..., Serve]) -> Serve:
+    """One whose gateway may be killed: the next gateway counts from 0."""
+    return serve(config(upstream, request.param))
 
 
 @pytest.fixture
@@ -104,6 +113,7 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: 
     serve = survivor
     await sees_the_scheduler(serve.gateway)
     before, counted_before = await stat(serve.gateway, UNSCHEDULED), await serve.metric(OWN_COUNT)
+    assert counted_before == before
     back = 0.0
     missed = 0
 
@@ -194,8 +204,8 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
     assert held == {}, held
 
 
-async def test_a_crashed_gateway_is_restarted_and_serves_again(survivor: Serve, figures: list[str]) -> None:
-    serve = survivor
+async def test_a_crashed_gateway_is_restarted_and_serves_again(crashing: Serve, figures: list[str]) -> None:
+    serve = crashing
     await sees_the_scheduler(serve.gateway)
     first, scheduler = serve.envoy_pid(), serve.scheduler_pid()
     async with Http1(serve.port) as client:
