@@ -15,8 +15,8 @@ import argparse
 from statistics import fmean
 from typing import Any
 
+from _autoscaling import Autoscaler, Signal, by_demand, by_memory, by_queue
 from _output import tell
-from fairlead.lab.simulator.autoscaling import Autoscaler, Signal, by_demand, by_memory, by_queue
 from fairlead.lab.simulator.result import summarise
 from fairlead.lab.simulator.scenarios import day
 

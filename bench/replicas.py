@@ -31,6 +31,7 @@ from msgspec import structs
 
 import _replicas_live as live
 from _output import tell
+from _replicated import Exchange, ReplicatedSimulation
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
 from fairlead.core.endpoint import Endpoint, Sample
@@ -48,7 +49,6 @@ from fairlead.core.prefix import ChainHasher
 from fairlead.core.reports import Reports, SharedFleet
 from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import Pipeline
-from fairlead.lab.simulator.replicated import Exchange, ReplicatedSimulation
 from fairlead.lab.simulator.result import summarise
 from fairlead.lab.simulator.run import config_from, policy_text
 from fairlead.lab.simulator.scenarios import QUALITY, cut, scenario

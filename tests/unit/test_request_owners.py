@@ -17,7 +17,6 @@ EXEMPT = {
     "lab/simulator/replay.py": "what a journal says was decided, beside the replay",
     "lab/simulator/replay_change.py": "answers of the policy beside, compared at the end of an event",
     "server/observe/tracing.py": "trace ids of the last requests, to name them beside figures; bounded",
-    "lab/simulator/replicated.py": "which scheduler each simulated client asks, a list whose places are the ids",
     "lab/simulator/simulation.py": "the simulated clients, a list whose places are the ids",
 }
 #: `x[request.id]`, `x.get(event.request_id)`, `x.pop(…)`, `request.id in x`.

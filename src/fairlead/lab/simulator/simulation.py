@@ -221,7 +221,7 @@ class Simulation:
         self.make_fleet = partial(
             self.fleet_type, config.ledger.lease_ttl, world.staleness_s, exact=self._events, prior=world.prior
         )
-        #: The one that is fed now, and its number among several (`fairlead.lab.simulator.replicated`).
+        #: The one that is fed now, and its number among several (`bench/_replicated.py`).
         self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
         self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told, world.watched)
