@@ -20,6 +20,8 @@ from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvE
 from fairlead.core.kv.hashing import EngineHasher, short
 from fairlead.lab.engine import tokens as tk
 from fairlead.lab.engine.blocks import BlockManager
+from fairlead.pool.kv_events.discovery import Curve
+from fairlead.pool.kv_events.replay import Context, Socket, bound_to, secure
 from fairlead.pool.kv_events.wire import replay_end, replay_reply, replay_start, sequence, topic
 
 # KV events to bytes, in the forms that model servers of different age send: for the stub, and to test decoders.
@@ -151,48 +153,34 @@ class BlockNames:
 #: Messages that a publisher keeps for a slow subscriber (vLLM's default).
 _HWM = 100_000
 
-Context = zmq.Context[zmq.Socket[bytes]]
-Socket = zmq.Socket[bytes]
 Batches = list[tuple[bytes | None, int, bytes]]
 
 
-class CurveServer(Struct, frozen=True):
-    """Z85 key pair of the publisher; `server`: the subscriber's public key, when the publisher dials."""
-
-    public: str
-    secret: str
-    server: str = ""
-
-
-def publisher_socket(context: Context, address: str, connect: bool, curve: CurveServer | None) -> tuple[Socket, str]:
+def publisher_socket(context: Context, address: str, connect: bool, curve: Curve | None) -> tuple[Socket, str]:
     """A PUB socket and the address that it has. Raises `zmq.ZMQError` when it is taken or none."""
     socket = context.socket(zmq.PUB)
     socket.set(zmq.SNDHWM, _HWM)
     socket.set(zmq.LINGER, 0)
-    _secure(socket, curve)
+    secure(socket, curve)
     if connect:
         socket.connect(address)
         return socket, address
     socket.bind(address)
-    return socket, _bound_to(socket)
+    return socket, bound_to(socket)
 
 
 class Replays:
     """Answers replay requests. `batches(start)`: topic (or `None`), number and payload of all that is buffered."""
 
-    def __init__(
-        self, context: Context, address: str, curve: CurveServer | None, batches: Callable[[int], Batches]
-    ) -> None:
+    def __init__(self, context: Context, address: str, curve: Curve | None, batches: Callable[[int], Batches]) -> None:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, _HWM)
         self._socket.set(zmq.LINGER, 0)
-        _secure(self._socket, curve)
+        secure(self._socket, curve)
         self._socket.bind(address)
-        self.address = _bound_to(self._socket)
-        #: Requests that got no answer because of their form.
-        self.invalid = 0
+        self.address = bound_to(self._socket)
         self._descriptor = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._descriptor, self._read)
         self._read()
@@ -210,8 +198,7 @@ class Replays:
             try:
                 start = replay_start(request)
             except ValueError:
-                self.invalid += 1
-                continue
+                continue  # as vLLM, which answers nothing to a wrong form
             self._answer(peer, start)
 
     def _answer(self, peer: bytes, start: int) -> None:
@@ -220,22 +207,6 @@ class Replays:
             with_topic = name is not None
             self._socket.send_multipart([peer, *replay_reply(name, number, payload)], zmq.NOBLOCK)
         self._socket.send_multipart([peer, *replay_end(with_topic)], zmq.NOBLOCK)
-
-
-def _secure(socket: Socket, curve: CurveServer | None) -> None:
-    if curve is not None:
-        socket.set(zmq.CURVE_PUBLICKEY, curve.public.encode())
-        socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
-        if curve.server:
-            socket.set(zmq.CURVE_SERVERKEY, curve.server.encode())
-        else:
-            socket.set(zmq.CURVE_SERVER, 1)
-
-
-def _bound_to(socket: Socket) -> str:
-    address = socket.get(zmq.LAST_ENDPOINT)
-    assert isinstance(address, bytes)
-    return address.rstrip(b"\0").decode()
 
 
 # KV events of a replica, published as vLLM does: what the engine's cache stores and forgets, batch by batch.
@@ -265,10 +236,10 @@ class KvEventsConfig(Struct, frozen=True, kw_only=True):
     #: Replies of vLLM before 0.26 have no topic.
     replay_topic: bool = True
     encoding: Encoding = field(default_factory=Encoding)
-    #: Tell hashes as a vLLM with this algorithm and PYTHONHASHSEED would (see `kv_names`); empty = the engine's own.
+    #: Tell hashes as a vLLM with this algorithm and PYTHONHASHSEED would (see `BlockNames`); empty = the engine's own.
     hashes: str = ""
     hash_seed: str = ""
-    curve: CurveServer | None = None
+    curve: Curve | None = None
 
 
 class KvPublisher:
@@ -290,7 +261,7 @@ class KvPublisher:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._lose = 0
         self._told: deque[int] = deque(maxlen=100_000)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._context: Context = zmq.Context(1)
         try:
             self._socket, self.events_address = publisher_socket(
                 self._context, config.events, config.connect, config.curve
@@ -305,11 +276,6 @@ class KvPublisher:
     @property
     def replay_address(self) -> str:
         return self._replays.address if self._replays is not None else ""
-
-    @property
-    def invalid_replay_requests(self) -> int:
-        """Requests for replays that got no answer because of their form."""
-        return self._replays.invalid if self._replays is not None else 0
 
     def attach(self, blocks: BlockManager, block_size: int) -> None:
         """Publish what this cache does from now on."""

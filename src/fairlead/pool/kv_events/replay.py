@@ -45,6 +45,12 @@ def _socket(context: Context, kind: int, limits: Limits, curve: Curve | None) ->
     socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
     socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
     socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT)
+    secure(socket, curve)
+    return socket
+
+
+def secure(socket: Socket, curve: Curve | None) -> None:
+    """Before it is bound or connected."""
     if curve is not None:
         socket.set(zmq.CURVE_PUBLICKEY, curve.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
@@ -52,7 +58,6 @@ def _socket(context: Context, kind: int, limits: Limits, curve: Curve | None) ->
             socket.set(zmq.CURVE_SERVERKEY, curve.server.encode())
         else:
             socket.set(zmq.CURVE_SERVER, 1)
-    return socket
 
 
 def bound_to(socket: Socket) -> str:

@@ -130,7 +130,6 @@ async def test_replays_as_captured_from_the_real_server() -> None:
     for wrong in ([b"\0" * 8], [b"", b"topic", b"\0" * 8], [b"", b""]):
         socket.send_multipart(wrong)
     replies = await ask(replay_request(0))
-    assert publisher.invalid_replay_requests == 3
     assert [replayed(reply).sequence for reply in replies[:-1]] == [2, 3, 4]
     assert replies[-1] == [b"", b"", b"\xff" * 8, b""] and replies[0][:2] == [b"", b"kv@p@m"]
     assert len(await ask([b"", b"\x04"])) == 2

@@ -12,7 +12,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
-from fairlead.lab.stub.kv_publisher import CurveServer, Encoding, KvEventsConfig, KvPublisher
+from fairlead.lab.stub.kv_publisher import Encoding, KvEventsConfig, KvPublisher
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher
 
@@ -292,7 +292,7 @@ def keys() -> tuple[str, str]:
 
 async def test_curve_when_we_connect(events: Any, publish: Any) -> None:
     server, client, wrong = keys(), keys(), keys()
-    publisher = publish(curve=CurveServer(*server))
+    publisher = publish(curve=Curve(*server))
     store(publisher, 1)
     events.watch(0, source(publisher, curve=Curve(*client, server[0])))
     events.watch(1, source(publisher, curve=Curve(*client, wrong[0])))
@@ -306,8 +306,8 @@ async def test_curve_when_they_dial(events: Any, publish: Any) -> None:
     server, client, stranger = keys(), keys(), keys()
     address = events.bind("tcp://127.0.0.1:*", Curve(*server), clients=[client[0]])
     events.allow({"10.0.0.1:8000": Publisher(0, "m"), "10.0.0.2:8000": Publisher(1, "m")})
-    good = publish(events=address, connect=True, replay="", curve=CurveServer(*client, server[0]))
-    bad = publish("10.0.0.2:8000", events=address, connect=True, replay="", curve=CurveServer(*stranger, server[0]))
+    good = publish(events=address, connect=True, replay="", curve=Curve(*client, server[0]))
+    bad = publish("10.0.0.2:8000", events=address, connect=True, replay="", curve=Curve(*stranger, server[0]))
     plain = publish("10.0.0.2:8000", events=address, connect=True, replay="")
     async with asyncio.timeout(15):
         while not blocks(events, 0):
