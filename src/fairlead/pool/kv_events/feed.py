@@ -142,11 +142,6 @@ class Feed:
         else:
             self._again = True
 
-    def engine_started(self, started: float) -> None:
-        """Metrics show when the process started (Unix seconds). If what we know is older, it is of another life."""
-        if self.last >= 0 and self._life_ts < started:
-            self._restart()
-
     def gone(self) -> None:
         """The rank is no more: drop what is under way."""
         self._events = self._steps = self._waiting = None

@@ -75,11 +75,6 @@ class Subscription:
         self._monitor.read()
         self._wake()
 
-    def engine_started(self, started: float) -> None:
-        """See `Feed.engine_started`."""
-        self.feed.engine_started(started)
-        self._wake()
-
     def cut(self) -> None:
         """Lose the connection, as when the network breaks; `mend` dials again. For tests and drills."""
         self._socket.disconnect(self._address)
@@ -131,7 +126,7 @@ class Subscription:
 # All KV events of a pool: who is listened to, and everything that this needs.
 #
 # Connecting out is the default: endpoints come from discovery, so nobody else can tell the index anything. Binding is
-# for publishers that dial (`hub.py`).
+# for publishers that dial (`Hub`).
 
 #: Edge-triggered descriptors can lose a wake-up when a socket is used from another call; this finds what was left.
 _SWEEP_S = 0.5
@@ -207,13 +202,6 @@ class KvSubscriber:
             task.add_done_callback(self._closing.discard)
         for feed in self._hub_feeds.pop(slot, {}).values():
             self._forget(feed)
-
-    def engine_started(self, slot: int, started: float) -> None:
-        """Metrics of the endpoint say when its process started (Unix seconds)."""
-        for subscription in self._watched.get(slot, ()):
-            subscription.engine_started(started)
-        for feed in self._hub_feeds.get(slot, {}).values():
-            feed.engine_started(started)
 
     # ---------------------------------------------------------------- binding
 

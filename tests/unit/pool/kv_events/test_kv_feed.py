@@ -212,18 +212,6 @@ def test_reconnecting_without_replay() -> None:
     assert case.blocks == [1010] and case.feed.count.restarts == 1 and case.feed.cache.provisional
 
 
-def test_metrics_that_show_a_new_process() -> None:
-    case = Case(can_replay=False)
-    case.live(batch(0, ts=50.0), batch(1, ts=60.0))
-    case.feed.engine_started(49.0)
-    assert case.blocks == [1, 2]
-    case.feed.engine_started(70.0)
-    assert case.blocks == [] and case.feed.count.restarts == 1
-    case.live(batch(0, ts=71.0, life=1))
-    case.feed.engine_started(70.0)
-    assert case.blocks == [1001]
-
-
 def test_resuming_from_a_snapshot() -> None:
     case = Case(can_replay=True)
     case.feed.resume(1, 1.0)
