@@ -19,13 +19,14 @@ from fairlead.cli.options import (
     examples,
     exits,
     numbers,
-    policies,
-    scenarios,
+    policy_option,
+    workload_option,
 )
 from fairlead.cli.tune import engine_argument
 from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, version
 
 if TYPE_CHECKING:
+    from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.journal import Run
 
 Against = Annotated[
@@ -188,33 +189,12 @@ def _run(dask: Any, client: Any, cells: Sequence[tuple[Cell, str]]) -> Iterator[
             yield CellResult(key=key, scenario=name, policy=cell.policy, seed=cell.seed, error=text)
 
 
-# `fairlead sim compare`: policies × workloads × loads, simulated in parallel, as a table and a report.
-
-if TYPE_CHECKING:
-    from fairlead.lab.simulator.grid import Cell, CellResult
-
-
 _Workload = Annotated[
     list[str] | None,
-    typer.Option(
-        "--workload",
-        "-w",
-        metavar="NAME|FILE",
-        help="Scenario or workload file; repeat.",
-        autocompletion=scenarios,
-        show_default="all for quality",
-    ),
+    workload_option("NAME|FILE", "Scenario or workload file; repeat.", show_default="all for quality"),
 ]
 Policies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        "-p",
-        metavar="NAME|FILE",
-        help="Policy, FILE (.yaml or .py) or NAME=FILE; repeat.",
-        autocompletion=policies,
-        show_default="all",
-    ),
+    list[str] | None, policy_option("Policy, FILE (.yaml or .py) or NAME=FILE; repeat.", show_default="all")
 ]
 _Requests = Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N of each.")]
 _Replicas = Annotated[int, typer.Option(metavar="N", min=0, help="Model servers.", show_default="the scenario's")]
@@ -256,23 +236,23 @@ def compare(
     if against is not None:
         gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, engine=engine, head=requests)
         return
+    from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
     from fairlead.lab.workload.formats import TraceError
 
     with exits(WRONG_INPUT, TraceError, ValueError, OSError):
-        cells = _cells(
-            workload or [],
-            policy or [],
-            load,
-            seeds,
-            traces,
-            requests,
-            replicas,
-            speeds,
-            prefill,
-            engine_argument(engine),
+        spec = ScenarioSpec(
+            name="",
+            source="",
+            traces=traces,
+            head=requests,
+            servers=replicas,
+            speeds=numbers(speeds),
+            prefill=prefill,
+            preset=engine_argument(engine),
         )
+        cells = _cells(spec, workload or [], policy or [], load, seeds)
         kept = kept_results(out, fresh)
         with ExitStack() as stack:
             runner = stack.enter_context(on_cluster(cluster)) if cluster else None
@@ -293,7 +273,7 @@ def kept_results(out: Path, fresh: bool) -> Path:
     return kept
 
 
-def end_with_errors(results: "list[CellResult]") -> None:
+def end_with_errors(results: list[CellResult]) -> None:
     """End the command with what failed, if anything did."""
     errors = [result for result in results if result.error]
     for result in errors:
@@ -302,28 +282,19 @@ def end_with_errors(results: "list[CellResult]") -> None:
         raise typer.Exit(FAILED)
 
 
-def _print_json(results: "list[CellResult]") -> None:
+def _print_json(results: list[CellResult]) -> None:
     from fairlead.lab.simulator.grid import mean_figures, regrets
 
     means = mean_figures(results)
     echo_json({"summary": means, "regret": regrets(means)})
 
 
-def _cells(
-    scenarios: list[str],
-    policies: list[str],
-    load: str,
-    seeds: int,
-    traces: str,
-    head: int,
-    servers: int,
-    speeds: str,
-    prefill: int,
-    preset: str,
-) -> "list[Cell]":
+def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load: str, seeds: int) -> list[Cell]:
+    """`spec`: what the scenarios have in common."""
+    from msgspec.structs import replace
+
     from fairlead.config.problems import suggestion
-    from fairlead.lab.simulator.build import ScenarioSpec, names
-    from fairlead.lab.simulator.grid import Cell
+    from fairlead.lab.simulator.build import names
     from fairlead.lab.simulator.run import known_policies
     from fairlead.lab.simulator.scenarios import QUALITY
 
@@ -336,17 +307,7 @@ def _cells(
         raise ValueError(f"loads must be numbers above 0, got {load!r}")
     return [
         Cell(
-            scenario=ScenarioSpec(
-                name=_label(source, factor, len(loads) > 1),
-                source=source,
-                traces=traces,
-                speedup=factor,
-                head=head,
-                servers=servers,
-                speeds=numbers(speeds),
-                prefill=prefill,
-                preset=preset,
-            ),
+            scenario=replace(spec, name=_label(source, factor, len(loads) > 1), source=source, speedup=factor),
             policy=policy,
             text=text,
             seed=seed,
@@ -377,7 +338,7 @@ def _label(source: str, factor: float, several: bool) -> str:
 
 
 @contextmanager
-def progress_bar(total: int) -> "Iterator[Callable[[CellResult, int, int], None]]":
+def progress_bar(total: int) -> Iterator[Callable[[CellResult, int, int], None]]:
     """A bar on stderr where that is a terminal, else a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

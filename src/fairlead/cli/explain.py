@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
-from fairlead.cli.options import OTHER_PORT, Admin, Policy, Set, admin_url, change, examples, exits, with_token
+from fairlead.cli.options import Admin, Policy, Set, admin_url, change, examples, exits, fetched
 
 if TYPE_CHECKING:
     from fairlead.core.explain import Candidate
@@ -220,27 +220,13 @@ def explain(
 
 def _fetch(url: str, request: str) -> dict[str, Any]:
     """Raises `ValueError`, `OSError`, or `EngineError` where nothing answers."""
-    import urllib.error
     from urllib.parse import quote
-    from urllib.request import urlopen
 
     import msgspec
 
-    from fairlead.core.errors import EngineError
-
-    try:
-        page = f"{url.rstrip('/')}/debug/decisions/{quote(request, safe='')}"
-        with urlopen(with_token(page), timeout=10.0) as answer:
-            answered: dict[str, Any] = msgspec.json.decode(answer.read())
-            return answered
-    except urllib.error.HTTPError as error:
-        said = error.read(500).decode(errors="replace").strip()
-        # The gateway and model servers answer 404 too, and say nothing of us.
-        raise ValueError(said if "airlead" in said or error.code != 404 else f"{url}: {OTHER_PORT}") from None
-    except urllib.error.URLError as error:
-        raise EngineError(
-            url, f"does not answer ({error.reason}); is `fairlead serve` running, and is this its admin port?"
-        ) from None
+    page = f"{url.rstrip('/')}/debug/decisions/{quote(request, safe='')}"
+    answered: dict[str, Any] = msgspec.json.decode(fetched(page, url, "airlead"))
+    return answered
 
 
 def _search(path: Path, request: str, run: str, policy: str, settings: list[str] | None) -> dict[str, Any]:

@@ -68,6 +68,21 @@ def presets(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
+# Options that several commands have, each with its own words.
+
+
+def policy_option(help: str, **more: Any) -> Any:
+    return typer.Option("--policy", "-p", metavar="NAME|FILE", help=help, autocompletion=policies, **more)
+
+
+def workload_option(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Option("--workload", "-w", metavar=metavar, help=help, autocompletion=scenarios, **more)
+
+
+def engine_option(help: str, **more: Any) -> Any:
+    return typer.Option("--engine", "-e", metavar="NAME|FILE|URL", help=help, autocompletion=presets, **more)
+
+
 @contextmanager
 def exits(code: int, *errors: type[Exception]) -> Iterator[None]:
     """These errors become lines on stderr and the exit code."""
@@ -143,13 +158,9 @@ BlockSize = Annotated[
 ]
 Engine = Annotated[
     str,
-    typer.Option(
-        "--engine",
-        "-e",
-        metavar="NAME|FILE|URL",
-        help="Model and GPU: a preset, a FILE of `fairlead tune`, or an idle server to measure.",
+    engine_option(
+        "Model and GPU: a preset, a FILE of `fairlead tune`, or an idle server to measure.",
         show_default="as recorded, or the scenario's",
-        autocompletion=presets,
     ),
 ]
 Traces = Annotated[
@@ -181,16 +192,7 @@ if TYPE_CHECKING:
 
     from fairlead.config.schema import Config
 
-Policy = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        "-p",
-        metavar="NAME|FILE",
-        help="Another policy: its name, or a configuration that has it.",
-        autocompletion=policies,
-    ),
-]
+Policy = Annotated[str, policy_option("Another policy: its name, or a configuration that has it.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="A scorer's weight, a parameter, or PLUGIN.PARAMETER; repeat.", metavar="NAME=VALUE"),
@@ -249,16 +251,17 @@ def counted(title: str, total: int) -> Iterator[Callable[[], None] | None]:
 
 
 @contextmanager
-def busy(title: str) -> Iterator[None]:
-    """Something moves, and the seconds are counted, while it is not known how much there is to do."""
+def busy(title: str) -> Iterator[Callable[[str], None]]:
+    """Something moves, and the seconds are counted, while it is not known how much there is to do. Gives a function
+    that changes the title."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(title, total=None)
-        yield
+        task = bar.add_task(title, total=None)
+        yield lambda text: bar.update(task, description=text)
 
 
 def with_token(url: str) -> "Request":
@@ -271,3 +274,24 @@ def with_token(url: str) -> "Request":
     if parts.password:
         request.add_header("Authorization", f"Bearer {unquote(parts.password)}")
     return request
+
+
+def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0) -> bytes:
+    """A page of the admin port at `base`. Raises `ValueError` for a refusal, with its words if `ours` is among them,
+    else that something else listens there; `EngineError` where nothing answers."""
+    from urllib.error import HTTPError, URLError
+    from urllib.request import urlopen
+
+    from fairlead.core.errors import EngineError
+
+    try:
+        with urlopen(with_token(page), timeout=timeout_s) as answer:
+            return bytes(answer.read())
+    except HTTPError as error:
+        said = error.read(500).decode(errors="replace").strip()
+        # The gateway and model servers answer 404 too, and say nothing of us.
+        raise ValueError(said if ours in said or error.code != 404 else f"{base}: {OTHER_PORT}") from None
+    except URLError as error:
+        raise EngineError(
+            base, f"does not answer ({error.reason}); is `fairlead serve` running, and is this its admin port?"
+        ) from None

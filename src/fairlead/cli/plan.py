@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
-from fairlead.cli.options import OTHER_PORT, Engine, Traces, complain, examples, exits, policies, scenarios, with_token
+from fairlead.cli.options import (
+    OTHER_PORT,
+    Engine,
+    Traces,
+    busy,
+    complain,
+    examples,
+    exits,
+    fetched,
+    policy_option,
+    workload_option,
+)
 from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:
@@ -19,16 +30,7 @@ if TYPE_CHECKING:
 #: Of a running scheduler's journal, so many of the newest bytes are fetched at most.
 _MOST_FETCHED = 256 << 20
 
-Workload = Annotated[
-    str,
-    typer.Option(
-        "--workload",
-        "-w",
-        metavar="NAME|FILE",
-        help="A workload file, a scenario, or a kind of workload.",
-        autocompletion=scenarios,
-    ),
-]
+Workload = Annotated[str, workload_option("NAME|FILE", "A workload file, a scenario, or a kind of workload.")]
 Slo = Annotated[
     str,
     typer.Option(metavar="NAME=LIMIT,...", help="Percentiles of ttft, tpot and e2e, and failed (1%)."),
@@ -38,15 +40,7 @@ Live = Annotated[
     typer.Option(metavar="URL|DIR", help="Plan from the journal of a scheduler: its admin port, or the directory."),
 ]
 Policy = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        "-p",
-        metavar="NAME|FILE",
-        help="A policy, or a configuration that has one.",
-        show_default="as recorded, or default",
-        autocompletion=policies,
-    ),
+    str, policy_option("A policy, or a configuration that has one.", show_default="as recorded, or default")
 ]
 _Rate = Annotated[
     float, typer.Option(metavar="N", min=0, help="Requests per second, of a kind: sessions.", show_default="as it is")
@@ -242,7 +236,6 @@ def _engine(engine: str) -> str:
 def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario, Any, int]":
     """What was recorded, the policy then in force, and how many replicas there were. Raises `JournalError`,
     `ValueError` or `OSError`."""
-    from fairlead.cli.options import busy
     from fairlead.lab.engine.presets import preset
     from fairlead.lab.simulator.journal import one_run
     from fairlead.lab.simulator.plan_live import fit, recorded
@@ -270,8 +263,6 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
 def _journal(source: str) -> Iterator[Path]:
     """A directory with it: its newest segments, where the admin port is asked. Raises `ValueError` or `OSError`."""
     from tempfile import TemporaryDirectory
-    from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
 
     import msgspec
 
@@ -281,39 +272,27 @@ def _journal(source: str) -> Iterator[Path]:
     page = f"{source.rstrip('/')}/debug/journal"
     with TemporaryDirectory(prefix="fairlead-plan-") as folder:
         try:
-            with urlopen(with_token(page), timeout=10.0) as answer:
-                segments = msgspec.json.decode(answer.read(), type=dict[str, list[tuple[str, int]]])["segments"]
+            listed = msgspec.json.decode(fetched(page, source, "journal"), type=dict[str, list[tuple[str, int]]])
             left = _MOST_FETCHED
-            for name, size in reversed(segments):
+            for name, size in reversed(listed["segments"]):
                 left -= size
                 if left < 0 and left + size < _MOST_FETCHED:
                     break
-                with urlopen(with_token(f"{page}/{name}"), timeout=60.0) as answer:
-                    (Path(folder) / Path(name).name).write_bytes(answer.read())
-        except HTTPError as error:
-            said = error.read(500).decode(errors="replace").strip()
-            raise ValueError(said if "journal" in said else f"{source}: {OTHER_PORT}") from None
+                (Path(folder) / Path(name).name).write_bytes(fetched(f"{page}/{name}", source, "journal", 60.0))
         except (msgspec.DecodeError, KeyError):
             raise ValueError(f"{source}: {OTHER_PORT}") from None
-        except URLError as error:
-            raise ValueError(f"{source} does not answer ({error.reason}); is `fairlead serve` running there?") from None
         yield Path(folder)
 
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Tried], None]]":
     """What was tried so far, on stderr where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, counts = bar.add_task("simulating", total=None), [0, 0]
+    with busy("simulating") as say:
+        counts = [0, 0]
 
         def step(tried: "Tried") -> None:
             counts[tried.holds] += 1
             size = f"{tried.trial.replicas} replicas {'hold' if tried.holds else 'miss'}"
-            bar.update(task, description=f"{sum(counts)} simulations, {counts[True]} hold the objective; last: {size}")
+            say(f"{sum(counts)} simulations, {counts[True]} hold the objective; last: {size}")
 
         yield step

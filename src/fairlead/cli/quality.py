@@ -8,7 +8,7 @@ import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
 from fairlead.cli.compare import Policies, end_with_errors, kept_results, progress_bar, texts_of
-from fairlead.cli.options import Traces, examples, exits, scenarios
+from fairlead.cli.options import Traces, examples, exits, workload_option
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell
@@ -32,15 +32,7 @@ Examples:
 def quality(
     policy: Policies = None,
     workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--workload",
-            "-w",
-            metavar="NAME",
-            help="Only this scenario; repeat.",
-            autocompletion=scenarios,
-            show_default="the set",
-        ),
+        list[str] | None, workload_option("NAME", "Only this scenario; repeat.", show_default="the set")
     ] = None,
     chosen: Annotated[
         Set, typer.Option("--set", metavar="SET", help="development, held-out or all.")

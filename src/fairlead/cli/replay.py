@@ -65,7 +65,7 @@ def replay(
 
 def _show(result: "Replayed", as_json: bool) -> None:
     if as_json:
-        _json(
+        echo_json(
             {
                 "run": result.run,
                 "events": result.events,
@@ -98,7 +98,7 @@ def _show_change(result: "Compared", changes: int, as_json: bool) -> None:
     from msgspec import to_builtins
 
     if as_json:
-        _json(
+        echo_json(
             {
                 "run": result.run,
                 "policy": result.policy,
@@ -136,7 +136,3 @@ def _show_change(result: "Compared", changes: int, as_json: bool) -> None:
         typer.echo(f"    {name or 'refused':24} {result.spread[0][name]:8,} -> {result.spread[1][name]:8,} requests")
     for note in result.notes:
         typer.echo(f"  note: {note}")
-
-
-def _json(value: object) -> None:
-    echo_json(value)

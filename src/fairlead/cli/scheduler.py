@@ -99,17 +99,7 @@ def contract() -> str:
     """The text of the .proto file."""
     import fairlead
 
-    path = (
-        Path(fairlead.__file__).parent
-        / "server"
-        / "remote"
-        / "proto"
-        / "fairlead"
-        / "scheduler"
-        / "v1"
-        / "scheduler.proto"
-    )
-    return path.read_text()
+    return (Path(fairlead.__file__).parent / "server/remote/proto/fairlead/scheduler/v1/scheduler.proto").read_text()
 
 
 def _tls(ca_file: str) -> "ClientTls | None":

@@ -19,7 +19,7 @@ from fairlead.cli.options import (
     examples,
     exits,
     numbers,
-    policies,
+    policy_option,
     scenarios,
 )
 from fairlead.cli.tune import engine_argument
@@ -28,16 +28,7 @@ Workload = Annotated[
     str,
     typer.Argument(metavar="WORKLOAD", help="A scenario (see --list) or a workload file.", autocompletion=scenarios),
 ]
-Policy = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        "-p",
-        metavar="NAME|FILE",
-        help="A policy, a configuration that has one, or a .py file.",
-        autocompletion=policies,
-    ),
-]
+Policy = Annotated[str, policy_option("A policy, a configuration that has one, or a .py file.")]
 
 
 _Replicas = Annotated[

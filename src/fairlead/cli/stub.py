@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, complain, examples, exits, presets
+from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, complain, engine_option, examples, exits
 from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class KvEncoding(StrEnum):
     BIN = "bin"
 
 
-#: What each changes of `pool.kv_events.encode.Encoding`.
+#: What each changes of `lab.stub.kv_publisher.Encoding`.
 _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
     KvEncoding.MAP: {"events": "map"},
     KvEncoding.ARRAY: {"events": "array"},
@@ -55,12 +55,8 @@ _KV_PORT, _KV_BUFFER = 5557, 10_000
 
 _Engine = Annotated[
     str,
-    typer.Option(
-        "--engine",
-        "-e",
-        metavar="NAME|FILE|URL",
-        help="Model and GPU: a preset (`list` shows them), a FILE of `fairlead tune`, or an idle server to measure.",
-        autocompletion=presets,
+    engine_option(
+        "Model and GPU: a preset (`list` shows them), a FILE of `fairlead tune`, or an idle server to measure."
     ),
 ]
 _EngineType = Annotated[
