@@ -9,7 +9,8 @@ import msgspec
 from fairlead.core.errors import ADMIN_PORT, ConfigError, FairleadError
 
 MODELS_PATH = "/v1/models"
-_MOST_BYTES = 1 << 20
+#: Of an answer: metrics pages are the largest.
+_MOST_BYTES = 8 << 20
 _CURES = (
     "check that the server runs and listens on this host and port (curl {target}{path}), that no firewall stands "
     "between, and that the port is the gateway's, not the one of its metrics or of ext_proc"
@@ -45,30 +46,39 @@ def normal_target(url: str) -> str:
     return address
 
 
-def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0) -> tuple[int, list[str]]:
-    """(status, names) of `GET /v1/models`; no names when the answer is no list of models. Raises NoAnswer."""
+def exchanged(
+    target: str, path: str, headers: Mapping[str, str], timeout_s: float = 10.0, body: bytes | None = None
+) -> tuple[int, bytes]:
+    """(status, content) of one request: GET, or POST where there is a `body`. Raises `OSError`, `HTTPException`, or
+    `ValueError` for a header that cannot be sent."""
     parts = urlsplit(target)
     connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
     try:
-        connection.request("GET", MODELS_PATH, headers=dict(headers))
+        connection.request("GET" if body is None else "POST", path, body, dict(headers))
         answer = connection.getresponse()
-        body = answer.read(_MOST_BYTES)
+        return answer.status, answer.read(_MOST_BYTES)
+    finally:
+        connection.close()
+
+
+def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0) -> tuple[int, list[str]]:
+    """(status, names) of `GET /v1/models`; no names when the answer is no list of models. Raises NoAnswer."""
+    try:
+        status, body = exchanged(target, MODELS_PATH, headers, timeout_s)
     except (OSError, HTTPException) as error:
         what = _printable(str(error)) or type(error).__name__
         cures = _CURES.format(target=target, path=MODELS_PATH)
         raise NoAnswer(f"{target} does not answer: {what}\n{cures}") from None
     except ValueError as error:
         raise ConfigError(str(error), "--header") from None
-    finally:
-        connection.close()
     if body.startswith(ADMIN_PORT.encode()):
         raise NoAnswer(f"{ADMIN_PORT}: {target}. Point it at the gateway instead (gateway.port, default 8080)")
-    if not 200 <= answer.status < 300:
-        return answer.status, []
+    if not 200 <= status < 300:
+        return status, []
     try:
-        return answer.status, [model.id for model in msgspec.json.decode(body, type=_Models).data]
+        return status, [model.id for model in msgspec.json.decode(body, type=_Models).data]
     except msgspec.DecodeError:
-        return answer.status, []
+        return status, []
 
 
 def _printable(text: str, most: int = 200) -> str:

@@ -1,10 +1,9 @@
 """What a model server says of itself: name, context length, KV cache, prefix hits. Asked once, all optional."""
 
 from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -15,8 +14,7 @@ from fairlead.apis.prometheus import read_page
 from fairlead.core.errors import FairleadError
 from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
-
-_MOST_BYTES = 8 << 20
+from fairlead.lab.load.probe import exchanged
 
 
 class Facts(Struct, kw_only=True, frozen=True):
@@ -101,17 +99,11 @@ def _asked(target: str, path: str, headers: dict[str, str], timeout_s: float, ki
 
 def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> bytes:
     """Empty when there is no such page."""
-    parts = urlsplit(target)
-    connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
     try:
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        body = answer.read(_MOST_BYTES)
-        return body if 200 <= answer.status < 300 else b""
+        status, body = exchanged(target, path, headers, timeout_s)
     except (OSError, HTTPException):
         return b""
-    finally:
-        connection.close()
+    return body if 200 <= status < 300 else b""
 
 
 # From what single requests took to the step model of `fairlead.lab.engine.spec.LatencyModel`. Pure.

@@ -19,16 +19,16 @@ Rules
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from random import Random
 from statistics import median
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
+from fairlead.lab.load.probe import exchanged
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record
 from fairlead.lab.load.tune import Facts, Observation, TooLittle
@@ -242,17 +242,13 @@ class _Prober:
 
     def _words_of(self, call: Call) -> str:
         """The server's own words for why it refuses a request."""
-        parts = urlsplit(self.ask.target)
-        connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10.0)
         headers = {"content-type": "application/json", **self.ask.headers}
         try:
-            connection.request("POST", call.path, call.body, headers)
-            said = connection.getresponse().read(500).decode("utf-8", "replace")
+            _, said = exchanged(self.ask.target, call.path, headers, body=call.body)
         except (OSError, HTTPException):
             return ""
-        finally:
-            connection.close()
-        return ": " + "".join(letter if letter.isprintable() else " " for letter in said)
+        words = said[:500].decode("utf-8", "replace")
+        return ": " + "".join(letter if letter.isprintable() else " " for letter in words)
 
     @asynccontextmanager
     async def _busy_neighbour(self, wanted: bool) -> AsyncIterator[None]:
