@@ -24,45 +24,37 @@ def constant(rate: float) -> Arrivals:
 
 def bursty(rate: float, cv: float = 3.0) -> Arrivals:
     """Gamma-distributed gaps with this coefficient of variation: 1 is Poisson, more comes in clumps."""
-    _positive(rate)
-    _positive(cv)
+    _positive(rate, cv)
     shape = 1.0 / (cv * cv)
 
     return lambda rng: accumulate(rng.gammavariate(shape, 1.0 / (rate * shape)) for _ in repeat(None))
 
 
 def ramp(first: float, last: float, seconds: float) -> Arrivals:
-    """Poisson whose rate goes straight from `first` to `last` in `seconds`, and stays there. By thinning."""
-    _positive(first)
-    _positive(last)
-    _positive(seconds)
-    most = max(first, last)
+    """Poisson whose rate goes straight from `first` to `last` in `seconds`, and stays there."""
+    _positive(first, last, seconds)
 
-    def offsets(rng: Random) -> Iterator[float]:
-        offset_s = 0.0
-        while True:
-            offset_s += rng.expovariate(most)
-            rate = first + (last - first) * min(offset_s / seconds, 1.0)
-            if rng.random() * most <= rate:
-                yield offset_s
-
-    return offsets
+    return _thinned(max(first, last), lambda offset_s: first + (last - first) * min(offset_s / seconds, 1.0))
 
 
 def tides(low: float, high: float, period_s: float) -> Arrivals:
-    """Poisson whose rate goes straight from `low` to `high` in the first half of each period, and back in the second.
-    By thinning."""
-    _positive(low)
-    _positive(high)
-    _positive(period_s)
-    most = max(low, high)
+    """Poisson whose rate goes straight from `low` to `high` in the first half of each period, and back in the
+    second."""
+    _positive(low, high, period_s)
+
+    return _thinned(
+        max(low, high), lambda offset_s: low + (high - low) * (1.0 - abs(1.0 - 2.0 * (offset_s / period_s % 1.0)))
+    )
+
+
+def _thinned(most: float, rate_at: Callable[[float], float]) -> Arrivals:
+    """Poisson whose rate changes with time and is never above `most`: of arrivals at `most`, a share is taken."""
 
     def offsets(rng: Random) -> Iterator[float]:
         offset_s = 0.0
         while True:
             offset_s += rng.expovariate(most)
-            rate = low + (high - low) * (1.0 - abs(1.0 - 2.0 * (offset_s / period_s % 1.0)))
-            if rng.random() * most <= rate:
+            if rng.random() * most <= rate_at(offset_s):
                 yield offset_s
 
     return offsets
@@ -78,6 +70,7 @@ def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0
     return list(islice(offsets, count) if count > 0 else offsets)
 
 
-def _positive(value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"rates, durations and variations must be above 0, not {value}")
+def _positive(*values: float) -> None:
+    for value in values:
+        if not value > 0:
+            raise ValueError(f"rates, durations and variations must be above 0, not {value}")
