@@ -398,7 +398,6 @@ class Simulation:
         if job.status != "waiting":
             return
         job.server = self._by_endpoint[route.endpoint.id]
-        job.routed_at = self.kernel.now
         if route.prefill:
             self._pairs.send(job, route.prefill)
         else:

@@ -260,7 +260,6 @@ class Job(Struct, gc=False):
     server: int = -1
     status: Status = "waiting"
     reason: str = ""
-    routed_at: float = -1.0
     #: As the client sees it, network included.
     first_at: float = -1.0
     ended_at: float = -1.0

@@ -136,7 +136,6 @@ class HttpStats:
         self._created = number(unix)
         self._requests: dict[tuple[str, str, str], int] = {}
         self._in_bytes: dict[str, list[int]] = {}
-        self._out_bytes: dict[str, int] = {}
         self._fine = Histogram(_FINE)
         self._coarse: dict[tuple[str, str], Histogram] = {}
         self._coarse_lines: dict[tuple[str, str], HistogramLines] = {}

@@ -77,9 +77,8 @@ class Shape:
     #: JSON of `object` in answers in one piece and in events.
     whole_object = b""
     event_object = b""
-    #: Around the text in an event, and after the fields that end a choice.
+    #: In front of the text in an event.
     before_text = b""
-    after_text = b""
 
     def __init__(self, answer_id: str, created: int, model: str, fingerprint: str) -> None:
         self._id = quoted(answer_id)
