@@ -212,7 +212,7 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
 #
 #     endpoints:
 #     - 10.0.0.1:8000
-#     - {name: vllm-1, address: 10.0.0.2, port: 8000, labels: {model-id: llama}}    # all fields: see `endpoint_entry`
+#     - {name: vllm-1, address: 10.0.0.2, port: 8000, labels: {model-id: llama}}    # all fields: see the top
 #
 # Rules
 # * Nothing raises. Whatever is wrong becomes a `Problem` with a JSON path and a line.

@@ -145,7 +145,7 @@ class Goal(Struct, frozen=True):
 
 
 def judge(summaries: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """Hold a run against the goals. `summaries`: one of `bench.report.summarise` per policy, by the policy's name."""
+    """Hold a run against the goals. `summaries`: one of `load.report.summarise` per policy, by the policy's name."""
     base, ours = summaries["round-robin"], summaries["default"]
     failed = sum(summary["failed"] for summary in summaries.values())
     return [

@@ -427,12 +427,6 @@ def _burstgpt_row(record: Record) -> tuple[object, ...]:
     return arrival_s, record.session, elapsed, record.model, record.in_tokens, record.out_tokens, total, kind
 
 
-# Published trace formats ↔ workloads. One module per format, each with `read` and `write`; this is their table.
-#
-# A format holds what it holds: what `write` loses of a workload (block ids in a table of token counts, say) is gone.
-# What it does hold comes back as it was.
-
-
 class Format(Struct, frozen=True):
     """`read(name, data, source)` raises `TraceError`, which names source, line and field."""
 
