@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import inf
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 from msgspec import Struct, structs
 
@@ -292,16 +292,8 @@ def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callabl
         band = own.get(priority)
         shares = (band.fairness if band else None) or flow.fairness
         ranks = (band.ordering if band else None) or flow.ordering
-        fairness: Fairness = StartTimeFairness()
-        if shares is not None:
-            fairness = make(shares, registry)
-            if _foreign(shares, registry):
-                fairness = GuardedFairness(fairness, report)
-        ordering: Ordering = LeastWorkOrdering()
-        if ranks is not None:
-            ordering = make(ranks, registry)
-            if _foreign(ranks, registry):
-                ordering = GuardedOrdering(ordering, report)
+        fairness = _guarded(shares, registry, GuardedFairness, report) if shares else StartTimeFairness()
+        ordering = _guarded(ranks, registry, GuardedOrdering, report) if ranks else LeastWorkOrdering()
         return fairness, ordering
 
     return made
@@ -310,22 +302,18 @@ def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callabl
 def _gate(spec: PluginSpec | None, registry: Registry, report: OnPluginError) -> Gate:
     if spec is None:
         return LedgerGate()
-    plugin = make(spec, registry)
-    if _foreign(spec, registry):
-        plugin = GuardedSaturation(plugin, report)
+    plugin = _guarded(spec, registry, GuardedSaturation, report)
     return PoolGate(plugin.name, plugin.level)
 
 
 def _ceiling(spec: PluginSpec | None, registry: Registry, report: OnPluginError) -> Ceiling | None:
-    if spec is None:
-        return None
-    plugin: Ceiling = make(spec, registry)
-    return GuardedCeiling(plugin, report) if _foreign(spec, registry) else plugin
+    return None if spec is None else _guarded(spec, registry, GuardedCeiling, report)
 
 
-def _foreign(spec: PluginSpec, registry: Registry) -> bool:
-    plugin = registry.find(spec.kind, spec.type)
-    return plugin is not None and plugin.foreign
+def _guarded(spec: PluginSpec, registry: Registry, guard: Callable[..., Any], report: OnPluginError) -> Any:
+    """The plugin; one that was installed stands behind `guard`, for it may raise."""
+    made, plugin = make(spec, registry), registry.find(spec.kind, spec.type)
+    return guard(made, report) if plugin is not None and plugin.foreign else made
 
 
 def _limit(limit: QueueLimit) -> Limit:
