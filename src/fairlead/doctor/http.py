@@ -13,6 +13,7 @@ import aiohttp
 from msgspec import Struct
 
 from fairlead.config.schema import Metrics
+from fairlead.pool.aio import read_at_most
 
 Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
 TIMEOUT = 3.0
@@ -131,13 +132,10 @@ class Client:
                     method, url, data=body, headers=headers, ssl=self._ssl, allow_redirects=False
                 ) as response,
             ):
-                content = bytearray()
-                async for part in response.content.iter_any():
-                    content += part
-                    if len(content) > self._most_bytes:
-                        raise Unreached("other", f"more than {self._most_bytes} bytes")
+                large = Unreached("other", f"more than {self._most_bytes} bytes")
+                content = await read_at_most(response.content, self._most_bytes, large)
                 heads = {name.lower(): value for name, value in response.headers.items()}
-                return Answer(response.status, heads, bytes(content), sent, time.time())
+                return Answer(response.status, heads, content, sent, time.time())
         except Unreached:
             raise
         except TimeoutError:

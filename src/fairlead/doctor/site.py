@@ -19,6 +19,7 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint, host_port
 from fairlead.core.errors import FairleadError
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
+from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.scrape import page_address
@@ -139,9 +140,7 @@ class Site:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for known in self._known.values():
-            known.cancel()
-        await asyncio.gather(*self._known.values(), return_exceptions=True)
+        await cancelled(*self._known.values())
         await self._stack.aclose()
 
     def keep(self, cleanup: Callable[[], Awaitable[object]]) -> None:

@@ -22,6 +22,7 @@ from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool.aio import cancelled
 from fairlead.pool.watched_files import WatchedFiles
 
 # Where endpoints come from: the list in the configuration, or a file that is followed.
@@ -109,10 +110,8 @@ class EndpointSet:
 
     async def close(self) -> None:
         """Stop resolving. What is up stays up."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancelled(self._task)
+        self._task = None
 
     @property
     def endpoints(self) -> list[Endpoint]:

@@ -32,6 +32,7 @@ from fairlead.apis.tokens import PromptTokeniser, PromptTokens
 from fairlead.apis.tokens.chats import GenerateFields
 from fairlead.apis.tokens.pieces import API, ENGINE, MEDIA, TOO_LONG, UNREAD, absent, packed
 from fairlead.core import apis
+from fairlead.pool.aio import read_at_most
 
 CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
@@ -160,14 +161,8 @@ class RenderClient:
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
         session = self._session or self._open()
         async with session.post(url, data=body, allow_redirects=False) as response:
-            parts: list[bytes] = []
-            size = 0
-            async for part in response.content.iter_any():
-                size += len(part)
-                if size > MAX_ANSWER:
-                    raise _NoAnswer(f"an answer of more than {MAX_ANSWER} bytes")
-                parts.append(part)
-            return response.status, b"".join(parts)
+            large = _NoAnswer(f"an answer of more than {MAX_ANSWER} bytes")
+            return response.status, await read_at_most(response.content, MAX_ANSWER, large)
 
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(

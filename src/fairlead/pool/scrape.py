@@ -20,6 +20,7 @@ from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES, EngineMetrics,
 from fairlead.apis.prometheus import PageReader, Reading
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
+from fairlead.pool.aio import read_at_most
 from fairlead.pool.scrape_http import RECEIVE_BYTES, PageConnection, answers, request_bytes
 
 USER_AGENT = f"fairlead/{__version__}"
@@ -201,7 +202,9 @@ class SecureFetcher:
             async with session.get(url, headers=headers, ssl=self._ssl, allow_redirects=False) as response:
                 if response.status != 200:
                     raise ScrapeError(f"status {response.status}", answers(response.status))
-                return await self._body(response)
+                most = self._options.max_page
+                large = ScrapeError(f"the page is larger than {most} bytes")
+                return await read_at_most(response.content, most, large)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ScrapeError(f"{type(error).__name__}: {error}") from error
 
@@ -209,17 +212,6 @@ class SecureFetcher:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
-        limit = self._options.max_page
-        parts = []
-        size = 0
-        async for part in response.content.iter_any():
-            size += len(part)
-            if size > limit:
-                raise ScrapeError(f"the page is larger than {limit} bytes")
-            parts.append(part)
-        return b"".join(parts)
 
     def _open(self) -> aiohttp.ClientSession:
         if not self._options.verify:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from threading import Event, Thread
 from typing import Any
 
+from fairlead.pool.aio import cancelled
+
 SETTLE_S = 0.1
 
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
@@ -51,9 +53,7 @@ class WatchedFiles:
     async def close(self) -> None:
         """No change is taken over any more. The thread ends by itself: its last look may hang."""
         self._stop.set()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
         self._taken.set()
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:

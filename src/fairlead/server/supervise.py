@@ -18,6 +18,7 @@ from fairlead.core.errors import FairleadError
 from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.process import GatewayProcess
+from fairlead.pool.aio import cancelled
 from fairlead.server.observe.log import get, setup
 
 log = get("serve")
@@ -195,7 +196,7 @@ class Parent:
             ]
             stopped = asyncio.create_task(self._stopping.wait())
             for task in (started, *kept, stopped):
-                stack.push_async_callback(_cancelled, task)
+                stack.push_async_callback(cancelled, task)
             await asyncio.wait((started, *kept, stopped), return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 started.result()
@@ -216,11 +217,6 @@ class Parent:
 
 async def _ended(keepers: list[Keeper]) -> None:
     await asyncio.gather(*(keeper.end() for keeper in keepers))
-
-
-async def _cancelled(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _run(handover: dict[str, Any]) -> None:

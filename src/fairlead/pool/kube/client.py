@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.pool.aio import read_at_most
 from fairlead.pool.kube.auth import Access
 from fairlead.pool.kube.objects import read_failure
 
@@ -270,13 +271,8 @@ def _drop(response: aiohttp.ClientResponse) -> None:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    pieces, size = [], 0
-    async for piece in response.content.iter_any():
-        size += len(piece)
-        if size > MAX_ANSWER:
-            raise Unreachable(f"the answer is larger than {MAX_ANSWER >> 20} MiB")
-        pieces.append(piece)
-    return b"".join(pieces)
+    large = Unreachable(f"the answer is larger than {MAX_ANSWER >> 20} MiB")
+    return await read_at_most(response.content, MAX_ANSWER, large)
 
 
 def _refusal(status: int, answer: bytes, resource: Resource | None, verb: str, part: str) -> FairleadError:

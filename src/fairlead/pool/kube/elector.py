@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
@@ -166,7 +167,7 @@ def micro_time(wall: float) -> str:
 
 # Leader election: of several replicas one leads, by a lease that all of them watch.
 #
-# Rules (the table is `pool.kube.elector`)
+# Rules (the table is `next_step`)
 # * The holder renews each `retry_s`, jittered. Others wait until the lease has not changed for its duration, by their
 #   own clock, counted only while they were in touch with the API server: after an outage everybody starts anew.
 # * Who goes gives the lease back, and whoever watches takes it at once; so too where the holder was seen to end.
@@ -313,8 +314,7 @@ class Elector:
             while True:
                 await self._turn()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancelled(watching)
             await self._leader_watch.close()
 
     async def release(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
@@ -243,9 +244,7 @@ class EndpointSlicePublisher:
                     async with asyncio.timeout(pause):
                         await self._woken.wait()
         finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+            await cancelled(watching)
 
     async def withdraw(self) -> None:
         """Nobody leads any more. Raises nothing; a slice that names another one stays."""

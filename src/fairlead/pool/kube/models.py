@@ -18,6 +18,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from fairlead.core.models import ModelSet
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import read_plain
 from fairlead.pool.kube.reflector import Backoff, Reflector
@@ -164,10 +165,7 @@ class PoolModels:
 
     async def _unfollow(self, plural: str) -> None:
         self.reflectors.pop(plural, None)
-        task = self._tasks.pop(plural, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancelled(self._tasks.pop(plural, None))
 
     def _changed(self) -> None:
         if self._timer is None:

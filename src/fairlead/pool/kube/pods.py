@@ -20,6 +20,7 @@ from msgspec import Raw, Struct
 from fairlead.config.endpoint_list import MAX_LABELS
 from fairlead.core.endpoint import NODE_LABEL, Endpoint, host_port
 from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded, read_pool, selector_text
 from fairlead.pool.kube.reflector import Reflector
@@ -255,13 +256,8 @@ class PoolEndpoints:
             else:
                 await self._pools.run()
         finally:
-            await self._stop()
-
-    async def _stop(self) -> None:
-        task, self._pods_task = self._pods_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            task, self._pods_task = self._pods_task, None
+            await cancelled(task)
 
     # ---- the pool ----
 

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from fairlead.core.errors import ConfigError
+from fairlead.pool.aio import read_at_most
 
 
 class Curve(Struct, frozen=True):
@@ -94,13 +95,9 @@ async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: C
         async with asyncio.timeout(_TIMEOUT), session.get(f"http://{address}{_PATH}", allow_redirects=False) as answer:
             if answer.status != 200:
                 return None
-            body = b""
-            async for chunk in answer.content.iter_chunked(_MOST_BYTES):
-                body += chunk
-                if len(body) > _MOST_BYTES:
-                    return None
+            body = await read_at_most(answer.content, _MOST_BYTES, ValueError("no answer is so long"))
         sources = msgspec.json.decode(body, type=dict[str, _Source])
-    except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
         return None
     return source_of(sources, address, model, curve)
 

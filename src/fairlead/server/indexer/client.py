@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 from msgspec import Struct
 
+from fairlead.pool.aio import cancelled, read_at_most
 from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write_query
 
 FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
@@ -78,10 +79,8 @@ class IndexClient:
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancelled(self._task)
+        self._task = None
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -161,14 +160,10 @@ class IndexClient:
         async with self._session.request(
             method, self.url + path, data=body, headers=headers, allow_redirects=False
         ) as response:
-            received = bytearray()
-            async for part in response.content.iter_any():
-                received += part
-                if len(received) > most:
-                    raise ValueError(f"{path}: more than {most} bytes")
+            received = await read_at_most(response.content, most, ValueError(f"{path}: more than {most} bytes"))
         if response.status != 200:
-            raise ValueError(f"{path}: status {response.status}: {bytes(received[:100])!r}")
-        return bytes(received)
+            raise ValueError(f"{path}: status {response.status}: {received[:100]!r}")
+        return received
 
 
 # The index of an indexer that runs already, for one that begins.
@@ -185,13 +180,9 @@ async def fetch(session: aiohttp.ClientSession, url: str) -> bytes:
         ):
             if response.status != 200:
                 raise ValueError(f"{url}: status {response.status}")
-            received = bytearray()
-            async for part in response.content.iter_any():
-                received += part
-                if len(received) > MAX_SNAPSHOT:
-                    raise ValueError(f"{url}: its snapshot is larger than {MAX_SNAPSHOT} bytes")
+            large = ValueError(f"{url}: its snapshot is larger than {MAX_SNAPSHOT} bytes")
+            return await read_at_most(response.content, MAX_SNAPSHOT, large)
     except TimeoutError:
         raise ValueError(f"{url}: no snapshot within {TIMEOUT:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
         raise ValueError(f"{url}: {error or type(error).__name__}") from None
-    return bytes(received)

@@ -22,6 +22,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from fairlead.gateway.accept import TEXT_TYPE
+from fairlead.pool.aio import read_at_most
 from fairlead.server.http_port import HttpPort
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
@@ -181,11 +182,7 @@ def _reason(request: web.Request, error: web.HTTPException) -> str:
 
 async def _whole(request: web.Request, most: int) -> bytes:
     """Raises `QueryError` for more than `most` bytes."""
+    large = QueryError(413, f"the snapshot is larger than {most} bytes")
     if (request.content_length or 0) > most:
-        raise QueryError(413, f"the snapshot is larger than {most} bytes")
-    body = bytearray()
-    async for part in request.content.iter_any():
-        body += part
-        if len(body) > most:
-            raise QueryError(413, f"the snapshot is larger than {most} bytes")
-    return bytes(body)
+        raise large
+    return await read_at_most(request.content, most, large)

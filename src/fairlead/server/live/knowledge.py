@@ -23,6 +23,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.kv.answered import AnsweredIndex
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
 from fairlead.core.trust import TEMPLATE, TOKENISER, Finding, Verdict
+from fairlead.pool.aio import cancelled, read_at_most
 from fairlead.pool.render import PROBES, RenderClient, TokenCheckResult, compare
 from fairlead.pool.served_models import read_model_list
 from fairlead.server.live.prompts import Asker, PromptReading
@@ -217,10 +218,8 @@ class TokenCheck:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancelled(self._task)
+        self._task = None
 
     def up(self, endpoint: Endpoint) -> None:
         """An endpoint came, or changed."""
@@ -296,9 +295,9 @@ async def _served(session: aiohttp.ClientSession, url: str) -> set[str]:
     """Names of the base models that the engine says it serves; none if it does not say."""
     try:
         async with asyncio.timeout(TIMEOUT), session.get(f"{url}/v1/models", allow_redirects=False) as response:
-            body = await response.content.read(_MOST_BYTES) if response.status == 200 else b""
-            while not response.content.at_eof() and len(body) < _MOST_BYTES:
-                body += await response.content.read(_MOST_BYTES - len(body))
+            if response.status != 200:
+                return set()
+            body = await read_at_most(response.content, _MOST_BYTES, ValueError("no list of models is so long"))
         return set(read_model_list(body).models)
     except (OSError, aiohttp.ClientError, TimeoutError, ValueError):
         return set()

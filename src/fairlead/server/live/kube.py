@@ -25,6 +25,7 @@ from fairlead.config.schema import Kubernetes
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.models import ModelSet
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.auth import find_access
 from fairlead.pool.kube.client import KubeClient
 from fairlead.pool.kube.elector import ElectionSettings, Elector
@@ -140,16 +141,12 @@ class KubeLink:
     def _run(self, stack: AsyncExitStack, work: object, name: str) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]
 
-        async def end() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
         def ended(task: "asyncio.Task[None]") -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("following Kubernetes broke", exc=error, part=name)
 
         task.add_done_callback(ended)
-        stack.push_async_callback(end)
+        stack.push_async_callback(cancelled, task)
 
     def _elector(self, health_port: int) -> Elector:
         wanted = self._settings.leader_election

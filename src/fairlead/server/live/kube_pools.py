@@ -14,6 +14,7 @@ from msgspec import Struct
 from fairlead.config.schema import Kubernetes
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.models import ModelSet
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import Resource
 from fairlead.pool.kube.endpoint_slice import (
     GROUP,
@@ -147,10 +148,7 @@ class KubePools(KubeLink):
         await super().start(stack)
 
     async def _end(self) -> None:
-        tasks = [task for _, task in self._publishers.values()] + [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*(task for _, task in self._publishers.values()), *self._tasks)
 
     # ---- for the link ----
 

@@ -28,6 +28,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Place, Shelved, save
 from fairlead.core.trust import wrong_hashes
+from fairlead.pool.aio import cancelled
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
@@ -145,10 +146,7 @@ class KvListening(Knowledge):
         stack.callback(lambda: self._timer.cancel())
 
     async def _end(self) -> None:
-        tasks = list(self._followed.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._followed.values())
 
     # ---------------------------------------------------------------- endpoints
 

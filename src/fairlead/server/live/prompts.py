@@ -18,6 +18,7 @@ from fairlead.config.schema import Tokens
 from fairlead.core.exact import ExactKnowledge, Prepared, PromptBlocks
 from fairlead.core.kv.recipe import Recipe
 from fairlead.gateway.understand import PromptKnown, Reading
+from fairlead.pool.aio import cancelled
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.render import RenderClient
 
@@ -64,10 +65,7 @@ class PromptReading:
             self._render = RenderClient(self._settings.engine_timeout, loop.time)
 
     async def close(self) -> None:
-        tasks = list(self.reading)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self.reading)
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._render is not None:
             await self._render.close()

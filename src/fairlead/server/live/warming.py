@@ -24,6 +24,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Reject, Route, WarmUp
 from fairlead.core.request import Request
 from fairlead.gateway.understand import Reading, Understanding
+from fairlead.pool.aio import cancelled
 from fairlead.server.observe.component_metrics import WarmingCounts
 from fairlead.server.observe.log import get
 
@@ -112,10 +113,7 @@ class Warming:
             task.add_done_callback(lambda done: self._done(asked.endpoint_id, done))
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks.values())
         if self._session is not None:
             await self._session.close()
 

@@ -1,0 +1,25 @@
+"""What several parts with tasks and HTTP connections of their own do alike."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # who supervises other processes imports as little as it can
+    from aiohttp import StreamReader
+
+
+async def cancelled(*tasks: "asyncio.Future[Any] | None") -> None:
+    """Cancel these and wait until they have ended, however. `None` = it was never begun."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def read_at_most(body: "StreamReader", most: int, error: Exception) -> bytes:
+    """All of it. Raises `error` as soon as there are more than `most` bytes."""
+    received = bytearray()
+    async for part in body.iter_any():
+        received += part
+        if len(received) > most:
+            raise error
+    return bytes(received)
