@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 #: The most fields read in one message, nested ones included: about 30 ms. Every code generator packs a list of numbers
 #: into one field.
 MAX_FIELDS = 65536
-#: Deletes the bytes that do not end a varint.
+#: The bytes that do not end a varint.
 _CONTINUED = bytes(range(0x80, 0x100))
 
 

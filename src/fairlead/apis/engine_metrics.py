@@ -22,7 +22,7 @@ TRTLLM_PATH = "/prometheus/metrics"
 
 
 class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Specs per field of `Sample`. An empty tuple means that the engine does not report the field."""
+    """Specs for each field of `Sample`. An empty tuple means that the engine does not report the field."""
 
     #: Summed over all matching series (one per data-parallel engine).
     waiting: tuple[str, ...] = ()

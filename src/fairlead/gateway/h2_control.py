@@ -58,7 +58,7 @@ class Owner(Protocol):
         """Take note of a new connection. Return false if there are too many."""
 
     def lost(self, connection: "H2Control") -> None:
-        """Take note that a connection is gone. Its streams have been told."""
+        """Take note that a connection is gone. Its streams' handlers were already told."""
 
     def broke(self, peer: str, why: str) -> None:
         """Take note that a peer broke the protocol."""
@@ -72,7 +72,7 @@ class H2Control(H2Sender):
         self._owner = owner
         self._blocks = HeaderBlocks(limits.max_header_list)
         self._last_stream = 0
-        #: Later streams arrived after this side's last GOAWAY and are ignored.
+        #: Streams with higher ids arrived after this side's last GOAWAY and are ignored.
         self._last_accepted = h2.MAX_STREAM_ID
         #: The last GOAWAY was sent, or the peer has sent one.
         self._goodbye = False

@@ -12,7 +12,7 @@ from fairlead.gateway import h2
 class H2Limits(Struct, frozen=True, kw_only=True):
     """Limits of a connection. Sizes in bytes, times in seconds. The first group is announced in SETTINGS."""
 
-    #: Streams that a peer may have open at the same time; more are refused. If it is low, Envoy opens connections.
+    #: Streams that a peer may have open at the same time; more are refused. Envoy then opens further connections.
     max_streams: int = 4096
     stream_window: int = 1 << 20
     connection_window: int = 16 << 20

@@ -136,7 +136,7 @@ class _Watch:
 
     def on_message(self, message: bytes) -> None:
         if self._service is not None:
-            return  # the method takes one request
+            return  # the method takes only one request
         try:
             self._service = read_request(message)
         except ProtocolError as error:

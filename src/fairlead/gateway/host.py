@@ -52,7 +52,7 @@ class ProcessingMode(Struct, frozen=True):
     on_headers: bool
     #: The headers are answered immediately, and the answer to the body carries the pick.
     buffered: bool
-    #: `on_headers` or `buffered`: the headers are answered as soon as they arrive.
+    #: `on_headers` or `buffered`: the session acts as soon as the headers arrive.
     at_once: bool
     leave: Leave
     #: Most sessions do not see the first token.

@@ -120,7 +120,7 @@ class Renaming:
         return _RESIZABLE
 
     def chunk(self, chunk: bytes, end_of_stream: bool) -> list[bytes]:
-        """The answers to a body message."""
+        """The answers to a message of the body."""
         if self._mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
             end_of_stream = True
         if self._renamer is not None:

@@ -75,7 +75,7 @@ class ServerTls:
         try:
             identity = self._identify()
         except OSError:
-            return False  # between two versions
+            return False  # the files are just being replaced
         if identity == self._identity:
             return False
         self._identity = identity  # even if it is broken, to log one warning per version

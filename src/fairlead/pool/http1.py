@@ -79,7 +79,7 @@ class RequestParser:
         self._body_bytes = self._head_bytes = self._silent = 0
         #: The request whose head is complete and whose body is not.
         self.current: HttpRequest | None = None
-        #: Bytes of the requests that were not yet taken, counting those with complete heads.
+        #: Bytes of the requests that were not yet taken and whose heads are complete.
         self.buffered = 0
         #: The client waits for `100 Continue` before it sends the body (RFC 9110 §10.1.1). Reset when that is sent.
         self.wants_continue = False

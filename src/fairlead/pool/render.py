@@ -37,7 +37,7 @@ CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
 #: A million ids take 8 MB.
 MAX_ANSWER = 16 << 20
-#: Longer bodies are not sent twice.
+#: Longer bodies are not sent to be rendered.
 MAX_BODY = 4 << 20
 #: With more engines, the least recently used is forgotten.
 MAX_ENGINES = 1024
@@ -247,7 +247,8 @@ PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 class TokenCheckResult(Struct, frozen=True):
-    """`agreed` and `differing` are names of probes; a probe that either side could not encode is in neither."""
+    """The result of a token check. `agreed` and `differing` are names of probes; a probe that either side could not
+    encode is in neither."""
 
     agreed: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()

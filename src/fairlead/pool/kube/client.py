@@ -117,7 +117,7 @@ class KubeClient:
         part: str = "",
         query: Mapping[str, str] | None = None,
     ) -> bytes:
-        """`part`: a subresource such as `status`."""
+        """Patch an object. `kind`: content type of the patch. `part`: a subresource such as `status`."""
         path = f"{resource.path}/{name}/{part}" if part else f"{resource.path}/{name}"
         return await self._request("PATCH", path, resource, "patch", query, value, kind, part)
 
@@ -131,7 +131,7 @@ class KubeClient:
             raise
 
     async def _lives(self) -> None:
-        """Check the API server's health. Any answer counts; raises `Unreachable` if there is none."""
+        """Check the API server's health. A refusal counts as healthy. Raises `Unreachable`."""
         if self._asked is None:
             self._asked = asyncio.create_task(self._live(), name="kubernetes health")
         asked = self._asked
@@ -146,7 +146,7 @@ class KubeClient:
             async with asyncio.timeout(ANSWER_S):
                 await self._request("GET", "/livez")
         except KubeError:
-            return  # a refusal is an answer
+            return  # a server that refuses is alive
         except TimeoutError:
             raise Unreachable(f"the API server has not answered for {QUIET_S + ANSWER_S:g} s") from None
 

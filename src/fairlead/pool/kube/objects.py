@@ -113,7 +113,7 @@ def decoded(decoder: msgspec.json.Decoder[T], text: bytes | Raw) -> T:
 
 
 def key_of(meta: Meta) -> str:
-    """`namespace/name`."""
+    """The key of an object: `namespace/name`."""
     return f"{meta.namespace}/{meta.name}"
 
 

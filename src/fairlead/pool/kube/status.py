@@ -98,7 +98,7 @@ def _time(wall: float) -> str:
 # * The more often an object is changed back, the less often it is written.
 # * Without permission nothing is written, and the missing rule is reported once. Routing never depends on it.
 
-#: So many writes to one object within a minute have the shortest pause; each further write doubles it.
+#: From this many writes to one object within a minute on, each write doubles the pause.
 _FREE = 3
 _WINDOW_S = 60.0
 _LONGEST_PAUSE_S = 60.0

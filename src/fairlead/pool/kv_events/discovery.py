@@ -10,7 +10,7 @@ from fairlead.core.errors import ConfigError
 
 
 class Curve(Struct, frozen=True):
-    """CurveZMQ keys as Z85 texts of 40 characters. `server`: the binding side's public key; empty = this side."""
+    """CurveZMQ keys (Z85, 40 characters). `server`: the public key of the side that binds; empty = this side binds."""
 
     public: str
     secret: str
@@ -41,7 +41,7 @@ class KvSource(Struct, frozen=True):
 class Limits(Struct, frozen=True):
     """Times are in seconds. The values for replays are those of llm-d-router 0.10."""
 
-    #: The longest time that the event loop is held at once.
+    #: The longest time that the event loop is held without a break.
     hold: float = 0.0004
     #: Batches that ZMQ queues per publisher. The publisher drops further batches; the sequence then has a gap.
     queue: int = 2_000
@@ -106,7 +106,7 @@ async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: C
 
 
 def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curve | None) -> KvSource | None:
-    """The publisher in an engine's answer. The lowest rank has the reported ports, others follow by one."""
+    """The publisher in an engine's answer. The ports are those of the lowest rank; each further rank adds one."""
     ranks = sorted(int(rank) for rank in sources if rank.isascii() and rank.isdigit() and len(rank) < 6)[:_MOST_RANKS]
     if not ranks:
         return None
