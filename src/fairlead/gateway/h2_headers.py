@@ -69,7 +69,7 @@ class HeaderBlocks:
         return len(self.recent) + len(self._old)
 
     def read(self, block: bytes) -> Opening:
-        """Read the next block; every block must be read, in order. Raises `ProtocolError` if the decoder's state is lost."""
+        """Read the next block; read all, in order. Raises `ProtocolError` if the decoder's state is lost."""
         if self._static:
             opening = self.recent.get(block)
             if opening is not None:

@@ -112,7 +112,7 @@ class Wait(Struct, frozen=True):
 
 
 def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep | Wait:
-    """Decide what to do. `duration`: this replica's setting; another holder's lease lasts as long as it says itself."""
+    """Decide what to do. `duration`: this replica's setting, used if the lease names no duration."""
     lease = sight.lease
     if lease is None or lease.free:
         return Take()
