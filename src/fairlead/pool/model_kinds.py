@@ -3,8 +3,8 @@
 Rules
 * The schemas are those of the published CRDs. Whatever an API server would refuse or drop, including unknown fields, is
   a problem here, with its path and line. More is accepted only if some revision of the API has it: criticality
-  `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. Empty model names are refused
-  too: no client could ask for them.
+  `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. Empty model names are refused too: no
+  client could ask for them.
 * A file may contain any number of documents and lists (`List`, `InferenceModelList`, …). Other kinds cause notes, so
   that a file that also contains the pool and its Deployment can be used unchanged.
 * No text raises an exception. A file with any problem must not be used at all; `Manifests.problems` says why. For
@@ -357,7 +357,7 @@ class _Reader:
             self._keep(noun, str(value.get("apiVersion", version)).partition("/")[0], place, report)
 
     def _keep(self, noun: Noun, group: str, place: Place, report: Report) -> None:
-        """Keep an object. If it is given in both groups, the newer group counts, as if both CRDs were installed."""
+        """Keep an object. If it is given in both groups, the newer group counts, as when both CRDs are installed."""
         key = type(noun).__name__, str(noun.origin)
         former = self._found.get(key)
         if former is not None and former[0] == group:
