@@ -1,1 +1,1 @@
-"""Request and response bytes to and from the core, one dialect a module; engines' metrics pages."""
+"""Request and response bytes to and from the core, one dialect per module; the metrics pages of engines."""

@@ -29,16 +29,16 @@ class _Metadata(Struct, gc=False):
 _read = Reader(MessagesBody).read
 _decode_metadata = Decoder(_Metadata).decode
 
-#: Where the client wants its provider to cache. It moves on with every turn and is no part of the prompt; left in, it
-#: would make the end of each turn differ from the same bytes one turn later. As `json.dumps` and as
-#: `JSON.stringify` write it; written in other ways it stays.
+#: The cache mark, with which a client says up to where its provider shall cache. It is no part of the prompt and moves
+#: with every turn, so the same message would have other bytes one turn later. Removed as `json.dumps` and
+#: `JSON.stringify` write it; a mark with other white space stays.
 _MARK = re.compile(rb', ?"cache_control": ?\{[^{}]{0,80}+\}')
 
 
 @reading(_read)
 def parse_messages(read: MessagesBody) -> ParsedRequest:
-    """The system prompt comes before the messages, so it is hashed before them: requests that have only it in common
-    share it."""
+    """Parse a body of `/v1/messages`. The system prompt is hashed before the messages, so requests that have only the
+    system prompt in common share it."""
     messages = messages_of(read.messages)
     items = media_items(messages)
     system, tools = _unmarked(sent(read.system)), _unmarked(sent(read.tools))
@@ -52,7 +52,7 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
         read.model or "",
         flag(read.stream, "stream"),
         count(read.max_tokens, "max_tokens"),
-        # Every stream of this API tells the usage.
+        # Every stream of this API reports the usage.
         include_usage=True,
         prompt=(system, prompt) if system else (prompt,),
         root=root,
@@ -64,7 +64,7 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
 
 @reading(_read)
 def parse_count(read: MessagesBody) -> ParsedRequest:
-    """The same body; tokens are counted and nothing goes through the model."""
+    """Parse a body of `count_tokens`: it has the same shape, and nothing goes through the model."""
     messages_of(read.messages)
     model_bytes(read.model)
     return ParsedRequest(COUNT_TOKENS, read.model or "", user=_user(read.metadata))
@@ -74,7 +74,7 @@ T = TypeVar("T", bytes, memoryview)
 
 
 def _unmarked(text: T) -> T | bytes:
-    """Without cache marks. A copy only if there are any."""
+    """The text without cache marks; copied only if it has any."""
     return text if _MARK.search(text) is None else _MARK.sub(b"", text)
 
 

@@ -1,18 +1,18 @@
-"""The beginning of a prompt as a request of its own, for one token: what fills a cache with it and nothing else."""
+"""The beginning of a prompt as a request of its own for one token. It fills a cache and does nothing else."""
 
 from msgspec import DecodeError, Raw, ValidationError
 from msgspec.json import Decoder, encode
 
 from fairlead.core.apis import CHAT, COMPLETIONS
 
-#: What makes the prompt beside its text. Sampling, user and all else of the body stay behind.
+#: Fields that shape the prompt in addition to its text. Sampling, user and all other fields are dropped.
 _KEPT = (
     "model", "tools", "tool_choice", "documents", "cache_salt", "chat_template", "chat_template_kwargs",
     "reasoning_effort", "mm_processor_kwargs", "add_special_tokens",
 )  # fmt: skip
-#: Templates want a user's turn at the end.
+#: Appended because chat templates expect the last message to be a user's.
 _TURN = b'{"role":"user","content":"."}'
-#: A string can be cut within a character, or within its escape (`\\uXXXX\\uXXXX`).
+#: A cut can fall inside a character or inside its escape; the longest escape is `\\uXXXX\\uXXXX`.
 _LONGEST_ESCAPE = 12
 _QUOTE = b'"'
 _fields = Decoder(dict[str, Raw]).decode
@@ -21,8 +21,9 @@ _text = Decoder(str).decode
 
 
 def beginning(api: str, body: bytes, end: int) -> bytes:
-    """The first `end` bytes of the raw prompt of a JSON body (`ParsedRequest.prompt`), verbatim, as a body that asks
-    for one token. Empty where they cannot be cut off: another API, several prompts, content in parts."""
+    """Return a body that asks for one token after the first `end` bytes of a JSON body's raw prompt
+    (`ParsedRequest.prompt`), verbatim. Empty if they cannot be cut off: another API, several prompts, content in
+    parts."""
     try:
         given = _fields(body)
         if api == CHAT:
@@ -40,7 +41,7 @@ def beginning(api: str, body: bytes, end: int) -> bytes:
 
 
 def _messages(raw: bytes, end: int) -> bytes:
-    """Whole messages, and what is left of the next."""
+    """The messages that end before `end`, and the cut beginning of the next one; empty if nothing is left."""
     position, last, kept = 1, Raw(b"{}"), b""
     for message in map(bytes, _items(raw)):
         start = raw.index(message, position)
@@ -57,7 +58,7 @@ def _messages(raw: bytes, end: int) -> bytes:
 
 
 def _message(raw: bytes, end: int) -> bytes:
-    """With its first `end` bytes and what comes behind its content; empty = nothing of its content, or no text."""
+    """The message with its content cut at byte `end`; empty if no content is left, or the content is no text."""
     content = bytes(_fields(raw)["content"])
     start = raw.rindex(content)
     cut = _string(content, end - start)
@@ -65,7 +66,7 @@ def _message(raw: bytes, end: int) -> bytes:
 
 
 def _prompt(raw: bytes, end: int) -> bytes:
-    """A text, or token ids. The raw prompt of a text begins behind its quote."""
+    """The beginning of a text or of token ids. The raw prompt of a text begins after the opening quote."""
     if raw.startswith(_QUOTE):
         return _string(raw, end + 1)
     ids = raw[:end].rpartition(b",")[0]
@@ -73,7 +74,7 @@ def _prompt(raw: bytes, end: int) -> bytes:
 
 
 def _string(raw: bytes, end: int) -> bytes:
-    """The first `end` bytes of a JSON string, as one; empty = no text is left."""
+    """The first `end` bytes of a JSON string, closed by a quote; empty if no text is left."""
     for dropped in range(_LONGEST_ESCAPE):
         cut = raw[: max(end - dropped, 0)].removesuffix(_QUOTE) + _QUOTE
         try:

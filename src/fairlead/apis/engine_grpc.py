@@ -1,4 +1,4 @@
-"""vLLM's gRPC engine service: requests, read field by field."""
+"""Requests to vLLM's gRPC engine service, read field by field."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,27 +9,27 @@ from fairlead.apis.prompt import MEDIA_BYTES
 from fairlead.core.apis import GRPC, GRPC_EMBED
 from fairlead.core.errors import ClientError
 
-# Reading protobuf messages of which only few fields matter, field by field, without building anything.
+# A reader of protobuf messages that yields one field at a time and builds no objects for the others.
 #
-# Unlike a generated class it takes both layouts of a message that changed its field numbers, and skips tensors of any
-# size for nothing. `wire` has a reader too, for the gateway's messages: that one keeps lists of all fields, here the
-# peer is a client, and a message of 64 MB may have 32 million of them.
+# Unlike a generated class it reads both layouts of a message whose field numbers changed, and skips tensors of any size
+# at no cost. The gateway's messages have a reader of their own (`gateway/protobuf`), which keeps lists of all fields.
+# Here the sender is a client, and its message of 64 MB may have 32 million fields.
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _MASK = (1 << 64) - 1
-#: Fields looked at in one message, those inside of others included: about 30 ms. Lists of numbers are packed into one
-#: field by every code generator.
+#: The most fields read in one message, nested ones included: about 30 ms. Every code generator packs a list of numbers
+#: into one field.
 MAX_FIELDS = 65536
-#: Deletes the bytes that do not end a varint.
+#: The bytes that do not end a varint.
 _CONTINUED = bytes(range(0x80, 0x100))
 
 
 class Malformed(Exception):
-    """These bytes are no message."""
+    """The bytes are not a protobuf message."""
 
 
 class Budget:
-    """How many fields may still be looked at. One for a whole message and all that is in it."""
+    """How many fields may still be read. A message and its nested messages share one budget."""
 
     __slots__ = ("left",)
 
@@ -40,15 +40,15 @@ class Budget:
 class Field(NamedTuple):
     number: int
     kind: int
-    #: Of a varint: its value. Of bytes: nothing. Of the others: 0.
+    #: The value of a varint; 0 for all other kinds.
     value: int
-    #: Where the content stands in the data.
+    #: Offsets of the content in the data.
     start: int
     end: int
 
 
 def walk(data: bytes, budget: Budget, start: int = 0, end: int | None = None) -> Iterator[Field]:
-    """The fields of the message `data[start:end]`, one by one. Raises `Malformed`."""
+    """Yield the fields of the message `data[start:end]`. Raises `Malformed`."""
     end = len(data) if end is None else end
     while start < end:
         budget.left -= 1
@@ -75,7 +75,7 @@ def walk(data: bytes, budget: Budget, start: int = 0, end: int | None = None) ->
 
 
 def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """(value, position behind it). Raises `Malformed`."""
+    """Read a varint; return its value and the offset behind it. Raises `Malformed`."""
     value = shift = 0
     while start < end and shift < 70:
         byte = data[start]
@@ -88,7 +88,7 @@ def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def packed(data: bytes, start: int, end: int) -> int:
-    """How many varints are packed into `data[start:end]`. Raises `Malformed`."""
+    """The number of varints packed into `data[start:end]`. Raises `Malformed`."""
     if start < end and data[end - 1] >= 0x80:
         raise Malformed("a packed list breaks off")
     return len(data[start:end].translate(None, _CONTINUED))
@@ -102,13 +102,13 @@ def packed(data: bytes, start: int, end: int) -> int:
 #                      5 stream, 7 mm_inputs and 11 extra_mm_inputs {6 mm_hashes}, 10 media_refs {1 items}
 #     EmbedRequest     2 tokenized
 #
-# There is no model in it: a server of this kind serves one. Answers are `grpc_usage`'s.
+# Requests name no model: such a server serves only one. `response.GrpcUsageScanner` reads the answers.
 
 FRAME_HEAD = 5
 
 
 class _Found:
-    """What was found in a message so far."""
+    """The fields found in a message so far."""
 
     __slots__ = ("budget", "hashes", "limit", "media", "n", "prompt", "stream", "tokens")
 
@@ -124,12 +124,12 @@ class _Found:
 
 
 def parse_grpc_generate(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
+    """Parse a body of `Generate`. Raises `ClientError`."""
     return _parse(GRPC, body)
 
 
 def parse_grpc_embed(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
+    """Parse a body of `Embed`. Raises `ClientError`."""
     return _parse(GRPC_EMBED, body)
 
 
@@ -153,7 +153,7 @@ def _parse(api: str, body: bytes) -> ParsedRequest:
         api,
         stream=fields.stream,
         max_tokens=fields.limit,
-        # Every message of an answer counts.
+        # Every message of an answer reports the usage.
         include_usage=True,
         n=fields.n,
         prompt=tuple(fields.prompt),
@@ -165,7 +165,7 @@ def _parse(api: str, body: bytes) -> ParsedRequest:
 
 
 def _take(fields: _Found, body: bytes, field: Field) -> None:
-    """A field of GenerateRequest or EmbedRequest."""
+    """Take a field of a GenerateRequest or EmbedRequest."""
     number, kind, value, start, end = field
     if kind == VARINT:
         if number == 5:
@@ -175,7 +175,7 @@ def _take(fields: _Found, body: bytes, field: Field) -> None:
     elif number == 2:
         _tokenized(fields, body, start, end)
     elif number == 3:
-        # One of the two, and the last one counts.
+        # A prompt is either tokenized or text; the last one sent counts.
         fields.prompt, fields.tokens = [memoryview(body)[start:end]], 0
     elif number == 4:
         _sampling(fields, body, start, end)
@@ -196,7 +196,7 @@ def _tokenized(fields: _Found, body: bytes, start: int, end: int) -> None:
     for field in walk(body, fields.budget, start, end):
         if field.number != 2 or field.kind not in (BYTES, VARINT):
             continue
-        # A list of numbers may also come one by one, or packed in several pieces.
+        # A list of numbers may also arrive one by one, or packed in several pieces.
         fields.prompt.append(view[field.start : field.end])
         fields.tokens += packed(body, field.start, field.end) if field.kind == BYTES else 1
 

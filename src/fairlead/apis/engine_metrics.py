@@ -1,9 +1,9 @@
-"""Which metric of which engine says what: pure data, so that a configuration can replace or extend it.
+"""Which metrics each engine reports its load in: pure data, so that a configuration can replace or extend it.
 
-A spec names series of one family: `name` or `name{label=value,other="v"}`. A series matches when it has all of the
+A spec names series of one family: `name` or `name{label=value,other="v"}`. A series matches if it has all of the
 named labels with exactly these values; it may have more. As in PromQL, `label=""` also matches series without that
-label. Several specs for one field are spellings of the same thing over engine versions: the first that is on the page
-counts.
+label. Several specs for one field are the names that engine versions gave the same metric: the first one found on the
+page counts.
 """
 
 import re
@@ -17,34 +17,34 @@ from fairlead.core.errors import ConfigError
 #: Endpoint labels that name the engine, the current one first (llm-d's core-metrics-extractor).
 ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 DEFAULT_ENGINE = "vllm"
-#: Where `trtllm-serve` has its page. Its `/metrics` is JSON; all others have their page there.
+#: The path of `trtllm-serve`'s metrics page. Its `/metrics` is JSON; all other engines have their page at `/metrics`.
 TRTLLM_PATH = "/prometheus/metrics"
 
 
 class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Specs per field of `Sample`. An empty tuple means that the engine does not report the field."""
+    """Specs for each field of `Sample`. An empty tuple means that the engine does not report the field."""
 
     #: Summed over all matching series (one per data-parallel engine).
     waiting: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
-    #: Share 0..1; the highest matching series.
+    #: A share 0..1. The highest matching series counts.
     kv_usage: tuple[str, ...] = ()
-    #: Gauge whose value is a time stamp; labels `running_lora_adapters`, `waiting_lora_adapters`, `max_lora`.
+    #: Gauge whose value is a timestamp; labels `running_lora_adapters`, `waiting_lora_adapters`, `max_lora`.
     lora: tuple[str, ...] = ()
     #: Info gauge that carries block size and count as labels.
     cache_info: tuple[str, ...] = ()
     block_size_label: str = "block_size"
     num_blocks_label: str = "num_gpu_blocks"
-    #: Where block size (highest series) and count (summed) are gauges of their own.
+    #: For engines that report block size (highest series) and block count (summed) as gauges of their own.
     block_size: tuple[str, ...] = ()
     num_blocks: tuple[str, ...] = ()
     #: Counters, in tokens, summed.
     prefix_queries: tuple[str, ...] = ()
     prefix_hits: tuple[str, ...] = ()
     generation_tokens: tuple[str, ...] = ()
-    #: 1 while an engine takes requests, 0 while it sleeps; the highest matching series.
+    #: 1 while an engine takes requests, 0 while it sleeps. The highest matching series counts.
     awake: tuple[str, ...] = ()
-    #: When the process began: the highest matching series.
+    #: When the process started. The highest matching series counts.
     started: tuple[str, ...] = ("process_start_time_seconds",)
     #: Further gauges for `Sample.extra`: name to spec, summed.
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ _ESCAPE = re.compile(r"\\(.)")
 
 
 def parse_spec(text: str, path: str = "$") -> Spec:
-    """Read `name` or `name{label=value,l2="v"}`. Raises `ConfigError` that names `path`."""
+    """Read `name` or `name{label=value,l2="v"}`. Raises a `ConfigError` that names `path`."""
     text = text.strip()
     name = _NAME.match(text)
     if name is None:
@@ -112,7 +112,7 @@ class EngineSpecs(Struct, frozen=True, kw_only=True):
 
 
 def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
-    """Parse every spec. Raises `ConfigError` with the path of the bad one, e.g. `$.engines.vllm.waiting[0]`."""
+    """Parse every spec. Raises a `ConfigError` with the path of the bad spec, e.g. `$.engines.vllm.waiting[0]`."""
 
     named = asdict(metrics)
 
@@ -139,18 +139,18 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
 
 
 def named_engine(labels: Mapping[str, str]) -> str:
-    """What an endpoint's labels say, known or not; empty when they name no engine."""
+    """The engine that an endpoint's labels name, known or not; empty if they name none."""
     return next((labels[label] for label in ENGINE_LABELS if labels.get(label)), "")
 
 
 def unknown_engine(labels: Mapping[str, str], known: Container[str]) -> str:
-    """The engine that the labels name if it is not among these; else empty."""
+    """The engine that the labels name if it is not in `known`; otherwise empty."""
     engine = named_engine(labels)
     return "" if engine in known else engine
 
 
 def engine_of(labels: Mapping[str, str], engines: Mapping[str, EngineMetrics], default: str = DEFAULT_ENGINE) -> str:
-    """The engine that an endpoint's labels name; `default` when they name none, or one that is not in the table."""
+    """The engine that an endpoint's labels name; `default` if they name none, or an engine that is not in the table."""
     engine = named_engine(labels)
     return engine if engine in engines else default
 
@@ -158,7 +158,7 @@ def engine_of(labels: Mapping[str, str], engines: Mapping[str, EngineMetrics], d
 _TRT = "nv_trt_llm_request_metrics"
 _TRT_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 
-#: Names seen on vLLM 0.32 and, after them, older spellings and what relabelling makes of them.
+#: First the names seen on vLLM 0.32, then older names and names after relabeling.
 ENGINES: Mapping[str, EngineMetrics] = {
     "vllm": EngineMetrics(
         waiting=("vllm:num_requests_waiting", "vllm_num_requests_waiting", "vllm_queue_depth"),
@@ -176,8 +176,8 @@ ENGINES: Mapping[str, EngineMetrics] = {
         generation_tokens=("vllm:generation_tokens_total",),
         awake=("vllm:engine_sleep_state{sleep_state=awake}",),
     ),
-    # Priority scheduling adds a series per priority to the total, whose label `priority` is empty. Each pipeline stage
-    # tells the same queues, and each tensor-parallel rank the same number of pages (since 0.5.11 as gauges).
+    # With priority scheduling, the total has an empty label `priority`, and there is one more series per priority. Each
+    # pipeline stage reports the same queues, and each tensor-parallel rank the same page count (gauges since 0.5.11).
     "sglang": EngineMetrics(
         waiting=(
             'sglang:num_queue_reqs{priority="",pp_rank=0}',
@@ -217,7 +217,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
         block_size=(_TRT_BLOCKS + "{kv_cache_block_type=tokens_per}",),
         num_blocks=(_TRT_BLOCKS + "{kv_cache_block_type=max}",),
     ),
-    # `nv_inference_exec_count` is a cumulative counter, no number of running requests: not read.
+    # `nv_inference_exec_count` is not read: it is a cumulative counter, not the number of running requests.
     "triton": EngineMetrics(waiting=("nv_inference_pending_request_count",)),
     "lmdeploy": EngineMetrics(
         waiting=("lmdeploy:num_requests_waiting",),
@@ -225,7 +225,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
         kv_usage=("lmdeploy:gpu_cache_usage_perc",),
         generation_tokens=("lmdeploy:generation_tokens_total",),
     ),
-    # These two count tokens only when an answer ends and do not tell KV usage. A long answer would look like a stall.
+    # These two count tokens only when an answer ends, so a long answer looks like a stall. Neither reports KV usage.
     "llamacpp": EngineMetrics(waiting=("llamacpp:requests_deferred",), running=("llamacpp:requests_processing",)),
     "tgi": EngineMetrics(waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
 }

@@ -1,17 +1,17 @@
-"""Error bodies in the shape that clients of each API know.
+"""Error bodies in the shape that clients of each API expect.
 
-* OpenAI and all who follow it (vLLM's and SGLang's own APIs too): `{"error": {"message", "type", "param", "code"}}`.
+* OpenAI and the APIs like it (vLLM's and SGLang's own included): `{"error": {"message", "type", "param", "code"}}`.
 * Anthropic: `{"type": "error", "error": {"type", "message"}}`.
-* gRPC has no error bodies. The status goes out as `grpc-status` (`grpc_status`), and the body is the bare message:
-  a gateway that answers a gRPC request itself (Envoy's local replies) sends it as `grpc-message`.
+* gRPC has no error bodies. The status is sent as `grpc-status` (`grpc_status`), and the body is the bare message, which
+  a gateway that answers a gRPC request itself (Envoy's local replies) sends as `grpc-message`.
 """
 
 from msgspec.json import encode
 
 from fairlead.core.apis import COUNT_TOKENS, GRPC, GRPC_EMBED, MESSAGES
 
-#: `type` by status. As vLLM 0.32 names them where it answers that status itself (400, 404, 500 measured; 503 as its
-#: overload reply does); the others follow the exception classes of the OpenAI client library.
+#: `type` by status. The names are vLLM 0.32's for statuses that it sends (400, 404 and 500 measured, 503 from its
+#: overload reply); the others follow the exception classes of the OpenAI client library.
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -43,24 +43,24 @@ ANTHROPIC_TYPES = {
     529: "overloaded_error",
 }
 
-#: gRPC status by HTTP status. Those of the official mapping (grpc/doc/http-grpc-status-mapping.md) where it has the
-#: status, but 400: what we refuse is the client's argument, not an internal error.
+#: gRPC status by HTTP status, from the official mapping (grpc/doc/http-grpc-status-mapping.md) where it has the HTTP
+#: status. Exception: 400 is an invalid argument here, because a refused request is the client's error, not internal.
 GRPC_STATUS = {400: 3, 401: 16, 403: 7, 404: 5, 408: 4, 409: 10, 412: 9, 413: 8, 422: 3, 429: 8, 500: 13, 501: 12}
 _GRPC_UNAVAILABLE, _GRPC_UNKNOWN, _GRPC_DEADLINE = 14, 2, 4
 
 _ANTHROPIC = frozenset((MESSAGES, COUNT_TOKENS))
 _GRPC = frozenset((GRPC, GRPC_EMBED))
 
-#: A message may quote the client; what is quoted must not make the reply long.
+#: Limits the message: it may quote the client, and a long quote must not make the reply long.
 MAX_MESSAGE_CHARS = 2000
 
 
 def error_body(
     api: str, status: int, message: str, type_: str = "", param: str | None = None, code: str | int | None = None
 ) -> bytes:
-    """The body of an error reply, UTF-8. `api` (see `core.apis`) decides the shape; `content_type` goes with it.
+    """The body of an error reply, UTF-8. `api` (see `core.apis`) decides the shape and the `content_type`.
 
-    `type_` defaults to the status's own, `code` to the status as an integer, as vLLM sends it. Anthropic's shape has
+    `type_` defaults to the type of the status, `code` to the status as an integer, as in vLLM. Anthropic's shape has
     neither `param` nor `code`. Unpaired surrogates in the texts become `?`.
     """
     message = _clean(message)
@@ -81,12 +81,12 @@ def error_body(
 
 
 def content_type(api: str) -> str:
-    """Of what `error_body` returns."""
+    """The content type of what `error_body` returns."""
     return "text/plain; charset=utf-8" if api in _GRPC else "application/json"
 
 
 def grpc_status(api: str, status: int) -> int:
-    """The gRPC status that goes with an HTTP status; -1 for an API that is not gRPC."""
+    """The gRPC status for an HTTP status; -1 if the API is not gRPC."""
     if api not in _GRPC:
         return -1
     if status == 504:

@@ -1,4 +1,4 @@
-"""Token ids in: vLLM's `/inference/v1/generate` and SGLang's `/generate` (which also takes text)."""
+"""APIs that take token ids: vLLM's `/inference/v1/generate` and SGLang's `/generate` (which also takes text)."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class GenerateBody(Body, gc=False):
     token_ids: Raw = ABSENT
     sampling_params: Raw = ABSENT
     stream_options: StreamOptions | None = None
-    #: Hashes and places of media whose tokens are only placeholders.
+    #: Hashes and positions of media, whose tokens in `token_ids` are only placeholders.
     features: Raw = ABSENT
 
 
@@ -68,7 +68,7 @@ def parse_generate(read: GenerateBody) -> ParsedRequest:
         options is not None and flag(options.include_usage, "stream_options"),
         choices(sampling.n),
         prompt=(ids,),
-        # Placeholder tokens are alike for all media: without the hashes two images would be one prefix.
+        # Placeholder tokens are the same for all media. Without the hashes, two images would share one prefix.
         root=scope(b"generate %b" % named(read.model, read.cache_salt), (b"media", hashes)),
         prompt_bytes=len(ids),
         prompt_tokens=tokens,
@@ -78,7 +78,7 @@ def parse_generate(read: GenerateBody) -> ParsedRequest:
 
 @reading(_read_sglang)
 def parse_sglang(read: SglangBody) -> ParsedRequest:
-    """The adapter (`lora_path`) is the model unless one is named."""
+    """Parse a body of SGLang's `/generate`. The adapter (`lora_path`) is the model if the body names no model."""
     text, prompts = _sglang_prompt(read)
     sampling = _sampling(read.sampling_params)
     media = sum(map(items, (read.image_data, read.audio_data, read.video_data)))
@@ -87,7 +87,7 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
         read.model or short_text(read.lora_path),
         flag(read.stream, "stream"),
         count(sampling.max_new_tokens, "max_new_tokens"),
-        # Every reply and every event of a stream has its `meta_info`.
+        # Every reply and every event of a stream reports its usage in `meta_info`.
         include_usage=True,
         n=choices(sampling.n, prompts),
         prompt=(text.view,),
@@ -106,7 +106,7 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
 
 
 def _sglang_prompt(read: SglangBody) -> tuple[Text, int]:
-    """The prompt, and how many there are."""
+    """The prompt or list of prompts, and the number of prompts."""
     for raw in (read.input_ids, read.text):
         text = text_or_list(raw)
         if text is not None:
@@ -118,7 +118,7 @@ def _sglang_prompt(read: SglangBody) -> tuple[Text, int]:
 
 
 def _sampling(raw: Raw) -> _Sampling:
-    """Of a batch the first set counts. What is not readable is the model server's to refuse."""
+    """Read the sampling parameters; in a batch, the first set counts. The model server refuses what cannot be read."""
     if raw is ABSENT:
         return _Sampling()
     try:
@@ -131,7 +131,7 @@ def _sampling(raw: Raw) -> _Sampling:
 
 
 def _features(raw: Raw) -> tuple[Raw, int]:
-    """The media hashes as sent, and how many there are."""
+    """The media hashes as sent, and their number."""
     if not is_sent(raw):
         return ABSENT, 0
     try:

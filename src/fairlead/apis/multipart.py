@@ -1,4 +1,4 @@
-"""Bodies of the audio and image APIs: `multipart/form-data`, and what is read of it."""
+"""Bodies of the audio and image APIs (`multipart/form-data` or JSON), and what is read from them."""
 
 import re
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from fairlead.apis.prompt import MEDIA_BYTES, anything, media_items
 from fairlead.core.apis import AUDIO, IMAGES
 from fairlead.core.errors import ClientError
 
-# The fields of a `multipart/form-data` body (RFC 7578, with the syntax of RFC 2046 §5.1), found in one pass.
+# Finds the fields of a `multipart/form-data` body (RFC 7578, with the syntax of RFC 2046 §5.1) in one pass.
 #
 # Rules
-# * One search for the delimiter over the whole body and nothing is copied but headers: a sound file of 25 MB costs a
-#   few milliseconds.
-# * Of several fields of one name the last one counts, as in the servers that read these bodies (Starlette). Parts
-#   with a file name are files, not fields. Only CRLF ends a line.
-# * A form that breaks off is refused, and one of more than `MAX_PARTS` parts.
+# * The whole body is searched for the delimiter once, and only headers are copied: a sound file of 25 MB costs a few
+#   milliseconds.
+# * If several fields have the same name, the last one counts, as in the servers that read these bodies (Starlette).
+#   Parts with a file name are files, not fields. Only CRLF ends a line.
+# * A truncated form is refused, and so is a form of more than `MAX_PARTS` parts.
 
-#: As many as Starlette takes (1,000 files and 1,000 fields).
+#: The most that Starlette accepts (1,000 files and 1,000 fields).
 MAX_PARTS = 2000
-#: A part with longer headers is none of ours.
+#: Parts with longer headers are skipped: none that is read has them.
 _MAX_HEADERS = 8192
 _BOUNDARY = re.compile(r';\s*boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*;([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
@@ -33,9 +33,9 @@ _REST = re.compile(rb"--|[ \t]{0,64}\r\n")
 
 
 class Form(NamedTuple):
-    """What a form holds."""
+    """The content of a form."""
 
-    #: Text of the fields, by name.
+    #: The text of each field, by name.
     fields: dict[str, memoryview]
     #: Sizes of the files, in bytes.
     files: list[int]
@@ -56,13 +56,13 @@ def is_form(content_type: str) -> bool:
 
 
 def boundary_of(content_type: str) -> bytes:
-    """The boundary of a form's content type; empty = it has none."""
+    """The boundary in a form's content type; empty = none."""
     match = _BOUNDARY.search(content_type)
     return (match[1] or match[2]).encode("latin-1", "replace") if match else b""
 
 
 def field_span(body: bytes, content_type: str, name: str) -> tuple[int, int] | None:
-    """Offsets (start, end) of a field's text. `None` when there is no such field, or the form cannot be read."""
+    """Offsets (start, end) of a field's text. `None` if there is no such field, or the form cannot be read."""
     boundary = boundary_of(content_type)
     span: tuple[int, int] | None = None
     try:
@@ -76,7 +76,7 @@ def field_span(body: bytes, content_type: str, name: str) -> tuple[int, int] | N
 
 
 def read_form(body: bytes, content_type: str) -> Form | None:
-    """`None` if the content type is no form's. Raises `ClientError` for a form that cannot be read. Linear time."""
+    """Read a form in linear time; `None` if the content type is not a form's. Raises `ClientError` if malformed."""
     if not is_form(content_type):
         return None
     boundary = boundary_of(content_type)
@@ -98,8 +98,8 @@ def read_form(body: bytes, content_type: str) -> Form | None:
 
 
 def _parts(body: bytes, line: bytes) -> Iterator[tuple[int, int]]:
-    """(start of the headers, end of the content) of each part."""
-    # The first delimiter need not stand at the beginning: text before it is a preamble, which is ignored.
+    """Yield (start of the headers, end of the content) of each part."""
+    # Text before the first delimiter is a preamble, which is ignored.
     line_end = _REST.match(body, len(line)) if body.startswith(line) else None
     if line_end is None:
         line_end = _next(body, b"\r\n" + line, 0)[1]
@@ -116,7 +116,7 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _next(body: bytes, delimiter: bytes, position: int) -> tuple[int, re.Match[bytes] | None]:
-    """Offset of the next delimiter, and what follows it on its line; `None` = there is none."""
+    """The offset of the next delimiter and the match of the rest of its line; `None` if there is no delimiter."""
     while (start := body.find(delimiter, position)) >= 0:
         line_end = _REST.match(body, start + len(delimiter))
         if line_end is not None:
@@ -126,7 +126,7 @@ def _next(body: bytes, delimiter: bytes, position: int) -> tuple[int, re.Match[b
 
 
 def _named(headers: bytes) -> tuple[str, bool]:
-    """Name of a part and whether it is a file; no name if it has none that can be read."""
+    """The name of a part, and whether it is a file; an empty name if none can be read."""
     disposition = _DISPOSITION.search(headers)
     if disposition is None:
         return "", False
@@ -141,14 +141,14 @@ def _named(headers: bytes) -> tuple[str, bool]:
 
 # Sounds and images: `/v1/audio/…` and `/v1/images/…`. Bodies are forms (`multipart/form-data`) or JSON.
 #
-# What they cost is not a matter of prompt tokens, and what they send is not kept in a prefix cache: each file is taken
-# as one media item, and nothing is hashed.
+# The cost of these requests does not depend on prompt tokens, and the engine keeps no prefix of them. So each file
+# counts as one media item, and nothing is hashed.
 
 
 class MediaBody(Body, gc=False):
-    #: What an image is made of.
+    #: The description of an image.
     prompt: Raw = ABSENT
-    #: What is spoken (`/v1/audio/speech`).
+    #: The text to speak (`/v1/audio/speech`).
     input: Raw = ABSENT
     max_completion_tokens: Scalar = None
     n: Scalar = None
@@ -159,7 +159,7 @@ _read = Reader(MediaBody).read
 
 
 def parse_audio(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
+    """Parse a body of `/v1/audio/…`. Raises `ClientError`."""
     form = read_form(body, content_type)
     if form is None:
         return _from_json(AUDIO, body, content_type)
@@ -169,7 +169,7 @@ def parse_audio(body: bytes, content_type: str = "") -> Parsed:
 
 
 def parse_images(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`."""
+    """Parse a body of `/v1/images/…`. Raises `ClientError`."""
     form = read_form(body, content_type)
     return _from_json(IMAGES, body, content_type) if form is None else _from_form(IMAGES, form)
 
@@ -192,7 +192,7 @@ def _from_form(api: str, form: Form) -> ParsedRequest:
 
 def _from_json(api: str, body: bytes, content_type: str) -> Parsed:
     if content_type and "json" not in content_type.lower():
-        # Neither a form nor JSON (a bare sound file, a form of another type): the model server's to refuse.
+        # Neither a form nor JSON (a bare sound file, a form of another type): left to the model server.
         return unread(api, "content-type", MEDIA_BYTES)
     read = _read(body)
     if read is None:

@@ -1,4 +1,4 @@
-"""What every API's reader makes of a body, and the pieces that they share."""
+"""`ParsedRequest`, which the reader of every API returns, and the helpers that the readers share."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -11,11 +11,11 @@ from fairlead.core.apis import OTHER, STREAMING
 from fairlead.core.errors import ClientError
 
 B = TypeVar("B")
-#: Longer names cannot be a model's, and they would be kept as keys and labels.
+#: No model has a longer name, and names are kept as keys and labels.
 MAX_MODEL_CHARS = 1024
-#: Longer ones are not used as a session hint.
+#: A longer user name is not used as a session hint.
 MAX_USER_CHARS = 1024
-#: The highest `n` that vLLM takes (VLLM_MAX_N_SEQUENCES). It does not know `best_of` any more.
+#: The highest `n` that vLLM accepts (VLLM_MAX_N_SEQUENCES). vLLM has dropped `best_of`.
 MAX_N = 16384
 
 #: First bytes of a JSON string and of `null`; nothing else begins with them.
@@ -24,48 +24,48 @@ NULL = 0x6E
 
 
 class ParsedRequest(Struct, frozen=True, gc=False):
-    """What a body says. It holds views of the body: drop `prompt` once it is hashed, or the body stays in memory."""
+    """What was read from a body. It holds views of the body: drop `prompt` once hashed to free the body's memory."""
 
     #: See `core.apis`.
     api: str = OTHER
-    #: As the client wrote it; empty = none named (the engine takes its default).
+    #: The model as the client wrote it; empty = none named (the engine uses its default).
     model: str = ""
-    #: It asks for a stream; of a body that could not be read: it may.
+    #: The request asks for a stream. For a body that could not be read: its API can stream.
     stream: bool = False
-    #: Output limit; 0 = none.
+    #: Output limit in tokens; 0 = none.
     max_tokens: int = 0
     #: The client wants usage in its stream (`stream_options.include_usage`).
     include_usage: bool = False
-    #: Completions asked for, for all prompts together.
+    #: Completions requested for all prompts together.
     n: int = 1
-    #: Raw bytes that form the prompt, to be hashed one after another. A conversation that grows by appended messages,
-    #: or a growing token list, keeps its former bytes as a prefix: the closing bracket is left out. Empty when nothing
-    #: goes through the engine's prefix cache (token counts, audio, images).
+    #: Raw bytes that form the prompt, to be hashed one after another. The closing bracket is left out, so that a
+    #: growing conversation or token list keeps its former bytes as a prefix. Empty if nothing goes through the
+    #: engine's prefix cache (token counts, audio, images).
     prompt: tuple[memoryview | bytes, ...] = ()
-    #: What scopes the prompt: API, model, salt, tools, template. Different fields never give equal bytes.
+    #: The scope of the prompt: API, model, salt, tools, template. Different fields never give equal bytes.
     root: bytes = b""
-    #: Size of the prompt as text, tools and documents included, each media item taken as `media.MEDIA_BYTES`.
+    #: Size of the prompt as text, tools and documents included. Each media item counts as `prompt.MEDIA_BYTES`.
     prompt_bytes: int = 0
     #: Exact number of prompt tokens when the prompt was sent as token ids; 0 = unknown.
     prompt_tokens: int = 0
-    #: Who or what conversation it belongs to, as the body says: OpenAI's `conversation`, `prompt_cache_key` or `user`,
-    #: Anthropic's `metadata.user_id`; empty = none, or not a short string.
+    #: The user or conversation that the body names: OpenAI's `conversation`, `prompt_cache_key` or `user`, Anthropic's
+    #: `metadata.user_id`; empty = none, or not a short string.
     user: str = ""
     #: Why the body was not read: `path`, `no-body`, `content-type`, `content-encoding`, `grpc-encoding`, `too-large`
-    #: (see `body.SALVAGE_LIMIT`); empty = it was.
+    #: (see `body.SALVAGE_LIMIT`); empty = the body was read.
     unread: str = ""
     #: Images, sounds, videos and files in the prompt.
     media: int = 0
 
 
 def unread(api: str, why: str, size: int = 0) -> ParsedRequest:
-    """A request whose body of `size` bytes could not be read: scheduled by its path and its size."""
+    """A request whose body of `size` bytes could not be read. It is scheduled by its path and size."""
     return ParsedRequest(api, stream=api in STREAMING, prompt_bytes=size, unread=why)
 
 
 def named(model: str | None, salt: Raw) -> bytes:
-    """Model and cache salt, for a root. Every part of a root is preceded by its length: different parts never join
-    alike. Raises `ClientError`."""
+    """Model and cache salt, for a root. The length before every part of a root ensures that different parts never give
+    the same root. Raises `ClientError`."""
     name = model_bytes(model)
     if value := sent(salt):
         return b"%d:%b salt %d:%b" % (len(name), name, len(value), value)
@@ -73,7 +73,7 @@ def named(model: str | None, salt: Raw) -> bytes:
 
 
 def scope(root: bytes, *parts: tuple[bytes, Raw]) -> bytes:
-    """`root` with the fields that were sent, each by name."""
+    """Append the fields that were sent to `root`, each with its name."""
     for name, raw in parts:
         if raw is not ABSENT and (value := sent(raw)):
             root += b" %b %d:%b" % (name, len(value), value)
@@ -81,7 +81,7 @@ def scope(root: bytes, *parts: tuple[bytes, Raw]) -> bytes:
 
 
 def sent(raw: Raw) -> bytes:
-    """Raw bytes of a field; empty if it is absent or null, which mean the same."""
+    """The raw bytes of a field; empty if it is absent or null, which mean the same."""
     if raw is ABSENT:
         return b""
     value = bytes(raw)
@@ -89,13 +89,13 @@ def sent(raw: Raw) -> bytes:
 
 
 def is_sent(raw: Raw) -> bool:
-    """Neither absent nor null. Looks at one byte."""
+    """Whether a field is neither absent nor null. Reads one byte."""
     view = memoryview(raw)
     return bool(view) and view[0] != NULL
 
 
 def model_bytes(model: str | None) -> bytes:
-    """Raises `ClientError` for what cannot be the name of a model."""
+    """The name of a model in UTF-8. Raises `ClientError` if it cannot be one."""
     if not model:
         return b""
     if len(model) > MAX_MODEL_CHARS:
@@ -110,7 +110,7 @@ _decode_str = Decoder(str).decode
 
 
 def short_text(*candidates: Raw) -> str:
-    """The first of some fields that is a short string; empty = none is."""
+    """The first of the fields that is a short string; empty if none is."""
     for raw in candidates:
         if raw is ABSENT:
             continue
@@ -124,29 +124,29 @@ def short_text(*candidates: Raw) -> str:
 
 
 def choices(n: Scalar, prompts: int = 1) -> int:
-    """Completions asked for. Raises `ClientError`."""
+    """The number of completions requested for all prompts together. Raises `ClientError`."""
     return min(max(count(n, "n"), 1) * prompts, MAX_N)
 
 
 class Text(NamedTuple):
-    """A prompt in one of the forms that most APIs take."""
+    """A prompt in one of the forms that most APIs accept."""
 
     #: Bytes to hash.
     view: memoryview
-    #: Their size as text.
+    #: The size of the prompt as text, in bytes.
     size: int
-    #: Exact count if they are token ids, else 0.
+    #: The exact number of tokens if the prompt is token ids, otherwise 0.
     tokens: int
 
 
-#: What a reader returns: `None` = too large for a second reading.
+#: The result of a reader; `None` = the body is too large for a second reading.
 Parsed = ParsedRequest | None
 
 
 def reading(
     read: Callable[[bytes], B | None],
 ) -> Callable[[Callable[[B], ParsedRequest]], Callable[[bytes, str], Parsed]]:
-    """Makes a parser, which raises `ClientError`, of a function of what `read` makes of a body."""
+    """Decorate a function of the struct that `read` returns, to make it a parser of bodies. Raises `ClientError`."""
 
     def parser(parse: Callable[[B], ParsedRequest]) -> Callable[[bytes, str], Parsed]:
         def parse_body(body: bytes, content_type: str) -> Parsed:

@@ -1,4 +1,4 @@
-"""The raw JSON bytes of a prompt: what stays a prefix when it grows, and how long it is."""
+"""The raw JSON bytes of a prompt: the part that stays a prefix when the prompt grows, and its size."""
 
 import re
 
@@ -13,7 +13,7 @@ _SPACE = b" \t\r\n"
 def list_prefix(raw: Raw) -> memoryview | None:
     """The bytes of a JSON array without its closing bracket and the white space before it; `None` = not an array.
 
-    What is appended to the array later leaves these bytes as they are.
+    Appending to the array later does not change these bytes.
     """
     view = memoryview(raw)
     if not view or view[0] != 0x5B:
@@ -34,7 +34,7 @@ def text_or_list(raw: Raw) -> Text | None:
 
 
 def prompts_in(raw: Raw) -> int:
-    """Prompts in what `text_or_list` reads: one, or as many as a list has that is not of token ids. At least 1."""
+    """The number of prompts in what `text_or_list` reads: the length of a list of texts or lists, otherwise 1."""
     array = list_prefix(raw)
     if array is None or bytes(array[1:64]).lstrip(_SPACE)[:1].isdigit():
         return 1
@@ -45,7 +45,7 @@ _decode_items = Decoder(list[Raw]).decode
 
 
 def items(raw: Raw) -> int:
-    """How many there are in a list, or one that stands alone."""
+    """The number of items in a list; 1 for a single value, 0 if nothing was sent."""
     if not is_sent(raw):
         return 0
     try:
@@ -55,7 +55,7 @@ def items(raw: Raw) -> int:
 
 
 def anything(raw: Raw) -> Text:
-    """Like `text_or_list`, and a value of any other type as it stands; nothing for null and for what was not sent."""
+    """Like `text_or_list`, but any other value is taken as its raw bytes. Empty for null and for an absent field."""
     text = text_or_list(raw)
     if text is not None:
         return text
@@ -69,31 +69,31 @@ def token_ids(array: memoryview) -> int:
     return bytes(array).count(b",") + 1 if start[:1].isdigit() else 0
 
 
-# Images, sounds, videos and files among the parts of a message: how many, and how long the prompt is without them.
+# Counts the images, sounds, videos and files among the parts of a message, and the size of the prompt without them.
 #
 # An inline item costs tokens by its resolution or duration, not by the length of its base64 text, and an item that is
-# only referred to costs as much. So each is taken as `MEDIA_BYTES` of text.
+# given by URL costs the same. So each item counts as `MEDIA_BYTES` of text.
 
 #: 1,000 tokens at 4.2 bytes.
 MEDIA_BYTES = 4200
 
-#: The type of a part, in the words of OpenAI's APIs, vLLM's and Anthropic's. Inside of text its quotes are escaped.
+#: The type of a part as OpenAI's, vLLM's and Anthropic's APIs name it. Text cannot match: its quotes are escaped.
 _PART = re.compile(
     rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:input_)?(?:image|audio|video|file|document)(?:_url|_pil|_embeds)?"'
 )
 #: Where inline data begins: a data URL, or the member `data` (`input_audio`, Anthropic's `source`).
 _INLINE = re.compile(rb';base64,|"data"[ \t\r\n]*:[ \t\r\n]*"')
-#: What it must begin with. Shorter data is not worth a thought.
+#: The beginning of inline data. Shorter data is left in the size: it hardly matters.
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=_\\-]{256}")
 
 
 def media_items(messages: memoryview) -> int:
-    """Media items in a list of messages. Costs 0.4 µs per kB."""
+    """The number of media items in a list of messages. Costs 0.4 µs per kB."""
     return sum(1 for _ in _PART.finditer(messages))
 
 
 def text_size(messages: memoryview, items: int) -> int:
-    """Bytes of text that cost as many tokens as the messages with their `items` do."""
+    """The size in bytes of a text that costs as many tokens as the messages with their `items`."""
     size = len(messages)
     if not items:
         return size
@@ -102,7 +102,7 @@ def text_size(messages: memoryview, items: int) -> int:
     while match := _INLINE.search(raw, position):
         start = position = match.end()
         if _BASE64.match(raw, start):
-            # Base64 has no quotes, so the next one ends the string, and it is found at the speed of memchr.
+            # Base64 has no quotes, so the next quote ends the string. `find` has the speed of memchr.
             end = raw.find(b'"', start)
             position = len(raw) if end < 0 else end
             size -= position - start

@@ -1,25 +1,25 @@
-"""The model's name in responses, mapped back to the one that the client asked for."""
+"""Map the model's name in responses back to the name that the client asked for."""
 
 import json
 import re
 
 from fairlead.apis.splice import json_string
 
-# Where a JSON string ends. A prompt is one long string, so this is where the time of every scan goes.
+# Finds the end of a JSON string. Every scan spends its time here, because most of a body is one long string.
 #
-# Theory. A quote closes the string unless an odd number of backslashes stands before it. Looking for quotes is a
-# hundred times as fast as a regular expression over every byte, as long as few of them are escaped; past `_ESCAPED`
-# of those the expression takes over, so that the time stays linear with a small factor for any bytes.
+# Theory. A quote closes the string unless an odd number of backslashes precedes it. Searching for quotes is a hundred
+# times as fast as a regular expression over every byte, as long as few quotes are escaped. After `_ESCAPED` escaped
+# quotes the regular expression takes over, so that the time stays linear with a small factor for any bytes.
 
-#: The rest of a string, as far as it goes without its closing quote.
+#: The rest of a string, without its closing quote.
 _INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _ESCAPED = 200
 _QUOTE, _BACKSLASH = b'"', 0x5C
 
 
 def string_end(data: bytes, position: int, stop: int) -> int:
-    """Offset behind the quote that closes a string; -1 if none does before `stop`. `position`: inside of the string,
-    not behind a backslash that escapes."""
+    """The offset behind the closing quote of a string; -1 if the string does not end before `stop`. `position`:
+    inside the string, not behind an escaping backslash."""
     begin = position
     for _ in range(_ESCAPED):
         quote = data.find(_QUOTE, position, stop)
@@ -37,55 +37,53 @@ def string_end(data: bytes, position: int, stop: int) -> int:
 
 
 def ends_escaping(data: bytes, position: int, stop: int) -> bool:
-    """Whether the piece of a string that goes on behind `stop` ends with a backslash that escapes what comes."""
+    """Whether a string that continues behind `stop` has an escaping backslash directly before `stop`."""
     before = stop
     while before > position and data[before - 1] == _BACKSLASH:
         before -= 1
     return (stop - before) % 2 == 1
 
 
-# Map the model's name back in a response, while it passes by in chunks cut anywhere.
+# Maps the model's name back in a response that arrives in chunks, which may be cut anywhere.
 #
 # Rules
 # * A client that asked for A and was served by B reads A: every `"model": "B"` becomes `"model": "A"`, and no other
-#   byte changes. Text that merely looks like it, inside a string or deeper down, is left alone.
-# * Where names stand: at the top of a JSON document, and in its member `response` (events of the Responses API) or
-#   `message` (Anthropic's `message_start`).
-# * All bytes are handed on at once but a string that may turn out to be the name: at most six bytes for each of its
-#   UTF-16 units, which is what an escape takes. So a stream is never held up, and memory is bounded.
-# * A stream (`text/event-stream`) has a document per event: its `data:` lines, joined by the line ends between them.
-#   LF, CR and CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object counts too, as for
-#   `UsageScanner`.
-# * Whatever is not an object, or not JSON, passes unread. Linear time for any bytes.
+#   byte changes. The same text inside a string or at a greater depth is left alone.
+# * Names are looked for at the top level of a JSON document, and in its member `response` (events of the Responses
+#   API) or `message` (Anthropic's `message_start`).
+# * All bytes are passed on immediately, except a string that may turn out to be the name. It is held up to six bytes
+#   (an escape) per UTF-16 unit of the name. So a stream is never delayed, and memory is bounded.
+# * In a stream (`text/event-stream`), each event has one document: its `data:` lines, joined by line ends. LF, CR and
+#   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object counts too, as for `UsageScanner`.
+# * A document that is no JSON object passes unread. The time is linear for any bytes.
 #
-# Theory. As in `span`: strings and brackets tell the depth. Only the inside of named objects is looked at more
-# closely: there a string before the colon is a key. What was begun in one chunk is one of five modes, a depth and a
-# short key.
+# Theory. As in `splice.model_member`, strings and brackets show the depth. Only the objects named above are read more
+# closely: in them, a string before a colon is a key. The state between chunks is a mode, a depth and a short key.
 
 _NEAR = re.compile(rb'["{}\[\],:]')
 _FAR = re.compile(rb'["{}\[\]]')
 _BEGIN = re.compile(rb"[^ \t\r\n\xef\xbb\xbf]")
 _LINE_END = re.compile(rb"[\r\n]")
 
-#: Members of the top level that are objects with a model's name of their own.
+#: Members of the top level that are objects and name the model too.
 _NESTED = (b'"response"', b'"message"')
 _MODEL = b'"model"'
-#: Longer keys are none of these, however they are escaped.
+#: Longer keys are not compared: none of the keys above is that long, even with every character escaped.
 _MAX_KEY = 64
 
-#: Before a document; between tokens; in a string, a key, a possible name; in something that is no document.
+#: Before a document; between tokens; in a string, a key, a possible name; in a document that is not read.
 _START, _OUT, _STRING, _KEY, _NAME, _UNREAD = range(6)
 
 _rename_QUOTE, _rename_BACKSLASH = 0x22, 0x5C
 _DATA = b"data:"
-#: Longer beginnings of events are not kept.
+#: Longer event beginnings are not kept.
 _MAX_BEGINNING = 2048
-#: In the rest of an event: it must be looked at closely.
+#: If the rest of an event contains one of these, it must be scanned.
 _NOT_KNOWN = (b'"model"', b"\\u")
 
 
 class _Documents:
-    """Scans documents one after another. `begin` a chunk, `scan` ranges of it, `finish` gives what goes on."""
+    """Scans documents. `begin` a chunk and `scan` its ranges; `finish` returns the bytes to pass on."""
 
     __slots__ = (
         "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_limit", "_mode", "_named", "_out",
@@ -98,10 +96,10 @@ class _Documents:
         self._shown = json_string(shown)
         self._limit = 6 * len(target.encode("utf-16-le", "surrogatepass")) // 2 + 2
         self._chunk = b""
-        #: Names found in this chunk, and the offset behind the last one; 0 = it is not written as `text`.
+        #: The number of names found in this chunk, and the offset behind the last; 0 = it is not spelled as `text`.
         self.found = self.found_at = 0
         self._out: list[bytes] = []
-        #: Up to here the chunk is in `_out`, or held.
+        #: The offset up to which the chunk is in `_out` or held.
         self._kept = 0
         self._held = bytearray()
         self._key = bytearray()
@@ -112,14 +110,14 @@ class _Documents:
         self.release()
         self._mode = _START
         self._depth = 0
-        #: Objects down to this depth are looked at: 1, or 2 inside of a nested one.
+        #: Keys are read in objects down to this depth: 1, or 2 inside a nested object.
         self._named = 1
         self._in_value = False
         self._escaped = False
         self._key.clear()
 
     def release(self) -> None:
-        """Let go of what was held: it is not the name."""
+        """Pass on the held string: it is not the name, or was already replaced."""
         if self._held:
             self._out.append(bytes(self._held))
             self._held.clear()
@@ -129,7 +127,7 @@ class _Documents:
         return self._mode in (_STRING, _KEY, _NAME)
 
     def give_up(self) -> None:
-        """What follows is not read, until `reset`."""
+        """Read nothing more until `reset`."""
         self.release()
         self._mode = _UNREAD
 
@@ -148,16 +146,16 @@ class _Documents:
 
     @property
     def fresh(self) -> bool:
-        """A document may begin here."""
+        """Whether a document may begin here."""
         return self._mode == _START
 
     def replace(self, start: int, stop: int) -> None:
-        """A range of the chunk, not read so far, is the name."""
+        """Replace a range of the chunk that was not scanned: it is the name."""
         self._out += (self._chunk[self._kept : start], self._shown)
         self._kept = stop
 
     def scan(self, position: int, stop: int) -> None:
-        """Read a range of the chunk. Ranges of a document follow each other."""
+        """Scan a range of the chunk. Give the ranges of a document in order."""
         while position < stop and self._mode != _UNREAD:
             if self._mode == _OUT:
                 position = self._token(position, stop)
@@ -213,7 +211,7 @@ class _Documents:
         return _NAME if self._key == _MODEL else _STRING
 
     def _in_string(self, position: int, stop: int) -> int:
-        """From the inside of a string to behind its closing quote, or to `stop`."""
+        """Scan from inside a string to behind its closing quote, or to `stop`; return the offset reached."""
         chunk, begin = self._chunk, position
         position += self._escaped
         end = string_end(chunk, position, stop)
@@ -252,7 +250,7 @@ class _Documents:
 
 
 def _means(string: bytearray, text: str) -> bool:
-    """Whether a JSON string that is written in another way says `text`."""
+    """Whether a JSON string with escapes decodes to `text`."""
     if _rename_BACKSLASH not in string:
         return False
     try:
@@ -269,22 +267,22 @@ def _unescaped(key: bytes) -> bytes:
 
 
 class ModelRenamer:
-    """Feed it every chunk of one response body. `stream`: the body is `text/event-stream`."""
+    """Takes every chunk of one response body and renames the model. `stream`: the body is `text/event-stream`."""
 
     __slots__ = ("_after_cr", "_beginning", "_documents", "_line", "_matched", "_stream")
 
     def __init__(self, target: str, shown: str, stream: bool) -> None:
         self._documents = _Documents(target, shown)
         self._stream = stream
-        #: Of a stream: the rest of the line is data (True), is not (False), or the line has just begun (`None`).
+        #: For a stream: the rest of the line is data (True) or not (False); `None` = the line has just begun.
         self._line: bool | None = None
         self._matched = 0
         self._after_cr = False
-        #: Of a stream: how a former event began, up to and with the name. Events of a response begin alike.
+        #: For a stream: the beginning of an earlier event, name included. Events of a response begin alike.
         self._beginning = b""
 
     def feed(self, chunk: bytes, end: bool = False) -> bytes:
-        """The bytes to hand on. With `end` nothing is held any longer. Never raises."""
+        """Take a chunk and return the bytes to pass on. `end`: the last chunk, so nothing is held. Never raises."""
         documents = self._documents
         documents.begin(chunk)
         if self._stream:
@@ -298,7 +296,7 @@ class ModelRenamer:
     def _lines(self, chunk: bytes) -> None:
         position, stop = 0, len(chunk)
         documents = self._documents
-        #: Where a document began with a line of this chunk, and how many names were found until then.
+        #: The offset where a document began on a line of this chunk, and the number of names found before it.
         begun, before = -1, 0
         while position < stop:
             if self._line is None:
@@ -321,8 +319,8 @@ class ModelRenamer:
                 position = self._line_end(chunk, position)
 
     def _known(self, chunk: bytes, position: int) -> int:
-        """Skip events that begin as a former one did, and have no further name: from an equal beginning the scan would
-        come to the same point. An escaped key has a `\\u`."""
+        """Skip events that begin like an earlier one and contain no other name, because the scan would reach the same
+        point from an equal beginning. An escaped key contains `\\u`."""
         known, documents = self._beginning, self._documents
         while known and chunk.startswith(known, position):
             start = position + len(known)
@@ -337,7 +335,7 @@ class ModelRenamer:
     def _line_start(self, chunk: bytes, position: int) -> int:
         byte = chunk[position]
         if self._matched == 0 and byte in b"\r\n":
-            if not (self._after_cr and byte == 0x0A):  # else it belongs to the line end before
+            if not (self._after_cr and byte == 0x0A):  # else the LF belongs to the CR before it
                 self._documents.reset()
             self._after_cr = byte == 0x0D
             return position + 1

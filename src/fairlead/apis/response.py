@@ -1,13 +1,13 @@
-"""What is read of a response: token counts and errors, by API."""
+"""Read token counts and errors from responses, by API."""
 
 from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, walk
 from fairlead.apis.usage import MAX_TOKENS, UsageScanner
 from fairlead.core.apis import GRPC, GRPC_EMBED
 from fairlead.core.request import Usage
 
-# Token counts out of the answers of vLLM's gRPC engine service, read as they pass by in chunks cut anywhere.
+# Reads token counts from the answers of vLLM's gRPC engine service, which arrive in chunks cut anywhere.
 #
-# An answer is a row of gRPC frames (flag, four bytes of length, message). Two layouts of the messages are about:
+# An answer is a sequence of gRPC frames (flag, four bytes of length, message). The messages have two layouts:
 #
 #     older: GenerateResponse 1 request_id, 2 chunk, 3 complete, 4 error {1 message, 2 http_status_code}
 #            EmbedResponse    1 request_id, 2 complete {2 prompt_tokens}, 3 error
@@ -16,31 +16,31 @@ from fairlead.core.request import Usage
 #     chunk {1 token_ids, 2 prompt_tokens, 3 completion_tokens, 4 cached_tokens}
 #     complete {1 output_ids, 2 finish_reason, 3 prompt_tokens, 4 completion_tokens, 5 cached_tokens}
 #
-# They are told apart by the wire types: `finish_reason` is a string where a chunk has a number. Errors of the newer
-# service, and of gRPC itself, are in the trailers (`grpc-status`), which are not looked at here.
+# The wire types distinguish them: `finish_reason` is a string, and a chunk has a number there. Errors of the newer
+# service, and of gRPC itself, are in the trailers (`grpc-status`), which are not read here.
 #
-# Memory is bounded: of a frame longer than `MAX_FRAME` (log probabilities) nothing is kept, and its counts stay
-# unknown; streams repeat them in every message.
+# Memory is bounded: a frame longer than `MAX_FRAME` (log probabilities) is skipped, and its counts stay unknown.
+# Streams repeat the counts in every message.
 
 MAX_FRAME = 262144
 _HEAD = 5
 
 
 class GrpcUsageScanner:
-    """Feed it every chunk of one response body, then ask. Looks like `usage.UsageScanner`."""
+    """Takes every chunk of one response body and reports its usage. Has the interface of `usage.UsageScanner`."""
 
     __slots__ = ("_buffer", "_embed", "_skip", "done", "error_status", "usage")
 
     def __init__(self, embed: bool = False) -> None:
         self._embed = embed
         self._buffer = bytearray()
-        #: Bytes of a frame that are still to be thrown away.
+        #: Bytes of the current frame that are still to be skipped.
         self._skip = 0
         #: The last usage reported; `None` = none so far.
         self.usage: Usage | None = None
         #: Status of an error inside the body; 0 = no error. The first one counts.
         self.error_status = 0
-        #: The service's last message was seen. (gRPC itself tells the end in the trailers, which are not shown.)
+        #: The service's last message was seen. (gRPC marks the end in the trailers, which are not shown.)
         self.done = False
 
     def feed(self, chunk: bytes) -> None:
@@ -86,7 +86,7 @@ class GrpcUsageScanner:
         self.done = self.done or answer.number == (3 if older else 2)
         parts = {field.number: field for field in walk(data, Budget(), answer.start, answer.end)}
         second = parts.get(2)
-        # The finish reason of a whole answer is a string, and its counts stand behind it.
+        # A whole answer has its finish reason, a string, in field 2, and the counts after it.
         first = 3 if second is not None and second.kind == BYTES else 2
         counts = [_count(parts.get(first + i)) for i in range(3)]
         if counts[0] or counts[1]:
@@ -96,7 +96,7 @@ class GrpcUsageScanner:
         tokens = fields.get(2)
         if tokens is not None and tokens.kind == BYTES:
             tokens = {field.number: field for field in walk(data, Budget(), tokens.start, tokens.end)}.get(2)
-        self.done = True  # one message is all there is
+        self.done = True  # an embedding has only one message
         if _count(tokens):
             self.usage = Usage(prompt_tokens=_count(tokens))
         if 3 in fields and fields[3].kind == BYTES:
@@ -104,12 +104,12 @@ class GrpcUsageScanner:
 
 
 def _count(field: Field | None) -> int:
-    """A number that is 0 is not sent at all."""
+    """The value of a count; 0 if the field is absent, because protobuf does not send zeros."""
     return min(field.value, MAX_TOKENS) if field is not None and field.kind == VARINT else 0
 
 
 def _status(data: bytes, error: Field) -> int:
-    """`http_status_code` is a string."""
+    """The HTTP status of an error message, whose `http_status_code` is a string; 500 if it has none."""
     if error.kind != BYTES:
         return 500
     for field in walk(data, Budget(), error.start, error.end):
@@ -119,15 +119,15 @@ def _status(data: bytes, error: Field) -> int:
     return 500
 
 
-# Which scanner reads a response.
+# The choice of the scanner for a response.
 
 Scanner = UsageScanner | GrpcUsageScanner
 
 
 def scanner_for(content_type: str, content_encoding: str = "", api: str = "") -> Scanner | None:
-    """A scanner for a response of that type; `None` if nothing in it tells token counts, or it is compressed.
+    """A scanner for a response of a content type; `None` if the type reports no token counts, or it is compressed.
 
-    `api`: of the request, see `core.apis`.
+    `api`: the request's API, see `core.apis`.
     """
     if content_encoding and content_encoding.strip().lower() != "identity":
         return None

@@ -1,4 +1,4 @@
-"""The model's name in a request's body: where it stands, and how it is replaced in place."""
+"""Find the model's name in a request's body, and replace it in place."""
 
 import json
 import re
@@ -7,32 +7,32 @@ from typing import NamedTuple
 from fairlead.apis.multipart import field_span, is_form
 from fairlead.core.apis import SGLANG
 
-# Where in a body the model's name stands, for replacing it in place. Not on the hot path.
+# Finds the model's name in a body. Not on the hot path.
 #
 # Theory. Only two kinds of tokens matter: strings, because brackets inside them do not count, and brackets, because
-# they tell the depth. At depth 1 a string that a colon follows is a key. Linear for any bytes; a quote that opens no
-# complete string ends the scan.
+# they show the depth. At depth 1 a string followed by a colon is a key. The time is linear for any bytes; a quote that
+# opens no complete string ends the scan.
 
 _TOKEN = re.compile(rb'["{}\[\]]')
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 
 
 class Member(NamedTuple):
-    """What an object says of a key, and where."""
+    """Where an object has a key and its value."""
 
     #: Offset behind the bracket that opens the object.
     inside: int
     #: The key occurs.
     present: bool
-    #: Offsets of its last value; `None` if that is neither a string nor null.
+    #: Offsets of the key's last value; `None` if that value is neither a string nor null.
     value: tuple[int, int] | None
 
 
 def model_span(body: bytes) -> tuple[int, int] | None:
     """Offsets (start, end) of the JSON string, quotes included, that is the value of the top-level key `model`.
 
-    The last one of several counts, as for `parse_request`. `None` if there is none, if it is not a string, or if the
-    body is not UTF-8 JSON text (such as UTF-16, which `parse_request` reads).
+    If the key occurs several times, the last occurrence counts, as for `parse_request`. `None` if there is no such
+    key, if the value is not a string, or if the body is not UTF-8 JSON text (`parse_request` also reads UTF-16).
     """
     member = model_member(body)
     if member is None or member.value is None or body[member.value[0]] != 0x22:
@@ -41,8 +41,8 @@ def model_span(body: bytes) -> tuple[int, int] | None:
 
 
 def model_member(body: bytes, key: str = "model") -> Member | None:
-    """Look for a top-level key of an object. `None` if the body is no object, as far as brackets tell."""
-    # Of the same length, and every quote that is left begins or ends a string.
+    """Find a top-level key of an object. `None` if the body is not an object, judged by its brackets."""
+    # Has the length of `body`, and every remaining quote begins or ends a string.
     plain = body.replace(b"\\\\", b"..").replace(b'\\"', b"..") if b"\\" in body else body
     depth = position = inside = 0
     present = False
@@ -71,7 +71,7 @@ def model_member(body: bytes, key: str = "model") -> Member | None:
 
 
 def _value(body: bytes, start: int) -> tuple[int, int] | None:
-    """Offsets of a string or null."""
+    """Offsets of a string or null; `None` for any other value."""
     if body.startswith(b"null", start):
         return start, start + 4
     end = body.find(b'"', start + 1) + 1 if body.startswith(b'"', start) else 0
@@ -90,22 +90,22 @@ def _is_key(string: bytes, key: str) -> bool:
         return False
 
 
-# Put another model name into a request's body. Every other byte stays what it is: key order, white space, escapes and
-# integers of any size survive, because nothing is decoded and written anew.
+# Replaces the model's name in a request's body. No other byte changes: key order, white space, escapes and integers of
+# any size survive, because the body is not decoded and encoded again.
 #
-# * JSON: the string (or null) that is the value of the top-level `model`, the last one of several as `parse_request`
-#   reads it. A body without it gets it as its first member.
-# * JSON that is not UTF-8 (UTF-16 or UTF-32, which `parse_request` reads) becomes UTF-8 on the way.
-# * `multipart/form-data`: the text of the field `model`.
+# * JSON: the value of the top-level `model`, a string or null, is replaced. If the key occurs several times, the last
+#   occurrence counts, as for `parse_request`. A body without the key gets it as its first member.
+# * JSON in UTF-16 or UTF-32, which `parse_request` reads too, is converted to UTF-8.
+# * `multipart/form-data`: the text of the field `model` is replaced.
 
 _QUOTE = 0x22
 _SPACE = b" \t\r\n"
 
 
 def splice_model(body: bytes, name: str, content_type: str = "", api: str = "") -> bytes | None:
-    """The body with `name` for its model. `None` when there is no place for it: no JSON object, no such form field.
+    """The body with `name` as its model; `None` if it has no place for one: not a JSON object, or no such form field.
 
-    `api`: see `core.apis`. SGLang's own has the adapter in `lora_path`, which counts where no model is named.
+    `api`: see `core.apis`. SGLang's own API has the adapter in `lora_path`, which counts if no model is named.
     """
     if is_form(content_type):
         span = field_span(body, content_type, "model")
@@ -136,5 +136,5 @@ def _splice_json(body: bytes, name: str, api: str) -> bytes | None:
 
 
 def json_string(text: str) -> bytes:
-    """A JSON string, quotes included, in UTF-8."""
+    """Encode `text` as a JSON string in UTF-8, quotes included."""
     return json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass")

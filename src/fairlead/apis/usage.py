@@ -1,4 +1,4 @@
-"""Token counts and error statuses out of the JSON objects in which model servers report them."""
+"""Read token counts and error statuses from the JSON of responses."""
 
 import json
 import re
@@ -11,21 +11,22 @@ from msgspec.json import decode as decode_json
 from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.request import Usage
 
-#: Counts above this are nonsense.
+#: Larger counts are ignored: no engine can have counted them.
 MAX_TOKENS = 2**31 - 1
 
-#: Statuses by the name of an error's type, for errors that carry no status. vLLM puts its own names into Anthropic's
-#: shape, and `internal_error` (0.32, `/v1/messages`).
+#: Statuses by error type, for errors that carry no status. vLLM 0.32 uses its own names in Anthropic's shape too, and
+#: `internal_error` (`/v1/messages`).
 _STATUS_OF_TYPE = {name: status for status, name in (*TYPES.items(), *ANTHROPIC_TYPES.items())} | {
     "overloaded_error": 503
 }
 
 
 def usage_of(value: Any) -> Usage | None:
-    """Token counts from a usage object of OpenAI's APIs, of Anthropic's or SGLang's `meta_info`; `None` if it reports
-    nothing usable.
+    """Token counts from a usage object of OpenAI's or Anthropic's APIs, or from SGLang's `meta_info`; `None` if it
+    reports nothing usable.
 
-    Anthropic's `input_tokens` are those that no cache had (vLLM 0.32 counts so too): the prompt is the sum.
+    Anthropic's `input_tokens` leave out tokens read from or written to a cache (so do vLLM 0.32's), so the prompt is
+    the sum of the three.
     """
     if not isinstance(value, dict):
         return None
@@ -60,8 +61,8 @@ def summed(values: list[Any]) -> Usage | None:
 
 
 def error_status_of(error: Any) -> int:
-    """HTTP status that an error object names in `code`, `status` or by its `type`; 500 if it names none. 0 for an empty
-    error."""
+    """The HTTP status that an error object names in `code`, `status` or by its `type`; 500 if it names none, 0 if the
+    error is empty."""
     if not error:
         return 0
     if isinstance(error, dict):
@@ -76,7 +77,7 @@ def error_status_of(error: Any) -> int:
 
 
 def tokens(value: Any) -> int:
-    """A count from a number or a string of digits; -1 for anything else."""
+    """Read a count from a number or a string of digits; -1 for anything else."""
     if isinstance(value, str):
         try:
             value = decode_json(value.strip(), type=int | float)
@@ -103,47 +104,47 @@ def _either(value: dict[str, Any], name: str, alternative: str) -> int:
 
 
 def _sum(counts: list[int]) -> int:
-    """-1 if nobody reports it."""
+    """The sum of the counts that are known; -1 if none is."""
     known = [count for count in counts if count >= 0]
     return min(sum(known), MAX_TOKENS) if known else -1
 
 
-# One JSON document of a response, kept in bounded memory, and what its top level says of usage and errors.
+# Keeps one JSON document of a response in bounded memory, and reads usage and errors from its top level.
 #
-# Two APIs put what matters one level deeper, in events that say so by their `type`: OpenAI's Responses API into
-# `response`, Anthropic's `message_start` into `message`. These members are kept as they are, see `nested`.
+# Two APIs nest these members one level deeper, in events that their `type` identifies: OpenAI's Responses API in
+# `response`, Anthropic's `message_start` in `message`. These two members are kept raw, see `nested`.
 #
-# Theory. A document that is kept whole is simply parsed. For a longer one: inside a JSON string every quote is
-# escaped, so the bytes `"usage"` never occur within text. An occurrence is a string token of its own, a key or a
-# value, at some depth, and the depth shows from either end:
+# Theory. A document that is kept whole is parsed. For a longer one: inside a JSON string every quote is escaped, so
+# the bytes `"usage"` never occur within text. Each occurrence is a complete string token, a key or a value, at some
+# depth, and the depth can be found from either end:
 # * from the tail: `{` + everything from the occurrence on is a valid document exactly if the occurrence is a key at
-#   depth 1 (of a document that is complete), and `{"response":{` + the same exactly if it is one at depth 2;
+#   depth 1 (of a complete document), and `{"response":{` + the same exactly if it is a key at depth 2;
 # * from the head: everything up to the end of the value + `}` is a valid document exactly if the value was at depth 1.
-# So a head (error replies, servers that send usage first) and a tail (usage is among the last keys of nearly all) are
-# enough. What lies between is not seen; then the usage stays unknown.
+# So a head (error replies, servers that send usage first) and a tail (nearly all servers send usage among the last
+# keys) are enough. If the usage lies between them, it stays unknown.
 
 #: A document up to this many bytes is kept whole.
 WHOLE_BYTES = 131072
 HEAD_BYTES = 16384
 TAIL_BYTES = WHOLE_BYTES - HEAD_BYTES
-#: Occurrences looked at from each end; only documents made to be slow have more.
+#: At most this many occurrences are tried from each end. Only documents made to be slow have more.
 _TRIES = 8
 _ABSENT = Raw(b"")
 
 
 class Reply(Struct, gc=False):
-    """What matters of a response body or of one event of a stream. Values are as sent, of any JSON type."""
+    """The members that are read of a response body or stream event. Values are as sent, of any JSON type."""
 
     usage: Any = None
     error: Any = None
-    #: SGLang's `meta_info`; of a batch a list of them.
+    #: SGLang's `meta_info`; for a batch, a list of them.
     meta_info: Any = None
     type: Any = None
     message: Raw = _ABSENT
     response: Raw = _ABSENT
 
     def nested(self, name: str) -> "Reply":
-        """What the member `message` or `response` says; nothing if it was not sent, or is no object."""
+        """Read the member `message` or `response`; an empty reply if it was not sent, or is not an object."""
         return read_whole(bytes(self.message if name == "message" else self.response))
 
 
@@ -166,7 +167,7 @@ class Document:
         if len(kept) > WHOLE_BYTES:
             if not self._head:
                 self._head = bytes(kept[:HEAD_BYTES])
-            # Trimming only at twice the tail moves every byte at most once more.
+            # Trimming only at twice the tail's size moves every byte at most once more.
             elif len(kept) < 2 * TAIL_BYTES:
                 return
             del kept[:-TAIL_BYTES]
@@ -176,11 +177,11 @@ class Document:
         self._bytes.clear()
 
     def whole(self) -> bytes | None:
-        """All that was collected; `None` if the middle is gone."""
+        """The whole document; `None` if its middle was dropped."""
         return None if self._head else bytes(self._bytes)
 
     def ends(self) -> tuple[bytes, bytes]:
-        """The beginning and the end, once the middle is gone."""
+        """The beginning and the end, once the middle was dropped."""
         return self._head, bytes(self._bytes)
 
 
@@ -191,7 +192,7 @@ def read_whole(document: bytes) -> Reply:
     except (DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        # Engines may send what the strict parser refuses, such as -Infinity for a log probability.
+        # Engines may send JSON that the strict parser refuses, such as -Infinity for a log probability.
         members = json.loads(document)
         return _reply_of(members) if isinstance(members, dict) else _batch_of(members)
     except (ValueError, RecursionError):
@@ -255,42 +256,43 @@ def _from_head(head: bytes, key: bytes) -> Any:
     return None
 
 
-# Token counts, errors and the end, read from a response as it passes by in chunks cut anywhere.
+# Reads token counts, errors and the end from a response that arrives in chunks cut anywhere.
 #
 # Rules
-# * A JSON body is one document. A stream is a document per `data:` line (no engine splits an event over several lines;
-#   lines end in LF or CRLF). A bare JSON line counts too: an engine may answer a streaming request with a JSON error.
-# * A chunk of a stream costs four searches; only a line with one of a few words in it is parsed.
-# * Only the top level counts, and the events that nest it by their type, see `document`. The last usage that reports
-#   anything wins; Anthropic's comes in pieces (`message_start`, `message_delta`), of which the newest of each counts.
-# * vLLM 0.32 refuses a streaming request under overload with status 200 and `data: {"error": {…, "code": 503}}`: such
-#   a response failed, whatever its status line says.
+# * A JSON body is one document. A stream has one document per `data:` line (no engine splits an event over several
+#   lines; lines end in LF or CRLF). A bare JSON line counts too: an engine may answer a streaming request with a JSON
+#   error.
+# * A chunk of a stream costs four searches. Only lines that contain one of a few words are parsed.
+# * Only the top level counts, and the nested members of some events, see above. The last usage that reports anything
+#   wins. Anthropic's usage arrives in pieces (`message_start`, `message_delta`), and the newest of each piece counts.
+# * vLLM 0.32 refuses a streaming request under overload with status 200 and `data: {"error": {…, "code": 503}}`. Such
+#   a response failed in spite of its status line.
 # * Memory is bounded: at most one document is kept, see `Document`. Malformed bytes are skipped.
 
-#: What the lines that matter contain.
+#: Only lines that contain one of these are read.
 _USAGE, _ERROR, _META, _DONE, _STOP = b'"usage"', b'"error"', b'"meta_info"', b"[DONE]", b'"message_stop"'
 
-#: Anthropic tells the parts of a usage in two events, and cumulatively.
+#: Anthropic reports these parts of a usage in two events, cumulatively.
 _PIECES = ("input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-#: Events of the Responses API after which nothing follows.
+#: The events that end a stream of the Responses API.
 _LAST_EVENTS = frozenset(("response.completed", "response.incomplete", "response.failed"))
 
 
 class UsageScanner:
-    """Feed it every chunk of one response body, then ask. `stream`: the body is `text/event-stream`."""
+    """Takes every chunk of one response body and reports its usage. `stream`: the body is `text/event-stream`."""
 
     __slots__ = ("_document", "_done", "_error", "_fresh", "_partial", "_pieces", "_stream", "_usage")
 
     def __init__(self, stream: bool) -> None:
         self._stream = stream
-        #: Of a stream: the line that is not complete yet.
+        #: The body; for a stream, the line that is not complete yet.
         self._document = Document()
-        #: The document is not empty.
+        #: A stream's incomplete line is not empty.
         self._partial = False
-        #: It has grown since it was last read.
+        #: The document has grown since it was last read.
         self._fresh = False
         self._usage: Usage | None = None
-        #: Of Anthropic's usage; empty in streams of all others.
+        #: The parts of Anthropic's usage; empty in streams of other APIs.
         self._pieces: dict[str, Any] = {}
         self._error = 0
         self._done = False
@@ -316,19 +318,19 @@ class UsageScanner:
 
     @property
     def error_status(self) -> int:
-        """Status of an error inside the body, 500 if it names none; 0 = no error. The first one counts."""
+        """The status of the first error inside the body, 500 if the error names none; 0 = no error."""
         self._pending()
         return self._error
 
     @property
     def done(self) -> bool:
-        """The stream's own last word was seen: `data: [DONE]`, `message_stop`, `response.completed` and the like.
+        """Whether the stream's last event was seen: `data: [DONE]`, `message_stop`, `response.completed` and the like.
         Always false for a JSON body."""
         self._pending()
         return self._done
 
     def _lines(self, lines: bytes) -> None:
-        """Complete lines; the first one may have begun in an earlier chunk."""
+        """Read complete lines. The first one may have begun in an earlier chunk."""
         if self._partial:
             first, _, lines = lines.partition(b"\n")
             self._document.append(first)
@@ -346,7 +348,7 @@ class UsageScanner:
             self._done = True
 
     def _pending(self) -> None:
-        """Read a body, or a last line without its line end, unless that was done already."""
+        """Read the body, or a last line without its line end, unless it was already read."""
         if self._fresh:
             self._fresh = False
             self._read()
@@ -380,7 +382,7 @@ class UsageScanner:
             self._error = error_status_of(error)
 
     def _pieced(self, usage: Any) -> dict[str, Any]:
-        """All pieces told so far. Zero does not replace a number: it also stands for what a server cannot tell."""
+        """All pieces reported so far. Zero does not replace a number: servers also send it for unknown values."""
         if isinstance(usage, dict):
             for name in _PIECES:
                 if usage.get(name) or self._pieces.get(name) is None:

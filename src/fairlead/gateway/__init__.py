@@ -1,1 +1,1 @@
-"""Envoy's side: ext_proc over HTTP/2, the access log, the embedded gateway."""
+"""The interface to Envoy: ext_proc over HTTP/2, the access log, and the embedded gateway."""

@@ -1,4 +1,4 @@
-"""Which form of the metrics page a client wants, by its Accept header (RFC 9110, 12.5.1)."""
+"""The form of the metrics page that a client wants by its Accept header (RFC 9110, 12.5.1)."""
 
 OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
@@ -6,10 +6,10 @@ TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether OpenMetrics is named, and nothing that stands for plain text is liked better.
+    """Whether the header names OpenMetrics, with at least the quality of plain text.
 
-    OpenMetrics must be named: whoever takes anything gets the plain text that everybody reads. A quality that is no
-    number counts as 0.
+    A client that accepts anything (`*/*`) gets plain text, which every client reads. A quality that is not a number
+    counts as 0.
     """
     open_quality = text_quality = any_quality = 0.0
     for entry in accept.lower().split(","):

@@ -1,10 +1,11 @@
-"""gRPC over HTTP/2: messages inside DATA frames, and the header blocks that open and close a response.
+"""gRPC over HTTP/2: messages in DATA frames, and the header blocks that begin and end a response.
 
-A message is five bytes of prefix (compressed flag, 32 bits length) and its bytes; frames may split it anywhere and may
-hold several. We offer no compression, so a set flag is UNIMPLEMENTED, as the gRPC specification asks.
+A message is a prefix of five bytes (compressed flag, 32 bits of length) and its content. Frames may split it anywhere,
+and may contain several messages. The server offers no compression, so a set flag is answered with UNIMPLEMENTED, as the
+gRPC specification demands.
 
-Header blocks are written without the dynamic table and without Huffman coding (RFC 7541, 6.2.2): the same bytes fit
-every connection, so they are constants.
+Header blocks are written without the dynamic table and without Huffman coding (RFC 7541, 6.2.2). So the same bytes are
+valid on every connection and can be constants.
 """
 
 from enum import IntEnum
@@ -17,7 +18,7 @@ PREFIX = Struct(">BI")
 
 
 class Status(IntEnum):
-    """The gRPC status codes that the transport itself uses."""
+    """The gRPC status codes that the transport uses."""
 
     OK = 0
     UNKNOWN = 2
@@ -33,30 +34,30 @@ _LAST_STATUS = 16
 
 
 class MessageReader:
-    """Puts messages together. Copies each byte twice at most, however it was cut; holds one unfinished message."""
+    """Assembles messages. Copies each byte at most twice, and holds at most one unfinished message."""
 
     __slots__ = ("_buffer", "_limit", "_need")
 
     def __init__(self, limit: int) -> None:
         self._buffer = bytearray()
         self._limit = limit
-        #: Bytes of the unfinished message with its prefix; the prefix alone while that is incomplete.
+        #: Bytes of the unfinished message with its prefix; of the prefix alone while it is incomplete.
         self._need = PREFIX_SIZE
 
     @property
     def partial(self) -> bool:
-        """Bytes of an unfinished message are held."""
+        """Whether bytes of an unfinished message are held."""
         return bool(self._buffer)
 
     @property
     def size(self) -> int:
-        """Bytes of the unfinished message, those to come included, as far as it has told."""
+        """The size of the unfinished message in bytes, with its prefix; of the prefix alone while it is incomplete."""
         return self._need
 
     def feed(self, data: bytes, pos: int, end: int) -> list[bytes]:
-        """The messages that `data[pos:end]` completes. `ProtocolError` carries a gRPC status code.
+        """The messages that `data[pos:end]` completes. Raises a `ProtocolError` with a gRPC status code.
 
-        Messages complete before an error are lost with it: the stream has failed.
+        On an error, the complete messages before it are lost: the stream has failed.
         """
         messages: list[bytes] = []
         buffer = self._buffer
@@ -94,12 +95,12 @@ class MessageReader:
 
 
 def prefixed(message: bytes) -> bytes:
-    """A message behind its prefix."""
+    """A message with its prefix."""
     return PREFIX.pack(0, len(message)) + message
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header field that is never indexed into a table (RFC 7541, 6.2.2); `name` and `value` in plain octets."""
+    """A header field without indexing (RFC 7541, 6.2.2); `name` and `value` as plain octets."""
     return b"\x00" + _octets(name) + _octets(value)
 
 
@@ -117,13 +118,13 @@ def _octets(value: bytes) -> bytes:
     return bytes(out) + value
 
 
-#: First byte of a block that sets the table's size to zero (RFC 7541, 6.3); due once after a peer lowers its limit.
+#: Sets the dynamic table's size to zero (RFC 7541, 6.3). Starts the next block after a peer has lowered its limit.
 TABLE_SIZE_ZERO = b"\x20"
 
 _STATUS_200 = b"\x88"  # static table, 8
 _CONTENT_TYPE = b"\x0f\x10" + _octets(b"application/grpc")  # name: static table, 31
 
-#: The block that opens a response.
+#: The block that begins a response.
 RESPONSE = _STATUS_200 + _CONTENT_TYPE
 
 
@@ -133,7 +134,7 @@ def trailers(code: int, message: str = "") -> bytes:
     return block + literal(b"grpc-message", percent_encode(message)) if message else block
 
 
-#: What nearly every stream ends with.
+#: The block that ends nearly every stream.
 TRAILERS_OK = trailers(Status.OK)
 
 
@@ -148,12 +149,12 @@ def http_error(status: int) -> bytes:
     return block + literal(b"allow", b"POST") if status == 405 else block
 
 
-#: A status message is cut here: it travels in a header, and peers limit those (8 KiB in grpc-core).
+#: Status messages are cut to this length: they are sent in a header, and peers limit headers (8 KiB in grpc-core).
 _MAX_MESSAGE = 1024
 
 
 def percent_encode(message: str) -> bytes:
-    """The gRPC spelling of a status message: visible ASCII and space except `%`, the rest in %XX of UTF-8."""
+    """Encode a status message as gRPC does: visible ASCII and space except `%` stay, other UTF-8 bytes become %XX."""
     raw = message[:_MAX_MESSAGE].encode("utf-8", "replace")
     if raw.isascii() and message.isprintable() and b"%" not in raw:
         return raw

@@ -1,18 +1,18 @@
-"""The reference transport: the same `Routes` on grpc.aio, as bytes, to compare with and to fall back to.
+"""The reference transport: the same `Routes` on grpc.aio, for comparison and as a fallback.
 
-It costs about forty times the CPU of `h2_server` when busy, eight times at 200 exchanges/s (bench/transport.py). What
-differs for a handler:
-* `room()` is always 0: grpc does not tell its windows, so nothing may be assumed to leave in one write.
-* `connected()` is always true: grpc does not tell of connections either, so leases of a gateway that died wait for
-  their expiry, or for model servers that show themselves idle.
-* Status texts of errors that the transport finds itself are grpc's.
-* Binary metadata (`-bin`) is handed over in base64, as it travels; pseudo-headers, `content-type` and grpc's own
-  headers are not handed over at all.
-* The budget of bytes holds for whole messages only: grpc keeps unfinished ones by itself, each up to `max_message`, and
-  gives credit for them by itself. A stream that waits for room is not read from.
+It takes about forty times the CPU time of `h2_server` when busy, and eight times at 200 exchanges/s
+(bench/transport.py). For a handler, the differences are:
+* `room()` is always 0: grpc does not report its windows, so no message is known to leave in one write.
+* `connected()` is always true: grpc does not report connections. So the leases of a gateway that died end only when
+  they expire or when the model servers report themselves idle.
+* For errors that the transport finds itself, the status texts are grpc's.
+* Binary metadata (`-bin`) is passed as base64, as sent. Pseudo-headers, `content-type` and grpc's own headers are not
+  passed.
+* The byte budget covers only whole messages. grpc holds unfinished messages itself, each up to `max_message`, and gives
+  credit for them itself. A stream that waits for room is not read.
 
-grpc.aio cancels a handler's task when the peer resets the stream, and Envoy resets every ext_proc stream: the end of a
-stream is told in `finally`. Each listener has a server of its own, because grpc cannot add ports to a running one.
+grpc.aio cancels a handler's task when the peer resets the stream, and Envoy resets every ext_proc stream. So `finally`
+reports the end of a stream. Each listener has its own server, because grpc cannot add ports to a running server.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _TICK = 1.0
 _CANCEL_FOLLOWS = 0.002
-#: Longer than any grace: draining waits for `close`.
+#: Longer than any grace period, because draining lasts until `close`.
 _UNTIL_CLOSED = 10**6
 
 
@@ -46,7 +46,7 @@ def _load_grpc() -> Any:
 
 
 class AioStream:
-    """A `ServerStream` whose messages a task writes one after another."""
+    """A `ServerStream` whose messages are written by a task, one after another."""
 
     def __init__(self, budget: ByteBudget | None = None) -> None:
         self._budget = budget
@@ -90,21 +90,21 @@ class AioStream:
             self._may_read.set()
 
     def granted(self) -> None:
-        """There is room for what it waits for."""
+        """Continue to read: there is room for the message that waited."""
         self._may_read.set()
 
     def fail(self, code: int, why: str) -> None:
-        """The transport ends the stream."""
+        """End the stream because of an error in the transport."""
         if not self.finished:
             self.code, self.message = code, why
             self.lost(why)
 
     async def may_read(self) -> None:
-        """Wait while what comes next has to wait for memory."""
+        """Wait while the next message has to wait for memory."""
         await self._may_read.wait()
 
     def released(self) -> None:
-        """It is over: nothing is held."""
+        """Release all held bytes at the end of the stream."""
         if self._budget is not None:
             self._budget.count(self._claim, 0)
         self._may_read.set()
@@ -116,10 +116,10 @@ class AioStream:
         return True
 
     def watch_cancel(self, on: bool) -> None:
-        """grpc always tells at once."""
+        """Do nothing: grpc always reports a reset immediately."""
 
     def lost(self, why: str) -> None:
-        """The stream is gone, or the transport ends it."""
+        """Tell the handler that the stream is gone, or that the transport ends it."""
         handler = self.handler
         self.finished = True
         self.handler = None
@@ -131,7 +131,7 @@ class AioStream:
                 log.exception("a stream handler raised in on_lost")
 
     def deliver(self, message: bytes | None) -> None:
-        """A message of the peer, or its half-close."""
+        """Pass a message of the peer, or its half-close (`None`), to the handler."""
         if self.handler is None:
             return
         try:
@@ -147,7 +147,7 @@ class AioStream:
         self.fail(Status.INTERNAL, "internal error")
 
     async def write_all(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Until the stream is finished and everything queued has left."""
+        """Write messages until the stream is finished and none is queued."""
         while True:
             while self._queue:
                 await write(self._queue.popleft())
@@ -158,7 +158,7 @@ class AioStream:
 
 
 class GrpcServer:
-    """Has the interface of `H2Server`. `ConfigError` when grpcio is not installed."""
+    """A server with the interface of `H2Server`. Raises `ImportError` if grpcio is not installed."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class GrpcServer:
         self._paths: list[str] = []
         self._stopping: list[asyncio.Task[None]] = []
         self._ticker: asyncio.TimerHandle | None = None
-        #: What reading and writing raise when the call ends under them.
+        #: The exceptions of reads and writes if the call ends meanwhile.
         self._ended_errors = (self._grpc.RpcError, self._grpc.aio.BaseError, asyncio.InvalidStateError)
         self._codes = {code.value[0]: code for code in self._grpc.StatusCode}
 
@@ -227,7 +227,7 @@ class GrpcServer:
         ]
 
     def _credentials(self, tls: ServerTls) -> Any:
-        """Handshakes ask for the pair in use; grpc calls from its own threads."""
+        """Credentials that ask for the current certificate at each handshake. grpc calls this from its own threads."""
 
         def configuration() -> Any:
             key, certificate, authority = tls.pem
@@ -290,7 +290,7 @@ class GrpcServer:
                 await stream.may_read()
                 message = await context.read()
                 if message is self._grpc.aio.EOF:
-                    # Also what a reset looks like; the cancel follows at once and is told as `lost` (grpcio 1.85).
+                    # A reset looks like this too; its cancellation follows, and is reported as `lost` (grpcio 1.85).
                     await asyncio.sleep(_CANCEL_FOLLOWS)
                     stream.deliver(None)
                     return

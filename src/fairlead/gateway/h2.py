@@ -1,9 +1,9 @@
-"""HTTP/2 frames as bytes (RFC 9113): constants, building, and the checks that need nothing but the frame itself.
+"""HTTP/2 frames as bytes (RFC 9113): constants, encoding, and the checks that need only the frame itself.
 
 A frame is a header of nine bytes (24 bits length, 8 bits type, 8 bits flags, 31 bits stream) and `length` bytes of
-payload. `HEAD` reads it as (length << 8 | type, flags, stream): one call of C code for each frame.
+payload. `HEAD` reads the header as (length << 8 | type, flags, stream), in one call of C code per frame.
 
-Errors are `ProtocolError` with an HTTP/2 error code, and mean that the connection is beyond repair (RFC 9113, 5.4.1).
+Errors are `ProtocolError`s with an HTTP/2 error code. They are connection errors (RFC 9113, 5.4.1).
 """
 
 from enum import IntEnum
@@ -31,7 +31,7 @@ DEFAULT_WINDOW = 65_535
 MAX_WINDOW = 2**31 - 1
 MIN_FRAME_SIZE = 16_384
 MAX_STREAM_ID = 2**31 - 1
-#: A SETTINGS frame with more entries than this is not honest; each known setting needs one.
+#: The most entries accepted in a SETTINGS frame. An honest peer needs one for each known setting.
 MAX_SETTINGS = 64
 
 HEAD_SIZE = 9
@@ -40,7 +40,7 @@ U32 = Struct(">I")
 
 
 class ErrorCode(IntEnum):
-    """RFC 9113, 7."""
+    """Error codes (RFC 9113, 7)."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -59,7 +59,7 @@ class ErrorCode(IntEnum):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One whole frame."""
+    """Encode a frame."""
     return HEAD.pack(len(payload) << 8 | kind, flags, stream) + payload
 
 
@@ -79,7 +79,7 @@ def rst_stream(stream: int, code: int) -> bytes:
 
 
 def goaway(last_stream: int, code: int, why: str = "") -> bytes:
-    """`why` is debug data for people; cut to 200 bytes."""
+    """Encode a GOAWAY. `why`: debug data for people, cut to 200 bytes."""
     return frame(GOAWAY, 0, 0, U32.pack(last_stream) + U32.pack(code) + why.encode()[:200])
 
 
@@ -88,7 +88,8 @@ def ping(payload: bytes, ack: bool = False) -> bytes:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Entries in order. Values out of range are errors (RFC 9113, 6.5.2), unknown settings are kept."""
+    """The entries of SETTINGS in order, unknown settings included. Raises `ProtocolError` for a value out of range
+    (RFC 9113, 6.5.2)."""
     size = len(payload)
     if size % 6:
         raise ProtocolError("SETTINGS is not a multiple of six bytes", ErrorCode.FRAME_SIZE_ERROR)
@@ -113,7 +114,7 @@ def _check_setting(key: int, value: int) -> None:
 
 
 def unpad(flags: int, data: bytes, pos: int, end: int) -> tuple[int, int]:
-    """Bounds of the payload without padding and priority fields (RFC 9113, 6.1 and 6.2)."""
+    """The bounds of the payload without padding and priority fields (RFC 9113, 6.1 and 6.2)."""
     padding = 0
     if flags & PADDED:
         if pos >= end:

@@ -1,13 +1,15 @@
-"""The connection as a whole: handshake, settings, windows, pings, draining, errors (numbers: sections of RFC 9113).
+"""The state of a connection: handshake, settings, windows, pings, draining, errors (numbers: sections of RFC 9113).
 
 Rules
-* The peer's first frame is SETTINGS (3.4). Its initial window applies to open streams by difference and may make a
-  window negative (6.9.2). Our acknowledgement goes out before anything that the new values allow.
-* What costs us more than the peer is budgeted (`H2Limits`): control frames here, resets in `h2_connection`.
-* Draining (6.8): GOAWAY with the highest id and a PING. When that is answered, all that the peer sent before it knew is
-  here, and a second GOAWAY names the last stream. The connection closes when the last exchange is over.
-* An error sends GOAWAY, ends all streams, reads no more frames, and closes once the peer has had time to read: closing
-  at once would reset TCP if unread input is left, and the peer would lose the GOAWAY.
+* The peer's first frame is SETTINGS (3.4). The windows of open streams change by the difference to its initial window,
+  and may become negative (6.9.2). The acknowledgment is sent before anything that the new values allow.
+* Frames that cost the server more than the peer are limited (`H2Limits`): control frames here, resets in
+  `h2_connection`.
+* Draining (6.8) begins with a GOAWAY with the highest id and a PING. When the PING is answered, everything that the
+  peer sent before it got the GOAWAY has arrived, and a second GOAWAY names the last stream. The connection closes after
+  the last exchange.
+* After an error, the server sends GOAWAY, ends all streams, reads no more frames, and closes once the peer has had time
+  to read. Closing immediately would reset TCP if there is unread input, and the peer would lose the GOAWAY.
 """
 
 import asyncio
@@ -29,19 +31,19 @@ log = logging.getLogger(__name__)
 
 _DRAIN_PING = b"fairlead"
 _ALIVE_PING = b"keepaliv"
-#: Seconds that a peer has to answer the drain's PING, and to read our last GOAWAY.
+#: Seconds that a peer has to answer the drain's PING, and to read the last GOAWAY.
 _PATIENCE = 1.0
 _DEFAULT_TABLE = 4096
 
 _u32 = h2.U32.unpack_from
 
 
-#: (flags, stream, data, pos, end): one frame; its payload is `data[pos:end]`.
+#: Takes a frame as (flags, stream, data, pos, end). Its payload is `data[pos:end]`.
 FrameHandler = Callable[[int, int, bytes, int, int], None]
 
 
 def only(kind: int, handler: FrameHandler, why: str) -> tuple[FrameHandler, ...]:
-    """A table in which every other frame breaks the protocol."""
+    """A table of handlers in which every other type of frame is a protocol error."""
 
     def refuse(flags: int, stream: int, data: bytes, pos: int, end: int) -> None:
         raise ProtocolError(why, ErrorCode.PROTOCOL_ERROR)
@@ -50,29 +52,29 @@ def only(kind: int, handler: FrameHandler, why: str) -> tuple[FrameHandler, ...]
 
 
 class Owner(Protocol):
-    """Who accepted the connection."""
+    """The server that accepted the connection."""
 
     def made(self, connection: "H2Control") -> bool:
-        """A connection is ready; False = there are too many."""
+        """Take note of a new connection. Return false if there are too many."""
 
     def lost(self, connection: "H2Control") -> None:
-        """It is gone; its streams have been told."""
+        """Take note that a connection is gone. Its streams' handlers were already told."""
 
     def broke(self, peer: str, why: str) -> None:
-        """The peer broke the protocol."""
+        """Take note that a peer broke the protocol."""
 
 
 class H2Control(H2Sender):
-    """Base of `H2Connection`, which reads."""
+    """The base class of `H2Connection`, which reads the frames of streams."""
 
     def __init__(self, owner: Owner, limits: H2Limits, merge_wakeups: bool, budget: ByteBudget | None = None) -> None:
         super().__init__(limits, merge_wakeups, asyncio.get_running_loop(), budget)
         self._owner = owner
         self._blocks = HeaderBlocks(limits.max_header_list)
         self._last_stream = 0
-        #: Streams above it came after our last GOAWAY and are ignored.
+        #: Streams with higher ids arrived after this side's last GOAWAY and are ignored.
         self._last_accepted = h2.MAX_STREAM_ID
-        #: The last GOAWAY is said, by us or by the peer.
+        #: The last GOAWAY was sent, or the peer has sent one.
         self._goodbye = False
         self._acknowledged = False
         self._peer_table = _DEFAULT_TABLE
@@ -83,13 +85,13 @@ class H2Control(H2Sender):
         self._pinged = False
         self._farewell: asyncio.TimerHandle | None = None
         self._peer = ""
-        #: By frame type: all of them, and those of now. Swapped as a whole where only one type is allowed next.
+        #: Handlers by frame type: the regular table, and the current one, which allows only one type at some points.
         self._table: tuple[FrameHandler, ...] = ()
         self.handlers = only(h2.SETTINGS, self._on_first_settings, "the first frame is not SETTINGS")
 
     @property
     def opened(self) -> int:
-        """Streams that the peer has begun: their numbers are odd, and those that it leaves out count too."""
+        """The number of streams that the peer has begun. Their ids are odd, and skipped ids count too."""
         return (self._last_stream + 1) // 2
 
     # ---- asyncio ----
@@ -114,7 +116,7 @@ class H2Control(H2Sender):
         self.flush()
 
     def eof_received(self) -> bool:
-        return False  # the transport closes once it has written what it holds
+        return False  # the transport closes once its buffer is written
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closing = True
@@ -125,7 +127,7 @@ class H2Control(H2Sender):
         self._owner.lost(self)
 
     def tick(self, now: float) -> None:
-        """About once a second: what nothing else would notice."""
+        """Check timeouts and the peer's silence, about once a second."""
         if self.closing:
             return
         if self._silent:
@@ -170,10 +172,10 @@ class H2Control(H2Sender):
             elif key == h2.MAX_FRAME_SIZE:
                 self.peer_frame = value
             elif key == h2.HEADER_TABLE_SIZE and value < self._peer_table:
-                # We never use the table, but a smaller limit must be confirmed (RFC 7541, 4.2); zero fits every limit.
+                # The table is not used, but a smaller limit must be confirmed (RFC 7541, 4.2); zero fits every limit.
                 self._peer_table = 0
                 self.table_update = grpc.TABLE_SIZE_ZERO
-        if grown:  # only now: what leaves must keep to all of the new values
+        if grown:  # after the loop: messages sent must obey all new values
             for stream in list(self.streams.values()):
                 stream.pump()
 
@@ -232,7 +234,7 @@ class H2Control(H2Sender):
         if not self._control.spend():
             raise ProtocolError("too many control frames", ErrorCode.ENHANCE_YOUR_CALM)
 
-    # ---- what the streams' half adds ----
+    # ---- implemented by the subclass ----
 
     def _refuse_idle(self, stream_id: int) -> None:
         raise NotImplementedError
@@ -243,7 +245,7 @@ class H2Control(H2Sender):
     # ---- the end ----
 
     def drain(self) -> None:
-        """Let running exchanges end, take no new ones, then close."""
+        """Let running exchanges end, accept no new ones, then close."""
         if self.draining or self.closing:
             return
         self.draining = True
@@ -262,7 +264,7 @@ class H2Control(H2Sender):
             self._part(self.transport.close)
 
     def fail(self, code: int, why: str) -> None:
-        """A connection error (5.4.1)."""
+        """End the connection because of a connection error (5.4.1)."""
         if self.closing:
             return
         self._owner.broke(self._peer, why)
@@ -273,7 +275,7 @@ class H2Control(H2Sender):
             self._part(self.transport.abort)
 
     def _part(self, hang_up: Callable[[], None]) -> None:
-        """Nothing more is written; the peer may close first."""
+        """Stop writing, and close after giving the peer time to close first."""
         self.closing = True
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -1,16 +1,16 @@
-"""Header blocks of requests: decoded once, checked once, remembered by their bytes.
+"""Decode and check the header blocks of requests, and cache the results by the blocks' bytes.
 
 Theory
-* A block is self-contained once the peer's dynamic table has size zero (RFC 7541, 4.2). We announce size zero, so every
-  block after the peer's size update decodes to the same headers whenever the same bytes come again. Envoy sends
-  byte-identical blocks for most streams (1.40; measured 117 bytes): looking them up costs a hash, decoding costs 50 µs.
-* Blocks that arrive before that are decoded with the table and never remembered.
-* The memory is bounded by two generations: a full young one becomes the old one, a hit in the old one is copied back.
-  What is asked for at least once per generation stays.
+* A block is self-contained once the peer's dynamic table has size zero (RFC 7541, 4.2). The server announces size zero,
+  so after the peer's size update the same bytes always decode to the same headers. Envoy sends byte-identical blocks
+  for most streams (1.40; measured 117 bytes). A lookup costs a hash, decoding costs 50 µs.
+* Blocks that arrive earlier are decoded with the table and never cached.
+* Two generations bound the cache. A full young generation becomes the old one, and a hit in the old generation is
+  copied to the young one. A block that is looked up at least once per generation stays.
 
 Rules checked here: RFC 9113, 8.2 (field names and values), 8.2.2 (connection-specific fields), 8.3.1 (pseudo-headers),
-and the gRPC request rules (POST, content-type). A malformed request is a value, `Opening.malformed`: it costs its
-stream, not the connection. Only a block that cannot be decoded is a `ProtocolError`.
+and the gRPC request rules (POST, content-type). A malformed request fails only its stream, so it is reported as a
+value, `Opening.malformed`. Only a block that cannot be decoded raises a `ProtocolError`, which ends the connection.
 """
 
 import re
@@ -23,9 +23,9 @@ from msgspec import Struct
 from fairlead.core.errors import ProtocolError
 from fairlead.gateway.h2 import ErrorCode
 
-#: Blocks longer than this are decoded every time.
+#: Longer blocks are not cached.
 _CACHED_BLOCK = 1024
-#: Blocks per generation.
+#: Cached blocks per generation.
 _CACHED_BLOCKS = 64
 
 _REQUIRED = (":method", ":scheme", ":path")
@@ -37,16 +37,16 @@ _BAD_VALUE = re.compile(r"[\0\r\n]|\A[ \t]|[ \t]\Z")
 
 
 class Opening(Struct, frozen=True, gc=False):
-    """What a HEADERS block says. `headers` has `:authority` and no other pseudo-header; of a repeated name the last
-    value wins."""
+    """The content of a HEADERS block. `headers` has `:authority` and no other pseudo-header. If a name is repeated, the
+    last value counts."""
 
     path: str = ""
     headers: Mapping[str, str] = MappingProxyType({})
-    #: Why this is not a valid request; empty = valid.
+    #: Why the request is malformed; empty = it is valid.
     malformed: str = ""
-    #: HTTP status with which a valid request that is not gRPC is answered; 0 = it is gRPC.
+    #: The HTTP status of the answer to a valid request that is not gRPC; 0 = it is gRPC.
     http_status: int = 0
-    #: Has no pseudo-header and breaks no field rule: may end a stream as trailers.
+    #: The block has no pseudo-header and breaks no field rule, so it can be the trailers of a stream.
     trailers: bool = False
 
 
@@ -56,20 +56,20 @@ class HeaderBlocks:
     def __init__(self, max_list_size: int) -> None:
         self._decoder = Decoder(max_list_size)
         self._static = False
-        #: Of the young generation; nothing as long as blocks may refer to a table.
+        #: The young generation; empty as long as blocks may refer to a table.
         self.recent: dict[bytes, Opening] = {}
         self._old: dict[bytes, Opening] = {}
 
     def forbid_table(self) -> None:
-        """The peer has acknowledged table size zero: from now on it must not use one (RFC 9113, 4.3.1)."""
+        """Forbid the dynamic table, after the peer has acknowledged size zero (RFC 9113, 4.3.1)."""
         self._decoder.max_allowed_table_size = 0
 
     def __len__(self) -> int:
-        """Blocks remembered."""
+        """The number of cached blocks."""
         return len(self.recent) + len(self._old)
 
     def read(self, block: bytes) -> Opening:
-        """Every block of the connection, in order. `ProtocolError` when the decoder's state is lost."""
+        """Read the next block; read all, in order. Raises `ProtocolError` if the decoder's state is lost."""
         if self._static:
             opening = self.recent.get(block)
             if opening is not None:
@@ -98,12 +98,12 @@ class HeaderBlocks:
             raise ProtocolError("the header list is too large", ErrorCode.ENHANCE_YOUR_CALM) from None
         except (HPACKError, IndexError, ValueError) as error:
             raise ProtocolError(f"bad header block: {error}", ErrorCode.COMPRESSION_ERROR) from None
-        # Not UTF-8: obsolete text in a value is allowed (RFC 9110, 5.5) and must not cost the connection.
+        # Latin-1, not UTF-8: obsolete text in a value is allowed (RFC 9110, 5.5) and must not end the connection.
         return check([(bytes(name).decode("latin-1"), bytes(value).decode("latin-1")) for name, value in fields])
 
 
 def check(fields: list[tuple[str, str]]) -> Opening:
-    """Judge the fields of one block, in the order in which they came."""
+    """Check the fields of a block, given in their order."""
     pseudo: dict[str, str] = {}
     headers: dict[str, str] = {}
     for name, value in fields:
@@ -127,7 +127,7 @@ def check(fields: list[tuple[str, str]]) -> Opening:
 
 
 def _http_status(method: str, headers: Mapping[str, str]) -> int:
-    """gRPC over HTTP/2: requests are POST; another content-type is answered 415."""
+    """The HTTP status of a request that is not gRPC: 405 unless POST, 415 for another content-type; 0 = it is gRPC."""
     if method != "POST":
         return 405
     kind = headers.get("content-type", "")

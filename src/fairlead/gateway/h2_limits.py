@@ -1,4 +1,4 @@
-"""What one HTTP/2 connection may cost us, and what we tell the peer about it; what all of them may hold together."""
+"""The limits of an HTTP/2 connection, and the bytes that all connections together may hold."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,41 +10,41 @@ from fairlead.gateway import h2
 
 
 class H2Limits(Struct, frozen=True, kw_only=True):
-    """Sizes in bytes, times in seconds. The first group is announced in our SETTINGS."""
+    """Limits of a connection. Sizes in bytes, times in seconds. The first group is announced in SETTINGS."""
 
-    #: Streams that a peer may have open at once; more are refused. Envoy opens further connections when this is low.
+    #: Streams that a peer may have open at the same time; more are refused. Envoy then opens further connections.
     max_streams: int = 4096
     stream_window: int = 1 << 20
     connection_window: int = 16 << 20
     max_frame: int = 1 << 20
-    #: Decoded header list; encoded blocks may not be longer either.
+    #: Size of a decoded header list. Encoded blocks may not be longer either.
     max_header_list: int = 64 << 10
 
-    #: One gRPC message. A gateway that buffers bodies sends a whole one in a message.
+    #: Size of a gRPC message. A gateway that buffers bodies sends a whole body in one message.
     max_message: int = (64 << 20) + (64 << 10)
-    #: Payload that one stream may send in its life; 0 = any amount (access logs never end).
+    #: Payload of a stream in its whole life; 0 = unlimited (access logs never end).
     max_stream_bytes: int = 0
-    #: Output that waits for a slow reader, per connection; above this the connection is aborted.
+    #: Output that waits for a slow peer, per connection. Beyond this the connection is aborted.
     max_pending: int = 256 << 20
-    #: Output handed to the socket before sending pauses.
+    #: Output passed to the socket before sending pauses.
     write_high_water: int = 256 << 10
-    #: Connections of one server; more are closed at once.
+    #: Connections of a server; more are closed immediately.
     max_connections: int = 1024
 
-    #: Resets of unfinished streams: per second, and at once. CVE-2023-44487 ("rapid reset").
+    #: Resets of unfinished streams: per second, and in a burst. CVE-2023-44487 ("rapid reset").
     resets_per_second: int = 1000
     reset_burst: int = 8192
-    #: Frames that only cost us time: PING, SETTINGS, PRIORITY, unknown, empty DATA, CONTINUATION. CVE-2019-9512 … 9518.
+    #: Frames that only cost time: PING, SETTINGS, PRIORITY, unknown, empty DATA, CONTINUATION. CVE-2019-9512 … 9518.
     control_per_second: int = 1000
     control_burst: int = 2000
 
-    #: From accept to the peer's SETTINGS.
+    #: Time from accepting the connection to the peer's SETTINGS.
     handshake_timeout: float = 10.0
-    #: Silence after which a PING is sent, and then again until the connection counts as dead; 0 = never.
+    #: Silence after which a PING is sent; after twice this time, the connection is aborted. 0 = never.
     keepalive: float = 60.0
 
     def settings(self) -> bytes:
-        """Our first SETTINGS. Table size 0 makes header blocks self-contained: see `gateway.h2_headers`."""
+        """The first SETTINGS to send. Table size 0 makes header blocks self-contained: see `gateway.h2_headers`."""
         return h2.settings(
             {
                 h2.HEADER_TABLE_SIZE: 0,
@@ -57,7 +57,7 @@ class H2Limits(Struct, frozen=True, kw_only=True):
 
 
 class Budget:
-    """A token bucket that looks at the clock only when it is empty."""
+    """A token bucket that reads the clock only when it is empty."""
 
     __slots__ = ("_burst", "_filled", "_left", "_now", "_rate")
 
@@ -69,7 +69,7 @@ class Budget:
         self._filled = now()
 
     def spend(self) -> bool:
-        """Take one; False when none is left."""
+        """Take a token; return false if none is left."""
         if self._left < 1:
             now = self._now()
             self._left = min(self._left + (now - self._filled) * self._rate, self._burst)
@@ -81,39 +81,40 @@ class Budget:
 
 
 class Holder(Protocol):
-    """Whose bytes a claim stands for."""
+    """The stream or connection that holds the bytes of a claim."""
 
     def granted(self) -> None:
-        """There is room for what it asked for: it may go on."""
+        """Continue: there is now room for what the holder asked for."""
 
     def fail(self, code: int, why: str) -> None:
-        """It held room for too long while others waited."""
+        """End the stream, which held room for too long while others waited."""
 
 
 class Claim:
-    """Bytes of a `ByteBudget` that one stream or connection holds. `wanted` is more while it waits for room."""
+    """The bytes of a `ByteBudget` that a stream or connection holds. `wanted` is larger while it waits for room."""
 
     __slots__ = ("coming", "holder", "since", "size", "wanted")
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
         self.size = self.wanted = 0
-        #: Not all of it is here yet. Since when it is so, or since when there is room.
+        #: The message is incomplete; since when, or since when it has room.
         self.coming = False
         self.since = 0.0
 
 
 class ByteBudget:
-    """One for the process: bytes of requests that are not whole yet, or wait.
+    """Limits the bytes of incomplete and waiting requests in the process.
 
     Rules
-    * A message tells its size at its beginning, and then its whole room is taken or nothing beyond the window that its
-      stream has anyway. Thus whoever has room can finish, and nobody waits for somebody who waits.
-    * Who asks for room waits in line, without flow-control credit. A quarter is kept for messages of up to `SMALL`
-      bytes, which are never made to wait. Where not even that is left, a message is refused.
-    * Whoever holds room for something unfinished while others wait must be done in `PATIENCE` seconds and one more for
-      each `PACE` bytes.
-    * What is here already is counted even beyond the limit; the next ones wait for it to go.
+    * The size of a message is known at its start. Then room for all of it is taken, or for no more than its stream's
+      window, which the peer may use anyway. So a message with room can always be completed, and no message waits for
+      another that waits.
+    * A message without room waits in line and gets no flow-control credit. A quarter of the limit is kept for messages
+      of up to `SMALL` bytes, which never wait. If even that is used up, a message is refused.
+    * While others wait, an incomplete message with room must be completed within `PATIENCE` seconds, plus one second
+      per `PACE` bytes.
+    * Bytes that have arrived are counted even beyond the limit; later messages wait until they are released.
     """
 
     SMALL = 64 << 10
@@ -122,7 +123,7 @@ class ByteBudget:
     def __init__(self, limit: int, now: Callable[[], float]) -> None:
         self.limit = limit
         self.used = 0
-        #: Messages that were refused for want of room, and those that were cut off because others waited.
+        #: Messages that were refused for lack of room, and messages that were cut off because others waited.
         self.refused = self.cut = 0
         self._now = now
         self._pressed_at = -self.PATIENCE
@@ -130,25 +131,25 @@ class ByteBudget:
         self._coming: dict[Claim, None] = {}
 
     def resize(self, limit: int) -> None:
-        """From now on so many bytes."""
+        """Set another limit, in bytes."""
         self.limit = limit
 
     @property
     def waiting(self) -> int:
-        """Messages that wait for room."""
+        """The number of messages that wait for room."""
         return len(self._waiting)
 
     def pressed(self) -> bool:
-        """Somebody waits, or was refused within the last second."""
+        """Whether a message waits, or was refused within the last second."""
         return bool(self._waiting) or self._now() - self._pressed_at < 1.0
 
     def starved(self, claim: Claim) -> bool:
-        """It waits for room: no credit for it."""
+        """Whether a claim waits for room, and so gets no credit."""
         return claim in self._waiting
 
     def ask(self, claim: Claim, size: int, window: int = 0) -> bool:
-        """Room for `size` bytes in all, of which more is to come; false = refused. `window`: bytes that come even
-        without credit."""
+        """Ask for room for `size` bytes in total, not all of which have arrived. Return false if refused. `window`:
+        bytes that may arrive even without credit."""
         if not claim.coming:
             claim.coming, claim.since = True, self._now()
             self._coming[claim] = None
@@ -177,7 +178,7 @@ class ByteBudget:
         return False
 
     def count(self, claim: Claim, size: int) -> None:
-        """It holds `size` bytes in all, and nothing more is to come."""
+        """Count a complete message: the claim holds `size` bytes in total, and no more will arrive."""
         claim.coming = False
         self._coming.pop(claim, None)
         waited = self._waiting.pop(claim, self) is None
@@ -202,7 +203,7 @@ class ByteBudget:
             claim.holder.granted()
 
     def tick(self) -> None:
-        """About once a second: who holds up others is cut off."""
+        """Cut off messages that make others wait for too long; about once a second."""
         if not self.pressed():
             return
         now = self._now()

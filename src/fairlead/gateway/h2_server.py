@@ -1,4 +1,4 @@
-"""The gRPC server on our own HTTP/2: listeners, their connections, draining.
+"""The gRPC server on the built-in HTTP/2: listeners, their connections, draining.
 
     server = H2Server({"/package.Service/Method": factory})
     await server.listen("", 9002)
@@ -6,7 +6,7 @@
     server.drain()
     await server.close(grace_s=30)
 
-Measured figures and the comparison with grpc.aio: `bench/transport.py`.
+`bench/transport.py` measures it and compares it with grpc.aio.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from fairlead.gateway.tls import ServerTls
 log = logging.getLogger(__name__)
 
 _TICK = 1.0
-#: Seconds between two lines about connections that broke the protocol.
+#: Seconds between log lines about connections that broke the protocol.
 _LOG_GAP = 60.0
 _BACKLOG = 1024
 
@@ -37,13 +37,13 @@ _BACKLOG = 1024
 class TransportStats(Struct, frozen=True):
     """Sums over a server's life, closed connections included."""
 
-    #: Connections that are open now.
+    #: Open connections.
     connections: int = 0
     streams: int = 0
 
 
 class H2Server:
-    """`Routes` over HTTP/2. All methods belong to the loop that listens."""
+    """Serves `Routes` over HTTP/2. Call all methods on the loop that listens."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class H2Server:
         merge_wakeups: bool = False,
         budget: ByteBudget | None = None,
     ) -> None:
-        """`budget`: what all streams may hold. `merge_wakeups`: read lone RST_STREAMs with the next data (`h2_stream`);
-        Linux, plaintext TCP only."""
+        """`budget`: the bytes that all streams may hold. `merge_wakeups`: read single RST_STREAM frames together with
+        the next data (`h2_stream`); only on Linux and plaintext TCP."""
         self.limits = limits or H2Limits()
-        #: What is listened on: `127.0.0.1:9002`, `[::]:9002` or a path.
+        #: The listening addresses: `127.0.0.1:9002`, `[::]:9002` or a path.
         self.addresses: list[str] = []
         self._routes = routes
         self._tls = tls
         self._merge = merge_wakeups and hasattr(socket, "SO_RCVLOWAT")
         self._budget = budget
         self._scratch = Scratch()
-        #: Connections that broke the protocol since the last line about them, and when that was written.
+        #: Connections that broke the protocol since the last log line about them, and the time of that line.
         self._broke, self._broke_logged_at = 0, -_LOG_GAP
         self._listeners: list[asyncio.Server] = []
         self._paths: list[str] = []
@@ -77,13 +77,13 @@ class H2Server:
 
     @property
     def connections(self) -> frozenset[H2Control]:
-        """Those that are open."""
+        """The open connections."""
         return frozenset(self._connections)
 
     # ---- listening ----
 
     async def listen(self, host: str = "", port: int = 0) -> int:
-        """Listen on every address of `host`; empty = all, IPv4 and IPv6. Returns the port. `OSError` if it is taken."""
+        """Listen on every address of `host`; empty = all, IPv4 and IPv6. Return the port. Raises `OSError`."""
         sockets = listening_sockets(host, port, _BACKLOG)
         for sock in sockets:
             await self._start(sock)
@@ -92,13 +92,13 @@ class H2Server:
         return int(sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str, mode: int = 0o600) -> None:
-        """Listen on a Unix socket that only `mode` may open. A stale socket file is replaced."""
+        """Listen on a Unix socket with permissions `mode`. A stale socket file is replaced."""
         with contextlib.suppress(FileNotFoundError):
             if Path(path).is_socket():
                 os.unlink(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Bound before anybody can connect: the mode is right by the time of listen().
+            # No client can connect before listen(), and by then the mode is set.
             sock.bind(path)
             os.chmod(path, mode)
         except OSError:
@@ -133,13 +133,13 @@ class H2Server:
         if self._tls is not None:
             self._tls.refresh(now)
 
-    # ---- what connections tell ----
+    # ---- reports of connections ----
 
     def made(self, connection: H2Control) -> bool:
         self._connections.add(connection)
         self._empty.clear()
         if self._draining:
-            # Accepted while the listeners closed: told as soon as it has our SETTINGS.
+            # Accepted while the listeners closed: it is drained after its SETTINGS were sent.
             asyncio.get_running_loop().call_soon(connection.drain)
         return len(self._connections) <= self.limits.max_connections
 
@@ -150,7 +150,7 @@ class H2Server:
             self._empty.set()
 
     def broke(self, peer: str, why: str) -> None:
-        """One line a minute, however many do."""
+        """Count a protocol error, and log at most one line per minute."""
         self._broke += 1
         now = asyncio.get_running_loop().time()
         if now - self._broke_logged_at >= _LOG_GAP:
@@ -164,7 +164,7 @@ class H2Server:
     # ---- the end ----
 
     def drain(self) -> None:
-        """Accept no more connections, send GOAWAY on those that are open; running streams go on."""
+        """Accept no more connections, and send GOAWAY on the open ones. Running streams continue."""
         if not self._draining:
             self._draining = True
             for listener in self._listeners:
@@ -173,7 +173,7 @@ class H2Server:
                 connection.drain()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Drain, give running streams `grace_s` seconds, then cut the rest: their handlers get `on_lost`."""
+        """Drain, give running streams `grace_s` seconds, then end the rest: their handlers get `on_lost`."""
         self.drain()
         try:
             if grace_s > 0:

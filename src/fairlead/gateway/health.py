@@ -1,8 +1,8 @@
-"""gRPC health checking, version 1 (grpc/doc/health-checking.md): `Check` and `Watch` over the transports' contract.
+"""gRPC health checking, version 1 (grpc/doc/health-checking.md): `Check` and `Watch` for both transports.
 
-Services: `liveness` is SERVING as long as the process answers; `readiness`, the empty name, the ext_proc service and
-`inference-extension`, which the reference's chart probes, follow `set_ready`; `warm` is SERVING also on a standby that
-could take over. Others are unknown: `Check` ends with NOT_FOUND, `Watch` says SERVICE_UNKNOWN and stays open.
+The service `liveness` is SERVING as long as the process answers. `readiness`, the empty name, the ext_proc service and
+`inference-extension` (which the reference's chart probes) follow `set_ready`. `warm` is SERVING also on a standby that
+could take over. For unknown services, `Check` ends with NOT_FOUND, and `Watch` sends SERVICE_UNKNOWN and stays open.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ServingStatus(IntEnum):
 
 
 def read_request(message: bytes) -> str:
-    """The service name of a HealthCheckRequest. `ProtocolError` on malformed bytes."""
+    """The service name of a HealthCheckRequest. Raises `ProtocolError` if it is malformed."""
     service = ""
     for key, start, end in fields(message):
         if key == 1 and end >= 0:
@@ -45,29 +45,30 @@ def read_request(message: bytes) -> str:
 
 
 def answer(status: ServingStatus) -> bytes:
-    """A HealthCheckResponse."""
+    """Encode a HealthCheckResponse."""
     return number(1, status)
 
 
 class HealthService:
-    """Starts as not ready."""
+    """The health service, which starts as not ready."""
 
     def __init__(self) -> None:
         self._ready = self._warm = False
-        #: A gateway asked for the ext_proc service and was told that it serves.
+        #: A gateway has asked for the ext_proc service and got SERVING.
         self.asked = False
         self._watchers: set[_Watch] = set()
 
     @property
     def watchers(self) -> int:
-        """Watch streams that are open."""
+        """The number of open watch streams."""
         return len(self._watchers)
 
     def routes(self) -> Routes:
         return {CHECK: self._check, WATCH: self._watch}
 
     def set_ready(self, ready: bool, warm: bool | None = None) -> None:
-        """Tell every watcher whose service changes by it. `warm`: could take over at once; left out, the same."""
+        """Set the state, and notify all watchers whose service changes. `warm`: the process could take over
+        immediately; default: as `ready`."""
         states = ready, ready if warm is None else warm
         if states != (self._ready, self._warm):
             self._ready, self._warm = states
@@ -75,7 +76,7 @@ class HealthService:
                 watcher.notify()
 
     def end_watches(self) -> None:
-        """They have no end of their own, and the process has."""
+        """End all watch streams, which would not end by themselves, before the process ends."""
         for watcher in list(self._watchers):
             watcher.end()
 
@@ -96,7 +97,7 @@ class HealthService:
 
 
 class _Check:
-    """Unary: answers its first message."""
+    """A unary call: answers its first message."""
 
     def __init__(self, health: HealthService, stream: ServerStream) -> None:
         self._health = health
@@ -125,7 +126,7 @@ class _Check:
 
 
 class _Watch:
-    """Server streaming: the status now and at every change, until the peer goes."""
+    """A server-streaming call: sends the status immediately and at every change, until the peer leaves."""
 
     def __init__(self, health: HealthService, stream: ServerStream) -> None:
         self._health = health
@@ -135,7 +136,7 @@ class _Watch:
 
     def on_message(self, message: bytes) -> None:
         if self._service is not None:
-            return  # the method takes one request
+            return  # the method takes only one request
         try:
             self._service = read_request(message)
         except ProtocolError as error:

@@ -1,7 +1,7 @@
-"""How a gateway processes a stream: what it announces with the first message, and what follows from that.
+"""How a gateway processes a stream, as it announces at the beginning, and what follows for the session.
 
-The body modes come in the first message, the rest as initial metadata of the stream. Gateways announce the same with
-every stream, so all streams alike share one `ProcessingMode`. Measured in tests/integration/pitfalls/README.md.
+The body modes are in the first message, the rest is in the initial metadata of the stream. A gateway announces the same
+for every stream, so equal streams share a `ProcessingMode`. Measured in tests/integration/pitfalls/README.md.
 """
 
 from collections.abc import Callable
@@ -16,52 +16,52 @@ from fairlead.gateway.driver import Driver, Incidents
 from fairlead.gateway.ext_proc import BodyMode, Modes
 from fairlead.gateway.understand import Understanding
 
-#: What the protocol demands of gateways that announce no modes.
+#: The modes that the protocol demands, for gateways that announce none.
 _DEMANDED: Modes = (BodyMode.FULL_DUPLEX, BodyMode.FULL_DUPLEX, False)
 
 
 class Leave(IntEnum):
-    """Whether a session may leave at the pick without losing a byte, and who tells the request's end then."""
+    """Whether a session may leave its stream at the pick without losing a byte, and what reports the end then."""
 
-    #: The gateway sends no access log, or still waits for answers.
+    #: Never: the gateway sends no access log, or still waits for answers.
     NEVER = 0
-    #: Nothing follows.
+    #: Always: the gateway sends no further messages.
     ALWAYS = 1
-    #: The gateway hands chunks over and forgets them: only if all answers leave in one write.
+    #: Only if all answers leave in one write: the gateway does not keep the chunks that it sends.
     IF_IT_FITS = 2
-    #: The gateway keeps each chunk until it is answered. An answer that is streamed is worth its first chunk; the first
-    #: byte of another one is its end, which the access log tells as well as we could.
+    #: Only from responses that are not streamed: the gateway keeps each chunk until it is answered. The session stays
+    #: for the first chunk of a stream. Other responses end with their first byte, and the access log reports the end.
     UNSTREAMED = 3
 
 
 class ProcessingMode(Struct, frozen=True):
-    """See the module's docstring."""
+    """The announced modes, and what follows from them."""
 
     #: Body modes of request and response, and whether the body is sent without waiting for the headers' answer.
     modes: Modes
     #: Body modes of the request and of the response.
     request: BodyMode
     response: BodyMode
-    #: The end of every request is told by an access log.
+    #: An access log reports the end of every request.
     access_log: bool
-    #: The first body message is all of the body, also when trailers follow.
+    #: The first body message is the whole body, even if trailers follow.
     whole_body: bool
-    #: The gateway takes the length off responses by itself, so that they may change.
+    #: The gateway removes the length of responses, so that they may be changed.
     resizable: bool
-    #: The gateway routes when the headers are answered: the choice is made on headers alone.
+    #: The gateway routes as soon as the headers are answered, so the endpoint is chosen by the headers alone.
     on_headers: bool
-    #: The headers are answered at once, and the pick rides on the answer to the body.
+    #: The headers are answered immediately, and the answer to the body carries the pick.
     buffered: bool
-    #: One of the two: something is done as soon as the headers are there.
+    #: `on_headers` or `buffered`: the session acts as soon as the headers arrive.
     at_once: bool
     leave: Leave
-    #: Sessions see no first token, mostly.
+    #: Most sessions do not see the first token.
     blind: bool
 
 
 @lru_cache(maxsize=256)
 def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, resizable: bool) -> ProcessingMode:
-    """`modes`: as the first message tells them; `None` = it does not."""
+    """The mode of a stream. `modes`: as in the first message; `None` = it has none."""
     modes = request, response, eager = modes or _DEMANDED
     waits = request is BodyMode.STREAMED and not eager
     if not access_log:
@@ -91,15 +91,15 @@ def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, res
 
 
 def without_access_log(mode: ProcessingMode) -> ProcessingMode:
-    """The same, as if no access log told the end of the request."""
+    """The same mode without an access log."""
     return processing_mode(mode.modes, False, mode.whole_body, mode.resizable)
 
 
-# What all sessions of a process share.
+# The objects that all sessions of a pool share.
 
 
 class Host:
-    """One per process."""
+    """The objects that all sessions of a pool share."""
 
     def __init__(
         self,
@@ -118,17 +118,17 @@ class Host:
         self.answers = answers
         self.incidents = incidents
         self.now = now
-        #: Bytes of a request body that are kept; more is answered 413.
+        #: The largest request body, in bytes; a larger body is answered with 413.
         self.max_body = max_body
-        #: Asked once per response that could be left early (is it a stream?): stay, to learn its token counts?
+        #: Asked once for each response that a session could leave early (is it a stream?): stay for the token counts?
         self.inspect = inspect
-        #: For the list of models.
+        #: The served names, for the list of models.
         self.served = served
-        #: For conformance tests of gateways: responses tell who served.
+        #: For conformance tests of gateways: responses name the endpoint that served.
         self.tells_served = tells_served
         self.logs = AccessLogs(driver, answers, incidents)
         self.pulse = Pulse(now)
 
     def keep_bodies_up_to(self, max_body: int) -> None:
-        """Another limit, from the next message on."""
+        """Set another limit, which applies from the next message on."""
         self.max_body = max_body

@@ -1,4 +1,4 @@
-"""What the machine allows this process and its siblings: memory, open files."""
+"""The memory and open files that the system allows this process and its siblings."""
 
 import os
 import resource
@@ -7,8 +7,9 @@ from pathlib import Path, PurePosixPath
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes: the least that any of our cgroups allows (v2 `memory.max`, v1 `memory.limit_in_bytes`), or the machine's
-    memory where no cgroup says less. Never raises. `root`: where `proc` and `sys` are."""
+    """The memory limit in bytes: the lowest limit of the process's cgroups (v2 `memory.max`, v1
+    `memory.limit_in_bytes`), or the machine's memory if it is less. `root`: the directory of `proc` and `sys`. Never
+    raises."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -21,20 +22,20 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def _along(mount: Path, path: str, name: str) -> list[int]:
-    """What the cgroup says and those around it. A container may not see its own path, but it sees the mount's root."""
+    """The limits of a cgroup and its ancestors. A container may not see its own path, but sees the mount's root."""
     limits = []
     for directory in (PurePosixPath(path), *PurePosixPath(path).parents):
-        with suppress(OSError, ValueError):  # `max` is no number
+        with suppress(OSError, ValueError):  # `max` is not a number
             limits.append(int((mount / directory.relative_to("/") / name).read_text()))
     return [limit for limit in limits if limit > 0]
 
 
-#: No process needs more open files, and with fewer than these the gateway serves but few requests at a time.
+#: The most open files a process needs, and the number below which a gateway serves only few concurrent requests.
 _FILES, FEW_FILES = 1 << 20, 2048
 
 
 def raise_file_limit() -> int:
-    """Take as many open files as we are allowed to; most systems begin with fewer. Returns how many that are."""
+    """Raise the limit of open files as far as allowed, because most systems start lower. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

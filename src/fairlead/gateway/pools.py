@@ -1,10 +1,10 @@
-"""Several pools behind one port: for which of them a stream is.
+"""Serve several pools on one port: find the pool of each stream.
 
-Gateways do not say it in a message. They open a stream to the Service that the pool's `endpointPickerRef` names, and
-name that in the stream's authority: kgateway and Envoy AI Gateway as `SERVICE.NAMESPACE.svc:PORT`, others with the
-cluster's domain behind it or without a port. Where none is set, Envoy takes the name of its cluster: Istio's is
-`outbound|PORT||SERVICE.NAMESPACE.svc.cluster.local`. A gateway whose configuration is written by hand can send the
-pool itself as initial metadata, `fairlead-pool: NAMESPACE/NAME`.
+Gateways do not name the pool in a message. They open a stream to the Service in the pool's `endpointPickerRef`, which
+is the stream's authority. kgateway and Envoy AI Gateway write `SERVICE.NAMESPACE.svc:PORT`; others add the cluster's
+domain or leave out the port. If no authority is set, Envoy uses the name of its cluster, which for Istio is
+`outbound|PORT||SERVICE.NAMESPACE.svc.cluster.local`. A gateway with a hand-written configuration can send the pool as
+initial metadata, `fairlead-pool: NAMESPACE/NAME`.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from fairlead.gateway.stream import ServerStream, StreamHandler
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two lines about streams that were refused.
+#: Seconds between log lines about refused streams.
 _LOG_GAP = 60.0
 _NAME = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 _AUTHORITY = re.compile(
     rf"(?:outbound(?:_\.(\d+)_\._\.|\|(\d+)\|\|))?({_NAME})\.({_NAME})(?:\.svc(?:\.[a-z0-9.-]{{1,253}})?)?(?::(\d+))?"
 )
-#: Authorities whose pool is remembered.
+#: The most authorities whose pool is cached.
 _MOST_KNOWN = 1024
 
 
 class PickerService(Struct, frozen=True):
-    """What `endpointPickerRef` names."""
+    """The Service that an `endpointPickerRef` names."""
 
     namespace: str
     name: str
@@ -41,7 +41,7 @@ class PickerService(Struct, frozen=True):
 
 
 class _Refused:
-    """A stream that was ended; what still comes of it is dropped."""
+    """A refused stream, whose further messages are dropped."""
 
     def on_message(self, message: bytes) -> None: ...
 
@@ -51,19 +51,19 @@ class _Refused:
 
 
 class PoolHosts:
-    """Opens the session of each stream at its pool. `begin` is the handler factory of ext_proc streams."""
+    """Opens a session in its pool for each stream. `begin` is the handler factory of ext_proc streams."""
 
     def __init__(self) -> None:
         #: Streams that were refused because their pool is not served here.
         self.refused = 0
-        #: By authority, the pool's host, for some of those that were asked for.
+        #: A cache of the pool's host by authority; `None` = no pool.
         self.known: dict[str, Host | None] = {}
         self._logged_at = -_LOG_GAP
         self._hosts: dict[str, Host] = {}
         self._services: dict[str, PickerService] = {}
 
     def put(self, pool: str, host: Host, service: PickerService | None) -> None:
-        """Serve this pool (`namespace/name`), or under another service from now on. `None` = it names none."""
+        """Serve a pool (`namespace/name`), or change its service. `service`: `None` = the pool names none."""
         self._hosts[pool] = host
         self._services.pop(pool, None)
         if service is not None:
@@ -71,7 +71,7 @@ class PoolHosts:
         self.known.clear()
 
     def drop(self, pool: str) -> None:
-        """Open no more streams for it; those that are open go on."""
+        """Open no more streams for a pool. Its open streams continue."""
         del self._hosts[pool]
         self._services.pop(pool, None)
         self.known.clear()
@@ -105,7 +105,7 @@ class PoolHosts:
         return host
 
     def _find(self, authority: str) -> Host | None:
-        """`None` also where several pools would fit."""
+        """The host for an authority; `None` if no pool matches, or several do."""
         match = _AUTHORITY.fullmatch(authority.lower())
         if match is None:
             return None

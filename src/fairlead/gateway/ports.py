@@ -1,14 +1,14 @@
-"""TCP ports: whether one is free before something is started that needs it, and the sockets that listen on one."""
+"""TCP ports: check that a port is free before a server is started, and open listening sockets."""
 
 import contextlib
 import socket
 
 
 def obstacle(host: str, port: int) -> OSError | None:
-    """Why nobody can listen there; `None` = somebody can. `host` is an IP address."""
+    """Why no server can listen on a port; `None` = it is free. `host` is an IP address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # A server that has just ended leaves connections in TIME_WAIT, which hinder nobody that sets this option.
+        # A server that just ended leaves connections in TIME_WAIT, which do not matter with this option.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -20,11 +20,11 @@ def obstacle(host: str, port: int) -> OSError | None:
 def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
     """One socket per address of `host` (empty = all, IPv4 and IPv6), all on the same port, also when `port` is 0.
 
-    Raises `OSError` when the port is taken or the host has no address.
+    Raises `OSError` if the port is taken or the host has no address.
     """
     if not host:
         if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):  # IPv6 may be compiled in and switched off
+            with contextlib.suppress(OSError):  # IPv6 may be compiled in but disabled
                 everywhere = ("", port)
                 return [
                     _prompt(
@@ -46,7 +46,7 @@ def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]
 
 
 def _prompt(listener: socket.socket) -> socket.socket:
-    """With TCP_NODELAY, which accepted sockets inherit. asyncio sets it only on sockets whose protocol number is TCP's;
-    `socket.create_server` gives 0, and then small writes wait up to 40 ms for the peer's delayed ACK."""
+    """Set TCP_NODELAY, which accepted sockets inherit. asyncio sets it only on sockets with TCP's protocol number, but
+    `socket.create_server` uses 0. Then small writes would wait up to 40 ms for the peer's delayed ACK."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

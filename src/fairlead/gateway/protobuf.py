@@ -1,7 +1,7 @@
-"""Just enough protobuf for hot messages: reading fields one by one, writing length-delimited ones.
+"""Enough protobuf for frequent messages: read the fields of a message, and write length-delimited fields.
 
-The messages we read are small and of fixed shape; walking them by hand costs a third of a generated parser and touches
-only the fields we need. Anything malformed raises `ProtocolError`; unknown fields are skipped.
+The messages are small and have a fixed shape. Walking them by hand costs a third of a generated parser and reads only
+the fields that are needed. Malformed messages raise `ProtocolError`; unknown fields are skipped.
 """
 
 import struct
@@ -10,7 +10,7 @@ from fairlead.core.errors import ProtocolError
 
 #: Wire types (protobuf encoding specification): varint, 64-bit, length-delimited, 32-bit.
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-#: Ten bytes can hold 70 bits; only 64 of them count.
+#: Ten bytes can hold 70 bits, of which only 64 count.
 _MASK = (1 << 64) - 1
 
 
@@ -27,18 +27,18 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, payload: bytes) -> bytes:
-    """A length-delimited field: string, bytes or sub-message."""
+    """Encode a length-delimited field: string, bytes or submessage."""
     return varint(number << 3 | BYTES) + varint(len(payload)) + payload
 
 
 def number(number: int, value: int) -> bytes:
-    """A varint field; 0 is written too."""
+    """Encode a varint field, even if it is 0."""
     return varint(number << 3) + varint(value)
 
 
 def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
-    """(value, position behind it)."""
-    if end - pos > 1:  # nearly all of them have one byte or two
+    """Read a varint; return its value and the offset behind it."""
+    if end - pos > 1:  # nearly all varints have one or two bytes
         value, more = data[pos], data[pos + 1]
         if value < 0x80:
             return value, pos + 1
@@ -58,14 +58,14 @@ def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
 
 
 def walk(data: bytes, pos: int, end: int) -> list[tuple[int, int, int]]:
-    """(field number, start, end) of the length-delimited fields of a message; the others are skipped."""
+    """(field number, start, end) of the length-delimited fields of a message. Other fields are skipped."""
     return [part for part in fields(data, pos, end) if part[2] >= 0]
 
 
 def fields(data: bytes, pos: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
-    """Walk a message: (field number, start, end) for length-delimited fields, (number, value, -1) for the others.
+    """Walk a message: (field number, start, end) for length-delimited fields, (number, value, -1) for others.
 
-    A list, not a generator: messages here have a handful of fields, and resuming costs more than appending.
+    Returns a list, not a generator: these messages have few fields, and resuming costs more than appending.
     """
     if end is None:
         end = len(data)
@@ -104,10 +104,10 @@ def fields(data: bytes, pos: int = 0, end: int | None = None) -> list[tuple[int,
     return out
 
 
-#: Values of google.protobuf.Struct that we read and write.
+#: The values of google.protobuf.Struct that are read and written.
 Json = str | float | bool | None | list["Json"] | dict[str, "Json"]
 
-#: Deeper nesting than this is refused; hints and attributes need two levels.
+#: Deeper nesting is refused. Hints and attributes need two levels.
 MAX_DEPTH = 16
 
 
@@ -156,5 +156,5 @@ def string_struct(entries: dict[str, bytes]) -> bytes:
 
 
 def nested_struct(key: str, inner: bytes) -> bytes:
-    """Encode a Struct with one key that holds an encoded Struct."""
+    """Encode a Struct with one key, whose value is an encoded Struct."""
     return field(1, field(1, key.encode()) + field(2, field(5, inner)))

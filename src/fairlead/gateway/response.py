@@ -1,14 +1,14 @@
-"""The response to a request that a session follows: what is seen of it, and what is changed in it.
+"""Observe and change the response to a request that a session follows.
 
-`ResponseWatch` sees the status, the first byte and token counts. `Renaming` maps the model's name back to the one that
-the client knows.
+`ResponseWatch` records the status, the first byte and token counts. `Renaming` maps the model's name back to the name
+that the client used.
 
 Rules of renaming
-* Only for requests that were rewritten; the session stays on such a stream to the end of the response.
-* Only what can be read: JSON and event streams, not compressed.
-* Another name may have another length, which must not contradict the response's. Where the gateway shows the headers,
-  the length is taken off in their answer. Where it does not, the gateway announces (`RESIZABLE_METADATA`) that it takes
-  it off itself; without that the name is mapped only if both are equally long.
+* Only responses to rewritten requests are renamed. For these, the session stays until the end of the response.
+* Only responses that can be read are renamed: uncompressed JSON and event streams.
+* The other name may have another length, so the response must not carry its content length. If the gateway shows the
+  headers, their answer removes it. If not, the gateway announces (`RESIZABLE_METADATA`) that it removes the length
+  itself; without that, the name is mapped only if both names are equally long.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _RESIZABLE = resizable_response()
 
 
 class ResponseWatch:
-    """Follows the response to one request. Times are clock seconds."""
+    """Follows the response to a request. Times are clock seconds."""
 
     __slots__ = ("_bytes", "_request", "_scanner", "_status", "_ttft_ms", "is_sse")
 
@@ -46,8 +46,9 @@ class ResponseWatch:
         self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
 
     def attributes(self, attributes: Mapping[str, Any]) -> str | None:
-        """Of a response whose headers are not shown; what it is shows in its request and in its first bytes. If it was
-        sent to the fallback endpoint too, the address of who answers (empty = not told); else `None`."""
+        """Take the attributes of a response whose headers are not shown; its kind follows from the request and the
+        first bytes. If the request was also sent to the fallback endpoint, return the address of the endpoint that
+        answers (empty = unknown), otherwise `None`."""
         request = self._request
         status, attempts = attributes.get("response.code"), attributes.get(ATTEMPTS)
         self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
@@ -56,7 +57,7 @@ class ResponseWatch:
         return str(attributes.get(ANSWERED_BY) or "") if isinstance(attempts, float | int) and attempts > 1 else None
 
     def chunk(self, chunk: bytes, now: Callable[[], float]) -> bool:
-        """Note a piece of the body. True for the first one that has content."""
+        """Take a piece of the body. Return whether it is the first with content."""
         self._bytes += len(chunk)
         if self._scanner is not None and chunk:
             self._scanner.feed(chunk)
@@ -70,17 +71,17 @@ class ResponseWatch:
 
     @property
     def complete(self) -> bool:
-        """The response's own last word was seen. Its end may not be shown: trailers are not sent to us."""
+        """Whether the response's last event was seen. The end itself may not be shown: trailers are not sent."""
         return self._scanner is not None and self._scanner.done
 
     @property
     def refused(self) -> bool:
-        """What follows is the text of an error, no token."""
+        """Whether the body is the text of an error, without tokens."""
         return self._status >= 400
 
     @property
     def error_status(self) -> int:
-        """Status of an error reported inside a 200 stream; 0 = none."""
+        """The status of an error inside a response with status 200; 0 = none."""
         return (self._scanner.error_status or 0) if self._scanner is not None else 0
 
     def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:
@@ -96,7 +97,7 @@ class ResponseWatch:
 
 
 class Renaming:
-    """One response. `resizable`: the gateway announced it. `stream`: a stream was asked for."""
+    """Renames the model in a response. `resizable`: the gateway announced it. `stream`: the request asked for one."""
 
     __slots__ = ("_mode", "_renamer", "_shown", "_target")
 
@@ -119,7 +120,7 @@ class Renaming:
         return _RESIZABLE
 
     def chunk(self, chunk: bytes, end_of_stream: bool) -> list[bytes]:
-        """The answers to a body message."""
+        """The answers to a message of the body."""
         if self._mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
             end_of_stream = True
         if self._renamer is not None:
@@ -131,7 +132,7 @@ class Renaming:
         return [CONTINUE[Kind.RESPONSE_BODY]]
 
     def rest(self) -> list[bytes]:
-        """What must go before the answer to the trailers. A gateway that answers chunk by chunk has no place for it:
-        there a response that breaks off inside of a name loses that piece."""
+        """The messages to send before the answer to the trailers. Only full duplex has a place for them: in other
+        modes, a response that breaks off inside a name loses that piece."""
         held = self._renamer.feed(b"", end=True) if self._renamer is not None else b""
         return rewrite_chunk(self._mode, held, False) if held and self._mode is BodyMode.FULL_DUPLEX else []

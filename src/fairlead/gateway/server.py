@@ -1,4 +1,4 @@
-"""The ports that answer gateways: ext_proc and access log on one, health on the same and, if wanted, on its own."""
+"""The ports for gateways: one for ext_proc, access log and health, and optionally another for health."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ EXT_PROC = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 
 def routes(host: Host | PoolHosts, health: HealthService) -> Routes:
-    """What a gateway may call. An access log does not tell of which pool it is, so with several there is none."""
+    """The methods that a gateway may call. An access log does not name its pool, so there is none for several pools."""
     if isinstance(host, PoolHosts):
         return {EXT_PROC: host.begin, **health.routes()}
     return {
@@ -31,7 +31,7 @@ def routes(host: Host | PoolHosts, health: HealthService) -> Routes:
 
 
 class Server:
-    """`await start()`, then `drain()`, then `await close()`. `transport`: `http2` (own) or `grpc-aio` (reference)."""
+    """`await start()`, `drain()`, `await close()`. `transport`: `http2` (built-in) or `grpc-aio` (reference)."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Server:
         return self._main.addresses
 
     async def start(self, host: str, port: int, health_port: int = 0, log_port: int = 0) -> int:
-        """Listen. `log_port`: a further port for everything, where a gateway sends its access log. Returns the port.
+        """Listen, and return the port. `log_port`: a further port for all methods, for a gateway's access log.
 
-        Raises `ConfigError` that names the setting when a port is taken.
+        Raises a `ConfigError` that names the setting if a port is taken.
         """
         bound = await self._listen(self._main, host, port, "$.extProc.port")
         if log_port and log_port != port:
@@ -75,7 +75,7 @@ class Server:
             raise ConfigError(f"cannot listen on {host or '*'}:{port}: {error.strerror or error}", path) from None
 
     def drain(self) -> None:
-        """No new streams; running ones go on."""
+        """Accept no new streams. Running streams continue."""
         self._main.drain()
 
     async def close(self, grace_s: float) -> None:

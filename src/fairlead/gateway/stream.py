@@ -1,13 +1,13 @@
-"""What a gRPC transport and the code that serves one stream promise each other.
+"""The contract between a gRPC transport and the code that serves a stream.
 
-Both transports (own HTTP/2 in `h2_server`, grpc.aio in `grpc_server`) offer `ServerStream` and drive `StreamHandler`,
-so a session cannot tell them apart, and a differential test can compare them.
+Both transports (the built-in HTTP/2 in `h2_server`, grpc.aio in `grpc_server`) provide `ServerStream` and call
+`StreamHandler`. So sessions do not depend on the transport, and a differential test can compare the two.
 
 Rules
-* All calls happen on the event loop's thread; none of them may block or await.
+* All calls are made on the event loop's thread. None of them may block or await.
 * `on_lost` is called at most once, never after `finish`, and nothing is called after it.
-* `send` after `finish` or after `on_lost` is ignored.
-* Writes made while a transport is delivering messages leave in one system call when it is done with what it read.
+* `send` is ignored after `finish` or `on_lost`.
+* Writes during the delivery of messages leave in one system call, after all bytes that were read are delivered.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,50 +15,51 @@ from typing import Protocol
 
 
 class ServerStream(Protocol):
-    """The transport's side of one gRPC stream."""
+    """The transport's side of a gRPC stream."""
 
     def send(self, *messages: bytes) -> None:
-        """Queue whole gRPC messages, in order. Waits inside the transport for flow-control windows, never raises."""
+        """Queue whole gRPC messages, in order. They wait in the transport for flow-control windows. Never raises."""
 
     def send_last(self, *messages: bytes) -> None:
-        """One message or more, and then `finish`."""
+        """Send at least one message, then `finish`."""
 
     def finish(self, code: int = 0, message: str = "") -> None:
-        """End the stream with a gRPC status once everything queued has left. Later messages of the peer are dropped."""
+        """End the stream with a gRPC status once all queued messages have left. Drop later messages of the peer."""
 
     def watch_cancel(self, on: bool) -> None:
-        """Whether a reset by the peer must reach the handler at once (the default), or may arrive together with the
-        peer's next data: a transport may then save the wake-up."""
+        """Set whether a reset by the peer must reach the handler immediately (the default). Otherwise it may arrive
+        with the peer's next data, which can save the transport a wake-up."""
 
     def hold(self, size: int, expected: int = 0) -> None:
-        """The handler keeps `size` bytes of what the peer sent; 0 = nothing any more. `expected`: it will keep so many,
-        and cannot go on before they have come: the transport lets them come as memory allows, or loses the stream."""
+        """Report that the handler keeps `size` bytes of the peer's messages; 0 = none any more. `expected`: it will
+        keep this many, and cannot continue before they have arrived. The transport gives credit as memory allows, or
+        ends the stream."""
 
     def room(self) -> int:
-        """Message bytes (without framing) that would leave in one write right now; 0 when anything is still queued."""
+        """The message bytes (without framing) that would leave in one write now; 0 if messages are still queued."""
         ...
 
     def connected(self) -> bool:
-        """Whether the connection that carries (or, once finished, carried) the stream is there. A transport that cannot
-        tell says yes."""
+        """Whether the connection of the stream, even of a finished stream, is still up. A transport that does not know
+        returns true."""
         ...
 
 
 class StreamHandler(Protocol):
-    """Our side of one gRPC stream."""
+    """The server's side of a gRPC stream."""
 
     def on_message(self, message: bytes) -> None:
-        """One whole gRPC message. Must not raise; the transport answers an exception with INTERNAL and logs it."""
+        """Take a gRPC message. Must not raise; the transport answers an exception with INTERNAL and logs it."""
 
     def on_half_close(self) -> None:
-        """The peer has sent its last message."""
+        """Take note that the peer has sent its last message."""
 
     def on_lost(self, why: str) -> None:
-        """The stream is gone: reset by the peer, connection lost or closed. Release what it holds."""
+        """Release all resources: the stream was reset by the peer, or the connection was lost or closed."""
 
 
 #: Called for every new stream with the request's headers (lower-case names, last value wins).
 HandlerFactory = Callable[[ServerStream, Mapping[str, str]], StreamHandler]
 
-#: gRPC path, e.g. `/grpc.health.v1.Health/Check`, to its factory. Unknown paths are answered UNIMPLEMENTED (12).
+#: Factories by gRPC path, e.g. `/grpc.health.v1.Health/Check`. Unknown paths are answered with UNIMPLEMENTED (12).
 Routes = Mapping[str, HandlerFactory]

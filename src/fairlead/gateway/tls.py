@@ -1,9 +1,9 @@
-"""TLS for our servers: a certificate and its key from files, read again when they change.
+"""TLS for servers: a certificate and its key from files, which are read again when they change.
 
-Kubernetes replaces a mounted secret by moving a symbolic link, so a change shows in the files' identity (inode,
-modification time, size). A new pair is loaded into a new context, and only a pair that loads is used: a half-written
-or mismatched pair keeps the old one and is logged once. Handshakes take the current context through the SNI callback,
-which OpenSSL calls for every handshake; open connections are not touched.
+Kubernetes replaces a mounted secret by moving a symbolic link, so a change is visible in the files' identity (inode,
+modification time, size). A new pair is loaded into a new context. If loading fails, because the pair is half-written or
+does not match, the old pair stays, and the problem is logged once. Handshakes take the current context in the SNI
+callback, which OpenSSL calls for every handshake. Open connections are not affected.
 """
 
 import logging
@@ -15,14 +15,14 @@ from fairlead.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-#: RFC 9113, 9.2.2 forbids the other TLS 1.2 suites; those of TLS 1.3 are all allowed.
+#: RFC 9113, 9.2.2 forbids the other suites of TLS 1.2. All suites of TLS 1.3 are allowed.
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 _Identity = tuple[tuple[int, int, int], ...]
 
 
 class ServerTls:
-    """`context` is for asyncio's servers and stays valid through reloads."""
+    """A reloadable certificate. `context` is for asyncio's servers and stays valid after reloads."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class ServerTls:
         check_interval: float = 5.0,
         protocol: str = "h2",
     ) -> None:
-        """PEM files. `client_ca`: clients must show a certificate of this authority. `protocol`: what is spoken, as
-        ALPN names it. Times in seconds.
+        """The files are PEM. `client_ca`: clients must have a certificate of this authority. `protocol`: ALPN name.
+        Times are in seconds.
 
-        Raises `ConfigError` when the files cannot be used.
+        Raises `ConfigError` if the files cannot be used.
         """
         self._certificate = str(certificate)
         self._key = str(key)
@@ -46,7 +46,7 @@ class ServerTls:
         self._checked = float("-inf")
         #: Successful reloads.
         self.reloads = 0
-        #: The PEM texts in use: key, certificate chain, authority of clients; for servers that take no context.
+        #: The PEM texts in use, for servers that take no context: key, certificate chain, authority of clients.
         self.pem: tuple[bytes, bytes, bytes | None]
         try:
             self._identity = self._identify()
@@ -59,26 +59,26 @@ class ServerTls:
     def from_directory(
         cls, directory: str | Path, *, client_ca: str | Path | None = None, protocol: str = "h2"
     ) -> "ServerTls":
-        """`tls.crt` and `tls.key`, as a Kubernetes TLS secret is mounted."""
+        """Load `tls.crt` and `tls.key`, the files of a mounted Kubernetes TLS secret."""
         base = Path(directory)
         return cls(base / "tls.crt", base / "tls.key", client_ca=client_ca, protocol=protocol)
 
     def refresh(self, now: float) -> bool:
-        """Look at the files, at most every `check_interval` seconds of `now`. True if a new pair is in use."""
+        """Check the files, at most every `check_interval` seconds of `now`. Return whether a new pair is in use."""
         if now - self._checked < self._interval:
             return False
         self._checked = now
         return self.reload()
 
     def reload(self) -> bool:
-        """Look at the files now. True if a new pair is in use; never raises."""
+        """Check the files now. Return whether a new pair is in use. Never raises."""
         try:
             identity = self._identify()
         except OSError:
-            return False  # between two versions
+            return False  # the files are just being replaced
         if identity == self._identity:
             return False
-        self._identity = identity  # also when it is broken: one warning per version
+        self._identity = identity  # even if it is broken, to log one warning per version
         try:
             self._current = self._load()
         except (OSError, ValueError) as error:

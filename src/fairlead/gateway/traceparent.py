@@ -1,7 +1,7 @@
 """The header `traceparent` (W3C Trace Context, level 1).
 
-Anything that is not as the recommendation has it counts as absent, so a caller's nonsense starts a new trace. A version
-above ours is read by its first four fields, as section 3.2.3 demands.
+A header that does not follow the recommendation counts as absent, so it starts a new trace. Of higher versions, the
+first four fields are read, as section 3.2.3 demands.
 """
 
 import re
@@ -15,7 +15,7 @@ _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-
 
 
 class TraceParent(Struct, frozen=True, gc=False):
-    """Who called us. Both ids are above 0."""
+    """The caller's trace and span. Both ids are above 0."""
 
     trace_id: int
     span_id: int
@@ -23,7 +23,7 @@ class TraceParent(Struct, frozen=True, gc=False):
 
 
 def parse(text: str) -> TraceParent | None:
-    """`None` for what is no valid header."""
+    """Read a header; `None` if it is not valid."""
     match = _FORM.fullmatch(text.strip(" \t"))
     if match is None:
         return None
@@ -35,5 +35,5 @@ def parse(text: str) -> TraceParent | None:
 
 
 def render(trace_id: int, span_id: int, sampled: bool) -> str:
-    """In version 00."""
+    """Write a header of version 00."""
     return f"00-{trace_id:032x}-{span_id:016x}-{int(sampled):02x}"

@@ -1,1 +1,1 @@
-"""How endpoints become known: files, Kubernetes, scraping, KV events."""
+"""Discover and observe endpoints: files, Kubernetes, scraping, KV events."""

@@ -1,10 +1,10 @@
 """Endpoints from a file or a list in the configuration: discovery without Kubernetes.
 
 Rules
-* Followed as `watched_files` says.
-* What cannot be read or parsed changes nothing and is reported, once per cause.
-* Nor does a list that has become empty, unless `allow_empty`: who writes it has lost its source more often than all
-  endpoints are meant to go.
+* A file is followed as described in `watched_files`.
+* A file that cannot be read or parsed changes nothing and is reported, once per cause.
+* A list that has become empty changes nothing either, unless `allow_empty`: more often than not, the program that
+  writes the list has lost its source.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool.aio import cancelled
 from fairlead.pool.watched_files import WatchedFiles
 
-# Where endpoints come from: the list in the configuration, or a file that is followed.
+# Endpoints come from the list in the configuration, or from a file that is followed.
 
 
-# A listed set of endpoints that is kept up: differences become events, host names become addresses.
+# Keeps a set of endpoints as listed: differences become events, and host names become addresses.
 #
 # Rules
-# * `EndpointUp` only for what is new or changed, `EndpointDown` only for what is gone. An entry that is listed but
-#   wrong keeps its last good state; if a wrong entry cannot even be named, nothing is taken down, for it might be
-#   that one.
-# * A host name is resolved outside of `apply`, again each `resolve_s`. Of several addresses the first is used, and kept
-#   for as long as the name still has it: a resolver that rotates its answers must not move an endpoint about.
-# * If the first is `::1`, one of IPv4's own loopback addresses goes before it: hosts files list `::1 localhost`, and
-#   model servers listen on `0.0.0.0` or `127.0.0.1` unless told otherwise. Nothing is dialled to find out.
-# * A name that cannot be resolved (any more) keeps the last address; it is tried again after `RETRY_S`.
+# * `EndpointUp` is sent only for new or changed endpoints, `EndpointDown` only for removed ones. An endpoint whose
+#   entry is wrong keeps its last good state. If a wrong entry has no readable name, no endpoint is taken down, because
+#   the entry might be any endpoint's.
+# * Host names are resolved outside of `apply`, and again every `resolve_s`. If a name has several addresses, the first
+#   is used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
+# * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
+#   but model servers listen on `0.0.0.0` or `127.0.0.1` by default. No connection is tried to find out.
+# * A name that cannot be resolved keeps its last address and is tried again after `RETRY_S`.
 
 RETRY_S = 1.0
 RESOLVE_TIMEOUT_S = 5.0
@@ -46,25 +46,25 @@ _AT_ONCE = 16
 
 Feed = Callable[[EndpointUp | EndpointDown], object]
 Report = Callable[[Problem], object]
-#: Host name and port to addresses, the preferred first. Raises `OSError`.
+#: Resolves a host name and port to addresses, the preferred address first. Raises `OSError`.
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
-    """Addresses by the system's resolver. Link-local ones with a zone are left out: the gateway could not dial them."""
+    """Resolve with the system's resolver. Link-local ones with a zone are dropped: the gateway cannot dial them."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(info[4][0]) for info in infos]
     return [address for address in dict.fromkeys(addresses) if "%" not in address]
 
 
 def preferred(addresses: Sequence[str]) -> str:
-    """Which of a name's addresses to use; see the module's rules. There must be one."""
+    """The address to use of a name's addresses, of which there must be one; see the rules above."""
     first = addresses[0]
     return next((address for address in addresses if address.startswith("127.")), first) if first == "::1" else first
 
 
 class EndpointSet:
-    """Feed it listings; it feeds events. All calls on the loop's thread."""
+    """Turns listings into events. Make all calls on the loop's thread."""
 
     def __init__(
         self, feed: Feed, report: Report, *, resolver: Resolver = resolve_host, resolve_s: float = 30.0
@@ -75,14 +75,14 @@ class EndpointSet:
         self._resolve_s = resolve_s
         self._listed: dict[str, Listed] = {}
         self._up: dict[str, Endpoint] = {}
-        #: Host to its current address, and to why it has none.
+        #: The current address of each host, and why a host could not be resolved.
         self._addresses: dict[str, str] = {}
         self._failing: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
         self._new_names = asyncio.Event()
 
     def apply(self, listing: Listing) -> None:
-        """Take a listing over. One that could not be read (`ok` false) changes nothing; problems are reported."""
+        """Apply a listing. A listing that could not be read (`ok` false) changes nothing. Problems are reported."""
         for problem in listing.problems:
             self._report(problem)
         if not listing.ok:
@@ -103,19 +103,19 @@ class EndpointSet:
                 del table[host]
 
     async def start(self) -> None:
-        """Resolve what needs it, for `RESOLVE_TIMEOUT_S` at most, and keep resolving in the background."""
+        """Resolve all host names, within `RESOLVE_TIMEOUT_S`, and keep resolving in the background."""
         first = asyncio.create_task(self._resolve_all())
         self._task = asyncio.create_task(self._keep_resolving(first))
         await asyncio.wait((first,), timeout=RESOLVE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Stop resolving. What is up stays up."""
+        """Stop resolving. The endpoints stay up."""
         await cancelled(self._task)
         self._task = None
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """What is up."""
+        """The endpoints that are up."""
         return list(self._up.values())
 
     def _bring_up(self, entry: Listed) -> None:
@@ -133,7 +133,7 @@ class EndpointSet:
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
         try:
             self._feed(event)
-        except Exception as error:  # following the list goes on after a broken consumer
+        except Exception as error:  # keep following the list if a consumer fails
             context = {"message": f"the consumer of {event!r} raised", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
@@ -194,7 +194,7 @@ _EMPTY = "endpoints.allowEmpty: true takes them away"
 
 
 class EndpointsFile:
-    """Feeds `EndpointUp` and `EndpointDown` for what a YAML or JSON file lists."""
+    """Feeds `EndpointUp` and `EndpointDown` for the endpoints that a YAML or JSON file lists."""
 
     def __init__(
         self,
@@ -216,11 +216,11 @@ class EndpointsFile:
         self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s, "endpoints")
         self._text: bytes | None = None
         self._complaint = ""
-        #: The file was read and understood at least once.
+        #: The file was read and parsed at least once.
         self.loaded = False
 
     async def start(self) -> tuple[Problem, ...]:
-        """Load, resolve names once (bounded in time), and begin to watch. Returns the first load's problems."""
+        """Load the file, resolve names once (in bounded time), and start watching. Return the first load's problems."""
         await self._watched.note()
         listing = await self._load()
         await self._set.start()
@@ -229,17 +229,17 @@ class EndpointsFile:
         return listing.problems if listing else (Problem("", 0, self._complaint),)
 
     async def close(self) -> None:
-        """Stop watching. What is up stays up."""
+        """Stop watching. The endpoints stay up."""
         await self._watched.close()
         await self._set.close()
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """What is up."""
+        """The endpoints that are up."""
         return self._set.endpoints
 
     async def _load(self) -> Listing | None:
-        """Read and apply, unless the content is what it was. `None` = the file could not be read."""
+        """Read the file and apply it if it has changed. `None` = it could not be read, or is unchanged."""
         try:
             text = await asyncio.to_thread(self._read)
         except OSError as error:
@@ -273,10 +273,10 @@ class EndpointsFile:
 async def follow_endpoints(
     stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report
 ) -> EndpointSet | None:
-    """Feed what is there now, and changes for as long as `stack` is open.
+    """Feed the present endpoints, and all changes while `stack` is open.
 
-    Returns the set of a list in the configuration, which may be given another one; `None` for a file.
-    Raises `ConfigError` when the file cannot be read or understood at the start.
+    Returns the set of the list in the configuration, to which another list can be applied; `None` for a file.
+    Raises `ConfigError` if the file cannot be read or parsed at the start.
     """
     if not source.file:
         listed = EndpointSet(feed, report)

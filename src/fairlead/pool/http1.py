@@ -1,14 +1,14 @@
-"""HTTP/1.1 messages out of whatever pieces a socket delivers (RFC 9112), without I/O: requests for servers, responses
-for clients. The syntax is httptools' (llhttp, the parser of Node.js); framing, limits and verdicts are here.
+"""Parse HTTP/1.1 messages (RFC 9112) from pieces of any size, without I/O: requests for servers, responses for clients.
+httptools (llhttp, the parser of Node.js) parses the syntax; framing, limits and errors are handled here.
 
 Rules
-* Strict where leniency would let two readers disagree: Content-Length together with Transfer-Encoding, a repeated
-  Content-Length, a transfer coding other than chunked, folded lines, bare line feeds, spaces before a colon and chunk
-  sizes that are not plain hex digits are refused.
-* A message is complete only when its own framing says so: length reached, last chunk and trailers read, or, for a
-  response without either, the connection closed (`end_of_input`). Anything else is truncation.
-* Heads, trailers, lines of chunk sizes and bodies are limited; memory never exceeds the limits plus one read.
-* After an error nothing more is read: nobody knows where the next message would begin.
+* Messages are refused where two lenient readers could disagree: Content-Length together with Transfer-Encoding, a
+  repeated Content-Length, a transfer coding other than chunked, folded lines, bare line feeds, spaces before a colon
+  and chunk sizes that are not plain hex digits.
+* A message is complete only if its framing says so: its length is reached, its last chunk and trailers are read, or,
+  for a response without either, the connection is closed (`end_of_input`). Otherwise it is truncated.
+* Heads, trailers, chunk-size lines and bodies are limited. Memory never exceeds the limits plus one read.
+* After an error nothing more is read, because the start of the next message is unknown.
 * Empty lines in front of a message are skipped (RFC 9112, 2.2).
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, HttpResponseParser
 
-#: Head, or trailers, of a message, bytes.
+#: Limit of a message's head, and of its trailers, in bytes.
 MAX_HEAD = 64 * 1024
 MAX_BODY = 64 * 1024 * 1024
 
@@ -25,7 +25,7 @@ Payload = Callable[[bytes], object]
 
 
 class HttpError(Exception):
-    """The request cannot be served: `status` and a short reason. The connection ends after it."""
+    """The request cannot be served, with a `status` and a short reason. The connection ends after the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -41,18 +41,18 @@ def _head_too_large() -> HttpError:
 
 
 class HttpRequest:
-    """One request; whole unless its parser calls it `current`."""
+    """A request. It is complete unless it is its parser's `current` request."""
 
     __slots__ = ("body", "headers", "keep_alive", "method", "path", "size", "version11")
 
     def __init__(self, method: str, path: str, headers: dict[str, str], keep_alive: bool, version11: bool) -> None:
         self.method = method
-        #: Without query string.
+        #: The path without the query string.
         self.path = path
-        #: Lower-case names; repeated ones joined with a comma. Bytes beyond ASCII are read as Latin-1.
+        #: Values by lower-case name; repeated fields are joined by commas. Bytes beyond ASCII are read as Latin-1.
         self.headers = headers
         self.keep_alive = keep_alive
-        #: False for HTTP/1.0, which knows no chunked coding.
+        #: False for HTTP/1.0, which has no chunked coding.
         self.version11 = version11
         self.body = b""
         #: Bytes of target, header fields and body.
@@ -60,7 +60,7 @@ class HttpRequest:
 
 
 class RequestParser:
-    """Bytes in (`feed`), whole requests out (`next`), in order."""
+    """Takes bytes (`feed`) and returns complete requests in order (`next`)."""
 
     def __init__(self, max_head: int = MAX_HEAD, max_body: int = MAX_BODY) -> None:
         self._max_head = max_head
@@ -73,31 +73,31 @@ class RequestParser:
         self._target = b""
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
-        #: Requests so far.
+        #: Complete requests so far.
         self._whole = 0
-        #: Bytes of the body so far, of head or trailers so far, and fed since the last that meant progress.
+        #: Bytes of the body so far, of the head or trailers so far, and bytes fed since the last progress.
         self._body_bytes = self._head_bytes = self._silent = 0
-        #: Its head has come, its body has not.
+        #: The request whose head is complete and whose body is not.
         self.current: HttpRequest | None = None
-        #: Bytes of requests that were not taken out, as far as their heads are whole.
+        #: Bytes of the requests that were not yet taken and whose heads are complete.
         self.buffered = 0
-        #: The client waits for `100 Continue` before it sends the body (RFC 9110 §10.1.1). Reset by whoever answers it.
+        #: The client waits for `100 Continue` before it sends the body (RFC 9110 §10.1.1). Reset when that is sent.
         self.wants_continue = False
 
     @property
     def idle(self) -> bool:
-        """Nothing of a request has come yet."""
+        """Whether no byte of a further request has arrived, and none waits to be taken."""
         return not (self._begun or self._requests)
 
     def feed(self, data: bytes) -> None:
-        """What is wrong with `data` is told by `next`, after the requests before it."""
+        """Take received bytes. If they are malformed, `next` raises after the requests before them."""
         if self._broken:
             return
         unfinished, complete, body, fields = self.current, self._whole, self._body_bytes, self._head_bytes
         try:
             self._parser.feed_data(data)
             if self._begun:
-                # An endless line is no event for the parser.
+                # An endless line causes no callback of the parser.
                 trailers = self.current is not None and self._head_bytes > fields
                 if self._whole != complete or self.current is not unfinished or self._body_bytes > body or trailers:
                     self._silent = 0
@@ -106,7 +106,7 @@ class RequestParser:
                     if self._silent > self._max_head:
                         raise _malformed() if self.current is not None else _head_too_large()
         except HttpParserUpgrade as upgrade:
-            # Nobody here changes protocols: the request is answered as it is, and others may follow (RFC 9110 §7.8).
+            # Upgrades are not supported: the request is answered without one, and others may follow (RFC 9110 §7.8).
             self._parser = HttpRequestParser(self)
             self.feed(data[upgrade.args[0] :])
         except HttpError as error:
@@ -116,7 +116,7 @@ class RequestParser:
             self._refuse(cause if isinstance(cause, HttpError) else _malformed())
 
     def next(self) -> HttpRequest | None:
-        """The next request, or `None` when more bytes are needed. Raises `HttpError`, once."""
+        """The next request, or `None` if more bytes are needed. Raises `HttpError` once."""
         if self._requests:
             request = self._requests.popleft()
             self.buffered -= request.size
@@ -213,7 +213,7 @@ _HEAD, _LENGTH, _CHUNKED, _UNTIL_CLOSE, _DONE = range(5)
 
 
 class ResponseReader:
-    """Reads one response, interim ones (1xx) before it included; `reset` makes it ready for the next one."""
+    """Reads a response and the interim responses (1xx) before it. `reset` prepares for the next response."""
 
     __slots__ = (
         "_chunk_begun", "_fed", "_fields", "_max_body", "_max_head", "_parser", "_payload", "_silent", "_state",
@@ -225,22 +225,22 @@ class ResponseReader:
         self._max_head, self._max_body = max_head, max_body
         self._state = _HEAD
         self.keep_alive = True
-        #: Something came behind the message.
+        #: The peer sent bytes behind the message.
         self.excess = False
         self.reset(payload)
 
     def reset(self, payload: Payload | None = None) -> None:
-        """For the next response: on the same connection if this one is complete and `keep_alive`."""
+        """Prepare for the next response, on the same connection if this response is complete and `keep_alive`."""
         if self._state != _DONE or not self.keep_alive or self.excess:
             self._parser = HttpResponseParser(self)
         self._payload = payload
         self._state = _HEAD
         self._fed = self._silent = 0
         self._chunk_begun = False
-        #: Names and values as they came.
+        #: Names and values as received.
         self.headers: list[tuple[bytes, bytes]] = []
         self._fields: dict[bytes, bytes] = {}
-        #: Of the final response; 0 until its head is complete.
+        #: Status of the final response; 0 until its head is complete.
         self.status = 0
         self.body_bytes = 0
         #: Body pieces as the sender framed them; 0 for a message that is not chunked.
@@ -249,7 +249,8 @@ class ResponseReader:
         self.excess = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> bool:
-        """True once the message is complete. Raises MalformedMessage; then only `reset` helps. `data` is not kept."""
+        """Take received bytes, which are not kept. Return whether the message is complete. Raises MalformedMessage;
+        then only `reset` may follow."""
         before, size = self.body_bytes, len(data)
         in_body = self._state != _HEAD
         try:
@@ -265,13 +266,13 @@ class ResponseReader:
             return True
         self._fed += size
         self._silent = 0 if self.body_bytes > before else self._silent + size
-        # An endless line is no event for the parser.
+        # An endless line causes no callback of the parser.
         if self._silent > self._max_head and (in_body or self._state == _HEAD):
             raise MalformedMessage(f"no end of line or head within {self._max_head} bytes")
         return False
 
     def end_of_input(self) -> str:
-        """The peer closed. Empty if the message is complete with that, else what is missing."""
+        """Take note that the peer closed. Return what is missing; empty if this completes the message."""
         if self._state == _UNTIL_CLOSE:
             self._state = _DONE
         if self._state == _DONE:
@@ -281,7 +282,7 @@ class ResponseReader:
         return "short_body" if self._state == _LENGTH else "chunked_unterminated"
 
     def field(self, name: bytes) -> bytes:
-        """Value of a header field (`name` in lower case), stripped, in lower case; empty if absent. First one wins."""
+        """The first value of a header field, stripped and in lower case; empty if absent. `name` is in lower case."""
         return self._fields.get(name, b"").strip(b" \t").lower()
 
     # ---- httptools calls ----
@@ -341,5 +342,5 @@ class ResponseReader:
             self._payload(piece)
 
     def on_message_complete(self) -> None:
-        if self._state != _HEAD:  # else an interim response
+        if self._state != _HEAD:  # otherwise an interim response
             self._state = _DONE

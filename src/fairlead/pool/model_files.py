@@ -1,6 +1,6 @@
-"""Files of a model directory → tokenisers. Reads what the engine reads, from the local disk only; nothing is fetched.
+"""Load tokenisers from model directories on the local disk, from the files that the engine reads. Nothing is fetched.
 
-What cannot be read or loaded is no reason not to start: the model's state says why, and its prompts are matched by
+If a model cannot be read or loaded, the start continues: the model's state says why, and its prompts are matched by
 their bytes.
 """
 
@@ -17,12 +17,12 @@ from fairlead.config.schema import Tokens
 #: The largest tokenizers in use have 35 MB.
 MAX_FILE = 256 << 20
 TOKENIZER = "tokenizer.json"
-#: Stands for a model whose ids are asked for: it must not get those of `*`.
+#: The entry of a model whose engine makes the ids, so that the model does not get the ids of `*`.
 BY_ENGINE = ModelTokens(None, {}, "engine (it is asked for the ids)", "engine (it renders)")
 
 
 def load_tokeniser(settings: Tokens, now: Callable[[], datetime] = datetime.now) -> PromptTokeniser:
-    """Takes seconds for each model with a large vocabulary: call it in a thread. Never raises for what is in files.
+    """Load all models. Takes seconds per large vocabulary: call it in a thread. Never raises because of file contents.
 
     `now` is the time that templates may print, in the time zone of the engines.
     """
@@ -35,10 +35,10 @@ def load_tokeniser(settings: Tokens, now: Callable[[], datetime] = datetime.now)
 
 
 def read_files(settings: Settings) -> ModelFiles:
-    """Never raises. What is missing is empty, and what could not be read is told."""
+    """Read a model's files. Never raises: a missing file is empty, and a `problem` says what could not be read."""
     folder = Path(settings.model_path) if settings.model_path else None
     named = Path(settings.tokenizer_file) if settings.tokenizer_file else (folder or Path()) / TOKENIZER
-    # What belongs to a tokenizer lies beside it.
+    # The other files of a tokenizer are in its folder.
     beside = folder or named.parent
     try:
         tokenizer = _read(named)
@@ -59,7 +59,7 @@ def read_files(settings: Settings) -> ModelFiles:
 
 
 def _template(settings: Settings, beside: Path) -> tuple[str, str]:
-    """(the template that stands in a file of its own, what is wrong with that file)."""
+    """The template from a separate file, and what is wrong with that file; both may be empty."""
     named = Path(settings.chat_template) if settings.chat_template else None
     path = named or beside / "chat_template.jinja"
     try:
@@ -75,12 +75,12 @@ def _told(error: OSError, path: Path) -> str:
 
 
 def _maybe(path: Path) -> bytes:
-    """Its content; empty if there is no such file."""
+    """The content of a file; empty if there is no such file."""
     return _read(path) if path.is_file() else b""
 
 
 def _read(path: Path) -> bytes:
-    """Raises `OSError`, also for what is larger than `MAX_FILE`."""
+    """The content of a file. Raises `OSError`, also if it is larger than `MAX_FILE`."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE + 1)
     if len(content) > MAX_FILE:

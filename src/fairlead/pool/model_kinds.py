@@ -1,15 +1,15 @@
-"""Kubernetes objects that define model names: InferenceModel, InferenceObjective, InferenceModelRewrite → nouns.
+"""Read the Kubernetes objects that define model names: InferenceModel, InferenceObjective, InferenceModelRewrite.
 
 Rules
-* The schemas are those of the published CRDs, unknown fields included: what an API server would refuse or drop is a
-  problem here, with its path and its line. More is accepted only where a revision of the API has it: criticality
-  `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. A noun for a name that nobody could ask for (an
-  empty one) is refused as well.
-* A file holds any number of documents and of lists (`List`, `InferenceModelList`, …). Other kinds are notes, so that
-  a file which also holds the pool and its Deployment can be used as it is.
-* Nothing raises for any text. With any problem a file as a whole must not be used; `Manifests.problems` says why.
-  Of an API server's objects one's problem is its own: it is left out and told so by its condition.
-* Bounded as every YAML of ours: 1 MiB, and a limit on values once aliases are unfolded.
+* The schemas are those of the published CRDs. Whatever an API server would refuse or drop, including unknown fields, is
+  a problem here, with its path and line. More is accepted only if some revision of the API has it: criticality
+  `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. Empty model names are refused too: no
+  client could ask for them.
+* A file may contain any number of documents and lists (`List`, `InferenceModelList`, …). Other kinds cause notes, so
+  that a file that also contains the pool and its Deployment can be used unchanged.
+* No text raises an exception. A file with any problem must not be used at all; `Manifests.problems` says why. For
+  objects of an API server, only the object with the problem is left out, and its condition says so.
+* Sizes are bounded as for every YAML file here: 1 MiB, and a limit on values after aliases are expanded.
 """
 
 import re
@@ -57,7 +57,7 @@ Noun = InferenceModel | InferenceObjective | InferenceModelRewrite
 
 
 class Metadata(Section):
-    """Of an object's metadata, what matters here; an API server adds much."""
+    """The fields of an object's metadata that are read here. An API server adds many others."""
 
     name: Named
     namespace: Named
@@ -113,9 +113,9 @@ class RewriteSpec(Section):
 
 
 def read_object(value: object, report: Report, place: Place = (), kind: str = "", version: str = "") -> Noun | None:
-    """One object, from a file or an API server. `kind` and `version` stand for what items of a list leave out.
+    """Read an object from a file or an API server. `kind` and `version`: defaults for items of a list, which omit them.
 
-    `None` when it is wrong, or of a kind that says nothing of model names; the report has the reason.
+    Returns `None` if the object is wrong or of another kind; the report has the reason.
     """
     if not isinstance(value, dict):
         report.add(place, f"expected an object, got {describe(value)}")
@@ -261,24 +261,24 @@ def _model_set(nouns: Iterable[Noun]) -> ModelSet:
 # ---- a file of them ----
 
 MAX_OBJECTS = 10_000
-#: Values of all documents of a file.
+#: The most values in all documents of a file.
 _MAX_VALUES = 300_000
 _MARKER = re.compile(rb"^---(?=[ \t\r\n]|$)", re.MULTILINE)
-#: Lines that are no content of a document: comments, directives, markers.
+#: Lines without content: comments, directives, markers.
 _NO_CONTENT = re.compile(rb"(?:[ \t]*(?:#.*|%.*|\.\.\.[ \t]*|---[ \t]*(?:#.*)?)?\r?(?:\n|$))*+")
 
 
 class Manifests(Struct, frozen=True):
-    """What a file says."""
+    """The content of a file."""
 
     models: ModelSet = ModelSet()
     problems: tuple[Problem, ...] = ()
-    #: Not wrong, but worth knowing.
+    #: Not problems, but worth knowing.
     notes: tuple[Problem, ...] = ()
 
 
 def read_manifests(text: bytes) -> Manifests:
-    """All documents of a YAML or JSON text."""
+    """Read all documents of a YAML or JSON text."""
     if len(text) > MAX_BYTES:
         return Manifests(problems=(Problem("$", 0, f"the text is larger than {MAX_BYTES >> 20} MiB"),))
     reader = _Reader()
@@ -289,9 +289,9 @@ def read_manifests(text: bytes) -> Manifests:
 
 
 def _documents(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """(lines before it, text) of each document. In YAML nothing but a marker can be three dashes at a line's start.
+    """Yield (lines before it, text) of each document. In YAML, three dashes at the start of a line are always a marker.
 
-    What stands before a first marker and is no content (directives, comments) belongs to the document behind it.
+    Directives and comments before the first marker belong to the document after it.
     """
     borders = [match.start() for match in _MARKER.finditer(text)]
     starts = [0, *borders]
@@ -306,7 +306,7 @@ def _documents(text: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class _Reader:
-    """Takes documents one after the other."""
+    """Reads documents one after another."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], tuple[str, Noun]] = {}
@@ -320,7 +320,7 @@ class _Reader:
         return Manifests(models, tuple(self._problems), tuple(self._notes))
 
     def document(self, text: bytes, offset: int) -> bool:
-        """False = enough was wrong already, or read."""
+        """Read a document. Return false if there are already too many problems or objects."""
         document = yaml.parse(text)
         self._values += _count(document.value)
         if self._values > _MAX_VALUES:
@@ -357,7 +357,7 @@ class _Reader:
             self._keep(noun, str(value.get("apiVersion", version)).partition("/")[0], place, report)
 
     def _keep(self, noun: Noun, group: str, place: Place, report: Report) -> None:
-        """Of one object in both groups the newer group counts, as where both CRDs are installed."""
+        """Keep an object. If it is given in both groups, the newer group counts, as when both CRDs are installed."""
         key = type(noun).__name__, str(noun.origin)
         former = self._found.get(key)
         if former is not None and former[0] == group:
@@ -374,15 +374,15 @@ def _count(value: object) -> int:
     return 1 + sum(map(_count, value)) if isinstance(value, list) else 1
 
 
-# ---- objects of an API server, and what to answer in their status ----
+# ---- objects of an API server, and the conditions for their status ----
 
-#: Kind to plural.
+#: The plural of each kind.
 PLURALS = {
     "InferenceModel": "inferencemodels",
     "InferenceObjective": "inferenceobjectives",
     "InferenceModelRewrite": "inferencemodelrewrites",
 }
-#: The groups and versions of each plural, the one that counts first where several are installed.
+#: The groups and versions of each plural. If several are installed, the first counts.
 SERVED = {
     "inferencemodels": (("inference.networking.x-k8s.io", "v1alpha2"), ("inference.networking.x-k8s.io", "v1alpha1")),
     "inferenceobjectives": (
@@ -396,7 +396,7 @@ _SHOWN = 5
 
 
 class ModelObject(Struct, frozen=True):
-    """One object. `item` has what is needed to write its status; `noun` is `None` when it cannot be used."""
+    """An object of an API server. `item` has what is needed to write its status. `noun` is `None` if it is unusable."""
 
     kind: str
     item: dict[str, Any]
@@ -406,7 +406,7 @@ class ModelObject(Struct, frozen=True):
 
 
 def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> ModelObject:
-    """`version`: `group/version`. Nothing raises."""
+    """Read an object of an API server. `version`: `group/version`. Never raises."""
     report = Report(lambda place: 0)
     noun = read_object(dict(value), report, (), kind, version)
     report.close()
@@ -424,7 +424,7 @@ def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> Mode
 
 
 def model_set(objects: Mapping[str, Mapping[str, ModelObject]], pool: str, namespace: str) -> ModelSet:
-    """What is defined for a pool, of objects by plural and by key."""
+    """The definitions for a pool, from objects by plural and key."""
     nouns = (item.noun for table in objects.values() for item in table.values() if item.noun is not None)
     return _model_set(nouns).of_pool(pool, namespace)
 
@@ -432,7 +432,7 @@ def model_set(objects: Mapping[str, Mapping[str, ModelObject]], pool: str, names
 def conditions(
     objects: Mapping[str, Mapping[str, ModelObject]], pool: str, namespace: str
 ) -> dict[tuple[str, str], Condition]:
-    """What the status of each object of the pool should say, by plural and key. Objects of other pools are theirs."""
+    """The condition for each object of the pool, by plural and key. Objects of other pools are left out."""
     owners = dict(Catalogue(model_set(objects, pool, namespace)).conflicts)
     result: dict[tuple[str, str], Condition] = {}
     for plural, table in objects.items():
@@ -455,7 +455,7 @@ def _condition(item: ModelObject, owner: str | None) -> Condition:
 
 
 def _pools(value: Mapping[str, Any]) -> list[str]:
-    """Names of the pools that an object refers to, as far as that can be read."""
+    """The names of the pools that an object refers to, as far as they can be read."""
     spec = value.get("spec")
     if not isinstance(spec, dict):
         return []

@@ -1,13 +1,13 @@
-"""Manifests of model names from a file, or from the files of a directory, followed while they change.
+"""Follow manifests of model names in a file, or in the files of a directory.
 
 Rules
-* Followed as `watched_files` says.
-* A directory's files are those with a name in `.yaml`, `.yml` or `.json` that does not begin with a dot (ConfigMap
-  volumes have such beside their files), in the order of their names; what is below it is not looked at.
-* A file with any problem changes nothing: what it said before stays in force, and its problems are reported once.
-  Half of a definition could send a whole model's traffic elsewhere. A file that is gone takes its objects with it;
-  a path that is gone as a whole keeps them, for then something else is wrong.
-* Of an object that stands in two files the first file's counts.
+* Files are followed as described in `watched_files`.
+* In a directory, the files with names ending in `.yaml`, `.yml` or `.json` are read, in the order of their names.
+  Names that begin with a dot (ConfigMap volumes contain such entries) and subdirectories are skipped.
+* A file with any problem changes nothing: its last good content stays in force, and its problems are reported once.
+  Half of a definition could send a whole model's traffic elsewhere. If a file is removed, its objects are removed. If
+  the whole path is gone, the objects stay, because then something else is wrong.
+* If two files contain the same object, the first file's counts.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from fairlead.pool.watched_files import WatchedFiles
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 1000
 
-#: File and what is wrong (or, as a warning, worth knowing) in it.
+#: Receives a file and a problem in it, which may be a warning.
 Report = Callable[[str, Problem], object]
 
 
 class ModelsFile:
-    """Feeds a `ModelSet` whenever what is defined has changed."""
+    """Feeds a `ModelSet` whenever the definitions have changed."""
 
     def __init__(
         self,
@@ -60,22 +60,22 @@ class ModelsFile:
         self._report = report
         self._watch = watch
         self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s, "model names")
-        #: By file: the content that was last looked at, and the last that could be used.
+        #: By file: the content last read, and the manifests last usable.
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
         self._complaint = ""
-        #: What is in force; `None` until everything was read and understood once.
+        #: The definitions in force; `None` until all files were read and parsed once.
         self.models: ModelSet | None = None
 
     async def start(self) -> None:
-        """Load, and begin to watch. Whether it worked shows in `models`."""
+        """Load the files and start watching. `models` shows whether it worked."""
         await self._watched.note()
         await self._load()
         if self._watch:
             self._watched.start()
 
     async def close(self) -> None:
-        """Stop watching. What is defined stays defined."""
+        """Stop watching. The definitions stay in force."""
         await self._watched.close()
 
     async def _load(self) -> None:
@@ -137,7 +137,7 @@ class ModelsFile:
 
 
 def files_of(path: Path) -> list[str]:
-    """The file itself, or those of a directory. Raises `OSError`."""
+    """The file itself, or the files of a directory. Raises `OSError`."""
     if not stat.S_ISDIR(os.stat(path).st_mode):
         return [str(path)]
     names = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES) and not name.startswith("."))
@@ -147,7 +147,7 @@ def files_of(path: Path) -> list[str]:
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """What each of them says. Raises `OSError` when any of them cannot be read."""
+    """The content of each file, by name. Raises `OSError` if any file cannot be read."""
     texts: dict[str, bytes] = {}
     for name in files_of(path):
         if not stat.S_ISREG(os.stat(name).st_mode):
@@ -160,9 +160,9 @@ def read_files(path: Path) -> dict[str, bytes]:
 async def follow_models(
     stack: AsyncExitStack, settings: Models, feed: Callable[[ModelSet], object], report: Report
 ) -> None:
-    """Feed what is defined for the configured pool now, and changes for as long as `stack` is open.
+    """Feed the present definitions for the configured pool, and all changes while `stack` is open.
 
-    Raises `ConfigError` with all problems when what is there at the start cannot be used.
+    Raises `ConfigError` with all problems if the files cannot be used at the start.
     """
     if not settings.file:
         return
@@ -186,7 +186,7 @@ async def follow_models(
 
 
 def listed_models(settings: Models) -> ModelSet:
-    """What the configuration itself defines: as objects older than any other, so that they count."""
+    """The models that the configuration defines, as objects older than all others, so that they take precedence."""
     return ModelSet(
         tuple(
             InferenceModel(
@@ -202,7 +202,7 @@ def listed_models(settings: Models) -> ModelSet:
 
 
 def check_models(settings: Models) -> tuple[ModelSet, list[str]]:
-    """Read once: what is defined, and a line for each problem."""
+    """Read the files once. Return the definitions and a line for each problem."""
     path, listed = settings.file, listed_models(settings)
     try:
         read = {name: read_manifests(text) for name, text in (read_files(Path(path)) if path else {}).items()}

@@ -1,19 +1,19 @@
-"""An engine is asked for the token ids of a prompt, and whether they are the ones that we make of it.
+"""Ask engines for the token ids of prompts, and compare them with those that Fairlead makes.
 
-Two ways, tried in this order for each engine and remembered:
+There are two ways. They are tried in this order for each engine, and the result is remembered:
 
-* `POST /v1/…/render` answers with ids, and for media with their identifiers and places. A render server
-  (`vllm launch render`) has it; `vllm serve` only with `--enable-scale-out`, and answers 403 or 404 else.
-* `POST /tokenize` answers with ids only, so a request with media has none.
+* `POST /v1/…/render` returns ids, and the identifiers and positions of media. A render server (`vllm launch render`)
+  has it. `vllm serve` has it only with `--enable-scale-out`, and otherwise answers 403 or 404.
+* `POST /tokenize` returns only ids, so requests with media get none.
 
 Rules
-* An answer that does not come within the time, or is no list of ids, is a `PromptTokens` with the reason `engine`: the
-  request goes on without ids. Nothing is asked twice.
-* At most `concurrency` requests are out, on as many connections. What would have to wait for one is not asked at all:
-  an engine that hangs must not gather requests.
-* After `FAILURES` failures in a row an engine is left alone for `PAUSE` seconds.
-* The body goes out as the client sent it (to `/tokenize` only the fields that make the prompt). No redirect is
-  followed, no proxy of the environment is used, and an answer of more than `MAX_ANSWER` bytes is no answer.
+* If no answer arrives in time, or it is not a list of ids, the result is a `PromptTokens` with the reason `engine`, and
+  the request continues without ids. There are no retries.
+* At most `concurrency` requests are in flight, on as many connections. A request beyond that is not sent, so that a
+  hanging engine does not collect requests.
+* After `FAILURES` failures in a row, an engine gets no requests for `PAUSE` seconds.
+* The body is sent as the client sent it (to `/tokenize` only the fields that make up the prompt). Redirects are not
+  followed, proxies of the environment are not used, and an answer of more than `MAX_ANSWER` bytes is a failure.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
 #: A million ids take 8 MB.
 MAX_ANSWER = 16 << 20
-#: Longer bodies are not sent twice.
+#: Longer bodies are not sent to be rendered.
 MAX_BODY = 4 << 20
-#: The least recently used of more engines is forgotten.
+#: With more engines, the least recently used is forgotten.
 MAX_ENGINES = 1024
 
 _RENDER = {
@@ -49,7 +49,7 @@ _RENDER = {
     apis.MESSAGES: "/v1/messages/render",
     apis.RESPONSES: "/v1/responses/render",
 }
-#: `/tokenize` takes requests of both APIs but refuses fields that it does not know.
+#: `/tokenize` takes requests of both APIs, but refuses fields that it does not know.
 _PROMPT_FIELDS = {
     apis.CHAT: (
         "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -74,18 +74,18 @@ _decode_salt = msgspec.json.Decoder(_Salt).decode
 
 
 class _NoAnswer(Exception):
-    """The message says what came instead."""
+    """The engine gave no usable answer. The message says what happened instead."""
 
 
 class _Engine(Struct):
-    #: APIs whose requests it refused to render.
+    #: APIs whose requests the engine refused to render.
     unrendered: set[str] = set()
     failures: int = 0
     rest_until: float = 0.0
 
 
 class RenderClient:
-    """Asks engines. `now` is a monotonic clock, in seconds; `timeout_s` is for one request as a whole."""
+    """Asks engines for token ids. `now`: a monotonic clock in seconds. `timeout_s`: limit of a whole request."""
 
     def __init__(self, timeout_s: float, now: Callable[[], float], concurrency: int = CONCURRENCY) -> None:
         self._timeout_s = timeout_s
@@ -93,11 +93,11 @@ class RenderClient:
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
         self._engines: dict[str, _Engine] = {}
-        #: Requests that are out.
+        #: Requests in flight.
         self.rendering = 0
 
     async def tokens_of(self, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
-        """Ask the engine at `url` (`http://host:port`). Never raises but for cancellation."""
+        """Ask the engine at `url` (`http://host:port`) for the ids of a request. Raises only if cancelled."""
         if parsed.api not in _RENDER:
             return absent(API, f"engines do not render '{parsed.api}'")
         if parsed.unread:
@@ -124,7 +124,7 @@ class RenderClient:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Engines about which something is remembered, the one asked last at the end."""
+        """The URLs of the remembered engines, the most recently used last."""
         return tuple(self._engines)
 
     async def close(self) -> None:
@@ -175,7 +175,7 @@ class RenderClient:
 
 
 def _rendered(status: int, answer: bytes) -> PromptTokens:
-    """From the answer of `…/render`: an object, or for completions a list with one for each prompt."""
+    """Read the answer of `…/render`: an object or, for completions, a list with an object for each prompt."""
     if status != 200:
         raise _NoAnswer(f"status {status}: {answer[:100]!r}")
     try:
@@ -206,7 +206,7 @@ def _tokenized(status: int, answer: bytes, body: bytes) -> PromptTokens:
 
 
 def _prompt_only(api: str, body: bytes) -> bytes:
-    """The members of a body that make the prompt, as they were sent."""
+    """The members of a body that make up the prompt, as they were sent."""
     try:
         fields = _decode_fields(body)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
@@ -217,17 +217,17 @@ def _prompt_only(api: str, body: bytes) -> bytes:
     return msgspec.json.encode(kept)
 
 
-# Whether an engine makes the same ids of a prompt: without that no block ever matches, and nothing else would tell.
+# Checks that an engine makes the same ids of a prompt. If not, no block ever matches, and nothing else shows it.
 #
-# A few probes are encoded here and by an engine. Which engine, and when, is the caller's: once for each model and
-# engine version is enough.
+# A few probes are encoded here and by an engine. The caller chooses the engine and the time: once per model and engine
+# version is enough.
 
 _TEXT = "Naïve  café: 12345 = 3.14?\n\n\tdef f(x):\n        return x  # 你好 👍🏽\n"
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 _ASKED = {"role": "user", "content": _TEXT}
 _TOLD = {"role": "assistant", "content": "Well."}
 
-#: What is compared, by name: (path, body).
+#: The probes by name: (path, body).
 PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": _TEXT}),
     "chat": ("/v1/chat/completions", {"messages": [_ASKED]}),
@@ -242,16 +242,17 @@ PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 class TokenCheckResult(Struct, frozen=True):
-    """`agreed` and `differing` are names of probes; a probe that either side could not encode is in neither."""
+    """The result of a token check. `agreed` and `differing` are names of probes; a probe that either side could not
+    encode is in neither."""
 
     agreed: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
-    #: For people: `agrees`, `differs: …` or `unknown: …`.
+    #: The result in words: `agrees`, `differs: …` or `unknown: …`.
     state: str = ""
 
 
 async def compare(tokeniser: PromptTokeniser, client: RenderClient, url: str, model: str) -> TokenCheckResult:
-    """Ask the engine at `url` (`http://host:port`) for the ids of all probes. Never raises but for cancellation."""
+    """Compare the ids of all probes with the engine's at `url` (`http://host:port`). Raises only if cancelled."""
     agreed: list[str] = []
     differing: list[str] = []
     first, why = "", ""

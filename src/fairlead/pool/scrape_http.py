@@ -1,12 +1,12 @@
-"""An HTTP/1.1 client for one thing: GET the same page of the same server again and again, for little CPU.
+"""An HTTP/1.1 client that gets the same page of the same server repeatedly, with little CPU time.
 
 Rules
-* One request at a time per connection; the connection is kept for the next unless the server says `close`, speaks
+* A connection has one request at a time. It is kept for the next request unless the server sends `close`, speaks
   HTTP/1.0, or ended the body by closing (RFC 9112 section 9.3).
-* A response that is not sound HTTP/1.1 (see `pool.http1`), too large, compressed, or followed by bytes that nobody
-  asked for ends the connection.
-* Bytes are received into one buffer that all connections share; nothing is held between scrapes.
-* Every request is answered exactly once, by `on_page` or by `on_failure`, unless `abort` was called.
+* A response that is malformed (see `pool.http1`), too large, compressed, or followed by unrequested bytes ends the
+  connection.
+* All connections receive into one shared buffer; nothing is held between scrapes.
+* Every request ends with exactly one call of `on_page` or `on_failure`, unless `abort` was called.
 
 Measured with bench/idle.py.
 """
@@ -17,25 +17,25 @@ from typing import Protocol
 from fairlead.pool.http1 import MalformedMessage, ResponseReader
 
 MAX_HEAD = 16_384
-#: A page of a hundred metrics comes in one or two reads.
+#: A page of a hundred metrics arrives in one or two reads.
 RECEIVE_BYTES = 65_536
 
 
 class PageSink(Protocol):
-    """Who asked for the page."""
+    """Receives the page, or the failure."""
 
     def on_page(self, page: bytes) -> None: ...
 
     def on_failure(self, reason: str, *, retry: bool, answered: bool = False) -> None:
-        """`retry`: a kept connection turned out to be gone before any byte of the answer came. `answered`: the server
-        did, see `answers`."""
+        """`retry`: a kept connection was closed before any byte of the answer arrived. `answered`: the server itself
+        answered, see `answers`."""
 
 
 class PageConnection(asyncio.BufferedProtocol):
-    """One connection to one server."""
+    """A connection to a server."""
 
     def __init__(self, buffer: memoryview, max_page: int) -> None:
-        """`buffer` may be shared: what was received is used up before another connection reads."""
+        """`buffer` may be shared: received bytes are consumed before another connection reads."""
         self._received = buffer
         self._transport: asyncio.Transport | None = None
         self._sink: PageSink | None = None
@@ -52,7 +52,7 @@ class PageConnection(asyncio.BufferedProtocol):
         return self._sink is not None
 
     def get(self, request: bytes, sink: PageSink) -> None:
-        """Send `request` and answer `sink`. The connection must be open and no request under way."""
+        """Send `request`; `sink` gets the result. The connection must be open and have no request in flight."""
         assert self._transport is not None and self._sink is None
         self._sink = sink
         self._reader.reset(self._pieces.append)
@@ -60,7 +60,7 @@ class PageConnection(asyncio.BufferedProtocol):
         self._transport.write(request)
 
     def abort(self) -> None:
-        """Close at once; whoever waits is told nothing."""
+        """Close immediately, without a call of the sink."""
         self._sink = None
         self._close()
 
@@ -75,7 +75,7 @@ class PageConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._sink is None:
-            self._close()  # bytes that nobody asked for
+            self._close()  # unrequested bytes
             return
         self._began = True
         reader = self._reader
@@ -128,12 +128,12 @@ class PageConnection(asyncio.BufferedProtocol):
 
 
 def answers(status: int) -> bool:
-    """Whether a response with this status shows that the server itself is well: not if a proxy may have made it because
-    the server is not there."""
+    """Whether a response with this status shows that the server itself is up. A proxy may send a 5xx for a server that
+    is down."""
     return status < 500
 
 
 def request_bytes(host: str, target: str, user_agent: str) -> bytes:
-    """The request, made once per endpoint. `host` as in the Host header, `target` path and query."""
+    """The bytes of a request, built once per endpoint. `host`: as in the Host header. `target`: path and query."""
     lines = (f"GET {target} HTTP/1.1", f"Host: {host}", f"User-Agent: {user_agent}", "Accept: text/plain", "", "")
     return "\r\n".join(lines).encode("ascii")

@@ -1,14 +1,14 @@
-"""What each endpoint has loaded, read from its `/v1/models`: metrics pages name an adapter only while requests use it.
+"""Read the models and adapters of each endpoint from `/v1/models`. Metrics pages name an adapter only while it is used.
 
 Rules
-* An endpoint is asked when it comes and then every `ScrapeOptions.models_s` (a fifth more or less, so that they
-  spread), at most `AT_ONCE` at a time and `MOST_RATE` in a second: with many endpoints the period is longer.
-* An answer of 404 for a model (`look`) has its endpoint asked at once, and all others soon: the adapter may have been
-  loaded at one of them. Clients choose the names, so no endpoint is asked twice within `SOON` seconds.
-* Only what changed is told, and what was looked for. A server that refuses (4xx) does not tell: `None`. One that cannot
-  be reached, or answers with a broken page, is tried again after `RETRY` seconds, then twice that, …; what it said
-  before stays in force.
-* The bearer token is sent only where the metrics page is at the same address.
+* An endpoint is queried when it comes up and then every `ScrapeOptions.models_s` (up to a fifth more or less, to spread
+  the queries), at most `AT_ONCE` at a time and `MOST_RATE` per second: with many endpoints the period is longer.
+* After a 404 for a model (`look`), its endpoint is queried immediately and all others soon, because the adapter may
+  have been loaded at one of them. Clients choose the names, so no endpoint is queried twice within `SOON` seconds.
+* A list is reported if it changed, or was queried because of a 404. A server that refuses (4xx) has no list: `None`. A
+  server that cannot be reached, or answers with a broken page, is tried again after `RETRY` seconds, then twice that,
+  …; its last list stays in force.
+* The bearer token is sent only if the metrics page is at the same address.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ PATH = "/v1/models"
 AT_ONCE, MOST_RATE = 16, 20.0
 SOON, RETRY, TIMEOUT = 1.0, 2.0, 5.0
 MAX_PAGE = 1 << 20
-#: A list of more adapters, or a longer name, is not kept.
+#: Lists of more models are refused, and longer names are left out.
 MOST_NAMES, MOST_LETTERS = 10_000, 1024
 
 log = logging.getLogger(__name__)
@@ -46,14 +46,14 @@ class _Page(Struct, gc=False):
 
 
 class ModelList(Struct, frozen=True):
-    """Names of the models that a server has, and of the adapters to them."""
+    """The names of a server's base models and of its adapters."""
 
     models: frozenset[str]
     adapters: frozenset[str]
 
 
 def read_model_list(page: bytes) -> ModelList:
-    """From the body of `/v1/models`. Raises `ValueError` when it is none, or a list of more than `MOST_NAMES`."""
+    """Read the body of `/v1/models`. Raises `ValueError` if it is malformed, or lists more than `MOST_NAMES`."""
     try:
         cards = msgspec.json.decode(page, type=_Page).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -67,7 +67,7 @@ def read_model_list(page: bytes) -> ModelList:
 
 
 class _Target:
-    """An endpoint, and when it is asked."""
+    """An endpoint, and when it is queried."""
 
     __slots__ = ("due", "endpoint", "fails", "looked", "models", "read_at", "reported", "task", "timer")
 
@@ -78,16 +78,16 @@ class _Target:
         self.task: asyncio.Task[None] | None = None
         self.read_at = -SOON
         self.fails = 0
-        #: The last that was fed.
+        #: The adapters reported last.
         self.reported: frozenset[str] | None = None
-        #: Base models, as it said last.
+        #: The base models read last.
         self.models: frozenset[str] = frozenset()
-        #: Tell the next answer even if it is the last one again.
+        #: Report the next list even if it is unchanged.
         self.looked = False
 
 
 class ServedModels:
-    """Feeds `AdaptersListed`. All calls on the loop's thread."""
+    """Queries endpoints and feeds `AdaptersListed`. Make all calls on the loop's thread."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ServedModels:
         rng: random.Random | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`pace`: of all who ask endpoints; `None` = nobody else does."""
+        """`pace`: shared with everything that queries endpoints; `None` = nothing else does."""
         self._pace = pace
         self._loop, self._feed, self._period_s = loop, feed, options.models_s
         self._rng = rng or random.Random()
@@ -106,11 +106,11 @@ class ServedModels:
         self._plain = SecureFetcher(replace(options, token_file=""), accept="application/json", keep=False)
         self._targets: dict[str, _Target] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
-        #: Whether endpoints serve unlike names, and all of these; `None` = something changed since.
+        #: Whether endpoints serve different names, and the union of all names; `None` = out of date.
         self._union: tuple[bool, frozenset[str]] | None = None
 
     def up(self, endpoint: Endpoint) -> None:
-        """Ask it from now on, or take note that it changed."""
+        """Query an endpoint from now on, or take note that it changed."""
         old = self._targets.get(endpoint.id)
         if old is not None and old.endpoint.address == endpoint.address:
             old.endpoint = endpoint
@@ -130,7 +130,7 @@ class ServedModels:
             target.task.cancel()
 
     def look(self, endpoint_id: str) -> None:
-        """It answered 404 for what may be an adapter."""
+        """Query an endpoint, which answered 404 for a possible adapter, immediately, and all others soon."""
         now = self._loop.time()
         soon = max(SOON, len(self._targets) / MOST_RATE)
         for name, target in self._targets.items():
@@ -140,16 +140,16 @@ class ServedModels:
                 self._schedule(target, due - now)
 
     def names(self) -> Iterator[str]:
-        """Models and adapters that endpoints said they serve; one that several do comes several times."""
+        """Yield the models and adapters that endpoints serve; a name once for each endpoint that serves it."""
         for target in self._targets.values():
             yield from target.models
             yield from target.reported or ()
 
     def union(self, alike: bool) -> frozenset[str]:
-        """Every name that endpoints serve. Unless `alike`, none while all of them serve the same: any can list it."""
+        """All names that endpoints serve. Unless `alike`, empty while all serve the same: any can list it."""
         if self._union is None:
             lists = {(target.models, target.reported or frozenset()) for target in self._targets.values()}
-            lists.discard((frozenset(), frozenset()))  # not read, or refused
+            lists.discard((frozenset(), frozenset()))  # an endpoint that was not read, or refused
             self._union = len(lists) > 1, frozenset(chain(*chain(*lists)))
         unlike, names = self._union
         return names if unlike or alike else frozenset()
@@ -197,7 +197,7 @@ class ServedModels:
             self._feed(AdaptersListed(target.endpoint.id, adapters))
 
     def _pause(self, target: _Target, problem: str) -> float:
-        """Seconds until it is asked again."""
+        """The seconds until the endpoint is queried again."""
         among = self._pace.targets if self._pace is not None else len(self._targets)
         period = max(self._period_s, among / MOST_RATE) * self._rng.uniform(0.8, 1.2)
         if problem:
@@ -208,7 +208,7 @@ class ServedModels:
 
 
 def _address(endpoint: Endpoint) -> tuple[str, bool]:
-    """Of the list, and whether it is at the address of the metrics page."""
+    """The URL of an endpoint's list, and whether the metrics page is at the same address."""
     page = urlsplit(endpoint.scrape_url)
     same = page.netloc == endpoint.address
     return f"{page.scheme if same else 'http'}://{endpoint.address}{PATH}", same

@@ -1,13 +1,13 @@
-"""Files that are followed while they change: what discovery, model names and the configuration have in common.
+"""Follow changes of files, for endpoint discovery, model names and the configuration.
 
 Rules
-* Looked at each `poll_s` by stat, so renames over a file and swapped symlinks (ConfigMap volumes) show like plain
-  writes, and no inotify is needed.
-* The looks are a thread's own business: a hung network mount blocks nothing, not even the end of the process, and the
-  event loop is woken only when something has changed. Handing each look to a pool and back costs four times as much.
-* A change counts once the files held still for `SETTLE_S`: half of a file that is being written can be valid YAML, and
-  taking it at its word would drop endpoints.
-* The next look comes after what was changed has been taken over.
+* Files are checked with stat every `poll_s`. So a rename over a file and a swapped symlink (ConfigMap volumes) are seen
+  like a write, and inotify is not needed.
+* A thread does the checks. A hung network mount blocks nothing, not even the end of the process, and the event loop is
+  woken only for changes. Passing each check to a thread pool costs four times as much.
+* A change counts once the files are unchanged for `SETTLE_S`: half of a file that is being written can be valid YAML,
+  and applying it would drop endpoints.
+* The next check follows after the change has been applied.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class WatchedFiles:
-    """Awaits `changed()` whenever files of `names()` have changed; `names` runs in a thread and may raise `OSError`."""
+    """Awaits `changed()` whenever files of `names()` have changed. `names` runs in a thread and may raise `OSError`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class WatchedFiles:
         self._task: asyncio.Task[object] | None = None
 
     async def note(self) -> None:
-        """What is there now is about to be read. Without it, the first look finds a change."""
+        """Record the present state, before the files are read. Without this, the first check finds a change."""
         self._stamp = await asyncio.to_thread(self._look)
 
     def start(self) -> None:
@@ -51,7 +51,7 @@ class WatchedFiles:
         Thread(target=self._follow, args=(loop,), name=f"follows {self._what}", daemon=True).start()
 
     async def close(self) -> None:
-        """No change is taken over any more. The thread ends by itself: its last look may hang."""
+        """Apply no further changes. The thread is not waited for: its last check may hang."""
         self._stop.set()
         await cancelled(self._task)
         self._taken.set()
@@ -73,7 +73,7 @@ class WatchedFiles:
                 self._taken.wait()
 
     def _take(self) -> None:
-        """On the loop."""
+        """Apply a change, on the loop's thread."""
         if self._stop.is_set():
             self._taken.set()
             return
@@ -82,7 +82,7 @@ class WatchedFiles:
 
     def _over(self, task: asyncio.Task[object]) -> None:
         self._taken.set()
-        if not task.cancelled() and (error := task.exception()) is not None:  # following goes on
+        if not task.cancelled() and (error := task.exception()) is not None:  # keep following
             context = {"message": f"taking over {self._what} raised", "exception": error}
             task.get_loop().call_exception_handler(context)
 

@@ -1,4 +1,4 @@
-"""Request bodies to the messages that a chat template takes."""
+"""Translate request bodies to the messages that a chat template takes."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,13 @@ from msgspec.json import Decoder
 from fairlead.apis.tokens.pieces import FIELDS, MEDIA, STORED, TEMPLATE, UNREAD, Absent, MediaItem
 from fairlead.apis.tokens.template import PARTS
 
-# The fields of request bodies that make the prompt. Everything else of a body is skipped, not built.
+# The fields of request bodies that make up the prompt. All other fields are skipped and build no objects.
 
 Flag = bool | int | str | None
 
 
 class ChatFields(Struct, gc=False):
-    """A chat request, or what another API's becomes."""
+    """A chat request, or another API's request translated to one."""
 
     messages: list[Any]
     tools: Any = None
@@ -27,12 +27,12 @@ class ChatFields(Struct, gc=False):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Any = None
     cache_salt: str | None = None
-    # Change the prompt, and how only the engine knows.
+    # These change the prompt in ways that only the engine knows.
     chat_template: Raw | UnsetType = UNSET
     truncate_prompt_tokens: Raw | UnsetType = UNSET
-    #: Messages of the role `system` go to the front where the template takes none later on.
+    #: Messages of the role `system` move to the front if the template accepts them only there.
     system_first: bool = False
-    #: The messages are as they were sent, not joined of several items.
+    #: The messages are as they were sent, not joined from several items.
     plain: bool = True
 
 
@@ -55,14 +55,14 @@ class _Features(Struct, gc=False):
 
 
 class GenerateFields(Struct, gc=False):
-    """A request of `/inference/v1/generate`, which is also what an engine's `/render` answers."""
+    """A request of `/inference/v1/generate`, which is also the format of the answer of an engine's `/render`."""
 
     token_ids: list[int]
     features: _Features | None = None
     cache_salt: str | None = None
 
     def media(self) -> tuple[MediaItem, ...]:
-        """In the order of their places. Raises `ValueError` when hashes and places do not go together."""
+        """The media items by position. Raises `ValueError` if a kind has not as many positions as hashes."""
         if self.features is None:
             return ()
         places = self.features.mm_placeholders or {}
@@ -87,7 +87,7 @@ class SglangFields(Struct, gc=False):
 
 
 class MessagesFields(Struct, gc=False):
-    """Anthropic's."""
+    """A request of Anthropic's Messages API."""
 
     messages: list[Any]
     system: str | list[Any] | None = None
@@ -99,7 +99,7 @@ class MessagesFields(Struct, gc=False):
 
 
 class ResponsesFields(Struct, gc=False):
-    """OpenAI's Responses API."""
+    """A request of OpenAI's Responses API."""
 
     input: str | list[Any] | None = None
     instructions: str | None = None
@@ -107,14 +107,14 @@ class ResponsesFields(Struct, gc=False):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     reasoning: dict[str, Any] | None = None
-    # Stored on the server.
+    # Refer to parts of the prompt that are stored on the server.
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
 
 
 class Fields:
-    """Decoders, one per shape."""
+    """One decoder per shape of body."""
 
     chat = Decoder(ChatFields)
     completion = Decoder(CompletionFields)
@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 
 def decode(decoder: Decoder[T], body: bytes) -> T:
-    """Raises `Absent`."""
+    """Decode a body. Raises `Absent`."""
     try:
         return decoder.decode(body)
     except ValidationError as exc:
@@ -141,24 +141,24 @@ _FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
 
 
 def is_true(value: Flag) -> bool:
-    """As pydantic reads it; what is no boolean the engine refuses anyway."""
+    """Read a flag as pydantic does. Other values count as true: the engine refuses them anyway."""
     return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
 
 
 def refuse_sent(**fields: Raw | UnsetType) -> None:
-    """Raises `Absent` if one of these was sent, other than null."""
+    """Raise `Absent` if one of the fields was sent and is not null."""
     for name, raw in fields.items():
         if raw is not UNSET and bytes(raw) != b"null":
             raise Absent(FIELDS, f"'{name}' changes the prompt in a way that only the engine knows")
 
 
-# Messages of a request → messages as the chat template gets them, as vLLM makes the one of the other.
+# Translates the messages of a request to those that the chat template gets, as vLLM does.
 #
-# Only text is translated. Whatever else a content part holds has tokens that only the engine knows.
+# Only text is translated. The tokens of all other content parts are known only to the engine.
 
-#: Parts whose text is under a key of that name.
+#: The key of the text in each type of part.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-#: What a part may have beside its text and not have it passed on to the template.
+#: The fields of a part that are not passed on to the template.
 _PART_FIELDS = frozenset(("type", "text", "refusal", "thinking", "uuid"))
 _BILLING = "x-anthropic-billing-header"
 
@@ -166,7 +166,8 @@ Message = dict[str, Any]
 
 
 def for_template(messages: list[Any], form: str, developers: bool = True) -> list[Message]:
-    """`form`: see `content_format`. `developers`: the template knows that role. Raises `Absent`."""
+    """Translate messages. `form`: see `content_format`. `developers`: the template knows the role `developer`. Raises
+    `Absent`."""
     translated = [_message(message, form) for message in messages]
     if developers or all(message["role"] != "developer" for message in translated):
         return translated
@@ -180,7 +181,7 @@ def _as_system(message: Message) -> Message:
 
 
 def systems_joined(messages: list[Message], between: str = "\n\n") -> list[Message]:
-    """One message of the role `system`, at the front."""
+    """Join all messages of the role `system` into one at the front."""
     systems = [message["content"] for message in messages if message["role"] == "system"]
     if not systems or (len(systems) == 1 and messages[0]["role"] == "system"):
         return messages
@@ -209,7 +210,7 @@ def _message(message: Any, form: str) -> Message:
 
 
 def _unbilled(content: Any) -> Any:
-    """Without the first line of texts that begin with Claude Code's header: it is another one with each request."""
+    """Drop the first line of texts that begin with Claude Code's header, which differs in each request."""
     kept: list[Any] = []
     for part in content if isinstance(content, list) else [content]:
         typed = isinstance(part, dict) and part.get("type") == "text"
@@ -222,7 +223,7 @@ def _unbilled(content: Any) -> Any:
 
 
 def _parts(content: Any, form: str) -> list[Any]:
-    """Texts, or objects of type `text`; empty texts are left out."""
+    """The parts of a message as objects of type `text`, or as texts without the empty ones."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -243,7 +244,7 @@ def _parts(content: Any, form: str) -> list[Any]:
 
 
 def _part(part: Any) -> tuple[str | None, Mapping[str, Any]]:
-    """Its text (`None` = leave it out), and what else of it templates see."""
+    """The text of a part (`None` = leave the part out), and its other fields that templates see."""
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, dict):
@@ -278,7 +279,7 @@ def _assistant(message: Mapping[str, Any], translated: Message) -> None:
 
 
 def _call(call: Any) -> Any:
-    """Templates expect the arguments as an object, where the API sends them as a text of JSON."""
+    """A tool call with its arguments as an object, as templates expect. The API sends them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise Absent(FIELDS, "a tool call that is no function call")
@@ -292,7 +293,7 @@ def _call(call: Any) -> Any:
 
 
 def tools_for_template(tools: Any) -> list[Any] | None:
-    """Tools with every field that vLLM knows, in its order, for templates print them as JSON. Raises `Absent`."""
+    """Tools with every field that vLLM knows, in its order, because templates print them as JSON. Raises `Absent`."""
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -309,13 +310,13 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**known, **more}}
 
 
-# Anthropic's Messages API and OpenAI's Responses API → a chat, as vLLM translates them before it renders.
+# Translates requests of Anthropic's Messages API and OpenAI's Responses API to a chat, as vLLM does before it renders.
 #
-# Only what its versions translate alike is taken over; the rest is left to the engine.
+# Only what all vLLM versions translate alike is translated; the rest is left to the engine.
 
 
 def from_chat(body: bytes) -> ChatFields:
-    """Raises `Absent`."""
+    """Read a chat request. Raises `Absent`."""
     fields = decode(Fields.chat, body)
     for message in fields.messages:
         calls = message.get("tool_calls") if isinstance(message, dict) else None
@@ -325,7 +326,7 @@ def from_chat(body: bytes) -> ChatFields:
 
 
 def _checked_call(call: Any) -> Any:
-    """A tool call with its members in the order of vLLM's model of requests, since templates print it as JSON."""
+    """A tool call with its members in the order of vLLM's request model, because templates print it as JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise Absent(FIELDS, "a tool call that is no function call")
@@ -334,7 +335,7 @@ def _checked_call(call: Any) -> Any:
 
 
 def from_messages(body: bytes) -> ChatFields:
-    """Raises `Absent`."""
+    """Translate a request of Anthropic's Messages API. Raises `Absent`."""
     fields = decode(Fields.messages, body)
     system, messages = fields.system, list[Message]()
     if isinstance(system, str) and system:
@@ -357,7 +358,7 @@ def from_messages(body: bytes) -> ChatFields:
 
 
 def from_responses(body: bytes) -> ChatFields:
-    """Raises `Absent`."""
+    """Translate a request of OpenAI's Responses API. Raises `Absent`."""
     fields = decode(Fields.responses, body)
     if fields.previous_response_id or fields.conversation or fields.prompt:
         raise Absent(STORED, "part of the prompt is stored on the server")
@@ -377,7 +378,7 @@ def from_responses(body: bytes) -> ChatFields:
         cache_salt=fields.cache_salt,
         chat_template_kwargs=fields.chat_template_kwargs,
         reasoning_effort=(fields.reasoning or {}).get("effort"),
-        # Not as in a chat: what the template prints gets the tokenizer's own special tokens as well.
+        # Unlike in a chat, the tokenizer's own special tokens are added to the template's output.
         add_special_tokens=True,
         add_generation_prompt=not continued,
         continue_final_message=continued,
@@ -395,7 +396,7 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 
 def _take(item: Any, messages: list[Message]) -> None:
-    """One input item. What an assistant thought, called and said are items of their own: they join one message."""
+    """Take an input item. An assistant's reasoning, tool calls and texts are separate items and join one message."""
     if not isinstance(item, dict):
         raise Absent(FIELDS, "an input item that is no object")
     kind, role = item.get("type"), item.get("role")
@@ -424,7 +425,7 @@ def _take(item: Any, messages: list[Message]) -> None:
 
 
 def _first_text(item: Mapping[str, Any]) -> str:
-    """Of an assistant's message vLLM takes only the first part."""
+    """The text of an assistant's message. vLLM takes only its first part."""
     content = item.get("content")
     first = content[0] if isinstance(content, list) and content else content
     text = first.get("text") if isinstance(first, dict) else first
@@ -457,7 +458,7 @@ def _system(system: str | list[Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _turn(message: Any) -> Iterator[dict[str, Any]]:
-    """One message; results of tools go before it as messages of their own."""
+    """Translate a message. Its tool results become separate messages before it."""
     if not isinstance(message, dict):
         raise Absent(FIELDS, "a message that is no object")
     role, content = message.get("role"), message.get("content")
@@ -505,7 +506,7 @@ def _other_chats_call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(role: Any, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A result that is one text; of others each version makes something else."""
+    """A tool result that is one text. vLLM versions differ in how they translate any other result."""
     content = block.get("content")
     if isinstance(content, list) and len(content) == 1:
         content = _block_text(content[0])

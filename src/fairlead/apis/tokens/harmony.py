@@ -1,13 +1,14 @@
-"""gpt-oss's prompts: vLLM makes them without a chat template, in OpenAI's "harmony" format.
+"""Render the prompts of gpt-oss, which vLLM writes in OpenAI's "harmony" format without a chat template.
 
     <|start|>system<|message|>…<|end|><|start|>developer<|message|># Instructions…<|end|><|start|>user<|message|>…
 
 Rules
-* A first message of the role `system` or `developer` is the instructions; later ones are developers' messages.
-* What an assistant thought goes to the channel `analysis` and is dropped before its last final answer; calls of tools
-  go to `commentary`, answers to `final`.
-* Definitions of tools, which become TypeScript, are left to the engine, and so are texts with a special token in them:
-  the engine encodes them as plain text.
+* If the first message has the role `system` or `developer`, it is the instructions. Later messages of these roles are
+  developer messages.
+* An assistant's reasoning goes to the channel `analysis` and is dropped before the last final answer. Tool calls go to
+  `commentary`, answers to `final`.
+* Tool definitions, which become TypeScript, are left to the engine. So are texts with a special token in them, which
+  the engine encodes as plain text.
 
 Source: vLLM 0.32 (`entrypoints/openai/parser/harmony_utils.py`) and openai-harmony 0.0.10.
 """
@@ -20,7 +21,7 @@ from typing import Any
 from fairlead.apis.tokens.chats import ChatFields
 from fairlead.apis.tokens.pieces import FIELDS, MEDIA, TEMPLATE, Absent
 
-#: Of a model's `config.json`.
+#: The `model_type` in a model's `config.json`.
 MODEL_TYPE = "gpt_oss"
 _IDENTITY = "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06"
 _CHANNELS = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
@@ -33,13 +34,13 @@ _ANALYSIS, _FINAL = "assistant<|channel|>analysis", "assistant<|channel|>final"
 
 
 class Harmony:
-    """`now` gives the date of the system message."""
+    """Renders chats of gpt-oss. `now` gives the date of the system message."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         self._now = now
 
     def render(self, fields: ChatFields) -> str:
-        """Raises `Absent`."""
+        """The text of the prompt. Raises `Absent`."""
         if fields.tools or not fields.plain:
             raise Absent(FIELDS, "tools of gpt-oss are written out by the engine")
         effort = "medium" if fields.reasoning_effort is None else fields.reasoning_effort
@@ -120,7 +121,7 @@ def _call(call: Mapping[str, Any]) -> Said:
 
 
 def _joined(content: Any) -> str | None:
-    """The texts of a message; `None` = it has none."""
+    """The joined texts of a message's content; `None` = it has none."""
     if not isinstance(content, list):
         return None if content is None else _plain(content)
     texts = []

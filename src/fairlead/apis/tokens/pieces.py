@@ -1,4 +1,4 @@
-"""Token ids of a prompt, and the pieces of text that were encoded before."""
+"""The token ids of a prompt, and a cache of pieces of text that were encoded before."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager
 import numpy as np
 from msgspec import Struct
 
-# Token ids of protobuf messages: varints, seven bits a byte, the last byte of each below 128.
+# Token ids in protobuf messages are varints: seven bits per byte, and the last byte of each is below 128.
 
-#: Of an unsigned 32-bit number.
+#: The longest varint of an unsigned 32-bit number.
 _MOST_BYTES = 5
 
 
 def ids_of(segments: Sequence[bytes | memoryview]) -> bytes:
-    """Varints one after another → little-endian 32-bit integers. Raises `ValueError` for what is none or is larger."""
+    """Convert concatenated varints to little-endian 32-bit integers. Raises `ValueError` if malformed or too large."""
     data = np.frombuffer(b"".join(segments), np.uint8)
     if not len(data):
         return b""
@@ -32,57 +32,57 @@ def ids_of(segments: Sequence[bytes | memoryview]) -> bytes:
     return values.astype("<u4").tobytes()
 
 
-# A prompt as the engine's token ids, and what else the engine's block hashes depend on.
+# A prompt as the engine's token ids, and the other inputs of the engine's block hashes.
 
 TOKEN_BYTES = 4
 
-# Why there are no ids: labels of metrics, few and fixed. `PromptTokens.detail` says more.
-#: None is configured for this model, or it could not be loaded.
+# Reasons for having no ids: few and fixed, because they are labels of metrics. `PromptTokens.detail` says more.
+#: No tokeniser is configured for this model, or it could not be loaded.
 NO_TOKENISER = "no-tokeniser"
-#: The body was not read, or cannot be decoded as strictly as text must be.
+#: The body was not read, or strict decoding failed.
 UNREAD = "unread"
-#: This API's prompt does not go through the engine's cache, or is not translated here.
+#: The API's prompt does not go through the engine's cache, or is not translated here.
 API = "api"
 #: Images, sounds and the like: only the engine knows their tokens.
 MEDIA = "media"
-#: There is no chat template, or it refused.
+#: There is no chat template, or it refused the messages.
 TEMPLATE = "template"
 #: Part of the prompt is stored on the server (Responses API).
 STORED = "stored"
 #: A field of the body changes the prompt in a way that only the engine knows.
 FIELDS = "fields"
-#: Past a bound on size or nesting.
+#: The prompt exceeds a bound on size or nesting.
 TOO_LONG = "too-long"
-#: The engine was asked and did not answer in time, or not with ids.
+#: The engine did not answer in time, or answered without ids.
 ENGINE = "engine"
 REASONS = (NO_TOKENISER, UNREAD, API, MEDIA, TEMPLATE, STORED, FIELDS, TOO_LONG, ENGINE)
 _MAX_DETAIL = 200
 
 
 class MediaItem(Struct, frozen=True, gc=False):
-    """An image, sound or video. Its placeholder tokens stand at `offset`..`offset + length` of the prompt."""
+    """An image, sound or video. Its placeholder tokens are at `offset`..`offset + length` of the prompt."""
 
-    #: The engine's identifier of its content.
+    #: The engine's identifier of the content.
     digest: str
     offset: int
     length: int
 
 
 class PromptTokens(Struct, frozen=True, gc=False):
-    """Either `ids`, or a `reason` why there are none."""
+    """The `ids` of a prompt, or a `reason` why there are none."""
 
-    #: Token ids as little-endian 32-bit integers: what `core.kv.keys.prompt_keys` takes, and
-    #: `numpy.frombuffer(ids, "<u4")` without a copy. Of a request with several prompts, those of the first.
+    #: Token ids as little-endian 32-bit integers, as `core.kv.keys.prompt_keys` takes them and
+    #: `numpy.frombuffer(ids, "<u4")` reads them without a copy. If a request has several prompts, those of the first.
     ids: bytes = b""
-    #: Tokens of all prompts of the request; `count` unless there are several.
+    #: Tokens of all prompts of the request; equals `count` unless there are several.
     total: int = 0
-    #: One of `REASONS`; empty = there are ids.
+    #: One of `REASONS`; empty = `ids` is valid.
     reason: str = ""
-    #: The same for people: what was missing or refused, at most 200 characters.
+    #: The reason in words: what was missing or refused, at most 200 characters.
     detail: str = ""
     #: The request's cache salt, an extra of the first block; empty = none.
     salt: str = ""
-    #: Sorted by offset.
+    #: The media in the prompt, sorted by offset.
     media: tuple[MediaItem, ...] = ()
 
     @property
@@ -91,9 +91,9 @@ class PromptTokens(Struct, frozen=True, gc=False):
         return len(self.ids) // TOKEN_BYTES
 
     def extras(self, block_size: int) -> list[tuple[str, ...]] | None:
-        """What each full block's key needs beside its tokens, as `prompt_keys` takes it: digests of the media that
-        overlap it, and on the first block the salt. `None` = nothing for any block. An adapter is no extra: it is part
-        of the key space's root."""
+        """The extra inputs of each full block's key in addition to its tokens, as `prompt_keys` takes them: the digests
+        of the media that overlap it and, for the first block, the salt. `None` = no block has any. An adapter is not an
+        extra, but part of the key space's root."""
         if not self.salt and not self.media:
             return None
         blocks = self.count // block_size
@@ -108,7 +108,7 @@ class PromptTokens(Struct, frozen=True, gc=False):
 
 
 class Absent(Exception):
-    """There are no ids. Inside this package only; callers get a `PromptTokens` with the reason."""
+    """There are no ids. Used only inside this package; callers get a `PromptTokens` with the reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -117,38 +117,38 @@ class Absent(Exception):
 
 
 def absent(reason: str, detail: str = "") -> PromptTokens:
-    """No ids, and why."""
+    """A result without ids, with the reason."""
     return PromptTokens(reason=reason, detail=detail[:_MAX_DETAIL])
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Ids as little-endian 32-bit integers. Raises `OverflowError` if one is not of that range."""
+    """Pack ids into little-endian 32-bit integers. Raises `OverflowError` if an id is out of range."""
     return np.asarray(ids, np.uint32).astype("<u4", copy=False).tobytes()
 
 
-# Tokens of pieces of text that came before, so that a growing chat has only its new messages encoded.
+# Caches the tokens of pieces of text, so that only the new messages of a growing chat are encoded.
 #
-# A piece is what lies between two places where a text may be cut (`boundaries`), in chats a message. Conversations
-# that share a system prompt share its piece, and a conversation that grows keeps the pieces it had. Keys are the texts
-# themselves, not hashes of them: a client cannot bring about a collision.
+# A piece is the text between two places where a text may be cut (`tokeniser.Boundaries`); in chats, it is a message.
+# Conversations that share a system prompt share its piece, and a growing conversation keeps its earlier pieces. Keys
+# are the texts, not hashes of them, so that a client cannot cause a collision.
 
-#: What an entry costs beside its text and ids: two objects' headers, the hash table's slot, the order's links.
+#: Memory of an entry in addition to its text and ids: two object headers, the hash table's slot, the list links.
 ENTRY_BYTES = 300
-#: Of texts with letters beyond Latin-1, Python keeps 2 or 4 bytes per character.
+#: Python stores 2 or 4 bytes per character if a text has characters beyond Latin-1; these are the limits.
 _WIDE, _WIDER = "\u0100", "\U00010000"
 
 
 class PieceCache:
-    """Least recently used pieces go first. Several threads may use it if `lock` excludes them from each other; the
-    lock is never held while text is encoded."""
+    """A cache of encoded pieces that drops the least recently used first. Several threads may use it if `lock`
+    excludes them from each other. The lock is never held while text is encoded."""
 
     def __init__(self, max_bytes: int, lock: AbstractContextManager[object]) -> None:
         self._ids: OrderedDict[str, bytes] = OrderedDict()
         self._max_bytes = max_bytes
         self._lock = lock
-        #: Bytes held.
+        #: Bytes in use.
         self.bytes = 0
-        #: Characters looked for, and those of them that were there: counters for metrics.
+        #: Characters looked up, and those of them that were found: counters for metrics.
         self.asked = 0
         self.found = 0
 
@@ -156,8 +156,8 @@ class PieceCache:
         return len(self._ids)
 
     def encode(self, pieces: Sequence[str], encode: Callable[[Sequence[str]], list[bytes]]) -> bytes:
-        """Ids of all pieces one after another. `encode` is called once, with the pieces that are not held, and its
-        errors pass through."""
+        """The concatenated ids of all pieces. `encode` is called at most once, with the pieces that are not cached; its
+        errors are raised."""
         with self._lock:
             held = [self._get(piece) for piece in pieces]
         missing = [piece for piece, ids in zip(pieces, held, strict=True) if ids is None]
@@ -176,7 +176,7 @@ class PieceCache:
             self.bytes = 0
 
     def validate(self) -> None:
-        """Raises `AssertionError` when the accounts are wrong."""
+        """Raise `AssertionError` if the accounts are wrong."""
         assert self.bytes == sum(_size(piece, ids) for piece, ids in self._ids.items())
         assert self.bytes <= self._max_bytes
 

@@ -1,4 +1,4 @@
-"""What is known of one model's tokens: its tokeniser and its chat template, from the files that came with the model."""
+"""The tokeniser and chat template of each model, from the files of the model, and the token ids of requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -44,12 +44,12 @@ from fairlead.apis.tokens.tokeniser import Tokeniser, load
 from fairlead.core import apis
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: Of a model that has several templates, the one for requests with tools.
+#: If a model has several templates: the names of the template for requests with tools, and of the default.
 _TOOL_USE, _DEFAULT = "tool_use", "default"
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
-    """Contents of the files of a model directory, as `fairlead.pool.model_files` reads them; empty = there is none."""
+    """Contents of the files of a model directory, as `fairlead.pool.model_files` reads them; empty = no such file."""
 
     #: `tokenizer.json`.
     tokenizer: bytes = b""
@@ -57,27 +57,27 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     config: bytes = b""
     #: `special_tokens_map.json`.
     special_tokens: bytes = b""
-    #: `config.json`, the model's.
+    #: `config.json`.
     model: bytes = b""
-    #: `chat_template.json`, of processors.
+    #: `chat_template.json`, which belongs to a processor.
     processor_template: bytes = b""
-    #: `chat_template.jinja`, or a file that was named.
+    #: `chat_template.jinja`, or the configured template file.
     template: str = ""
-    #: Why the tokenizer, and why the file of the template could not be read; empty = nothing went wrong.
+    #: Why the tokenizer or the template file could not be read; empty = no problem.
     problem: str = ""
     template_problem: str = ""
 
 
 class ModelTokens(Struct, frozen=True):
-    """`tokeniser` and `templates` may be missing; `state` and `template_state` say why."""
+    """What tokenises the prompts of one model. If `tokeniser` or `templates` are missing, the states say why."""
 
     tokeniser: Tokeniser | None
-    #: By name: `default`, and maybe `tool_use`.
+    #: Templates by name: `default`, and possibly `tool_use`.
     templates: Mapping[str, ChatTemplate]
     state: str
     #: `ok`, or `none (…)`.
     template_state: str
-    #: What makes the prompts of a model that needs no template.
+    #: Renders the prompts of a model that needs no template.
     harmony: Harmony | None = None
 
     def template(self, tools: bool) -> ChatTemplate | None:
@@ -88,7 +88,8 @@ class ModelTokens(Struct, frozen=True):
 def build(
     files: ModelFiles, cache: PieceCache, now: Callable[[], datetime], variables: Mapping[str, Any] | None = None
 ) -> ModelTokens:
-    """`variables`: for every rendering, besides the special tokens. Takes seconds: not for an event loop."""
+    """Load a model's tokeniser and templates. `variables`: passed to every rendering with the special tokens.
+    Takes seconds: do not call it on an event loop."""
     if not files.tokenizer:
         state = f"none ({files.problem or 'there is no tokenizer.json'})"
         return ModelTokens(None, {}, state, "none (there is no tokeniser)")
@@ -108,7 +109,7 @@ def build(
 
 
 def _sources(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. Of several places the first counts: a file, the processor's, the tokenizer's configuration."""
+    """Templates by name. The first source counts: a file, the processor's file, the tokenizer's configuration."""
     if files.template:
         return {_DEFAULT: files.template}
     for holder in (_object(files.processor_template), config):
@@ -135,34 +136,34 @@ _decode = Decoder(dict[str, Any]).decode
 
 
 def _object(content: bytes) -> dict[str, Any]:
-    """A JSON object, empty if it is none."""
+    """Read a JSON object; empty if the content is not one."""
     try:
         return _decode(content) if content else {}
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError):
         return {}
 
 
-# From a request to its token ids, whatever API it speaks.
+# Gets the token ids of a request of any API.
 
-#: The entry of all models that have none of their own.
+#: The entry of all models that have no entry of their own.
 OTHERS = "*"
 #: Longer bodies are not tokenised: a million tokens are about 4 MB.
 MAX_BODY = 16 << 20
-#: New text of this size takes about 2 ms, see docs/tokens.md.
+#: Encoding this many bytes of new text takes about 2 ms, see docs/tokens.md.
 THREAD_BYTES = {"fastokens": 64 << 10, "tokenizers": 4 << 10}
 
 
 class PromptTokeniser:
-    """Tokenisers of all models, by name; `*` is that of all others. Several threads may use one."""
+    """The tokenisers of all models, by name; `*` is for all other models. Several threads may use one instance."""
 
     def __init__(self, models: Mapping[str, ModelTokens] | None = None, cache: PieceCache | None = None) -> None:
-        """`cache`: that of the models, for metrics."""
+        """`cache`: the cache that the models share, for metrics."""
         self._models = dict(models or {})
         self.cache = cache
 
     @property
     def state(self) -> str:
-        """One line for people: of each model by name, or of the only one."""
+        """One line for people: the state of each model by name, or of the only model."""
         if not self._models:
             return "none (no tokeniser is configured; prompts are matched by their bytes)"
         if len(self._models) == 1:
@@ -170,7 +171,7 @@ class PromptTokeniser:
         return "; ".join(f"{name}: {model.state}" for name, model in self._models.items())
 
     def states(self) -> dict[str, ModelTokens]:
-        """By the names of the configuration, for status pages and metrics."""
+        """The models by their names in the configuration, for status pages and metrics."""
         return dict(self._models)
 
     def knows(self, model: str) -> bool:
@@ -179,14 +180,15 @@ class PromptTokeniser:
         return tokens is not None and tokens.tokeniser is not None
 
     def in_thread(self, parsed: ParsedRequest, model: str) -> bool:
-        """Whether `tokens_of` may take longer than an event loop should be held up: call it in a thread then."""
+        """Whether `tokens_of` may block an event loop for too long and must be called in a thread."""
         tokens = self._model(model)
         if tokens is None or tokens.tokeniser is None or parsed.prompt_tokens:
             return False
         return parsed.prompt_bytes > THREAD_BYTES.get(tokens.tokeniser.library, 0)
 
     def tokens_of(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptTokens:
-        """`parsed` is what `parse_request` made of `body`; `model` the target, empty = as `*`. Never raises."""
+        """The token ids of a request. `parsed`: the result of `parse_request`. `model`: the target, empty = `*`. Never
+        raises."""
         read = _READERS.get(parsed.api)
         if read is None and parsed.api != apis.GRPC:
             return absent(API, f"'{parsed.api}' is not tokenised")
@@ -212,7 +214,7 @@ def _encode(model: ModelTokens | None, text: str, special: bool) -> bytes:
 
 
 def _conversation(read: Callable[[bytes], ChatFields]) -> Callable[[bytes, ModelTokens | None], PromptTokens]:
-    """A reader of an API whose body is, or becomes, a chat."""
+    """Make a reader of an API whose body is, or is translated to, a chat."""
 
     def reader(body: bytes, model: ModelTokens | None) -> PromptTokens:
         if model is None or model.tokeniser is None:
@@ -299,7 +301,7 @@ def _sglang(body: bytes, model: ModelTokens | None) -> PromptTokens:
 
 
 def _grpc(parsed: ParsedRequest, model: ModelTokens | None) -> PromptTokens:
-    """The parser has found the ids, as varints, or the text."""
+    """The ids of a gRPC request. The parser has found its ids, as varints, or its text."""
     if parsed.media:
         raise Absent(MEDIA, "where media stand in the prompt is not told")
     if parsed.prompt_tokens:

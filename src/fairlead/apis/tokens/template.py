@@ -1,4 +1,4 @@
-"""Chat templates: rendered in a sandbox, as vLLM does it."""
+"""Render chat templates in a sandbox, as vLLM does."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,18 +14,18 @@ from jinja2.visitor import NodeTransformer
 
 from fairlead.apis.tokens.pieces import TEMPLATE, TOO_LONG, Absent
 
-# Whether a chat template takes a message's content as a text or as a list of parts, found out as vLLM does.
+# Finds out whether a chat template takes a message's content as a text or as a list of parts, as vLLM does.
 #
-# vLLM looks at the template's program: a loop over the content of a message means parts (`openai`), else it joins the
-# texts of the parts with line feeds (`string`). Message variables are the targets of loops over `messages`, or over
-# what was assigned from it, filtered or sliced. Since 0.22 a loop over a variable named `content` counts too, as in
-# macros.
+# vLLM inspects the template's program. If it loops over the content of a message, vLLM passes parts (`openai`);
+# otherwise it joins the texts of the parts with line feeds (`string`). Message variables are the targets of loops over
+# `messages`, or over a variable assigned from it, filtered or sliced. Since 0.22, a loop over a variable named
+# `content` counts too, as in macros.
 
 STRING, PARTS = "string", "openai"
 
 
 def content_format(program: nodes.Template) -> str:
-    """`STRING` or `PARTS`."""
+    """The content that a template's program takes: `STRING` or `PARTS`."""
     loops = list(program.find_all(nodes.For))
     sources = set(_assigned_from(program, "messages"))
     messages = {
@@ -42,7 +42,7 @@ def content_format(program: nodes.Template) -> str:
 
 
 def _assigned_from(program: nodes.Template, name: str) -> Iterator[str]:
-    """`name` and every variable that is assigned from it, however many steps away."""
+    """Yield `name` and every variable that is assigned from it, directly or through other variables."""
     assigned = [
         (assignment.target.name, assignment.node)
         for assignment in program.find_all(nodes.Assign)
@@ -59,7 +59,7 @@ def _assigned_from(program: nodes.Template, name: str) -> Iterator[str]:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str = "") -> bool:
-    """Whether an expression is the variable `name` (its member `key`), maybe filtered or sliced."""
+    """Whether an expression is the variable `name` (or its member `key`), possibly filtered or sliced."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -70,7 +70,7 @@ def _reads(node: nodes.Node | None, name: str, key: str = "") -> bool:
 
 
 def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
-    """What the member `key` is taken of; `None` = the expression is no such access."""
+    """The object whose member `key` an expression reads; `None` if it reads no such member."""
     if isinstance(node, nodes.Getattr):
         return node.node if node.attr == key else None
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
@@ -78,46 +78,46 @@ def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
     return None
 
 
-# A Jinja environment for chat templates: what Hugging Face's templates expect, and bounds on what they may cost.
+# A Jinja environment for chat templates: the functions that Hugging Face's templates expect, and bounds on their cost.
 #
-# Theory. A template is a program that comes with a model. Jinja's sandbox keeps it from reaching Python's insides and
-# from changing what it is given, but not from running for ever, and nothing outside can stop it. So its program is
-# rewritten before it is compiled:
+# Theory. A template is a program that is delivered with a model. Jinja's sandbox keeps it from reaching Python's
+# internals and from changing its input, but not from running forever, and it cannot be stopped from outside. So its
+# program is rewritten before it is compiled:
 #
-# * every `for` counts its turns and every call counts as `CALL_TURNS`, together at most `MAX_TURNS` in a rendering:
-#   macros that call themselves twice take exponential time without any loop;
-# * everything printed is counted, also into variables and macros, and what a loop's body prints as fixed text: at most
-#   `MAX_PRINTED` characters;
-# * what can grow a text or list in one step (`+`, `*`, `%`, `~`, padding, `replace`, `join`) looks at sizes first, for
-#   40 doublings fill any memory. Powers and widths in format strings are refused.
+# * The turns of every `for` are counted, and every call counts as `CALL_TURNS` turns. A rendering may take at most
+#   `MAX_TURNS`. Calls count because macros that call themselves twice take exponential time without any loop.
+# * All output is counted, including output into variables and macros and the fixed text in loop bodies: at most
+#   `MAX_PRINTED` characters.
+# * Operations that can grow a text or list in one step (`+`, `*`, `%`, `~`, padding, `replace`, `join`) check sizes
+#   first, because 40 doublings fill any memory. Powers and widths in format strings are refused.
 #
-# Filters and functions whose result changes from call to call are left out, but `strftime_now`, whose time is handed
-# in. Nesting ends with Python's recursion limit. What goes past a bound raises `TemplateRefused`.
+# Filters and functions whose result changes from call to call are removed, except `strftime_now`, whose time is passed
+# in. Python's recursion limit bounds the nesting. A template that exceeds a bound raises `TemplateRefused`.
 
 #: 1,000 messages in a template with three loops take 3,000 turns. A million take about a second.
 MAX_TURNS = 1_000_000
-#: What a call counts as: it takes about three times as long.
+#: Turns that a call counts as: it takes about three times as long as a turn.
 CALL_TURNS = 3
-#: Characters over all printing of one rendering.
+#: Characters printed in one rendering.
 MAX_PRINTED = 64 << 20
 #: Characters of one text, or items of one list.
 MAX_LENGTH = 16 << 20
-#: The variable with the `Budget` of a rendering. No template can assign it, for it is no name.
+#: The variable with the `Budget` of a rendering. No template can assign it: it is not a valid name.
 BUDGET = "fairlead budget"
 _COUNTED, _JOINED, _PRINTED = "_fairlead_counted", "_fairlead_joined", "_fairlead_printed"
 _GLOBALS = frozenset(("range", "dict", "namespace", "joiner", "cycler"))
-#: Impure, made for HTML, or able to grow what they are given.
+#: Filters that are impure, made for HTML, or able to grow their input.
 _LEFT_OUT = ("random", "center", "urlize", "xmlattr", "wordwrap", "pprint", "forceescape", "format", "batch", "slice")
 _GROWING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join"))
 _TOO_LONG = "a text or list grows too long"
 
 
 class TemplateRefused(TemplateError):
-    """The template goes past a bound, or says itself that it cannot render this."""
+    """The template exceeds a bound, or raised an error itself."""
 
 
 class Budget:
-    """What is left of a rendering's bounds."""
+    """The turns and characters that a rendering has left."""
 
     __slots__ = ("printed", "turns")
 
@@ -135,7 +135,7 @@ class Budget:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """`now` gives the time for `strftime_now`."""
+    """The bounded environment. `now` gives the time for `strftime_now`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -157,7 +157,7 @@ class Environment(ImmutableSandboxedEnvironment):
         }
 
     def bounded(self, source: str) -> nodes.Template:
-        """The program of a template, with its bounds in. Raises `TemplateError` for what is none."""
+        """The program of a template, with the bounds added. Raises `TemplateError` if it is not a template."""
         program = cast(nodes.Template, _Bounded().visit(self.parse(source)))
         program.set_environment(self)
         return program
@@ -190,7 +190,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant said, which only training needs to know."""
+    """Accepts `{% generation %}…{% endgeneration %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -243,7 +243,7 @@ def _joined(parts: list[Any]) -> str:
 
 
 def _check_growth(name: str, owner: str, args: tuple[Any, ...]) -> None:
-    """`args` of a text's method that can make it longer."""
+    """Raise `TemplateRefused` if the method `name` of the text `owner` with `args` would make it too long."""
     first, second = (*args, None, None)[:2]
     if name == "replace":
         grown = len(owner) + owner.count(str(first)) * _size(second)
@@ -277,7 +277,7 @@ def _checked_join(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_filter(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Jinja marks filters that want its evaluation context by an attribute."""
+    """Copy the attributes of a filter: Jinja marks filters that need its evaluation context by one."""
     vars(replacement).update(vars(original))
     return replacement
 
@@ -303,44 +303,44 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As JSON, without escapes for HTML."""
+    """Encode as JSON, without escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=_narrow(indent), separators=separators, sort_keys=sort_keys
     )
 
 
-# Chat templates: messages → the text of the prompt, as `apply_chat_template` of the engine's library renders it.
+# Renders messages to the text of the prompt, as `apply_chat_template` of the engine's library does.
 
-#: Longer ones are not compiled; the longest in use have 30 kB.
+#: Longer templates are not compiled. The longest in use have 30 kB.
 MAX_TEMPLATE = 1 << 20
-#: Stands behind the final message while it is rendered, to see where it ends. With it Hugging Face's library finds the
-#: place too, and some templates look for it, so it is the same text.
+#: Marks the end of the final message while it is rendered. Hugging Face's library uses the same text, and some
+#: templates look for it.
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """One template, compiled."""
+    """A compiled template."""
 
     def __init__(self, source: str, now: Callable[[], datetime], variables: Mapping[str, Any]) -> None:
-        """`variables`: what every rendering gets, such as `bos_token`. Raises `ValueError` for what is no template."""
+        """`variables`: passed to every rendering, such as `bos_token`. Raises `ValueError` for an unusable template."""
         if len(source) > MAX_TEMPLATE:
             raise ValueError(f"a chat template of more than {MAX_TEMPLATE} characters")
         environment = Environment(now)
         try:
-            #: What a message's content must be, see `content_format`.
+            #: The form that a message's content must have, see `content_format`.
             self.form = content_format(environment.parse(source))
             program = environment.bounded(source)
             self._template: Template = environment.from_string(program)
         except (TemplateError, RecursionError, SyntaxError, ValueError) as exc:
             raise ValueError(f"not a usable chat template: {exc}"[:200]) from None
-        #: It knows the role `developer`, as vLLM finds out.
+        #: The template knows the role `developer`, by vLLM's test.
         self.developers = '"developer"' in source or "'developer'" in source
-        #: It fails for a message of the role `system` that is not the first, as vLLM finds out: without any variables.
+        #: The template fails if a message of the role `system` is not the first, by vLLM's test without variables.
         self.system_first = _fails(environment.from_string(program, _bare(environment)), _LATE_SYSTEM)
         self._variables = dict(variables)
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], continued: bool = False) -> str:
-        """`continued`: the text ends where the last message does. Raises `Absent`."""
+        """The text of the prompt. `continued`: it ends with the last message, to be continued. Raises `Absent`."""
         if not continued:
             return self._render(messages, variables)
         marked, final = _marked(messages)
@@ -348,7 +348,7 @@ class ChatTemplate:
         end = text.rfind(_END.strip())
         if end < 0 or final.strip() not in text:
             raise Absent(TEMPLATE, "the template does not print the final message, which is to be continued")
-        # A template that strips its messages has taken the mark's blank, and then also the text's own.
+        # A template that strips its messages removed the blank at the end of the mark, so it strips the text too.
         return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -359,7 +359,7 @@ class ChatTemplate:
             raise Absent(TEMPLATE, f"the template refused: {exc}") from None
         except RecursionError:
             raise Absent(TOO_LONG, "nested too deeply for the template") from None
-        except Exception as exc:  # whatever a template's program does wrong with what a client sent
+        except Exception as exc:  # a template's program may fail in any way on a client's messages
             raise Absent(TEMPLATE, f"the template failed: {type(exc).__name__}: {exc}") from None
 
 
@@ -367,20 +367,20 @@ _LATE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "s
 
 
 def _bare(environment: Environment) -> dict[str, Any]:
-    """Globals without those that only Hugging Face's library has."""
+    """Globals in which the functions that only Hugging Face's library has are undefined."""
     return {name: environment.undefined(name=name) for name in ("raise_exception", "strftime_now")}
 
 
 def _fails(template: Template, messages: list[dict[str, Any]]) -> bool:
     try:
         template.render(messages=messages, add_generation_prompt=False, **{BUDGET: Budget()})
-    except Exception:  # whatever its program does
+    except Exception:  # a template's program may fail in any way
         return True
     return False
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with the mark behind the last text, and that text."""
+    """The messages with the mark appended to the last text, and the last text without it."""
     last = dict(messages[-1]) if messages else {}
     content = last.get("content")
     if isinstance(content, list) and content:

@@ -1,4 +1,4 @@
-"""Texts to token ids: long texts in pieces, checked against the whole."""
+"""Encode texts to token ids. Long texts are encoded in pieces, with the same tokens as the whole text."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,25 +13,25 @@ from msgspec.json import Decoder
 
 from fairlead.apis.tokens.pieces import PieceCache, packed
 
-# Where a text may be cut so that its pieces, encoded one by one, give the tokens of the whole.
+# Finds where a text may be cut so that its pieces, encoded one by one, give the tokens of the whole.
 #
-# Theory. A Hugging Face tokenizer first takes its added tokens with `normalized: false` (nearly all special tokens are
-# such) out of the raw text, the leftmost first and the longest of those, and only then normalises, splits and encodes
-# what lies between them, each stretch by itself. So a text can be cut in front of such a match:
+# Theory. A Hugging Face tokenizer first takes the added tokens with `normalized: false` (nearly all special tokens) out
+# of the raw text: the leftmost match first, and the longest of several at one place. Only then does it normalize, split
+# and encode each stretch between them on its own. So a text can be cut in front of such a match:
 #
-# * the piece before it holds the same matches, for a match never reaches over another one;
-# * the piece that begins with it finds it again at its start, so what follows is not at the start of a text (Metaspace
-#   adds its blank only there) and is encoded as in the whole.
+# * The piece before the match has the same matches as in the whole text, because matches never overlap.
+# * The piece that begins with the match finds it again at its start. So the text after the match is not at the start of
+#   a text (where Metaspace adds its blank) and is encoded as in the whole.
 #
-# Some added tokens look at their neighbours, and are no place to cut: `lstrip` takes the white space before it, which
-# belongs to the piece before, and `single_word` wants no letter there. A token that begins with a letter, a digit or
-# `_` is none either, for it can take from a `single_word` match before it the end of its word.
+# Some added tokens depend on their neighbors, so the text is not cut there. `lstrip` takes the white space before the
+# token, which belongs to the piece before. `single_word` allows no letter before the token. A token that begins with a
+# letter, a digit or `_` is excluded too: cutting it off would make a `single_word` token before it a whole word.
 #
-# `tests/property/test_tokens_pieces.py` holds this against both libraries.
+# `tests/property/test_tokens_pieces.py` checks this with both libraries.
 
 
 class AddedToken(Struct, frozen=True):
-    """As in `tokenizer.json`."""
+    """An added token, as in `tokenizer.json`."""
 
     content: str
     id: int = -1
@@ -43,7 +43,7 @@ class AddedToken(Struct, frozen=True):
 
 
 class Boundaries:
-    """Cuts texts. Time is linear in the text, whatever the vocabulary."""
+    """Cuts texts, in time linear in the text for any vocabulary."""
 
     def __init__(self, added: Iterable[AddedToken]) -> None:
         raw = [token for token in added if token.content and not token.normalized]
@@ -53,11 +53,11 @@ class Boundaries:
             self._places = frozenset()
 
     def __len__(self) -> int:
-        """How many tokens may be cut at."""
+        """The number of tokens in front of which a text may be cut."""
         return len(self._places)
 
     def pieces(self, text: str) -> list[str]:
-        """`text` in order, cut in front of every place; never an empty piece."""
+        """Cut `text` in front of every such token. No piece is empty."""
         if self._find is None or not text:
             return [text] if text else []
         places = self._places
@@ -76,7 +76,8 @@ def _cuts(token: AddedToken) -> bool:
 
 
 def _finder(words: Sequence[str]) -> Callable[[str], Iterator[re.Match[str]]] | None:
-    """`None` for a vocabulary that is made to be too deep for a pattern; nothing is cut then."""
+    """A function that finds the longest matches of `words`. `None` if the vocabulary was made to be too deep for a
+    regular expression; texts are not cut then."""
     try:
         return re.compile(_trie(words)).finditer
     except (RecursionError, OverflowError, re.error):
@@ -84,8 +85,8 @@ def _finder(words: Sequence[str]) -> Callable[[str], Iterator[re.Match[str]]] | 
 
 
 def _trie(words: Sequence[str]) -> str:
-    """A pattern for the longest of `words`. As a plain alternation, a vocabulary with 1,000 placeholder tokens would
-    try all of them at every `<` of a text."""
+    """A regular expression for the longest of `words`. A plain alternation of a vocabulary with 1,000 placeholder
+    tokens would try all of them at every `<` of a text."""
     root: dict[str, dict] = {}  # type: ignore[type-arg]
     for word in words:
         node = root
@@ -96,7 +97,7 @@ def _trie(words: Sequence[str]) -> str:
 
 
 def _pattern(node: dict[str, dict]) -> str:  # type: ignore[type-arg]
-    # A chain of single letters is joined here rather than by recursion: words may be long.
+    # A chain of single letters is joined in a loop instead of by recursion, because words may be long.
     chain = ""
     while len(node) == 1 and "" not in node:
         letter, node = next(iter(node.items()))
@@ -107,26 +108,26 @@ def _pattern(node: dict[str, dict]) -> str:  # type: ignore[type-arg]
     return f"{chain}(?:{branches}){'?' if '' in node else ''}"
 
 
-# The two tokeniser libraries behind one small face.
+# One interface to the two tokeniser libraries.
 #
-# `fastokens` is 10 to 100 times as fast; `tokenizers` is what engines use, so it is right by definition. Neither is
-# needed to import this package: `library()` gives `None` for what is not installed.
+# `fastokens` is 10 to 100 times as fast. `tokenizers` is what engines use, so it is correct by definition. This package
+# can be imported without either: `library()` returns `None` for a library that is not installed.
 
 FAST = "fastokens"
 ORACLE = "tokenizers"
 
 
 class Backend(Protocol):
-    """Encodes. Any exception is possible; all are told as `ValueError`."""
+    """A tokenizer of one library. Whatever exception the library raises, the backend raises `ValueError`."""
 
     name: str
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Ids of each text by itself, little-endian 32 bit, without special tokens around it."""
+        """The ids of each text by itself, little-endian 32 bit, without special tokens around it."""
         ...
 
     def encode_whole(self, text: str) -> bytes:
-        """Ids of a text with the special tokens that the tokenizer puts around one."""
+        """The ids of a text with the special tokens that the tokenizer puts around a text."""
         ...
 
 
@@ -189,7 +190,7 @@ class OracleBackend:
 
     def _ids(self, given: tuple[str, bool]) -> bytes:
         text, special = given
-        # The batch form lets other threads run meanwhile, which `encode` does not; `fast` leaves offsets out.
+        # The batch form lets other threads run meanwhile, `encode` does not; `fast` computes no offsets.
         return packed(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
 
@@ -199,7 +200,7 @@ T = TypeVar("T")
 def _made(make: Callable[[Any], T], given: Any) -> T:
     try:
         return make(given)
-    except Exception as exc:  # both libraries raise bare Exception, and one panics as BaseException
+    except Exception as exc:  # both libraries raise bare Exception, and one raises its panics as BaseException
         raise ValueError(str(exc)[:200] or type(exc).__name__) from None
     except BaseException as exc:
         if type(exc).__name__ != "PanicException":
@@ -207,12 +208,12 @@ def _made(make: Callable[[Any], T], given: Any) -> T:
         raise ValueError(f"the library failed: {exc}"[:200]) from None
 
 
-# Which library encodes for a tokenizer: both encode texts that are made to differ, and on any difference the one that
-# engines use is taken.
+# Chooses the library that encodes for a tokenizer. Both encode texts that tend to show differences. On any difference,
+# the library that engines use is chosen.
 #
-# The texts are where byte-level, Metaspace and WordPiece tokenizers are known to part: runs of white space of every
-# kind, digits in long rows, marks that combine, scripts without blanks, emoji of several code points, code, special
-# tokens inside of text, whole, cut short and side by side.
+# The texts contain what byte-level, Metaspace and WordPiece tokenizers are known to treat differently: runs of white
+# space of every kind, long rows of digits, combining marks, scripts without blanks, emoji of several code points, code,
+# and special tokens inside text, whole, truncated and adjacent.
 
 TEXTS: tuple[str, ...] = (
     "",
@@ -237,12 +238,12 @@ TEXTS: tuple[str, ...] = (
     "The quick brown fox jumps over the lazy dog. " * 8,
     "▁metaspace ▁▁ Ġbyte Ġlevel Ċ âĢ¦ ##piece @@ </w>",
 )
-#: Added tokens that are put into texts; a vocabulary may have thousands.
+#: The most added tokens put into test texts; a vocabulary may have thousands.
 _MAX_ADDED = 64
 
 
 class Choice(Struct, frozen=True):
-    """`backend` is `None` if no library can load the tokenizer. `state` says it for people."""
+    """The chosen backend, `None` if no library can load the tokenizer, and its `state` in words."""
 
     backend: Backend | None
     state: str
@@ -255,8 +256,9 @@ def choose(
     fast: ModuleType | None,
     oracle: ModuleType | None,
 ) -> Choice:
-    """`document`: content of `tokenizer.json`. `more`: added tokens that it lacks; `added`: all. The modules may be
-    missing. Takes as long as loading twice (seconds) and a few milliseconds for the texts."""
+    """Choose the library for a tokenizer. `document`: content of `tokenizer.json`. `more`: added tokens that it lacks.
+    `added`: all added tokens. `fast`, `oracle`: the libraries, `None` if missing. Takes as long as loading twice
+    (seconds) and a few milliseconds for the texts."""
     if fast is None and oracle is None:
         return Choice(None, "none (neither fastokens nor tokenizers is installed)")
     quick, why_not = _load(FastBackend, fast, document, more)
@@ -283,7 +285,7 @@ def _load(
 
 
 def texts_for(added: Sequence[AddedToken]) -> list[str]:
-    """`TEXTS`, and texts with the tokenizer's own added tokens in them."""
+    """`TEXTS`, and texts that contain the tokenizer's own added tokens."""
     contents = [token.content for token in added if token.content][:_MAX_ADDED]
     texts = list(TEXTS)
     texts += [f"x {content} y{content}z\n{content}\n {content}{content[:-1]}" for content in contents]
@@ -294,7 +296,7 @@ def texts_for(added: Sequence[AddedToken]) -> list[str]:
 
 
 def disagreement(backend: Backend, reference: Backend, texts: Sequence[str]) -> str:
-    """Where two backends differ first; empty = nowhere."""
+    """The first text that two backends encode differently; empty = none."""
     for number, text in enumerate(texts):
         if _outcome(backend, text) != _outcome(reference, text):
             return f"text {number}: {text[:40]!r}"
@@ -302,16 +304,16 @@ def disagreement(backend: Backend, reference: Backend, texts: Sequence[str]) -> 
 
 
 def _outcome(backend: Backend, text: str) -> tuple[bytes, bytes] | None:
-    """Ids without and with special tokens around; `None` = the text cannot be encoded."""
+    """The ids without and with special tokens around the text; `None` = the text cannot be encoded."""
     try:
         return backend.encode([text])[0], backend.encode_whole(text)
     except ValueError:
         return None
 
 
-# Text → token ids, as the engine's tokenizer makes them.
+# Encodes texts to token ids, as the engine's tokenizer does.
 
-#: A word that any tokenizer knows how to encode, to see what it puts around a text.
+#: A word that any tokenizer can encode, to find out what a tokenizer puts around a text.
 _PROBE = "around"
 
 
@@ -328,7 +330,7 @@ _decode_config = Decoder(_Config).decode
 
 
 class Tokeniser:
-    """One model's. `state` names the library that encodes, see docs/tokens.md."""
+    """The tokeniser of one model. `state` names the library that encodes, see docs/tokens.md."""
 
     def __init__(self, backend: Backend, state: str, boundaries: Boundaries, cache: PieceCache) -> None:
         self.state = state
@@ -340,7 +342,7 @@ class Tokeniser:
         self._around = _around(backend)
 
     def encode(self, text: str, special: bool = False) -> bytes:
-        """Ids, little-endian 32 bit. `special`: with the special tokens that the tokenizer puts around a text.
+        """The ids of a text, little-endian 32 bit. `special`: with the special tokens around it.
 
         Raises `ValueError` for a text that has no encoding (an unpaired surrogate).
         """
@@ -361,10 +363,10 @@ def load(
     cache: PieceCache,
     libraries: tuple[ModuleType | None, ModuleType | None] | None = None,
 ) -> tuple[Tokeniser | None, str]:
-    """From the content of `tokenizer.json` and `tokenizer_config.json` (may be empty). Without a tokeniser the text
-    says why, else it is the tokeniser's state. Takes seconds for a large vocabulary: not for an event loop.
+    """Load a tokeniser from the contents of `tokenizer.json` and `tokenizer_config.json` (may be empty). Return it with
+    its state, or `None` with the reason. Takes seconds for a large vocabulary: do not call it on an event loop.
 
-    `libraries`: fastokens and tokenizers, each `None` if it is missing; taken from what is installed unless given.
+    `libraries`: fastokens and tokenizers, each `None` if missing; by default the installed ones.
     """
     fast, oracle = libraries or (library(FAST), library(ORACLE))
     try:
@@ -380,8 +382,8 @@ def load(
 
 
 def _more(config: bytes, added: Sequence[AddedToken]) -> list[AddedToken]:
-    """Added tokens that only `tokenizer_config.json` has; the engine's loader adds them to the vocabulary, in the order
-    of their ids."""
+    """The added tokens that only `tokenizer_config.json` has, by id: in this order the engine's loader adds them to the
+    vocabulary."""
     try:
         decoder = _decode_config(config).added_tokens_decoder if config else {}
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError):
@@ -392,7 +394,7 @@ def _more(config: bytes, added: Sequence[AddedToken]) -> list[AddedToken]:
 
 
 def _around(backend: Backend) -> tuple[bytes, bytes] | None:
-    """What is put before and after any text; `None` if that cannot be told from one."""
+    """The ids that the tokenizer puts before and after any text; `None` if they cannot be found out."""
     try:
         inner, complete = backend.encode([_PROBE])[0], backend.encode_whole(_PROBE)
     except ValueError:

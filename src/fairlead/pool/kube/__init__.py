@@ -1,1 +1,1 @@
-"""The Kubernetes API: what is watched, and what is written."""
+"""The Kubernetes API: watching objects and writing them."""

@@ -1,10 +1,10 @@
-"""Where the API server is, and what proves who we are: tokens and client certificates, kept fresh.
+"""The address of the API server, and the credentials for it: tokens and client certificates, kept fresh.
 
 Rules
-* A token file is read again each minute, and at once after a 401: kubelet renews it long before it runs out. So is the
-  certificate of the authority, at once after a server that it does not vouch for.
-* An exec plugin (client-go's `client.authentication.k8s.io`) is run when what it gave runs out, and after a 401.
-* What cannot be renewed keeps the last value; the next answer of the API server tells.
+* A token file is read again every minute, because kubelet renews it long before it expires, and after a 401. The
+  authority's certificate is read again every minute too, and after it failed to verify a server.
+* An exec plugin (client-go's `client.authentication.k8s.io`) is run when its credentials expire, and after a 401.
+* Credentials that cannot be renewed keep their last value; the API server's next answer shows whether they are valid.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from fairlead.core.errors import ConfigError
 
 REREAD_S = 60.0
 _EXEC_TIMEOUT_S = 60.0
-#: Renewed so many seconds before it runs out.
+#: Credentials are renewed this many seconds before they expire.
 _MARGIN_S = 30.0
 
 
 class Secret(Struct, frozen=True):
-    """Empty parts are not used. `certificate` and `key` are PEM texts."""
+    """Credentials. Empty parts are not used. `certificate` and `key` are PEM texts."""
 
     token: str = ""
     certificate: str = ""
@@ -42,11 +42,11 @@ class Secret(Struct, frozen=True):
 
 class SecretSource(Protocol):
     async def get(self) -> Secret:
-        """What to use now. Raises `ConfigError` when there is nothing at all."""
+        """The current credentials. Raises `ConfigError` if there are none at all."""
         ...
 
     def refused(self) -> None:
-        """The API server said 401: look for something newer."""
+        """Take note of a 401 from the API server: get newer credentials next time."""
 
 
 class FixedSecret:
@@ -61,7 +61,7 @@ class FixedSecret:
 
 
 class FreshFile:
-    """A file whose text changes now and then. `what` names it in errors."""
+    """A file whose text changes from time to time. `what` names it in errors."""
 
     def __init__(self, path: str | Path, now: Callable[[], float], what: str) -> None:
         self._path = Path(path)
@@ -71,7 +71,7 @@ class FreshFile:
         self._read_at = -inf
 
     async def text(self) -> str:
-        """Raises `ConfigError` when it could never be read."""
+        """The current text. Raises `ConfigError` if it could never be read."""
         now = self._now()
         if now - self._read_at >= REREAD_S:
             self._read_at = now
@@ -88,7 +88,7 @@ class FreshFile:
 
 
 class TokenFile:
-    """`base` brings a client certificate along."""
+    """A token from a file. `base` may add a client certificate."""
 
     def __init__(self, path: str | Path, now: Callable[[], float], base: Secret = Secret()) -> None:  # noqa: B008 frozen
         self._file = FreshFile(path, now, "the token file")
@@ -200,7 +200,7 @@ class ExecSecret:
         return Secret(status.token, status.client_certificate_data, status.client_key_data), until
 
 
-# A kubeconfig file → which server, whom to trust, who we are.
+# Reads a kubeconfig file: the server, the authority to trust, and the credentials.
 
 _MAX_BYTES = 1 << 20
 
@@ -253,20 +253,20 @@ class _File(Struct):
 
 
 class Where(Struct, frozen=True):
-    """A server and how to speak to it."""
+    """An API server and how to connect to it."""
 
     server: str
-    #: PEM; empty = the system's authorities.
+    #: Certificates of the authority as PEM; empty = the system's authorities.
     authority: str = ""
     verify: bool = True
-    #: Name in the server's certificate, where it is not the URL's.
+    #: The name in the server's certificate, if it differs from the URL's.
     server_name: str = ""
     proxy: str = ""
     namespace: str = ""
 
 
 def read_kubeconfig(path: Path, context: str = "") -> tuple[Where, SecretSource]:
-    """`context`: empty = the file's current one. Raises `ConfigError`."""
+    """Read a kubeconfig. `context`: empty = the file's current context. Raises `ConfigError`."""
     file = _load(path)
     name = context or file.current_context
     chosen = _named(file.contexts, "context", name, path).context
@@ -320,7 +320,8 @@ def _secret(user: _User, where: Where, path: Path) -> SecretSource:
 
 
 def _text(name: str, data: str, path: Path) -> str:
-    """Inline data counts before a file, as kubectl has it. Files are relative to the kubeconfig."""
+    """The text of inline data or a file. As in kubectl, inline data takes precedence, and paths are relative to the
+    kubeconfig."""
     try:
         if data:
             return base64.b64decode(data, validate=True).decode()
@@ -329,7 +330,7 @@ def _text(name: str, data: str, path: Path) -> str:
         raise ConfigError(f"{name or 'certificate data'}: {error}", "$.kubernetes.kubeconfig", str(path)) from None
 
 
-# Where the API server is and who we are to it: in a cluster from the service account, elsewhere from a kubeconfig.
+# Finds the API server and the credentials for it: the service account inside a cluster, otherwise a kubeconfig.
 #
 # Order: the kubeconfig that the configuration names; the service account's files, inside a pod; `$KUBECONFIG`;
 # `~/.kube/config`. TLS is verified unless a kubeconfig says `insecure-skip-tls-verify`.
@@ -338,10 +339,10 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class Access:
-    """What a client needs to connect. `where.namespace` is the one to assume, empty if nobody said."""
+    """What a client needs to connect. `where.namespace` is the default namespace, empty if unknown."""
 
     def __init__(self, where: Where, secrets: SecretSource, authority: FreshFile | None = None) -> None:
-        """`authority`: a file of certificates that counts instead of `where.authority`, for it may be rotated."""
+        """`authority`: a file of certificates, which may be rotated. It takes precedence over `where.authority`."""
         self.where = where
         self._secrets = secrets
         self._authority = authority
@@ -349,7 +350,7 @@ class Access:
         self._made_of: tuple[str, str, str] = ("", "", "")
 
     async def credentials(self) -> tuple[dict[str, str], ssl.SSLContext | bool]:
-        """(headers, TLS context or True for plain HTTP). Raises `ConfigError`."""
+        """The headers to send, and the TLS context or True for plain HTTP. Raises `ConfigError`."""
         secret = await self._secrets.get()
         headers = {"Authorization": f"Bearer {secret.token}"} if secret.token else {}
         if not self.where.server.startswith("https:"):
@@ -367,17 +368,17 @@ class Access:
         return headers, self._context
 
     def refused(self) -> None:
-        """The API server said 401."""
+        """Take note of a 401 from the API server."""
         self._secrets.refused()
 
     def distrusted(self) -> None:
-        """The API server's certificate did not stand the test: its authority may be a new one."""
+        """Take note that the API server's certificate could not be verified: it may have a new authority."""
         if self._authority is not None:
             self._authority.forget()
 
 
 def tls_context(where: Where, secret: Secret) -> ssl.SSLContext:
-    """Raises `ConfigError`."""
+    """The TLS context for a server. Raises `ConfigError`."""
     try:
         context = ssl.create_default_context(cadata=where.authority or None)
         if not where.verify:
@@ -391,7 +392,7 @@ def tls_context(where: Where, secret: Secret) -> ssl.SSLContext:
 
 
 def _use_certificate(context: ssl.SSLContext, secret: Secret) -> None:
-    """OpenSSL's binding takes files only; this one is readable by us alone and gone at once."""
+    """Load a client certificate. Python's `ssl` accepts only files; this one has mode 600 and is soon deleted."""
     handle, name = tempfile.mkstemp(prefix="fairlead-")
     try:
         with os.fdopen(handle, "w") as file:
@@ -402,7 +403,7 @@ def _use_certificate(context: ssl.SSLContext, secret: Secret) -> None:
 
 
 def find_access(kubeconfig: str = "", context: str = "", account: Path = SERVICE_ACCOUNT) -> Access:
-    """Raises `ConfigError` with what was looked for."""
+    """Find access in the order above. Raises a `ConfigError` that says where it was looked for."""
     if kubeconfig:
         return Access(*read_kubeconfig(Path(kubeconfig).expanduser().absolute(), context))
     if os.environ.get("KUBERNETES_SERVICE_HOST") and (account / "token").exists():
@@ -418,7 +419,7 @@ def find_access(kubeconfig: str = "", context: str = "", account: Path = SERVICE
 
 
 def in_cluster(account: Path = SERVICE_ACCOUNT) -> Access:
-    """As a pod. Raises `ConfigError`."""
+    """Access with a pod's service account. Raises `ConfigError`."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if ":" in host:
         host = f"[{host}]"

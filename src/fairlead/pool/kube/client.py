@@ -1,12 +1,12 @@
-"""Requests to a Kubernetes API server, and what its refusals mean.
+"""Send requests to a Kubernetes API server, and explain its refusals.
 
 Rules
-* 401: credentials are looked for once more, and the request is repeated once.
-* A server that the authority does not vouch for: the authority's certificate is read anew for the next request.
-* 403 says which verb of which resource is missing, and the line to add to the role.
-* Answers are bounded; a watch is read line by line, each line bounded as well.
-* Sockets are probed, so that a server that vanished without a word is noticed within half a minute. So is one that
-  hangs while its kernel answers: while a watch is silent, the server is asked for its health.
+* After a 401, credentials are fetched again, and the request is repeated once.
+* If the authority does not verify the server's certificate, the authority's file is read again for the next request.
+* The error for a 403 names the missing verb and resource, and the line to add to the role.
+* The size of answers is bounded. A watch is read line by line, and the size of each line is bounded.
+* TCP keepalive detects within half a minute that a server has vanished. While a watch is silent, the server is asked
+  for its health, which detects a server that hangs while its kernel still answers.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from fairlead.pool.aio import read_at_most
 from fairlead.pool.kube.auth import Access
 from fairlead.pool.kube.objects import read_failure
 
-#: Bytes of one answer, and of one watched object. etcd takes objects of 1.5 MiB.
+#: Limits of an answer, and of a watched object, in bytes. etcd accepts objects of 1.5 MiB.
 MAX_ANSWER = 256 << 20
 MAX_LINE = 16 << 20
 _TIMEOUT_S = 30.0
 _CONNECT_S = 3.0
-#: Seconds of silence of a watch after which the server is asked whether it lives, and for the answer.
+#: Seconds of silence in a watch before the server is asked for its health, and seconds to wait for that answer.
 QUIET_S, ANSWER_S = 10.0, 8.0
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -39,7 +39,7 @@ MERGE = "application/merge-patch+json"
 
 
 class KubeError(FairleadError):
-    """The API server said no. `code` is the HTTP status."""
+    """The API server refused a request. `code` is the HTTP status."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         self.code = code
@@ -48,11 +48,11 @@ class KubeError(FairleadError):
 
 
 class Unreachable(FairleadError):
-    """No answer, or one that says the server itself is in trouble. Trying again later may help."""
+    """The API server gave no answer, or reported a failure of its own. A later attempt may succeed."""
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind in a namespace, e.g. pods: `Resource("", "v1", "pods", "serving")`; without one, in all namespaces."""
+    """A kind in a namespace, e.g. `Resource("", "v1", "pods", "serving")`; empty namespace = all namespaces."""
 
     group: str
     version: str
@@ -65,18 +65,18 @@ class Resource(msgspec.Struct, frozen=True):
         return f"{base}/namespaces/{self.namespace}/{self.plural}" if self.namespace else f"{base}/{self.plural}"
 
     def role(self, verb: str, part: str = "") -> str:
-        """The rule that lets us do this."""
+        """The rule of a role that allows `verb`."""
         plural = f"{self.plural}/{part}" if part else self.plural
         return f'- {{apiGroups: ["{self.group}"], resources: ["{plural}"], verbs: ["{verb}"]}}'
 
 
 class KubeClient:
-    """One session. `await close()` in the end. Methods raise `KubeError` and `Unreachable`."""
+    """A session with the API server; `await close()` at the end. Methods raise `KubeError` and `Unreachable`."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._session: aiohttp.ClientSession | None = None
-        #: The question that is open, which all watches share.
+        #: The health request in flight, which all watches share.
         self._asked: asyncio.Task[None] | None = None
 
     @property
@@ -85,14 +85,14 @@ class KubeClient:
 
     @property
     def namespace(self) -> str:
-        """The one that credentials are for; empty = unknown."""
+        """The default namespace of the credentials; empty = unknown."""
         return self._access.where.namespace
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
-            await asyncio.sleep(0)  # aborted connections are gone in the loop's next turn
+            await asyncio.sleep(0)  # aborted connections close in the loop's next turn
 
     async def get(self, resource: Resource, query: Mapping[str, str], verb: str = "list") -> bytes:
         return await self._request("GET", resource.path, resource, verb, query)
@@ -118,12 +118,12 @@ class KubeClient:
         part: str = "",
         query: Mapping[str, str] | None = None,
     ) -> bytes:
-        """`part`: a subresource such as `status`."""
+        """Patch an object. `kind`: content type of the patch. `part`: a subresource such as `status`."""
         path = f"{resource.path}/{name}/{part}" if part else f"{resource.path}/{name}"
         return await self._request("PATCH", path, resource, "patch", query, value, kind, part)
 
     async def probe(self, path: str) -> bytes | None:
-        """A page such as `/apis/llm-d.ai/v1alpha2`; `None` = there is none."""
+        """Get a page such as `/apis/llm-d.ai/v1alpha2`; `None` = it does not exist."""
         try:
             return await self._request("GET", path)
         except KubeError as error:
@@ -132,7 +132,7 @@ class KubeClient:
             raise
 
     async def _lives(self) -> None:
-        """Ask for a page that any API server has. Raises `Unreachable` when nothing at all is answered."""
+        """Check the API server's health. A refusal counts as healthy. Raises `Unreachable`."""
         if self._asked is None:
             self._asked = asyncio.create_task(self._live(), name="kubernetes health")
         asked = self._asked
@@ -147,14 +147,14 @@ class KubeClient:
             async with asyncio.timeout(ANSWER_S):
                 await self._request("GET", "/livez")
         except KubeError:
-            return  # a refusal is an answer
+            return  # a server that refuses is alive
         except TimeoutError:
             raise Unreachable(f"the API server has not answered for {QUIET_S + ANSWER_S:g} s") from None
 
     async def watch(self, resource: Resource, query: Mapping[str, str], idle_s: float) -> AsyncGenerator[list[bytes]]:
-        """Lines as they come, those that came together in one list; an empty one once the server has agreed.
+        """Yield lists of lines that arrived together; first an empty list, once the server agrees.
 
-        Ends when the server ends it; raises `Unreachable` when it breaks off or stays silent for `idle_s` seconds.
+        Ends when the server ends the watch. Raises `Unreachable` if it breaks off or is silent for `idle_s` seconds.
         """
         query = {**query, "watch": "true", "allowWatchBookmarks": "true"}
         try:
@@ -182,13 +182,13 @@ class KubeClient:
             raise self._unreachable(error) from None
 
     async def _chunk(self, response: aiohttp.ClientResponse) -> bytes:
-        """What comes next; nothing at the end."""
+        """The next bytes; empty at the end."""
         while True:
             try:
                 async with asyncio.timeout(QUIET_S) as quiet:
                     return await response.content.readany()
             except TimeoutError:
-                if not quiet.expired():  # the session's own
+                if not quiet.expired():  # the session's timeout
                     raise
             await self._lives()
 
@@ -239,7 +239,7 @@ class KubeClient:
             headers["Content-Type"] = kind
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
-            # Proxies of the environment count, but nobody means them for this machine itself.
+            # Use the proxies of the environment, except for a server on this machine.
             proxies = urlsplit(self.server).hostname not in _LOOPBACK
             self._session = aiohttp.ClientSession(connector=connector, trust_env=proxies)
         where = self._access.where
@@ -264,7 +264,8 @@ class KubeClient:
 
 
 def _drop(response: aiohttp.ClientResponse) -> None:
-    """Nobody reads on. Closing would wait for the peer's part of a TLS shutdown, and outlive the session."""
+    """Abort the connection of a response that is no longer read. Closing would wait for the peer's part of the TLS
+    shutdown and outlive the session."""
     connection = response.connection
     if connection is not None and connection.transport is not None:
         connection.transport.abort()

@@ -1,16 +1,17 @@
-"""Leader election by a lease: what it says, what we know, what to do next, as a table, and who carries that out.
+"""Leader election by a lease: the lease, the decision on the next step, and the elector that carries it out.
 
 Theory
-* A lease (coordination.k8s.io/v1) names its holder. Every write carries the version that was read, so of several
-  contenders one wins and the others get 409.
-* Clocks of machines differ. Nobody compares the lease's times with its own clock: a lease has run out when its
-  *observed* content has not changed for its duration, by the observer's own monotonic clock. The times in it are for
-  people.
-* Who goes on purpose gives the lease back: no holder, a duration of one second. Watchers see that at once.
-* Who dies cannot. So the lease says where its holder answers (an annotation), and the others keep a connection to it
-  (`LeaderWatch`). When that ends and a new one is refused, the lease is taken without waiting for its time. Silence
-  proves nothing, a network may be cut: then its time counts. Should the holder be alive all the same, it sees the new
-  one in the lease and stands by.
+* A lease (coordination.k8s.io/v1) names its holder. Every write carries the version that was read, so one of several
+  contenders wins and the others get 409.
+* Clocks of machines differ, so replicas never compare the lease's times with their own clocks. A lease has expired when
+  its *observed* content has not changed for its duration, by the observer's monotonic clock. The times in the lease are
+  for people.
+* A leader that stops on purpose gives the lease back: no holder, a duration of one second. Watchers see this
+  immediately.
+* A leader that dies cannot give it back. So an annotation of the lease has the holder's address, and the other replicas
+  keep a connection to it (`LeaderWatch`). If the connection ends and a new one is refused, the lease is taken without
+  waiting for it to expire. A silent connection counts as alive, because the network may be cut; then the lease must
+  expire. If the old holder is alive after all, it sees the new holder in the lease and becomes a follower.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class _Lease(Struct, frozen=True):
 
 
 class Lease(Struct, frozen=True):
-    """What a lease says. `address`: ADDRESS:PORT where its holder answers, or empty. `version`: the resourceVersion."""
+    """The content of a lease. `address`: ADDRESS:PORT of its holder, or empty. `version`: the resourceVersion."""
 
     holder: str = ""
     duration: int = 0
@@ -65,12 +66,12 @@ class Lease(Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(_Lease)
 
-#: The annotation that says where the holder of a lease answers.
+#: The annotation with the address of a lease's holder.
 ADDRESS = "fairlead.dev/answers-at"
 
 
 def read_lease(text: bytes | Raw) -> Lease:
-    """Raises `Unreadable`."""
+    """Read a lease. Raises `Unreadable`."""
     lease = decoded(_decoder, text)
     spec = lease.spec
     return Lease(
@@ -85,7 +86,7 @@ def read_lease(text: bytes | Raw) -> Lease:
 
 
 class Sight(Struct, frozen=True):
-    """A lease, and when (monotonic seconds) it was first seen to say what it says. `None` = there is none.
+    """A lease, and since when (monotonic seconds) it has been seen with this content. `None` = there is no lease.
     `ended`: its holder was seen to end since then."""
 
     lease: Lease | None
@@ -93,26 +94,26 @@ class Sight(Struct, frozen=True):
     ended: bool = False
 
     def seen(self, lease: Lease | None, now: float) -> "Sight":
-        """The same again starts no new time."""
+        """Take note of a lease. An unchanged lease keeps its time."""
         return self if lease == self.lease else Sight(lease, now)
 
 
 class Take(Struct, frozen=True):
-    """Write it with our name."""
+    """Write the lease with this replica as holder."""
 
 
 class Keep(Struct, frozen=True):
-    """It is ours: renew it."""
+    """Renew the lease, which this replica holds."""
 
 
 class Wait(Struct, frozen=True):
-    """Somebody holds it. Look again at this moment, or when it changes."""
+    """Another replica holds the lease. Decide again at this moment, or when the lease changes."""
 
     until: float
 
 
 def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep | Wait:
-    """`duration` is ours; the one in a foreign lease counts as long as its holder may rely on it."""
+    """Decide what to do. `duration`: this replica's setting, used if the lease names no duration."""
     lease = sight.lease
     if lease is None or lease.free:
         return Take()
@@ -123,7 +124,7 @@ def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep
 
 
 def claimed(old: Lease | None, me: str, duration: float, wall: float, address: str = "") -> Lease:
-    """The lease as it should be once we hold it. `wall`: seconds since 1970. `address`: where we answer."""
+    """The lease as this replica takes or renews it. `wall`: seconds since 1970. `address`: of this replica."""
     now = micro_time(wall)
     seconds = max(round(duration), 1)
     if old is not None and old.holder == me:
@@ -134,13 +135,13 @@ def claimed(old: Lease | None, me: str, duration: float, wall: float, address: s
 
 
 def released(old: Lease, wall: float) -> Lease:
-    """Given back."""
+    """The lease as its holder gives it back."""
     now = micro_time(wall)
     return Lease("", 1, old.acquired or now, now, old.transitions, old.version)
 
 
 def lease_object(lease: Lease, namespace: str, name: str) -> dict[str, Any]:
-    """For POST and, with a version, PUT."""
+    """The object for POST or, with a version, PUT."""
     metadata: dict[str, Any] = {"name": name, "namespace": namespace}
     if lease.version:
         metadata["resourceVersion"] = lease.version
@@ -161,20 +162,21 @@ def lease_object(lease: Lease, namespace: str, name: str) -> dict[str, Any]:
 
 
 def micro_time(wall: float) -> str:
-    """metav1.MicroTime."""
+    """Format a time as metav1.MicroTime."""
     return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-# Leader election: of several replicas one leads, by a lease that all of them watch.
+# Leader election: one of several replicas leads, by a lease that all of them watch.
 #
-# Rules (the table is `next_step`)
-# * The holder renews each `retry_s`, jittered. Others wait until the lease has not changed for its duration, by their
-#   own clock, counted only while they were in touch with the API server: after an outage everybody starts anew.
-# * Who goes gives the lease back, and whoever watches takes it at once; so too where the holder was seen to end.
-# * While the API server does not answer, nobody can take the lease, and the holder goes on leading: a pool without a
-#   picker is worse than two that lead for a moment, for both decide well. It steps down when it sees another holder,
-#   or when renewing is *refused* for `renew_s`.
-# * Nothing ends the process. A replica that lost the lease contends for it again.
+# Rules (`next_step` decides)
+# * The holder renews every `retry_s`, with jitter. Other replicas wait until the lease has not changed for its
+#   duration, by their own clocks. Only time in touch with the API server counts: after an outage they start again.
+# * A replica that stops gives the lease back, and a watching replica takes it immediately. The same happens if the
+#   holder was seen to end.
+# * While the API server does not answer, no replica can take the lease, and the holder continues to lead. A pool
+#   without a picker is worse than two leaders for a moment, because both decide well. The holder steps down if it sees
+#   another holder, or if renewing is *refused* for `renew_s`.
+# * Losing the lease does not end the process. The replica contends for it again.
 
 GROUP, VERSION = "coordination.k8s.io", "v1"
 _CONFLICT, _NOT_FOUND = 409, 404
@@ -182,8 +184,8 @@ _LAST_PORT = 65_535
 
 
 class ElectionSettings(Struct, frozen=True, kw_only=True):
-    """Seconds. `identity` must be unique. `address`: our ADDRESS:PORT, for other replicas to connect to; without one
-    they wait for the lease to run out."""
+    """Times are in seconds. `identity` must be unique. `address`: this replica's ADDRESS:PORT, to which other replicas
+    connect; if empty, they wait for the lease to expire."""
 
     namespace: str
     name: str
@@ -195,17 +197,16 @@ class ElectionSettings(Struct, frozen=True, kw_only=True):
 
 
 class LeaderWatch:
-    """Keeps a connection to an address. `ended(address)` when it ended and no new one was accepted.
+    """Keeps a connection to an address. Calls `ended(address)` if it ended and no new connection was accepted.
 
-    Nothing is asked over it but to stay open, so it costs a socket on each side. What silently drops packets shows
-    nothing here.
+    No requests are sent, so the cost is a socket on each side. Silently dropped packets are not detected.
     """
 
-    #: Seconds for a connection to be accepted, and attempts without one until the other end counts as ended.
+    #: Seconds to wait for a connection, and failed attempts until the leader counts as ended.
     ACCEPT_S, ATTEMPTS = 0.2, 2
-    #: Seconds between attempts: after the end of a connection, and at most, where none is taken or each soon ends.
+    #: Seconds between attempts: after a connection ended, and at most, if none is accepted or each soon ends.
     SOON_S, LATER_S = 0.05, 1.0
-    #: An HTTP/2 client's first words (RFC 9113, 3.4), or the server takes it for junk: the preface and empty SETTINGS.
+    #: The preface and empty SETTINGS that an HTTP/2 client must send first (RFC 9113, 3.4).
     HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
     def __init__(self, ended: Callable[[str], object]) -> None:
@@ -214,7 +215,7 @@ class LeaderWatch:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, address: str) -> None:
-        """Empty = nobody. The same again changes nothing."""
+        """Connect to `address`; empty = to none. The same address again changes nothing."""
         if address == self._address:
             return
         self._address = address
@@ -223,7 +224,7 @@ class LeaderWatch:
         self._task = asyncio.create_task(self._run(address), name="leader watch") if address else None
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Close the connection."""
         task = self._task
         self.follow("")
         if task is not None:
@@ -247,12 +248,12 @@ class LeaderWatch:
             await asyncio.sleep(soon if connected else self.LATER_S)
 
     async def _hold(self, host: str, port: int) -> float | None:
-        """Connect and wait for its end. Returns the seconds that it lasted; None = it was not accepted."""
+        """Connect and wait until the connection ends. Return the seconds it lasted; `None` = it was not accepted."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.ACCEPT_S):
                 reader, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError, ValueError):  # no host has such a name
+        except (OSError, TimeoutError, ValueError):  # ValueError: an impossible host name
             return None
         began = loop.time()
         try:
@@ -267,7 +268,8 @@ class LeaderWatch:
 
 
 class Elector:
-    """`changed(leading, holder)` for each change. `await run()` never returns; then `await release()`."""
+    """Contends for the lease, and calls `changed(leading, holder)` for each change. `await run()` never returns; after
+    it is cancelled, `await release()`."""
 
     def __init__(
         self,
@@ -281,7 +283,7 @@ class Elector:
     ) -> None:
         self.leading = False
         self.holder = ""
-        #: Times that this replica came to lead.
+        #: How often this replica became the leader.
         self.terms = 0
         self._client = client
         self._settings = settings
@@ -318,7 +320,7 @@ class Elector:
             await self._leader_watch.close()
 
     async def release(self) -> None:
-        """Stop leading, and say so. Raises nothing; the lease runs out where the API server does not answer."""
+        """Stop leading and give the lease back. Never raises; if the API server does not answer, the lease expires."""
         was, self._releasing = self.leading, True
         self._lead(False, "")
         if not was:
@@ -342,7 +344,7 @@ class Elector:
                 return
 
     async def successor(self, timeout: float) -> str:
-        """Wait until somebody else leads. Empty = nobody within `timeout` seconds."""
+        """Wait until another replica leads, and return its identity; empty = none within `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self.holder in ("", self._settings.identity):
@@ -373,7 +375,7 @@ class Elector:
                 await self._pause(await self._claim(sight.lease))
 
     async def _claim(self, lease: Lease | None) -> float:
-        """Take or renew. Returns seconds until the next turn."""
+        """Take or renew the lease. Return the seconds until the next turn."""
         loop = asyncio.get_running_loop()
         settings = self._settings
         asked = loop.time()
@@ -399,7 +401,7 @@ class Elector:
     async def _put(self, lease: Lease) -> None:
         settings = self._settings
         value = lease_object(lease, settings.namespace, settings.name)
-        # Not longer than this: of several API servers one may hang, and the lease must not run out meanwhile.
+        # Bounded, because one of several API servers may hang, and the lease must not expire meanwhile.
         try:
             async with asyncio.timeout(max(settings.renew_s / 2, settings.retry_s)):
                 if lease.version:
@@ -411,7 +413,7 @@ class Elector:
         self._note(_read(Raw(answer)))
 
     async def _look(self) -> None:
-        """Read the lease as it is now."""
+        """Read the present lease."""
         try:
             self._note(_read(Raw(await self._client.read(self._resource, self._settings.name))))
         except KubeError as error:
@@ -423,7 +425,7 @@ class Elector:
             self._say(str(error))
 
     async def _pause(self, seconds: float) -> None:
-        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+        # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(seconds, 0.0)):
                 await self._woken.wait()
@@ -458,7 +460,7 @@ class Elector:
             self._woken.set()
 
     def _contact(self, trouble: str) -> None:
-        if not trouble and self._sight is not None:  # nobody could renew meanwhile: its time begins anew
+        if not trouble and self._sight is not None:  # the holder could not renew meanwhile: its time starts again
             self._sight = Sight(self._sight.lease, asyncio.get_running_loop().time())
         self._say(trouble)
 

@@ -1,8 +1,8 @@
-"""The leader's address for gateways: an EndpointSlice (discovery.k8s.io/v1) behind a Service without a selector.
+"""Publish the leader's address to gateways in an EndpointSlice (discovery.k8s.io/v1) of a Service without a selector.
 
-Such a Service belongs to whoever writes its slices: Kubernetes' own controller leaves it alone. So a leader that ends
-is not taken out before another one is in, as a pod of an ordinary Service is at the moment its deletion is asked for,
-and one that died is replaced by the same write, however long its node counts as ready.
+Kubernetes' own controller does not write the slices of such a Service. A pod of an ordinary Service is removed when
+its deletion is requested; here, a leader that ends stays listed until its successor is. A leader that died is replaced
+by the same write, however long its node counts as ready.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
 
 GROUP, VERSION = "discovery.k8s.io", "v1"
-#: What ties a slice to its service, and who keeps it.
+#: The labels that name a slice's service, and the program that maintains the slice.
 SERVICE_LABEL, KEEPER_LABEL = "kubernetes.io/service-name", "endpointslice.kubernetes.io/managed-by"
 KEEPER = "fairlead"
 
 
 class Place(Struct, frozen=True):
-    """Where a replica is: its pod's address, name, node, and namespace unless it is the service's. All but the address
-    are for people, and for gateways that look a pod up; each may be empty."""
+    """Where a replica runs: its pod's address, name and node, and its namespace if it differs from the service's. All
+    but the address are for people and for gateways that look up pods; each may be empty."""
 
     address: str
     pod: str = ""
@@ -40,7 +40,7 @@ class Place(Struct, frozen=True):
 
 
 class Port(Struct, frozen=True):
-    """Of a slice: the pod's own port, by the name that it has in the service."""
+    """A port of a slice: the pod's port, with its name in the service."""
 
     name: str
     port: int
@@ -54,7 +54,7 @@ class Service(Struct, frozen=True):
 
 
 class Slice(Struct, frozen=True):
-    """What counts of a slice. `version` is its resourceVersion; empty = there is none yet."""
+    """The fields of a slice that matter. `version`: its resourceVersion; empty = the slice does not exist yet."""
 
     version: str = ""
     addresses: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Slice(Struct, frozen=True):
     ports: frozenset[Port] = frozenset()
 
     def names(self, place: Place, service: Service) -> bool:
-        """It says just what it should."""
+        """Whether the slice is as it should be with this place and service."""
         return self.addresses == (place.address,) and self.pod == place.pod and self.ports == {*service.ports}
 
 
@@ -105,7 +105,8 @@ class _Slice(Struct, frozen=True):
 
 
 def read_service(text: bytes | Raw) -> Service:
-    """Raises `Unreadable` also for one that cannot be kept by us: Kubernetes keeps it, or a port has no number."""
+    """Read a service. Raises `Unreadable`, also if its slices cannot be written here: it has a selector, or a port has
+    no number."""
     service = decoded(msgspec.json.Decoder(_Service), text)
     name = service.metadata.name
     if service.spec.selector:
@@ -120,7 +121,7 @@ def read_service(text: bytes | Raw) -> Service:
 
 
 def read_slice(text: bytes | Raw) -> Slice:
-    """Raises `Unreadable`."""
+    """Read a slice. Raises `Unreadable`."""
     listed = decoded(msgspec.json.Decoder(_Slice), text)
     endpoints = listed.endpoints or []
     return Slice(
@@ -132,14 +133,14 @@ def read_slice(text: bytes | Raw) -> Slice:
 
 
 def slice_name(service: str, place: Place) -> str:
-    """One for each address family, as a slice cannot change its own."""
+    """The name of the slice: one for each address family, because a slice cannot change its family."""
     return f"{service}-{place.family.lower()}"
 
 
 def slice_object(
     service: Service, namespace: str, place: Place, version: str = "", empty: bool = False
 ) -> dict[str, Any]:
-    """For POST and, with a version, PUT. `empty`: nobody leads. It goes with its service."""
+    """The object for POST or, with a version, PUT. `empty`: there is no leader. It is deleted with its service."""
     metadata: dict[str, Any] = {
         "name": slice_name(service.name, place),
         "namespace": namespace,
@@ -170,22 +171,23 @@ def _endpoint(place: Place, namespace: str) -> Mapping[str, Any]:
     return made
 
 
-# The leader's address for gateways: one EndpointSlice that each new leader writes over.
+# Publishes the leader's address: each new leader overwrites the same EndpointSlice.
 #
 # Rules
-# * Only who leads writes, each time with the version that was seen, so of two writers one gets 409 and looks again.
-# * A slice that was changed by others is put right again, but not at once: who was stopped for a while and still takes
-#   itself for the leader must learn of its successor first.
-# * Who ends leaves the slice to its successor. Without one it is emptied, so that gateways know that nobody answers.
-# * Without permission nothing is written, and the missing rule is told. Leading never depends on it.
+# * Only the leader writes, each time with the version that it read. So one of two writers gets 409 and reads again.
+# * If others changed the slice, the leader corrects it, but after a delay: a replica that was suspended and still
+#   believes it leads must learn of its successor first.
+# * A leader that ends leaves the slice to its successor. If there is none, it empties the slice, so that gateways know
+#   that no replica answers.
+# * Without permission nothing is written, and the missing rule is reported. Leading never depends on it.
 
-#: Seconds before what others changed is put right, and after a failure.
+#: Seconds before changes by others are corrected, and seconds after a failure.
 REPAIR_S, RETRY_S = 1.0, 1.0
 _CONFLICTS = (404, 409)
 
 
 class EndpointSlicePublisher:
-    """`lead(True)`: the slice of `service` names `place` from now on. `await run()` never returns."""
+    """Writes the slice of `service`: after `lead(True)`, it names `place`. `await run()` never returns."""
 
     def __init__(
         self,
@@ -198,8 +200,8 @@ class EndpointSlicePublisher:
         on_trouble: Callable[[str], object] = lambda trouble: None,
         reflector: Reflector[Slice] | None = None,
     ) -> None:
-        """`reflector`: one of more slices than this, whose owner calls `see`; `None` = its own."""
-        #: Times that the slice was written.
+        """`reflector`: a shared reflector of several slices, whose owner calls `see`; `None` = create one."""
+        #: How often the slice was written.
         self.writes = 0
         self._client = client
         self._namespace = namespace
@@ -211,7 +213,7 @@ class EndpointSlicePublisher:
         self._service: Service | None = None
         self._seen = Slice()
         self._leading = False
-        #: It named us since we lead.
+        #: The slice has named this replica since it leads.
         self._named = False
         self._trouble = ""
         self._woken = asyncio.Event()
@@ -239,7 +241,7 @@ class EndpointSlicePublisher:
             while True:
                 self._woken.clear()
                 pause = await self._round() if self._leading else None
-                # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+                # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._woken.wait()
@@ -247,16 +249,16 @@ class EndpointSlicePublisher:
             await cancelled(watching)
 
     async def withdraw(self) -> None:
-        """Nobody leads any more. Raises nothing; a slice that names another one stays."""
+        """Empty the slice, because no replica leads. Never raises. A slice that names another replica stays."""
         with contextlib.suppress(KubeError, Unreachable, Unreadable, TimeoutError):
-            # A write that is under way may just be naming us: what it did is known once it is over.
+            # A write in flight may be naming this replica; its result is known once it has ended.
             async with asyncio.timeout(RETRY_S), self._writing:
                 service = self._service
                 if service is not None and not self._leading and self._seen.names(self._place, service):
                     await self._put(service, empty=True)
 
     async def _round(self) -> float | None:
-        """Seconds until the next look; `None` = nothing is to be done."""
+        """Write the slice if needed. Return the seconds until the next round; `None` = nothing to do."""
         try:
             if self._service is None:
                 self._service = read_service(await self._client.read(self._services, self._name))
@@ -294,7 +296,7 @@ class EndpointSlicePublisher:
         self._seen = read_slice(Raw(answer))
 
     async def _look(self) -> float:
-        """Somebody else wrote: read the slice, and its service, anew."""
+        """Read the slice, and later its service, again after another write."""
         self._service = None
         try:
             self._seen = read_slice(Raw(await self._client.read(self._slices, slice_name(self._name, self._place))))
@@ -309,7 +311,7 @@ class EndpointSlicePublisher:
         return 0.0
 
     def see(self, listed: Slice | None) -> None:
-        """The slice is so now; `None` = there is none."""
+        """Take note of the present slice; `None` = there is none."""
         self._seen = listed or Slice()
         self._woken.set()
 

@@ -1,12 +1,12 @@
-"""InferenceModels, InferenceObjectives and InferenceModelRewrites of a namespace or of all, and the status they get.
+"""Follow InferenceModels, InferenceObjectives and InferenceModelRewrites, and set the conditions of their status.
 
 Rules
-* Of the groups and versions of a kind the first one that is installed is followed, and only that (the reference
-  picker's rule). A kind that is not installed says nothing; it is looked for again each `REDISCOVER_S`.
-* Definitions are told all at once, after every kind that is installed was listed, and only when they changed.
-* InferenceModels that may not be listed count as none: the reference's chart gives no right to them, and the older
-  definition may still be installed.
-* What was known of a kind stays while it cannot be reached. One that was uninstalled takes its objects with it.
+* Only the first installed group and version of a kind is followed (the reference picker's rule). A kind that is not
+  installed defines nothing; it is looked for again every `REDISCOVER_S`.
+* Definitions are reported all together, after every installed kind was listed, and only if they changed.
+* If InferenceModels may not be listed, there are none: the reference's chart grants no right to them, and the older CRD
+  may still be installed.
+* While a kind cannot be reached, its known objects stay. If it is uninstalled, its objects are removed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from fairlead.pool.kube.status import DesiredCondition, StatusWriter, Target
 from fairlead.pool.model_kinds import PLURALS, SERVED, ModelObject, conditions, model_set, read_model_object
 
 REDISCOVER_S = 30.0
-#: Changes that come together are told together.
+#: Changes within this many seconds are reported together.
 _GATHER_S = 0.01
 _KINDS = {plural: kind for kind, plural in PLURALS.items()}
 
@@ -40,14 +40,14 @@ class _Discovered(msgspec.Struct):
 
 
 class _Followed(Struct, eq=False):
-    """A pool that somebody wants to know the definitions of, and the last ones; `None` = none were told."""
+    """The receiver of a pool's definitions, and the last definitions; `None` = not reported yet."""
 
     feed: Callable[[ModelSet], object]
     models: ModelSet | None = None
 
 
 class PoolModels:
-    """Follows what is defined for pools of a namespace (empty: of any). `await run()` never returns."""
+    """Follows the definitions for pools of a namespace (empty = all). `await run()` never returns."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class PoolModels:
 
     @property
     def missing(self) -> str:
-        """What is not known yet; empty = nothing."""
+        """What is not known yet, in words; empty = nothing is missing."""
         complete = self._known and all(followed.models is not None for followed in self._pools.values())
         return "" if complete else "the definitions of models were not listed yet"
 
@@ -84,7 +84,7 @@ class PoolModels:
         return self._discovered and not any(map(_still_missing, self.reflectors.values()))
 
     def follow(self, namespace: str, pool: str, feed: Callable[[ModelSet], object]) -> None:
-        """`feed(models)` for each change of what is defined for this pool."""
+        """Call `feed(models)` for each change of the definitions for this pool."""
         self._pools[namespace, pool] = _Followed(feed)
         self._changed()
 
@@ -111,7 +111,7 @@ class PoolModels:
                 await self._unfollow(plural)
 
     async def _discover(self) -> None:
-        """Follow what is installed. Raises `KubeError` and `Unreachable`."""
+        """Follow the kinds that are installed. Raises `KubeError` and `Unreachable`."""
         installed: dict[tuple[str, str], set[str]] = {}
         for served in SERVED.values():
             for group, version in served:

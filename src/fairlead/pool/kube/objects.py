@@ -1,6 +1,6 @@
-"""What an API server sends, read no further than needed: lists, watch events, errors, an InferencePool.
+"""Read what an API server sends, no further than needed: lists, watch events, errors, InferencePools.
 
-Items stay raw bytes until somebody asks for one, so that an object nobody can read costs only itself.
+Items stay raw bytes until they are read, so that an unreadable object does not affect the others.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Meta(Struct, frozen=True, rename="camel", gc=False):
-    """What is looked at of `metadata`."""
+    """The fields of `metadata` that are read."""
 
     name: str = ""
     namespace: str = ""
@@ -27,33 +27,33 @@ class Meta(Struct, frozen=True, rename="camel", gc=False):
 
 
 class Named(Struct, frozen=True, gc=False):
-    """Any object, as far as its name."""
+    """Any object, of which only the metadata is read."""
 
     metadata: Meta = Meta()
 
 
 class ListMeta(Struct, frozen=True, rename="camel", gc=False):
     resource_version: str = ""
-    #: Where the next page begins; empty = this was the last.
+    #: The token of the next page; empty = this is the last.
     continue_: str = msgspec.field(name="continue", default="")
 
 
 class Page(Struct, frozen=True):
-    """One page of a list. `items` is null in some servers' empty lists."""
+    """A page of a list. Some servers send null as the `items` of an empty list."""
 
     metadata: ListMeta = ListMeta()
     items: list[Raw] | None = None
 
 
 class WatchEvent(Struct, frozen=True):
-    """`type`: ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
+    """An event of a watch. `type`: ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
 
     type: str
     object: Raw = Raw(b"{}")
 
 
 class Failure(Struct, frozen=True):
-    """A `Status`: why a request failed."""
+    """A `Status` object, which says why a request failed."""
 
     code: int = 0
     reason: str = ""
@@ -61,7 +61,7 @@ class Failure(Struct, frozen=True):
 
 
 class Unreadable(Exception):
-    """These bytes are not what they should be."""
+    """The bytes cannot be read as the expected object."""
 
 
 _page = msgspec.json.Decoder(Page)
@@ -71,22 +71,22 @@ _failure = msgspec.json.Decoder(Failure)
 
 
 def read_page(text: bytes) -> Page:
-    """Raises `Unreadable`."""
+    """Read a page of a list. Raises `Unreadable`."""
     return decoded(_page, text)
 
 
 def read_event(line: bytes) -> WatchEvent:
-    """One line of a watch. Raises `Unreadable`."""
+    """Read a line of a watch. Raises `Unreadable`."""
     return decoded(_event, line)
 
 
 def read_meta(text: bytes | Raw) -> Meta:
-    """Raises `Unreadable`."""
+    """Read the metadata of an object. Raises `Unreadable`."""
     return decoded(_named, text).metadata
 
 
 def read_failure(text: bytes | Raw) -> Failure:
-    """Of anything: what is no `Status` says nothing."""
+    """Read a `Status`; an empty `Failure` if the text is something else."""
     try:
         return decoded(_failure, text)
     except Unreadable:
@@ -94,7 +94,7 @@ def read_failure(text: bytes | Raw) -> Failure:
 
 
 def read_plain(text: bytes | Raw) -> dict[str, Any]:
-    """An object as plain values. Raises `Unreadable` for anything but a JSON object."""
+    """Read an object as plain values. Raises `Unreadable` for anything but a JSON object."""
     value = decoded(_plain, text)
     if not isinstance(value, dict):
         raise Unreadable("expected an object")
@@ -105,7 +105,7 @@ _plain: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def decoded(decoder: msgspec.json.Decoder[T], text: bytes | Raw) -> T:
-    """Raises `Unreadable`."""
+    """Decode `text`. Raises `Unreadable`."""
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -113,27 +113,27 @@ def decoded(decoder: msgspec.json.Decoder[T], text: bytes | Raw) -> T:
 
 
 def key_of(meta: Meta) -> str:
-    """`namespace/name`."""
+    """The key of an object: `namespace/name`."""
     return f"{meta.namespace}/{meta.name}"
 
 
-# An InferencePool → what an endpoint picker needs of it.
+# Reads the fields of an InferencePool that an endpoint picker needs.
 #
 # Both forms are read: `inference.networking.k8s.io/v1`, and `inference.networking.x-k8s.io/v1alpha2` with its flat
-# selector, one port and `extensionRef`. An API server has checked the objects against their schemas; what matters
-# here is checked again, because schemas of early versions were laxer.
+# selector, one port and `extensionRef`. The API server has checked the objects against their schemas. The fields that
+# are used are checked again, because the schemas of early versions were laxer.
 
 GROUP, LEGACY_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
-#: The versions that are read, by group.
+#: The version that is read, by group.
 VERSIONS = {GROUP: "v1", LEGACY_GROUP: "v1alpha2"}
-#: `appProtocol` of pods that take cleartext HTTP/2 by prior knowledge; `http` is HTTP/1.1.
+#: `appProtocol` of pods that accept cleartext HTTP/2 with prior knowledge; `http` is HTTP/1.1.
 H2C = "kubernetes.io/h2c"
-#: Where a reference to the picker names no port.
+#: The default if a reference to the picker names no port.
 PICKER_PORT = 9002
 
 
 class PickerRef(Struct, frozen=True):
-    """`endpointPickerRef`: the service that gateways are told to ask, and what they do when it does not answer."""
+    """`endpointPickerRef`: the service that gateways shall ask, and what they do if it does not answer."""
 
     name: str
     port: int = PICKER_PORT
@@ -144,9 +144,9 @@ class PickerRef(Struct, frozen=True):
 class Pool(Struct, frozen=True):
     namespace: str
     name: str
-    #: Labels that a pod must have, all of them. Never empty: that would be every pod of the namespace.
+    #: All the labels that a pod must have. Never empty, which would select every pod of the namespace.
     selector: Mapping[str, str]
-    #: 1 to 8 different ones; each port of each pod is an endpoint.
+    #: 1 to 8 different ports. Each port of each pod is an endpoint.
     ports: tuple[int, ...]
     app_protocol: str = "http"
     picker: PickerRef | None = None
@@ -182,7 +182,7 @@ _decoder = msgspec.json.Decoder(_Pool)
 
 
 def read_pool(text: bytes | Raw) -> Pool:
-    """Raises `Unreadable` with what is wrong."""
+    """Read a pool. Raises an `Unreadable` that says what is wrong."""
     pool = decoded(_decoder, text)
     spec = pool.spec
     ref = spec.endpoint_picker_ref or spec.extension_ref
@@ -221,5 +221,5 @@ def _picker(ref: _Ref) -> PickerRef:
 
 
 def selector_text(labels: Mapping[str, str]) -> str:
-    """For the query parameter `labelSelector`."""
+    """The labels as a query parameter `labelSelector`."""
     return ",".join(f"{key}={labels[key]}" for key in sorted(labels))

@@ -1,12 +1,12 @@
-"""An InferencePool and its pods → endpoints that come, change and go.
+"""Turn an InferencePool and its pods into endpoints.
 
 Rules (the reference picker's datastore; Kubernetes' own for readiness)
-* A pod counts while its condition `Ready` is True, it has not ended and is not being deleted. A node that dies leaves
-  pods `Failed` that are `Ready` still. Readiness gates are part of `Ready`.
-* Each of the pool's target ports is one endpoint, `<namespace>/<pod>-rank-<index>`; the annotation
-  `llm-d.ai/active-ports` leaves out the ports that it does not list. One that cannot be read counts as absent.
-* Labels of the pod are the endpoint's labels; older names of ours are known under the current ones too. Its node is
-  the label `kubernetes.io/hostname`.
+* A pod counts while its condition `Ready` is True, it has not ended and is not being deleted. The phase matters because
+  a node that dies leaves pods that are `Failed` but still `Ready`. Readiness gates are part of `Ready`.
+* Each of the pool's target ports is an endpoint, `<namespace>/<pod>-rank-<index>`. The annotation
+  `llm-d.ai/active-ports` limits them to the ports that it lists; an unreadable annotation is ignored.
+* The pod's labels are the endpoint's labels. Older label names are also added under their current names. The pod's node
+  is the label `kubernetes.io/hostname`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
 
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-#: Older label names and the current ones.
+#: Older label names and their current names.
 _RENAMED = {"inference.networking.k8s.io/engine-type": "llm-d.ai/engine-type"}
 
 
@@ -64,21 +64,21 @@ _OVER = ("Failed", "Succeeded")
 
 
 class Pod(Struct, frozen=True):
-    """What matters of a pod. Equal in every field means that nothing changed for us."""
+    """The fields of a pod that matter. If they are all equal, nothing relevant has changed."""
 
     namespace: str
     name: str
     uid: str
-    #: Can be sent requests: ready, not being deleted, with an address.
+    #: The pod can serve requests: it is ready, not being deleted, and has an address.
     serves: bool
     address: str = ""
     labels: Mapping[str, str] = {}
-    #: `None` = all.
+    #: Ports in use; `None` = all.
     active_ports: frozenset[int] | None = None
 
 
 def read_pod(text: bytes | Raw) -> Pod:
-    """Raises `Unreadable`."""
+    """Read a pod. Raises `Unreadable`."""
     pod = decoded(_decoder, text)
     meta, status = pod.metadata, pod.status
     if not meta.name:
@@ -98,7 +98,7 @@ def read_pod(text: bytes | Raw) -> Pod:
 
 
 def endpoints_of(pod: Pod, ports: tuple[int, ...]) -> list[Endpoint]:
-    """Its endpoints at a pool's target ports, by rank."""
+    """The pod's endpoints at a pool's target ports, by rank."""
     if not pod.serves:
         return []
     return [
@@ -127,18 +127,19 @@ def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
 
 
 # Rules
-# * The pool says which pods and which ports. Another selector lists anew and compares; pods that both select stay up.
-#   Other ports are applied to the pods that are known.
-# * A pool that is gone takes its endpoints with it. One that cannot be read changes nothing.
-# * A pod that was replaced by one of the same name is another endpoint: down, then up.
-# * `EndpointUp` only for what is new or changed, `EndpointDown` only for what is gone, whatever is listed how often.
+# * The pool determines the pods and ports. If its selector changes, pods are listed again and compared; pods that both
+#   selectors select stay up. If its ports change, they are applied to the known pods.
+# * If a pool is removed, its endpoints go down. A pool that cannot be read changes nothing.
+# * If a pod is replaced by another pod of the same name, its endpoints go down, then up.
+# * `EndpointUp` is sent only for new or changed endpoints, `EndpointDown` only for removed ones, however often pods are
+#   listed.
 
 Feed = Callable[[EndpointUp | EndpointDown], object]
 OnTrouble = Callable[[str, str], object]
 
 
 class PodEndpoints:
-    """The endpoints of some pods, by the last rules."""
+    """The endpoints of some pods, by the last two rules."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -151,11 +152,11 @@ class PodEndpoints:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """What is up."""
+        """The endpoints that are up."""
         return [endpoint for _, by_id in self._by_pod.values() for endpoint in by_id.values()]
 
     def take(self, key: str, pod: Pod | None, ports: tuple[int, ...]) -> None:
-        """The pod is so now; `None` = it is gone."""
+        """Take note of a pod's present state; `None` = it is gone."""
         wanted = {candidate.id: candidate for candidate in endpoints_of(pod, ports)} if pod is not None else {}
         uid, known = self._by_pod.get(key, ("", {}))
         replaced = pod is not None and uid != pod.uid
@@ -173,14 +174,14 @@ class PodEndpoints:
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
         try:
             self._feed(event)
-        except Exception as error:  # following goes on after a broken consumer
+        except Exception as error:  # keep following if a consumer fails
             context = {"message": f"the consumer of {event!r} raised", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
 
 class PoolEndpoints:
-    """Follows one pool. `told(resource, trouble)` when contact to it is lost or (empty) back; `changed()` after the
-    pool or its pods were listed, came or went. `await run()` never returns."""
+    """Follows a pool. Calls `on_trouble(resource, trouble)` when contact to the API server is lost or (empty) back, and
+    `changed()` after the pool changed or was listed, or its pods were listed. `await run()` never returns."""
 
     def __init__(
         self,
@@ -194,8 +195,8 @@ class PoolEndpoints:
         report: Callable[[str], object] = lambda problem: None,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`pool`: where it has a selector it is used as it stands, and no object is looked for; else its name is."""
-        #: The pool as it is; `None` = there is none.
+        """`pool`: a pool with a selector is used as it is; otherwise the object of its name is followed."""
+        #: The present pool; `None` = there is none.
         self.pool: Pool | None = pool if pool.selector else None
         self._wanted = pool
         self._client = client
@@ -224,7 +225,7 @@ class PoolEndpoints:
 
     @property
     def reflectors(self) -> dict[str, Reflector[Pod] | Reflector[Pool]]:
-        """By resource, those that run."""
+        """The running reflectors, by resource."""
         by_resource: dict[str, Reflector[Pod] | Reflector[Pool]] = {}
         if self._pools is not None:
             by_resource["inferencepools"] = self._pools
@@ -234,7 +235,7 @@ class PoolEndpoints:
 
     @property
     def missing(self) -> str:
-        """What keeps us from knowing the endpoints; empty = nothing."""
+        """Why the endpoints are not known yet, in words; empty = they are."""
         if self._pools is not None and not self._pools.ready.is_set():
             return "the InferencePool was not read yet"
         if self.pool is None:
@@ -245,7 +246,7 @@ class PoolEndpoints:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """What is up."""
+        """The endpoints that are up."""
         return self._pod_endpoints.endpoints
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
-"""All InferencePools of a namespace, or of every namespace, and the endpoints of those that are served.
+"""Follow all InferencePools of a namespace, or of every namespace, and the endpoints of the served pools.
 
-Pools and pods are listed and watched once, however many pools there are. Which pods a pool selects is decided here, by
-the rules of `pool.kube.pods`; a pod that several pools select is an endpoint of each.
+All pools share one watch of pools and one of pods. The pods of each pool are selected here, by the rules of
+`pool.kube.pods`. A pod that several pools select is an endpoint of each of them.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from fairlead.pool.kube.reflector import Reflector
 
 
 class Pools:
-    """`changed(key, pool)` for each pool that is new or other, `None` = it is gone. `await run()` never returns."""
+    """Calls `changed(key, pool)` for each new, changed or (`None`) removed pool. `await run()` never returns."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Pools:
         report: Callable[[str], object],
         synced: Callable[[], object],
     ) -> None:
-        """`namespace`: empty = all. Pools and pods must have these labels to be seen."""
+        """`namespace`: empty = all. Only pools and pods with these labels are seen."""
         self._changed = changed
         self._served: dict[str, PodEndpoints] = {}
         self.pools = Reflector(
@@ -59,7 +59,7 @@ class Pools:
 
     @property
     def missing(self) -> str:
-        """What was not listed yet; empty = nothing."""
+        """What was not listed yet, in words; empty = nothing is missing."""
         if not self.pools.ready.is_set():
             return "the InferencePools were not read yet"
         return "" if self.pods.ready.is_set() else "the pods were not listed yet"
@@ -68,12 +68,12 @@ class Pools:
         await asyncio.gather(self.pools.run(), self.pods.run())
 
     def follow(self, key: str, feed: Feed) -> None:
-        """Tell the endpoints of this pool from now on."""
+        """Report the endpoints of this pool from now on."""
         self._served[key] = PodEndpoints(feed)
         self._match(key, self.pools.items[key])
 
     def leave(self, key: str) -> None:
-        """Tell no more of it."""
+        """Stop reporting this pool's endpoints."""
         self._served.pop(key, None)
 
     def _pool_changed(self, key: str, pool: Pool | None) -> None:

@@ -1,14 +1,14 @@
-"""List and watch: a local copy of some objects that is right again after whatever happens to the API server.
+"""List and watch: keep a local copy of some objects, which recovers from any failure of the API server.
 
 Rules
-* A list gives the state and its version, a watch from there gives the changes; bookmarks move the version on while
-  nothing happens. A watch that ends, however it ends, is begun again at the last version.
-* 410 (as an answer or within the stream) means that the version is gone: list anew, and compare. What was known and is
-  not there any more was deleted meanwhile, and is told so; what is as it was is not told at all.
-* A version that was refused once is never tried again: two well-known clients spin on that.
-* While nobody answers, the copy stays as it is. Pauses grow and are jittered, so that a thousand clients do not come
-  back in one moment.
-* An object that cannot be read costs only itself: what was known of it stays, and it is reported.
+* A list gives the state and its version. A watch from that version gives the changes, and bookmarks advance the version
+  while nothing changes. A watch that ends for any reason is started again at the last version.
+* 410 (as an answer or within the stream) means that the version is too old. Then objects are listed again and compared:
+  known objects that are missing were deleted meanwhile and are reported as removed; unchanged objects are not reported.
+* A version that was refused is never tried again. Two well-known clients loop in this case.
+* While the API server does not answer, the copy stays as it is. Pauses grow and have jitter, so that a thousand clients
+  do not return at the same moment.
+* An object that cannot be read affects no other: its last known state stays, and the problem is reported.
 """
 
 import asyncio
@@ -26,38 +26,38 @@ from fairlead.pool.kube.objects import Unreadable, key_of, read_event, read_fail
 T = TypeVar("T")
 
 PAGE = 250
-#: Seconds of silence after which a watch is begun anew. Bookmarks come about once a minute.
+#: Seconds of silence after which a watch is started again. Bookmarks arrive about once a minute.
 IDLE_S = 130.0
-#: What the server is asked to end a watch after, at random between these.
+#: The server is asked to end a watch after a random number of seconds between these.
 _WATCH_S = (240, 480)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-#: Nothing here gets better by asking often: a kind that is not installed, a verb that is not allowed.
+#: The pause if a kind is not installed or a verb not allowed: frequent requests would not help.
 _REFUSED_PAUSE_S = 5.0
-#: A watch that lasts for less counts as a failure, or a server that ends all of them would be asked without a pause.
+#: A shorter watch counts as a failure. Otherwise a server that ends every watch would get requests without a pause.
 _SHORT_S = 1.0
 _GONE = 410
 
 
 class Gone(Exception):
-    """The version is too old."""
+    """The version is too old, or must not be used further."""
 
 
 class Stats(Struct):
-    """What happened so far, for metrics."""
+    """Counts and state of a reflector, for metrics."""
 
     lists: int = 0
     watches: int = 0
     failures: int = 0
     events: int = 0
     unreadable: int = 0
-    #: In touch with the API server.
+    #: The last request succeeded.
     connected: bool = False
-    #: Why not; empty = connected, or not yet tried.
+    #: Why it is not connected; empty = connected, or not yet tried.
     trouble: str = ""
 
 
 class Backoff:
-    """Pauses that double, with a jitter of half of each."""
+    """Pauses that double. Each is shortened at random by up to half."""
 
     def __init__(self, rng: Random, first: float = FIRST_PAUSE_S, longest: float = LONGEST_PAUSE_S) -> None:
         self._rng = rng
@@ -75,8 +75,8 @@ class Backoff:
 
 
 class Reflector(Generic[T]):
-    """`items` by `namespace/name`. `changed(key, value)` for each that is new or other, `None` for one that is gone;
-    `synced()` after each list, once its changes were told. `await run()` never returns."""
+    """Keeps `items` by `namespace/name`. Calls `changed(key, value)` for each new, changed or (`None`) removed object,
+    and `synced()` after the changes of each list. `await run()` never returns."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class Reflector(Generic[T]):
         items: Mapping[str, T] | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
-        """`told(why)` when contact is lost, `told("")` when it is back; `report(problem)` for what cannot be read.
-        `items`: what to compare the first list with."""
+        """`on_trouble(why)` is called when contact is lost, `on_trouble("")` when it is back, and `report(problem)` for
+        unreadable objects. `items`: the known objects, with which the first list is compared."""
         self.resource = resource
         self.items: dict[str, T] = dict(items or {})
         self.stats = Stats()
-        #: Listed at least once.
+        #: Set once objects were listed.
         self.ready = asyncio.Event()
         #: The last request was not allowed (403).
         self.forbidden = False
@@ -146,7 +146,7 @@ class Reflector(Generic[T]):
     # ---- the state ----
 
     async def _list(self) -> str:
-        """Take the whole state over. Returns its version."""
+        """Replace the copy with a fresh list. Return its version."""
         listed: dict[str, T] = {}
         nameless = False
         page = await self._page("")
@@ -154,7 +154,7 @@ class Reflector(Generic[T]):
             for i, raw in enumerate(page.items or ()):
                 nameless = not self._take(raw, listed) or nameless
                 if i % 50 == 49:
-                    await asyncio.sleep(0)  # decisions go on meanwhile
+                    await asyncio.sleep(0)  # let decisions run in between
             if not page.metadata.continue_:
                 break
             page = await self._page(page.metadata.continue_)
@@ -186,7 +186,7 @@ class Reflector(Generic[T]):
         return page
 
     def _take(self, raw: Raw, listed: dict[str, T]) -> bool:
-        """False = it could not even be named."""
+        """Read a listed object. Return false if not even its name can be read."""
         try:
             key = key_of(read_meta(raw))
         except Unreadable as error:
@@ -207,7 +207,7 @@ class Reflector(Generic[T]):
     # ---- changes ----
 
     async def _watch(self) -> None:
-        """Until it ends."""
+        """Watch until the watch ends."""
         seconds = self._rng.randint(*_WATCH_S)
         query = {**self._query, "resourceVersion": self._version, "timeoutSeconds": str(seconds)}
         self.stats.watches += 1
@@ -236,7 +236,7 @@ class Reflector(Generic[T]):
             meta = read_meta(event.object)
         except Unreadable as error:
             self._unreadable("?", error)
-            raise Gone from None  # something changed, and only a list tells what
+            raise Gone from None  # something changed, and only a list shows what
         self.stats.events += 1
         if event.type in ("ADDED", "MODIFIED"):
             key = key_of(meta)
@@ -255,7 +255,7 @@ class Reflector(Generic[T]):
             self.items[key] = value
             self._tell(key, value)
 
-    # ---- who is told ----
+    # ---- callbacks ----
 
     def _tell(self, key: str, value: T | None) -> None:
         self._guard(lambda: self._changed(key, value))
@@ -263,7 +263,7 @@ class Reflector(Generic[T]):
     def _guard(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # following goes on after a broken consumer
+        except Exception as error:  # keep following if a consumer fails
             context = {"message": f"a consumer of {self.resource.plural} raised", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 

@@ -1,9 +1,9 @@
-"""Status conditions: what we say of an object, whether it stands there already, and writing it if not.
+"""Status conditions: compare the conditions of objects with the desired ones, and write those that differ.
 
 Rules
-* Only the condition `Accepted` is ours. It is written by server-side apply with a field manager of our own, so all
-  others stay untouched, and two writers cannot lose each other's.
-* `lastTransitionTime` changes with `status` only, and is not compared: otherwise each write would call for another.
+* Only the condition `Accepted` is written. Server-side apply with a separate field manager leaves all other conditions
+  untouched, and two writers cannot overwrite each other's.
+* `lastTransitionTime` changes only with `status`, and is not compared. Otherwise each write would cause another.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from fairlead.pool.kube.objects import Unreadable, read_plain
 
 ACCEPTED = "Accepted"
 FIELD_MANAGER = "fairlead-epp"
-#: Longest message of a condition, by the published schemas.
+#: The longest message of a condition that the published schemas allow.
 MAX_MESSAGE = 32768
 
 
 class Condition(Struct, frozen=True):
-    """What should stand there."""
+    """A desired condition."""
 
     status: bool
     reason: str
@@ -34,7 +34,7 @@ class Condition(Struct, frozen=True):
 
 
 def stands(wanted: Condition, item: dict[str, Any]) -> bool:
-    """Does the object already say so, of its present generation?"""
+    """Whether the object already has this condition, for its present generation."""
     current = _current(item, wanted.type)
     return (
         current.get("status") == _word(wanted)
@@ -91,15 +91,14 @@ def _time(wall: float) -> str:
     return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-# Writes conditions to the status of objects: only the leader, only what is not there yet, never in a loop.
+# Writes conditions to the status of objects. Only the leader writes, only conditions that differ, and never in a loop.
 #
 # Rules
-# * Written by server-side apply, see `pool.kube.status`; a 404 or a changed object is nothing to worry about, for the
-#   next event brings the object as it is.
-# * An object that keeps being changed back is written ever more seldom.
-# * Without permission nothing is written, and the missing rule is told once. Routing never depends on it.
+# * A 404 or a conflict is ignored, because the next event of the watch brings the present object.
+# * The more often an object is changed back, the less often it is written.
+# * Without permission nothing is written, and the missing rule is reported once. Routing never depends on it.
 
-#: Writes to one object in a minute that need no pause; each further one doubles it.
+#: From this many writes to one object within a minute on, each write doubles the pause.
 _FREE = 3
 _WINDOW_S = 60.0
 _LONGEST_PAUSE_S = 60.0
@@ -110,14 +109,15 @@ Target = tuple[Resource, str]
 
 
 class DesiredCondition(Struct, frozen=True):
-    """What should stand on an object, and the object as it was last seen."""
+    """The desired condition of an object, and the object as last seen."""
 
     condition: Condition
     item: dict[str, Any]
 
 
 class StatusWriter:
-    """`want(...)` replaces all desired conditions; `may_write` says whether we lead. `await run()` never returns."""
+    """Writes conditions. `want(...)` replaces all desired conditions. `may_write`: whether this replica leads. `await
+    run()` never returns."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class StatusWriter:
         self._on_trouble = on_trouble
         self._wall = wall
         self._desired: dict[Target, DesiredCondition] = {}
-        #: By object: writes within the window, and when it may be written again.
+        #: By object: writes within the window, start of the window, and when the object may be written again.
         self._pace: dict[Target, tuple[int, float, float]] = {}
         self._woken = asyncio.Event()
         self._trouble = ""
@@ -144,20 +144,20 @@ class StatusWriter:
         self._woken.set()
 
     def wake(self) -> None:
-        """We may have come to lead."""
+        """Check again whether this replica may write."""
         self._woken.set()
 
     async def run(self) -> None:
         while True:
             self._woken.clear()
             pause = await self._round() if self._may_write() else None
-            # Not `wait_for`: until Python 3.12 it loses a cancellation that comes together with the result.
+            # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._woken.wait()
 
     async def _round(self) -> float | None:
-        """Write what is due. Returns seconds until something else is, `None` = nothing is wanted."""
+        """Write the conditions that are due. Return the seconds until the next is due; `None` = none is left."""
         loop = asyncio.get_running_loop()
         waits: list[float] = []
         for target, desired in list(self._desired.items()):
@@ -175,7 +175,7 @@ class StatusWriter:
         return min(waits) if waits else None
 
     async def _write(self, target: Target, desired: DesiredCondition) -> tuple[str, float]:
-        """(what is wrong, seconds to leave everything alone)."""
+        """Write a condition. Return what went wrong (empty = nothing), and the seconds to pause all writes."""
         resource, name = target
         body = status_patch(desired.condition, desired.item, self._wall())
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -189,18 +189,18 @@ class StatusWriter:
             return f"no status is written: {error}", _RETRY_S
         self.writes += 1
         if self._desired.get(target) is desired:
-            with contextlib.suppress(Unreadable):  # else the watch will bring it
+            with contextlib.suppress(Unreadable):  # otherwise the watch brings the object
                 self._desired[target] = DesiredCondition(desired.condition, read_plain(answer))
         return "", 0.0
 
     def _after(self, target: Target) -> float:
-        """Note a write; seconds until the next one to this object."""
+        """Note a write. Return the seconds until the next write to this object."""
         now = asyncio.get_running_loop().time()
         count, since, _ = self._pace.get(target, (0, now, now))
         if now - since > _WINDOW_S:
             count, since = 0, now
         count += 1
-        # Even the first waits a moment: what was written has to come back by the watch.
+        # Even the first write causes a pause, until the watch has brought the written object.
         pause = 0.5 if count < _FREE else min(2.0 ** (count - _FREE), _LONGEST_PAUSE_S)
         self._pace[target] = (count, since, now + pause)
         return pause

@@ -1,1 +1,1 @@
-"""KV events of engines: the wire format, subscriptions, replays."""
+"""KV events of engines: wire format, subscriptions and replays."""

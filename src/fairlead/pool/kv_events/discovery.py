@@ -1,4 +1,4 @@
-"""Where KV events come from: as configured, or as the engine says. And the bounds that a subscriber keeps."""
+"""The sources of KV events, as configured or as the engine reports them, and the limits of a subscriber."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from fairlead.pool.aio import read_at_most
 
 
 class Curve(Struct, frozen=True):
-    """CurveZMQ keys, Z85 text of 40 characters. `server`: the public key of whoever binds; empty = we bind."""
+    """CurveZMQ keys (Z85, 40 characters). `server`: the public key of the side that binds; empty = this side binds."""
 
     public: str
     secret: str
@@ -24,31 +24,31 @@ class Curve(Struct, frozen=True):
 
 
 class KvSource(Struct, frozen=True):
-    """An endpoint's publisher. `events` and `replay` are ZMQ addresses of rank 0; rank n has ports n higher."""
+    """An endpoint's publisher. `events` and `replay` are ZMQ addresses of rank 0. Rank n has ports n higher."""
 
     events: str
     #: Empty = the engine has no replay socket.
     replay: str = ""
-    #: Base model, which sets its blocks apart from those of other models.
+    #: Base model, which distinguishes its blocks from those of other models.
     model: str = ""
     ranks: int = 1
     curve: Curve | None = None
 
     def of_rank(self, rank: int) -> tuple[str, str]:
-        """Addresses of one rank. Raises `ConfigError` for an address without a port."""
+        """The addresses of a rank. Raises `ConfigError` for an address without a port."""
         return rank_address(self.events, rank), rank_address(self.replay, rank) if self.replay else ""
 
 
 class Limits(Struct, frozen=True):
-    """Seconds, unless it says otherwise. Replay's are those of llm-d-router 0.10."""
+    """Times are in seconds. The values for replays are those of llm-d-router 0.10."""
 
-    #: How long the event loop is held at most before others have their turn.
+    #: The longest time that the event loop is held without a break.
     hold: float = 0.0004
-    #: Batches that ZMQ keeps for us per publisher. More are dropped by the publisher, and found missing by sequence.
+    #: Batches that ZMQ queues per publisher. The publisher drops further batches; the sequence then has a gap.
     queue: int = 2_000
-    #: Replies that ZMQ keeps per replay; a publisher sends all it has at once (10,000 batches by default).
+    #: Replies that ZMQ queues per replay. A publisher sends all its batches at once (10,000 by default).
     replay_queue: int = 20_000
-    #: Bytes of one batch; larger ones are dropped and count as lost (decoding 1 MiB takes 1 to 2 ms).
+    #: Bytes of a batch. Larger batches are dropped and count as lost (decoding 1 MiB takes 1 to 2 ms).
     max_batch: int = 1 << 20
     replay_timeout: float = 120.0
     replay_silence: float = 2.0
@@ -56,13 +56,13 @@ class Limits(Struct, frozen=True):
     replay_attempts: int = 3
     replay_cooldown: float = 30.0
     replays_at_once: int = 8
-    #: Reconnecting waits between these two, doubling, with jitter (libzmq adds it).
+    #: The shortest and longest pause before a reconnect. Pauses double, and libzmq adds jitter.
     reconnect_min: float = 0.1
     reconnect_max: float = 5.0
 
 
 def rank_address(address: str, rank: int) -> str:
-    """`tcp://host:5557` of rank 0 to that of another rank (vLLM: port + rank)."""
+    """The address of a rank, given that of rank 0, e.g. `tcp://host:5557` (vLLM: port + rank). Raises `ConfigError`."""
     if not rank:
         return address
     head, colon, port = address.rpartition(":")
@@ -71,10 +71,10 @@ def rank_address(address: str, rank: int) -> str:
     return f"{head}:{int(port) + rank}"
 
 
-# Asking an engine where it publishes its KV events: `GET /kv_event_sources` (vLLM 0.32).
+# Asks an engine where it publishes its KV events: `GET /kv_event_sources` (vLLM 0.32).
 #
-# Only ports are taken from the answer. Events are read at the address that the endpoint itself has, so an engine
-# cannot send us elsewhere.
+# Only the ports of the answer are used, with the endpoint's own address. So an engine cannot redirect the subscriber to
+# another host.
 
 _PATH = "/kv_event_sources"
 _TIMEOUT = 2.0
@@ -90,7 +90,7 @@ class _Source(Struct):
 
 
 async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: Curve | None) -> KvSource | None:
-    """What the engine at `host:port` says; `None` = it has no events, or did not answer in time."""
+    """The publisher that the engine at `host:port` reports; `None` = it has no events, or did not answer in time."""
     try:
         async with asyncio.timeout(_TIMEOUT), session.get(f"http://{address}{_PATH}", allow_redirects=False) as answer:
             if answer.status != 200:
@@ -103,7 +103,7 @@ async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: C
 
 
 def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curve | None) -> KvSource | None:
-    """Ranks count from the lowest one that is told, with ports one higher each."""
+    """The publisher in an engine's answer. The ports are those of the lowest rank; each further rank adds one."""
     ranks = sorted(int(rank) for rank in sources if rank.isascii() and rank.isdigit() and len(rank) < 6)[:_MOST_RANKS]
     if not ranks:
         return None
@@ -116,7 +116,7 @@ def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curv
 
 
 def _port(address: str) -> int:
-    """Of `tcp://*:5557`; 0 = it is no such address."""
+    """The port of an address such as `tcp://*:5557`; 0 = it is no such address."""
     port = address.rpartition(":")[2]
     if not address.startswith("tcp://") or not (port.isascii() and port.isdigit() and len(port) < 6):
         return 0

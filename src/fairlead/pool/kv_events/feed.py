@@ -1,17 +1,18 @@
-"""One publisher's batches, put in order: what is applied, what is missing, whether the engine was restarted.
+"""Put a publisher's batches in order: apply them, find missing batches, and detect restarts of the engine.
 
 Theory
-* A publisher numbers its batches from 0 (or 1) after every start and says nothing while idle. Batches arrive in order;
-  one that is missing was dropped on the way, or was sent while nobody listened.
-* The number alone does not tell a restart from a gap: a restarted engine may be further on than the old one was. So a
-  replay always asks from the last batch we know, and compares its time stamp. Another one there, or none: restarted.
-* While something is missing and can be replayed, live batches wait (in ZMQ's queue): blocks are counted by copies, and
-  removals must not overtake stores. If it cannot be had, what follows is used all the same, as *provisional* knowledge:
-  a long-lived engine whose history is cut off would otherwise never be known at all.
+* A publisher numbers its batches from 0 (or 1) after every start and sends nothing while idle. Batches arrive in order.
+  A missing batch was dropped on the way, or was sent while there was no subscriber.
+* The number alone does not distinguish a restart from a gap, because a restarted engine may be further than before. So
+  a replay always starts at the last known batch, and its timestamp is compared. If it differs or the batch is missing,
+  the engine was restarted.
+* While batches are missing that can be replayed, live batches wait (in ZMQ's queue): the index counts copies of blocks,
+  and removals must not overtake stores. If the missing batches are not available, later batches are used anyway, as
+  *provisional* knowledge. Otherwise nothing would ever be known of a long-lived engine whose history is lost.
 
 Rules
-* `step` does a bounded piece of work (128 blocks) and returns whether there is more. Nothing else takes longer.
-* Pure: sockets and time belong to the caller. `wanted` says from where a replay should start.
+* `step` does a bounded amount of work (128 blocks) and returns whether there is more. No other method takes longer.
+* The module is pure: sockets and time belong to the caller. `wanted` is the batch at which a replay shall start.
 """
 
 from collections.abc import Iterator
@@ -24,23 +25,23 @@ from fairlead.core.kv.events import KvEvent, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.pool.kv_events.wire import Batch, BatchDecoder, Frames
 
-#: How often a replay that has a hole is asked for again.
+#: How often a replay with a gap is requested again.
 _RETRIES = 1
 _LAST = object()
 
 
 class Count(Struct):
-    """Batches, unless it says otherwise."""
+    """Counts of batches, unless named otherwise."""
 
     batches: int = 0
     events: int = 0
     bad_events: int = 0
-    #: What the last of them was.
+    #: Why the last bad event was bad.
     bad_reason: str = ""
     bad_batches: int = 0
     duplicates: int = 0
     replayed: int = 0
-    #: Missing for good.
+    #: Batches that stay missing.
     lost: int = 0
     gaps: int = 0
     restarts: int = 0
@@ -49,7 +50,7 @@ class Count(Struct):
 
 
 class Sync(Enum):
-    """`LIVE`: batches are applied as they come. `WANTED`, `REPLAYING`: live ones wait."""
+    """`LIVE`: batches are applied as they arrive. `WANTED`, `REPLAYING`: live batches wait for a replay."""
 
     LIVE = auto()
     WANTED = auto()
@@ -57,18 +58,18 @@ class Sync(Enum):
 
 
 class Feed:
-    """Everything about one rank of one endpoint that lies between sockets and index."""
+    """The batches of one rank of an endpoint, on their way from the sockets to the index."""
 
     def __init__(self, index: KvIndex, cache: RankCache, can_replay: bool) -> None:
         self.cache = cache
         self.count = Count()
         self.sync = Sync.LIVE
-        #: Where a replay should start, while `sync` is `WANTED`.
+        #: The batch at which a replay shall start, while `sync` is `WANTED`.
         self.wanted = 0
         self.can_replay = can_replay
-        #: A replay that was wanted could not be had.
+        #: A wanted replay was given up.
         self.unsure = False
-        #: Sequence and time stamp of the last batch that was taken; -1 = none.
+        #: Sequence and timestamp of the last batch taken; -1 = none.
         self.last = -1
         self.last_ts = 0.0
         self._index = index
@@ -78,16 +79,16 @@ class Feed:
         self._batch: Batch | None = None
         self._steps: Iterator[int] | None = None
         self._reconnected = self._resumed = False
-        #: A replay is needed after the one that is under way.
+        #: Another replay is needed after the current one.
         self._again = False
-        #: For which waiting batch, and after which one, a replay was asked for: once is enough.
+        #: The waiting batch for which a replay was requested, and the batch before the gap. One request is enough.
         self._asked = (-1, -1)
         self._retries = 0
-        #: The rest of this replay is of no use.
+        #: The rest of the current replay is ignored.
         self._spoiled = False
-        #: Time stamp of the first batch of this life of the engine that was applied.
+        #: Timestamp of the first applied batch since the engine's last start.
         self._life_ts = 0.0
-        #: The batch before the one that is being applied.
+        #: Sequence and timestamp of the batch before the one being applied.
         self._before = (-1, 0.0)
         if can_replay:
             self._want(0)
@@ -96,16 +97,16 @@ class Feed:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do without new input."""
+        """Whether `step` has work without new input."""
         return self._events is not None or (self._waiting is not None and self.sync is Sync.LIVE)
 
     @property
     def hungry(self) -> bool:
-        """Whether a live batch may be given now."""
+        """Whether `live` may be called now."""
         return self.sync is Sync.LIVE and self._waiting is None and self._events is None
 
     def resume(self, last: int, ts: float) -> None:
-        """What the index holds of this rank came from a snapshot, and is true up to that batch."""
+        """Take note that the index was loaded from a snapshot, which is up to date to the batch `last`."""
         self._note(last, ts)
         self._life_ts = ts
         self.cache.heard = self._resumed = True
@@ -115,26 +116,26 @@ class Feed:
 
     @property
     def applied(self) -> tuple[int, float]:
-        """Sequence and time stamp of the last batch that was applied to its end; (-1, 0) = none is known."""
+        """Sequence and timestamp of the last completely applied batch; (-1, 0) = none."""
         return (self.last, self.last_ts) if self._events is None else self._before
 
     def live(self, frames: Frames, batch: Batch | None = None) -> None:
-        """A batch came. Only when `hungry`. `batch`: if it was decoded already."""
+        """Take a live batch; only if `hungry`. `batch`: the decoded batch, if available."""
         decoded = batch or self._decode(frames)
         if decoded is not None:
             self._waiting = frames, decoded
             self._admit()
 
     def unreadable(self) -> None:
-        """Something came that is no batch, or too large for one."""
+        """Count a message that is not a batch, or too large."""
         self.count.bad_batches += 1
 
     def connection_lost(self) -> None:
-        """What comes next may be of another life of the engine."""
+        """Take note that the connection was lost: the next batch may come from a restarted engine."""
         self._reconnected = self.last >= 0
 
     def connected(self) -> None:
-        """Fill what was sent before we were heard, if that is possible: later nothing would tell of it."""
+        """Request the batches that were sent before the connection was up, if replays are possible."""
         if not self.can_replay:
             return
         if self.sync is Sync.LIVE:
@@ -143,7 +144,7 @@ class Feed:
             self._again = True
 
     def gone(self) -> None:
-        """The rank is no more: drop what is under way."""
+        """Drop all work in progress, because the rank is gone."""
         self._events = self._steps = self._waiting = None
 
     # ---------------------------------------------------------------- replay
@@ -154,31 +155,31 @@ class Feed:
         self.count.replays += 1
 
     def replayed(self, frames: Frames) -> None:
-        """A reply came; only while nothing is being applied (`busy` is false)."""
+        """Take a reply of a replay; only if not `busy`."""
         if self._spoiled:
             return
         batch = self._decode(frames)
         if batch is None:
-            # Its place in the sequence is known, so it is lost, but no gap.
+            # Its sequence number is known, so it is lost but makes no gap.
             self._note(frames.sequence, self.last_ts)
             self.count.lost += 1
             return
         number = frames.sequence
         if number == self.last and batch.ts == self.last_ts:
             self._reconnected = False
-            self.cache.provisional &= not self._resumed  # the snapshot is of this life
+            self.cache.provisional &= not self._resumed  # the engine has not restarted since the snapshot
             self._resumed = False
             return
         if number <= self.last and batch.ts <= self.last_ts:
             self.count.duplicates += 1
             return
         if number <= self.last or (self.last >= 0 and self._reconnected):
-            # Not the batch that we know: another life. Its beginning is asked for once this replay is over.
+            # Not the known batch: the engine was restarted. Its first batches are requested after this replay.
             self._restart()
             self._spoiled = True
             return
         if self._waiting is not None and number >= self._waiting[0].sequence:
-            # From there on live batches are at hand, which may be more than what the publisher still has.
+            # The live batches from here on are waiting, and may be more than the publisher still has.
             self._spoiled = True
             return
         if self.last >= 0 and number > self.last + 1 and self._retries < _RETRIES:
@@ -190,7 +191,7 @@ class Feed:
         self._take(frames, batch)
 
     def replay_ends(self, complete: bool) -> None:
-        """The end marker came, or (`complete` false) nothing more will come."""
+        """End a replay: its end marker arrived, or (`complete` false) no more replies will."""
         if not complete:
             self.count.failed_replays += 1
             if self.sync is Sync.REPLAYING:
@@ -198,7 +199,7 @@ class Feed:
         if self.sync is Sync.WANTED:
             return
         if self._reconnected:
-            # The engine has not even the batch that we know: it is another life, and its beginning is missing.
+            # The engine does not have the known batch: it was restarted, and its first batches are missing.
             self._restart()
             return
         self.sync = Sync.LIVE
@@ -209,12 +210,12 @@ class Feed:
             self._want(self.last)
 
     def give_up(self) -> None:
-        """No replay can be had: go on without what is missing, until `retry`."""
+        """Continue without the missing batches, because no replay is available, until `retry`."""
         self.sync = Sync.LIVE
         self.unsure = True
 
     def retry(self) -> None:
-        """Some time after `give_up`: perhaps it works now."""
+        """Want the replay again, some time after `give_up`."""
         if self.unsure and self.sync is Sync.LIVE:
             self._want(self.last)
 
@@ -225,7 +226,7 @@ class Feed:
     # ---------------------------------------------------------------- work
 
     def step(self, now: float) -> bool:
-        """Do some of what is under way."""
+        """Do a bounded amount of work; return whether there may be more."""
         if self._steps is not None:
             self._guarded(now)
             return True
@@ -269,12 +270,12 @@ class Feed:
             return None
 
     def _admit(self) -> None:
-        """Decide about the batch that waits: apply it, drop it, or let it wait for a replay."""
+        """Decide about the waiting batch: apply it, drop it, or let it wait for a replay."""
         assert self._waiting is not None
         frames, batch = self._waiting
         number = frames.sequence
         if self.last < 0:
-            # 0 is vLLM's first number, 1 that of llm-d's simulator.
+            # vLLM's first number is 0, that of llm-d's simulator is 1.
             if number > 1 and self._ask(number):
                 return
             if number > 1:
@@ -292,7 +293,7 @@ class Feed:
             if self._ask(number):
                 return
             if self._reconnected:
-                # Nothing tells whether it is the same life. To believe it would credit blocks that may not be there.
+                # It is unknown whether the engine was restarted. Trusting the index could credit lost blocks.
                 self._restart()
                 if self.sync is Sync.LIVE:
                     self._admit()
@@ -302,7 +303,7 @@ class Feed:
         self._take(frames, batch)
 
     def _ask(self, number: int) -> bool:
-        """Want a replay for a batch that waits, unless one has just failed to bring what is missing."""
+        """Want a replay for the waiting batch. Return false if none is possible, or one just failed."""
         if not self.can_replay or self._asked == (number, self.last):
             return False
         self._asked = (number, self.last)
@@ -335,7 +336,7 @@ class Feed:
         self.cache.provisional = True
 
     def _restart(self) -> None:
-        """Another life of the engine: nothing of the last one is there any more."""
+        """Start again after a restart of the engine, which has lost all its blocks."""
         self.count.restarts += 1
         self.cache.lives += 1
         self._events = self._steps = self._batch = None

@@ -1,8 +1,8 @@
-"""One drain for all publishers: the event loop is never held longer than a set time, however many of them speak.
+"""Process the batches of all publishers, and never hold the event loop longer than a set time.
 
-Every socket that becomes readable only puts its work into a queue. One callback takes from that queue in turn until the
-time is up, then lets the loop serve others, then goes on. A callback per socket would add up: a hundred of them with
-half a millisecond each hold the loop for fifty.
+A readable socket only queues its worker. One callback serves the queue in turn until its time is up, lets the loop run
+other callbacks, and continues. With one callback per socket, the times would add up: a hundred callbacks of half a
+millisecond would hold the loop for 50 ms.
 """
 
 import asyncio
@@ -11,22 +11,23 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-#: Steps of one worker before the next has its turn.
+#: Steps of a worker before the next worker's turn.
 _TURN = 16
-#: Upper bounds of the classes in which hold times are counted, in seconds.
+#: Upper bounds of the histogram of hold times, in seconds.
 HOLD_BOUNDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.1)
 
 
 class Worker(Protocol):
-    """Does work in steps of some 0.1 ms."""
+    """Does work in steps of about 0.1 ms."""
 
     def step(self, now: float) -> bool:
-        """Do one; False: nothing to do until woken again. `now`: the loop's time."""
+        """Do a step; return false if there is nothing to do until the next wake-up. `now`: the loop's time."""
         ...
 
 
 class Pump:
-    """`hold`: seconds; `tend`: background work of the same kind as a worker's, done when no worker has any."""
+    """Runs workers. `hold`: the longest time to hold the loop, in seconds. `tend`: a step of background work, done when
+    no worker has work."""
 
     def __init__(
         self,
@@ -43,20 +44,20 @@ class Pump:
         self._queued: set[Worker] = set()
         self._scheduled: asyncio.Handle | None = None
         self._closed = False
-        #: Times the loop was held, by `HOLD_BOUNDS` and beyond; the longest; all together, in seconds.
+        #: How often the loop was held, by `HOLD_BOUNDS` and beyond; the longest time, and the total, in seconds.
         self.holds = [0] * (len(HOLD_BOUNDS) + 1)
         self.longest = 0.0
         self.busy = 0.0
 
     def wake(self, worker: Worker) -> None:
-        """A worker has, or may have, something to do."""
+        """Queue a worker that may have work."""
         if worker not in self._queued and not self._closed:
             self._queued.add(worker)
             self._ready.append(worker)
             self._schedule()
 
     def poke(self) -> None:
-        """There may be background work."""
+        """Run soon, because there may be background work."""
         if not self._closed:
             self._schedule()
 

@@ -1,4 +1,4 @@
-"""Replays of missed batches, and ZMQ sockets that never block, are bounded, and use CURVE where keys are set."""
+"""Replays of missed batches, and ZMQ sockets: non-blocking, bounded, and with CURVE if keys are set."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,9 @@ from fairlead.pool.kv_events.discovery import Curve, Limits
 from fairlead.pool.kv_events.feed import Feed, Sync
 from fairlead.pool.kv_events.wire import END, replay_request, replayed
 
-#: A restarted engine behind the same address: connection attempts that hang are given up after that, in ms.
+#: A connection attempt that hangs is given up after this time, in ms: the engine may be restarting.
 _CONNECT_TIMEOUT = 3_000
-#: Probes that find a peer that vanished without a word, in ms.
+#: Interval of the heartbeats that detect a vanished peer, in ms.
 _HEARTBEAT = 10_000
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -61,14 +61,14 @@ def secure(socket: Socket, curve: Curve | None) -> None:
 
 
 def bound_to(socket: Socket) -> str:
-    """The address that a socket is bound to, with the port that it was given."""
+    """The address of a bound socket, with its actual port."""
     address = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(address, bytes)
     return address.rstrip(b"\0").decode()
 
 
 def receive(socket: Socket) -> list[bytes] | None:
-    """One message if there is one."""
+    """The next message; `None` = there is none."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -76,7 +76,7 @@ def receive(socket: Socket) -> list[bytes] | None:
 
 
 class Monitor:
-    """Tells when a socket's connection comes up or is lost."""
+    """Reports when a socket's connection is up or lost."""
 
     def __init__(self, socket: Socket, connected: Callable[[], None], lost: Callable[[], None]) -> None:
         self._watched = socket
@@ -89,7 +89,7 @@ class Monitor:
         return int(self._events.get(zmq.FD))
 
     def read(self) -> None:
-        """Pass on what has happened."""
+        """Report what has happened."""
         while True:
             try:
                 event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
@@ -106,17 +106,17 @@ class Monitor:
         self._events.close(linger=0)
 
 
-# Fetching what was missed: one replay at a time per publisher, some over all.
+# Fetches missed batches: one replay at a time per publisher, and a bounded number for all publishers.
 #
 # Rules
-# * A replay has a time limit over all and one for silence. One that fails is tried again after a pause, and given up
-#   after some attempts without a single new batch; then the feed goes on with what comes, and no replay is asked for
-#   until a cool-down has passed.
-# * A new socket per replay: replies that come late belong to nobody.
+# * A replay has limits for its total time and for silence. A failed replay is tried again after a pause, and given up
+#   after some attempts without a new batch. Then the feed continues with live batches, and no replay is requested until
+#   a cool-down has passed.
+# * Each replay has a new socket, so that late replies are dropped.
 
 
 class Replayer:
-    """The replay side of one feed. `slots` bounds the replays at once; `wake` is called when there is work."""
+    """Makes the replays for a feed. `slots` bounds concurrent replays. `wake` is called when there is work."""
 
     def __init__(
         self,
@@ -146,7 +146,8 @@ class Replayer:
         self._task: asyncio.Task[None] | None = None
 
     def look(self) -> bool:
-        """Begin if the feed wants a replay and none is under way. True: none can be had now, the feed goes on."""
+        """Start a replay if the feed wants one and none is in progress. Return true if none is possible now and the
+        feed continues without."""
         if self._feed.sync is not Sync.WANTED or self._task is not None:
             return False
         if self._loop.time() < self._cool_until:
@@ -157,11 +158,11 @@ class Replayer:
 
     @property
     def under_way(self) -> bool:
-        """Whether replies may come. A replay whose rest is of no use is read to its end all the same."""
+        """Whether a replay is in progress. It is read to its end even if its rest is ignored."""
         return self._task is not None
 
     def step(self) -> bool:
-        """Give one reply to the feed; only when it is not busy. False: there is none yet."""
+        """Pass a reply to the feed; only if the feed is not busy. Return false if there is no reply yet."""
         socket = self._socket
         if socket is None or self._over:
             return False
@@ -214,7 +215,7 @@ class Replayer:
             self._wake()
 
     def _cool_down(self) -> None:
-        """Give up for a while, for longer each time: while a replay is tried, live batches wait."""
+        """Give up for a while, longer each time, because live batches wait while a replay is tried."""
         self._feed.give_up()
         self._cool_until = self._loop.time() + self._cooldown
         self._retry = self._loop.call_at(self._cool_until, self._try_again)
@@ -225,7 +226,7 @@ class Replayer:
         self._wake()
 
     async def _once(self, start: int) -> bool:
-        """Ask, and wait until the replies are over. Returns whether the end marker came."""
+        """Request a replay and wait until its replies end. Return whether the end marker arrived."""
         self._complete = False
         self._over = False
         self._heard.clear()
@@ -234,7 +235,7 @@ class Replayer:
         try:
             socket.connect(self._address)
             self._feed.replay_begins()
-            # A DEALER queues what it is given before it is connected.
+            # A DEALER queues messages until it is connected.
             socket.send_multipart(replay_request(start), zmq.NOBLOCK)
             self._loop.add_reader(descriptor, self._wake)
             self._wake()
@@ -249,7 +250,7 @@ class Replayer:
         return self._complete
 
     async def _until_over(self) -> None:
-        """Raises `TimeoutError` when the publisher is silent for too long while we wait for it."""
+        """Wait for the end. Raises `TimeoutError` if the publisher is silent too long while the feed is not busy."""
         while not self._over:
             self._heard.clear()
             try:

@@ -1,4 +1,4 @@
-"""All KV events of a pool: connections to publishers, or a bound socket that they connect to; feeds and replays."""
+"""Receive all KV events of a pool, over connections to publishers or a bound socket that they connect to."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +18,7 @@ from fairlead.pool.kv_events.wire import BatchDecoder, live, topic_of
 
 
 class Subscription:
-    """A worker of the pump. Raises `zmq.ZMQError` when the address is none."""
+    """The connection to one rank's publisher, a worker of the pump. Raises `zmq.ZMQError` for a bad address."""
 
     def __init__(
         self,
@@ -71,26 +71,26 @@ class Subscription:
         return self._replayer.look()
 
     def sweep(self) -> None:
-        """Look for what no descriptor has told."""
+        """Check for events whose wake-up was lost."""
         self._monitor.read()
         self._wake()
 
     def cut(self) -> None:
-        """Lose the connection, as when the network breaks; `mend` dials again. For tests and drills."""
+        """Drop the connection as if the network broke; `mend` connects again. For tests and drills."""
         self._socket.disconnect(self._address)
-        self._lost()  # of a disconnection that was asked for the monitor does not tell
+        self._lost()  # the monitor does not report a requested disconnection
 
     def mend(self) -> None:
         self._socket.connect(self._address)
 
     def stop(self) -> None:
-        """Take nothing more, from this moment on: the slot may soon be another endpoint's."""
+        """Take no more events from now on, because the slot may soon be another endpoint's."""
         self._stopped = True
         self.feed.gone()
         self.feed.cache.linked = False
 
     async def close(self) -> None:
-        """Leave; nothing of it stays in the loop."""
+        """Close all sockets and remove all readers from the loop."""
         self.stop()
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
@@ -123,28 +123,28 @@ class Subscription:
         self.feed.connection_lost()
 
 
-# All KV events of a pool: who is listened to, and everything that this needs.
+# Receives all KV events of a pool.
 #
-# Connecting out is the default: endpoints come from discovery, so nobody else can tell the index anything. Binding is
-# for publishers that dial (`Hub`).
+# By default the subscriber connects to the publishers of discovered endpoints, so that no one else can change the
+# index. Binding is for publishers that connect themselves (`Hub`).
 
-#: Edge-triggered descriptors can lose a wake-up when a socket is used from another call; this finds what was left.
+#: ZMQ's descriptors are edge-triggered and can lose a wake-up. The sweep finds events that were left.
 _SWEEP_S = 0.5
 
 
-#: Three per rank (events, their monitor, a replay); libzmq's default of 1,023 is soon reached.
+#: Each rank needs three sockets (events, monitor, replay), so libzmq's default of 1,023 is soon reached.
 _MOST_SOCKETS = 30_000
 
 
 class Publisher(Struct, frozen=True):
-    """Who may speak on the bound socket: the slot that its blocks belong to, and its base model (empty: topic's)."""
+    """A publisher allowed on the bound socket: the slot of its blocks, and its base model (empty = the topic's)."""
 
     slot: int
     model: str = ""
 
 
 class KvSubscriber:
-    """`async with KvSubscriber(index) as events: events.watch(slot, source)`."""
+    """Receives a pool's KV events: `async with KvSubscriber(index) as events: events.watch(slot, source)`."""
 
     def __init__(self, index: KvIndex, limits: Limits | None = None) -> None:
         self.index = index
@@ -157,7 +157,7 @@ class KvSubscriber:
         self._watched: dict[int, list[Subscription]] = {}
         self._hub: Hub | None = None
         self._allowed: dict[str, Publisher] = {}
-        #: Slot to rank to feed.
+        #: Feeds of the bound socket, by slot and rank.
         self._hub_feeds: dict[int, dict[int, Feed]] = {}
         self._authenticator: Any = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -172,10 +172,10 @@ class KvSubscriber:
     # ---------------------------------------------------------------- connecting out
 
     def watch(self, slot: int, source: KvSource, places: Mapping[int, Place] | None = None) -> None:
-        """Listen to an endpoint whose slot the index has. A second call replaces the first.
+        """Receive the events of an endpoint whose slot the index has. A second call replaces the first.
 
-        `places`: per rank, up to where the index was loaded from a snapshot; the engine is asked for what came after.
-        Raises `ConfigError` or `zmq.ZMQError` for an address that is none; then nothing is listened to.
+        `places`: per rank, the last batch that the index was loaded with from a snapshot. Later batches are requested.
+        Raises `ConfigError` or `zmq.ZMQError` for a bad address; then no events are received.
         """
         self.unwatch(slot)
         subscriptions = self._watched[slot] = []
@@ -194,7 +194,7 @@ class KvSubscriber:
             raise
 
     def unwatch(self, slot: int) -> None:
-        """Stop listening. The index keeps what it knows until the slot is dropped there."""
+        """Stop receiving. The index keeps its knowledge until the slot is dropped there."""
         for subscription in self._watched.pop(slot, ()):
             subscription.stop()
             task = self._loop.create_task(subscription.close())
@@ -206,9 +206,9 @@ class KvSubscriber:
     # ---------------------------------------------------------------- binding
 
     def bind(self, address: str, curve: Curve | None = None, clients: Collection[str] | None = None) -> str:
-        """Let publishers dial in. `clients`: public CURVE keys that may; needs `curve`, the server's own keys.
+        """Let publishers connect. `clients`: the allowed public CURVE keys, which need `curve`, the server's own keys.
 
-        Returns the address, with its port. Only allowed publishers (`allow`) are listened to. Raises `zmq.ZMQError`.
+        Returns the address, with its port. Only allowed publishers (`allow`) are read. Raises `zmq.ZMQError`.
         """
         if self._hub is not None:
             raise RuntimeError(f"already bound to {self._hub.address}")
@@ -220,7 +220,7 @@ class KvSubscriber:
         return self._hub.address
 
     def allow(self, publishers: Mapping[str, Publisher]) -> None:
-        """Who may speak on the bound socket, by the pod in its topic (`ip:port`). Replaces the list."""
+        """Replace the publishers that are allowed on the bound socket, by the pod in their topic (`ip:port`)."""
         for pod, publisher in self._allowed.items():
             if publishers.get(pod) != publisher:
                 self.unwatch(publisher.slot)
@@ -234,7 +234,7 @@ class KvSubscriber:
         feed = Feed(self.index, cache, can_replay=False)
         feeds = self._hub_feeds.setdefault(publisher.slot, {})
         if rank in feeds:
-            # The same pod under another topic: it serves another model now.
+            # The same pod under another topic: it now serves another model.
             self._forget(feeds[rank])
         feeds[rank] = feed
         cache.linked = True
@@ -260,20 +260,20 @@ class KvSubscriber:
     # ---------------------------------------------------------------- state
 
     def subscriptions(self, slot: int) -> list[Subscription]:
-        """Where we connect to, per rank."""
+        """The connections to an endpoint's publishers, by rank."""
         return list(self._watched.get(slot, ()))
 
     def feeds(self, slot: int) -> list[Feed]:
-        """Per rank, in the order of ranks (of a bound socket: in which they were first heard)."""
+        """The feeds of an endpoint, by rank; those of the bound socket in the order of their first batch."""
         feeds = [subscription.feed for subscription in self._watched.get(slot, ())]
         return [*feeds, *self._hub_feeds.get(slot, {}).values()]
 
     def counts(self, slot: int) -> list[Count]:
-        """As `feeds`."""
+        """The counts of an endpoint's `feeds`."""
         return [feed.count for feed in self.feeds(slot)]
 
     def place_of(self, cache: RankCache) -> Place:
-        """Up to where the index is true for a rank, to be saved with it."""
+        """The last batch that the index has of a rank, to be saved with it."""
         for subscription in self._watched.get(cache.slot, ()):
             feed = subscription.feed
             if feed.cache is cache:
@@ -282,11 +282,11 @@ class KvSubscriber:
 
     @property
     def rejected(self) -> int:
-        """Batches from publishers that are not allowed."""
+        """The number of batches from publishers that are not allowed."""
         return self._hub.rejected if self._hub is not None else 0
 
     async def close(self) -> None:
-        """Stop listening to all. Safe to call again."""
+        """Stop receiving. May be called again."""
         self._sweeper.cancel()
         for slot in [*self._watched, *self._hub_feeds]:
             self.unwatch(slot)
@@ -314,18 +314,19 @@ class KvSubscriber:
         self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
 
 
-# A bound socket that publishers connect to (centralised mode). Who they are, only their topics say.
+# A bound socket that publishers connect to (centralized mode). Only their topics identify them.
 #
-# Anyone who reaches the port could poison the index, so a publisher's pod must be on the allow-list; with CURVE keys it
-# must also own one of the allowed client keys. Without CURVE the port belongs behind a network policy. There is no
-# replay: a bound socket does not know where its publishers listen.
+# Any client that reaches the port could corrupt the index, so a publisher's pod must be on the allow-list; with CURVE
+# keys, it must also have an allowed client key. Without CURVE, protect the port with a network policy. There are no
+# replays, because a bound socket does not know the addresses of its publishers.
 
-#: Ranks of one pod that are believed.
+#: The most ranks accepted of a pod.
 _MOST_RANKS = 256
 
 
 class Hub:
-    """`admit(pod, model, rank)` gives the feed of an allowed publisher, `None` for others."""
+    """The bound socket, a worker of the pump. `admit(pod, model, rank)` returns the feed of an allowed publisher,
+    `None` for others."""
 
     def __init__(
         self,
@@ -343,7 +344,7 @@ class Hub:
         self._decoders: dict[bytes, BatchDecoder] = {}
         self._feeds: dict[tuple[bytes, int], Feed] = {}
         self._current: Feed | None = None
-        #: Batches from publishers that are not allowed, and what was no batch at all.
+        #: Batches from publishers that are not allowed, and messages that are no batches.
         self.rejected = 0
         self.unreadable = 0
         self._socket = subscriber(context, limits, curve)
@@ -370,7 +371,7 @@ class Hub:
         return True
 
     def forget(self, feed: Feed) -> None:
-        """Its endpoint has left."""
+        """Drop the feed of an endpoint that is gone."""
         feed.gone()
         for name in [name for name, known in self._feeds.items() if known is feed]:
             del self._feeds[name]
@@ -395,7 +396,7 @@ class Hub:
         if feed is None:
             self.rejected += 1
             return
-        # A topic is worth remembering only once it is allowed; others could be endless.
+        # Only allowed topics are remembered: the number of others is unbounded.
         self._decoders[received.topic] = decoder
         self._current = feed
         feed.live(received, batch)

@@ -1,9 +1,9 @@
-"""KV event batches as they come: frames (topic, sequence number), the replay dialogue, and msgpack → events.
+"""Decode KV event batches: frames (topic, sequence number, payload), replay messages, and events from msgpack.
 
-Live: `topic, sequence (8 bytes big-endian), payload`. Replay is asked with `empty, start`; each buffered batch from
-there on is answered with `empty, topic, sequence, payload` (vLLM since 0.26) or `empty, sequence, payload`, and the end
-with `empty, [empty,] ff×8, empty`. A request without the empty frame, or with one more, gets no answer at all
-(0.32.0, measured).
+A live batch is `topic, sequence (8 bytes big-endian), payload`. A replay is requested with `empty, start`. The
+publisher replies with `empty, topic, sequence, payload` (vLLM since 0.26) or `empty, sequence, payload` for each
+buffered batch from `start` on, and with `empty, [empty,] ff×8, empty` at the end. A request without the empty frame, or
+with two, gets no answer (0.32.0, measured).
 """
 
 import re
@@ -22,7 +22,7 @@ _LAST = (1 << 64) - 1
 
 
 class Frames(Struct, gc=False):
-    """A batch as it came. `topic` is empty where the publisher has none, or does not tell it in replays."""
+    """A batch as received. `topic` is empty if the publisher has none, or leaves it out in replays."""
 
     topic: bytes
     sequence: int
@@ -30,18 +30,18 @@ class Frames(Struct, gc=False):
 
 
 class Topic(Struct, frozen=True):
-    """`kv@<pod>@<model>`; other topics are a pod's name as a whole."""
+    """The topic `kv@<pod>@<model>`. Any other topic is taken as a pod's name."""
 
     pod: str
     model: str = ""
 
 
-#: What ends a replay.
+#: The reply that ends a replay.
 END = Frames(b"", _LAST, b"")
 
 
 def live(frames: Sequence[bytes]) -> Frames:
-    """Raises `ValueError` for anything but three frames with a sequence number in the second."""
+    """Read a live batch. Raises `ValueError` unless there are three frames with a sequence number in the second."""
     if len(frames) != 3:
         raise ValueError(f"{len(frames)} frames instead of topic, sequence and payload")
     topic, sequence, payload = frames
@@ -49,14 +49,14 @@ def live(frames: Sequence[bytes]) -> Frames:
 
 
 def sequence_of(frame: bytes) -> int:
-    """Raises `ValueError` when the frame has not 8 bytes."""
+    """Read a sequence number. Raises `ValueError` if the frame does not have 8 bytes."""
     if len(frame) != 8:
         raise ValueError(f"a sequence number of {len(frame)} bytes instead of 8")
     return int.from_bytes(frame, "big")
 
 
 def topic_of(frame: bytes) -> Topic:
-    """Pod and model that a topic names. The model may contain `@`."""
+    """The pod and model that a topic names. The model may contain `@`."""
     text = frame.decode("utf-8", "replace")
     parts = text.split("@", 2)
     return Topic(parts[1], parts[2]) if len(parts) == 3 else Topic(text)
@@ -71,19 +71,19 @@ def sequence(number: int) -> bytes:
 
 
 def replay_request(start: int) -> list[bytes]:
-    """Ask for all buffered batches from `start` on."""
+    """The request for all buffered batches from `start` on."""
     return [b"", start.to_bytes(8, "big")]
 
 
 def replay_start(frames: Sequence[bytes]) -> int:
-    """The start that a request asks for, at whatever length it was written. Raises `ValueError` if it is none."""
+    """Read the start from a replay request; it may have 1 to 8 bytes. Raises `ValueError`."""
     if len(frames) != 2 or frames[0] or not 0 < len(frames[1]) <= 8:
         raise ValueError("a replay request is an empty frame and a start of at most 8 bytes")
     return int.from_bytes(frames[1], "big")
 
 
 def replay_reply(topic: bytes | None, number: int, payload: bytes) -> list[bytes]:
-    """A buffered batch; `topic` of `None` is the form before vLLM 0.26."""
+    """The reply with a buffered batch. `topic`: `None` = the form before vLLM 0.26."""
     return [b"", *([] if topic is None else [topic]), sequence(number), payload]
 
 
@@ -92,7 +92,7 @@ def replay_end(with_topic: bool = True) -> list[bytes]:
 
 
 def replayed(frames: Sequence[bytes]) -> Frames:
-    """A reply in either form; `END` for the end. Raises `ValueError` for anything else."""
+    """Read a reply in either form; `END` at the end. Raises `ValueError` for anything else."""
     parts = list(frames[1:]) if frames and not frames[0] and len(frames) > 2 else list(frames)
     if len(parts) == 2:
         parts.insert(0, b"")
@@ -103,17 +103,17 @@ def replayed(frames: Sequence[bytes]) -> Frames:
     return Frames(parts[0], sequence_of(parts[1]), parts[2])
 
 
-# Single values of KV events: hashes, token ids, extra keys, as engines of different age write them.
+# Single values of KV events: hashes, token ids and extra keys, in the forms of different engine versions.
 
 _MASK = (1 << 64) - 1
 _NIL = 0xC0
 _INTS = msgspec.msgpack.Decoder(list[int])
 _ANY = msgspec.msgpack.Decoder()
-#: Up to that many bytes, token ids are decoded at once: 5,000 ids in 0.2 ms.
+#: Up to this many bytes, token ids are decoded in one step: 5,000 ids in 0.2 ms.
 _AT_ONCE = 16_384
-#: One non-negative integer of up to 32 bits, in any of msgpack's sizes.
+#: A non-negative integer of up to 32 bits, in any of msgpack's sizes.
 _TOKEN = rb"(?:[\x00-\x7f]|\xcc.|\xcd..|\xce....|\xd2[\x00-\x7f]...|\xcf\x00\x00\x00\x00....)"
-#: `re` compiles a pattern per repeat count: chunks of one size, and single ids for the rest.
+#: `re` compiles one pattern per repeat count, so chunks have one size, and the rest is read as single ids.
 _CHUNK = 2048
 _CHUNK_PATTERN = re.compile(_TOKEN + b"{%d}" % _CHUNK, re.DOTALL)
 _REST_PATTERN = re.compile(_TOKEN + b"{0,%d}" % _CHUNK, re.DOTALL)
@@ -121,7 +121,7 @@ _CHUNK_HEAD = b"\xdc" + _CHUNK.to_bytes(2, "big")
 
 
 def hash_of(value: int | bytes) -> int:
-    """A block hash as an unsigned 64-bit pattern; of byte strings the last 8 bytes, big-endian. 0 = none."""
+    """A block hash as an unsigned 64-bit integer; of a byte string, the last 8 bytes in big-endian order. 0 = none."""
     if isinstance(value, bytes):
         return int.from_bytes(value[-8:], "big")
     if not -1 << 63 <= value <= _MASK:
@@ -130,7 +130,7 @@ def hash_of(value: int | bytes) -> int:
 
 
 def hashes_of(values: list[int | bytes]) -> list[int]:
-    """`hash_of` for a list; a list of unsigned integers is returned as it is."""
+    """`hash_of` for a list. A list of unsigned integers is returned unchanged."""
     if not values:
         return []
     try:
@@ -142,9 +142,9 @@ def hashes_of(values: list[int | bytes]) -> list[int]:
 
 
 def tokens_of(raw: bytes) -> "bytes | RawTokens":
-    """Token ids from their msgpack array: little-endian 32-bit integers, or, if they are many, a stream of those.
+    """Read token ids from a msgpack array: as little-endian 32-bit integers or, if there are many, as a stream of them.
 
-    Raises `ValueError` for what is no array of 32-bit unsigned integers; of a stream it is found out while reading.
+    Raises `ValueError` unless it is an array of 32-bit unsigned integers; a stream may raise it while being read.
     """
     if len(raw) > _AT_ONCE:
         return RawTokens(raw)
@@ -162,10 +162,10 @@ def _packed(raw: bytes) -> bytes:
 
 
 class RawTokens:
-    """Token ids that are decoded some thousand at a time (a million at once would take 50 ms)."""
+    """Token ids that are decoded some thousand at a time, because decoding a million takes 50 ms."""
 
     def __init__(self, raw: bytes) -> None:
-        """`raw`: a msgpack array. Raises `ValueError` when it is none."""
+        """`raw`: a msgpack array. Raises `ValueError` if it is not."""
         kind = raw[0]
         if kind == 0xDC:
             self._count, self._at = int.from_bytes(raw[1:3], "big"), 3
@@ -182,7 +182,7 @@ class RawTokens:
         return self._count
 
     def take(self, count: int) -> bytes:
-        """The next `count` token ids as LE32. Raises `ValueError` when there are fewer, or something else."""
+        """The next `count` token ids as little-endian 32-bit integers. Raises `ValueError` for anything else."""
         while len(self._ready) < 4 * count:
             self._ready += self._more()
         taken, self._ready = self._ready[: 4 * count], self._ready[4 * count :]
@@ -196,7 +196,7 @@ class RawTokens:
             assert match is not None
             if match.end() == self._at or match.end() < len(self._raw):
                 raise ValueError("token_ids: not only 32-bit token ids")
-            # Less than a chunk is left. How many ids that is shows only when they are taken one by one.
+            # Less than a chunk is left. The number of ids is known only after splitting them.
             self._at = len(self._raw)
             return b"".join(_packed(b"\x91" + token) for token in re.findall(_TOKEN, match.group(), re.DOTALL))
         self._at = match.end()
@@ -204,7 +204,7 @@ class RawTokens:
 
 
 def extras_of(raw: bytes, lora: str | None) -> list[tuple[str, ...]] | None:
-    """Extra keys per block, without the adapter's name, which vLLM puts first; `None` when there are none.
+    """The extra keys of each block, without the adapter's name, which vLLM puts first; `None` if there are none.
 
     Raises `ValueError` for anything but a list with one list (or nil) per block.
     """
@@ -227,7 +227,7 @@ def extras_of(raw: bytes, lora: str | None) -> list[tuple[str, ...]] | None:
 
 
 def _extra(entry: Any) -> str:
-    """An identifier: bare, or first in [identifier, offset] of older versions."""
+    """An identifier: by itself, or the first item of `[identifier, offset]` in older versions."""
     if isinstance(entry, list) and entry:
         entry = entry[0]
     if isinstance(entry, str):
@@ -239,27 +239,27 @@ def _extra(entry: Any) -> str:
     raise ValueError(f"extra_keys: {type(entry).__name__} is no identifier")
 
 
-# KV-cache event batches of model servers: msgpack bytes to `fairlead.core.kv.events`.
+# Decodes batches of KV events from msgpack to `fairlead.core.kv.events`.
 #
-# What is read (vLLM 0.9 to 0.32, SGLang, llm-d's storage back end and simulator)
-# * A batch is an array `[ts, events, data_parallel_rank]` or a map of these; the rank may be missing.
-# * An event is a map with `type` (vLLM since 0.24), an array with the tag first (before that, and SGLang), or a byte
-#   string that holds one of the two. Trailing fields may be missing, further ones are ignored.
-# * Hashes are unsigned or signed 64-bit integers, or byte strings of which the last 8 bytes count.
-# * `block_created`, `block_evicted`, `block_offloaded` are read as maps with `block_hashes`, `blocks` or `block_hash`,
-#   `medium` or `tier`, and what else a `BlockStored` has.
+# Formats (vLLM 0.9 to 0.32, SGLang, llm-d's storage back end and simulator)
+# * A batch is an array `[ts, events, data_parallel_rank]` or a map with these names; the rank may be missing.
+# * An event is a map with `type` (vLLM since 0.24), an array with the tag first (earlier versions and SGLang), or a
+#   byte string that contains one of the two. Trailing fields may be missing, and unknown fields are ignored.
+# * Hashes are unsigned or signed 64-bit integers, or byte strings, of which the last 8 bytes count.
+# * `block_created`, `block_evicted` and `block_offloaded` are maps with `block_hashes`, `blocks` or `block_hash`,
+#   `medium` or `tier`, and the other fields of a `BlockStored`.
 #
 # Rules
-# * One bad event costs only itself. An unreadable batch raises `ValueError`, nothing else ever does.
-# * Decoding is in two steps: the batch at once, without its token ids (8 µs for 1,024 of them against 32), then event
-#   by event while they are applied.
-# * Publishers do not change their encoding, so each has a decoder of its own, which tries the last one first.
+# * A bad event affects no other event. Only an unreadable batch raises `ValueError`.
+# * Decoding has two steps: first the whole batch without its token ids (8 µs instead of 32 for 1,024 ids), then each
+#   event when it is applied.
+# * Publishers do not change their encoding, so each has its own decoder, which tries the last encoding first.
 
 _Hash = int | bytes
 _NO_TOKENS, _NO_EXTRAS = Raw(b"\x90"), Raw(b"\xc0")
-#: A byte string that holds a byte string that holds … an event.
+#: The deepest nesting of byte strings around an event.
 _DEEPEST = 2
-#: Events of one batch: 10,000 removals take 2 ms to decode. A batch with more is none.
+#: The most events of a batch. Decoding 10,000 removals takes 2 ms. A larger batch is unreadable.
 _NOT_ENDLESS = Meta(max_length=20_000)
 
 
@@ -334,7 +334,7 @@ class _MapBatch(Struct):
 
 
 class _Plain(Struct):
-    """The requirement texts' own events."""
+    """The events `block_created`, `block_evicted` and `block_offloaded`."""
 
     type: str
     block_hashes: list[_Hash] = []
@@ -360,10 +360,10 @@ _BYTES = msgspec.msgpack.Decoder(bytes)
 
 
 class Batch:
-    """A batch whose events are decoded one by one while one iterates, once.
+    """A batch whose events are decoded during iteration, which is possible only once.
 
-    `ts`: the engine's clock at sending, Unix seconds; `rank`: data-parallel rank, 0 if it is not told; `bad`: events
-    that had to be skipped so far; `bad_reason`: why the last of them was.
+    `ts`: the engine's clock at sending, Unix seconds. `rank`: data-parallel rank, 0 if missing. `bad`: events skipped
+    so far. `bad_reason`: why the last of them was skipped.
     """
 
     __slots__ = ("_raw", "bad", "bad_reason", "rank", "ts")
@@ -375,14 +375,14 @@ class Batch:
         self._raw = raw
 
     def __len__(self) -> int:
-        """Events, bad ones included."""
+        """The number of events, including bad events."""
         return len(self._raw)
 
     def __iter__(self) -> Iterator[KvEvent]:
         return (event for event in self.each() if event is not None)
 
     def each(self) -> Iterator[KvEvent | None]:
-        """`None` for each bad event, so that a batch of nothing else does not take long at a time."""
+        """Yield the events, and `None` for each bad event, so that bad events do not hold the caller for long."""
         for raw in self._raw:
             try:
                 yield _event(raw)
@@ -398,7 +398,7 @@ class BatchDecoder:
         self._first = 0
 
     def decode(self, payload: bytes) -> Batch:
-        """Raises `ValueError` when the bytes are no batch at all."""
+        """Decode a batch. Raises `ValueError` if the bytes are not a batch."""
         try:
             batch = _WHOLE[self._first].decode(payload)
         except (msgspec.DecodeError, RecursionError):
@@ -429,7 +429,7 @@ def _number(value: Any) -> float:
 
 
 def _event(raw: _RawEvent) -> KvEvent:
-    """Raises `ValueError` or `msgspec.DecodeError` for what is no event."""
+    """Decode an event. Raises `ValueError` or `msgspec.DecodeError`."""
     if isinstance(raw, Raw):
         return _loose(bytes(raw), 0)
     if isinstance(raw, _MapStored):
@@ -455,7 +455,7 @@ def _stored(raw: _MapStored) -> BlocksStored:
 
 
 def _loose(content: bytes, depth: int) -> KvEvent:
-    """An event in any form."""
+    """Decode an event in any form."""
     kind = content[0] if content else 0xC0
     if kind in (0xC4, 0xC5, 0xC6) and depth < _DEEPEST:
         return _loose(_BYTES.decode(content), depth + 1)
