@@ -105,8 +105,8 @@ class RemainingWorkParams(Params):
 
 
 class RemainingWork(Ranked):
-    """Servers with the prompt cached until they are saturated; of these, one for work of that length with the fewest
-    tokens in flight."""
+    """Servers with the prompt cached, or all if those are saturated; of these, one for work of that length with the
+    fewest tokens in flight."""
 
     type = "remaining-work"
     Params = RemainingWorkParams
